@@ -18,6 +18,7 @@ from mirrorc.clipping import ClipNorms, clipping
 from mirrorc.cluster import Cluster, find_place, join
 from mirrorc.communication_options import CommunicationOptions, with_communication_options
 from mirrorc.compression import check_compression
+from mirrorc.dynamic_sizes import check_dynamic
 from mirrorc.ir.links import check_link
 from mirrorc.ir.workers import World
 from mirrorc.microbatches import checked_microbatches
@@ -108,6 +109,7 @@ def compile(
     shard_optimizer: bool = False,
     overlap_next_step: bool = False,
     placement: PlacementName | Mapping[str, str] = "auto",
+    dynamic: bool | None = False,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
 
@@ -213,6 +215,9 @@ def compile(
             ``{"embedding.weight": "cpu:0"}``, with a rule ("central", "least-loaded", "cached" or a device) for all others
             under ``"*"``. "cached" deals out large parameters alone, and leaves small ones to the first device. Numbers are
             the same but for the last bits, where the order of additions or the cuts of compiled regions differ.
+        dynamic: False to compile each new size of an argument. None for symbols in place of sizes that change: where a call
+            brings the second size of a dimension, one more program is compiled for all of its sizes. True for symbols in the
+            first program already. See docs/semantics.md for what stays a number.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
@@ -312,8 +317,10 @@ def compile(
         cluster=cluster,
         exchange=exchange,
         overlap_next_step=overlap_next_step and program_workers.are_several,
+        dynamic=dynamic,
         remarks=tuple(remarks),
     )
+    check_dynamic(chosen)
     step = Step(chosen, model_state)
     if example_inputs is not None:
         args, kwargs = example_call(example_inputs)

@@ -23,6 +23,7 @@ from mirrorc.passes import CompressExchange, FactorGradients
 from mirrorc.passes.compress_exchange import NARROW
 from mirrorc.runtime.devices.machine import product_facts, seconds_per_multiplication
 from mirrorc.runtime.workers.team import Team
+from mirrorc.torch_internals import size_now
 
 
 class ExchangeChoice:
@@ -187,7 +188,7 @@ class ExchangeChoice:
             if any(len(program.graphs_run_by(r)) > 1 for r in program.present) and not gradient.form.takes_parts:
                 continue
             rows = [(fake_rows(one) or [])[0] for one in own]
-            number = sum(len(rows[shard]) for shard in graphs)
+            number = sum(size_now(rows[shard].shape[0]) for shard in graphs)
             row_bytes = sum(kind.num_bytes for kind in sent_factors(program, name).rows)
             work = gradient.form.num_multiplications(value, 1)
             yield Candidate(name, value.numel() * self._bytes_sent(value.dtype), row_bytes, number, work)

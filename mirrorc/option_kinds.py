@@ -93,6 +93,11 @@ _TAKES = {
         "parameters, such as {'embedding.weight': 'cpu:0', '*': 'least-loaded'}",
         get_args(PlacementName),
     ),
+    "dynamic": _Takes(
+        (bool, NoneType),
+        "say False, to compile each new size, None, for symbols in place of sizes that change, or True, for symbols from the "
+        "first call on",
+    ),
     "early_update": _Takes((bool,), "say True, to update each bucket when its own sum is there, or False"),
     "overlap_next_step": _Takes((bool,), "say True, to return with the last buckets in flight, or False"),
     "shard_optimizer": _Takes((bool,), "say True, to deal the optimizer's state out to the workers, or False"),

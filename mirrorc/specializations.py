@@ -1,7 +1,11 @@
-"""Keeps the compiled programs of a step by the kind of their calls: the most recently used ones."""
+"""Keeps the compiled programs of a step by the kind of their calls: the most recently used ones.
+
+It is long, as what is kept, how it is found and what is told of too much of it are one matter.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections import OrderedDict
@@ -15,6 +19,8 @@ from mirrorc.capture.arguments import Call, Structure
 from mirrorc.capture.changing_arguments import CallKind, changing_arguments
 from mirrorc.capture.guards import AllGuards
 from mirrorc.capture.outputs import Outputs
+from mirrorc.capture.shards import Shards
+from mirrorc.capture.symbolic_graphs import SymbolicSizes
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import LOSS_OUTPUT
@@ -26,6 +32,7 @@ logger = logging.getLogger(__name__)
 MOST_SPECIALIZATIONS = 64
 """How many compiled programs a step keeps. One that is needed again later is compiled again."""
 
+_MOST_HOMES = 4096  # kinds of calls of which it is known that a program with symbolic sizes is right for them
 _MANY_COMPILATIONS = 8  # when a step was compiled so many times, a warning says so, once
 
 Key = tuple[Any, ...]
@@ -88,6 +95,7 @@ class Specialization:
         outputs: what its steps return beside the loss, if they do.
         shard_of_replica: which of the captured graphs each replica runs.
         loss_dtype: of the loss; None for an evaluation.
+        sizes: those of its graphs, if they have symbols.
     """
 
     executor: Executor
@@ -97,6 +105,19 @@ class Specialization:
     outputs: Outputs | None = None
     shard_of_replica: tuple[int | None, ...] = ()
     loss_dtype: torch.dtype | None = None
+    sizes: SymbolicSizes | None = None
+
+    def sizes_of(self, shards: Shards) -> list[tuple[int | float, ...]]:
+        """For each replica, the numbers that its program takes for the sizes of its shard."""
+        found = self.sizes.of_shards(shards.tensors, shards.num_examples) if self.sizes is not None else []
+        assert found is not None, "the program was found for these shards"
+        return found
+
+    def fits(self, shards: Shards) -> bool:
+        """Whether a program with symbolic sizes is that of shards of these sizes."""
+        if self.sizes is None or shards.microbatches:
+            return False
+        return self.sizes.of_shards(shards.tensors, shards.num_examples) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
         """For each replica, the Python numbers that its program takes, as the guards have found them last."""
@@ -110,12 +131,12 @@ class Specialization:
             [of_graphs[shard or 0] for shard in self.shard_of_replica] if any(of_graphs) else []
         )  # absent ones read none
 
-    def trained(self, loss: torch.Tensor, call: Call) -> Any:
+    def trained(self, loss: torch.Tensor, call: Call, shards: Shards) -> Any:
         """What a training step that has run gives: its loss, and its outputs if they are kept."""
         if self.outputs is None:
             return loss
         try:
-            gathered = self.executor.outputs.take()
+            gathered = self.executor.outputs.take(shards.num_examples)
             if not self.executor.program.present:
                 gathered = self.outputs.of_no_examples(loss.device)
             return loss, self.outputs.of_step(gathered, loss, call)
@@ -125,11 +146,11 @@ class Specialization:
                 "next batch"
             ) from error
 
-    def evaluated(self, call: Call, *, wants_outputs: bool) -> Any:
+    def evaluated(self, call: Call, shards: Shards, *, wants_outputs: bool) -> Any:
         """What an evaluation that has run gives: its loss, with the outputs if they are wanted; without a loss, the outputs."""
         assert self.outputs is not None, "an evaluation gathers what it gives"
         try:
-            gathered = self.executor.outputs.take()
+            gathered = self.executor.outputs.take(shards.num_examples)
             if LOSS_OUTPUT not in gathered:
                 return self.outputs.of_step(gathered, None, call)
             loss = gathered.pop(LOSS_OUTPUT).reshape(())
@@ -164,12 +185,36 @@ class Specializations:
     def __init__(self, what: str = "step") -> None:
         self._what = what
         self._by_key: OrderedDict[Key, list[Specialization]] = OrderedDict()  # both in the order of their last use
+        self._homes: dict[Key, Key] = {}  # from the keys of calls to those of programs with symbolic sizes
+        self._numbers = itertools.count()
         self._first: list[_Compiled] | None = []  # the first compilations; None once they were warned of
         self._read: list[str] = []  # what has made guards fail besides arguments, in words
         self._read_plain: set[str] = set()  # the names of plain values that have
 
-    def get(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
-        """What calls of this kind, with these plain values, may use now, if there is anything; it counts as used."""
+    def get(self, key: Key, plain: Mapping[str, Any], shards: Shards | None = None) -> Specialization | None:
+        """What calls of this kind, with these plain values, may use now, if there is anything; it counts as used.
+
+        A program with symbolic sizes is found for shards of all sizes that it is right for, and from then on by their key.
+        """
+        home = self._homes.get(key, key)
+        found = self._usable(home, plain)
+        if found is not None or shards is None:
+            return found
+        for other, own in reversed(list(self._by_key.items())):
+            is_alike = other[0] == key[0] and other[2:] == key[2:]
+            if other != home and is_alike and own[-1].fits(shards):
+                found = self._usable(other, plain)
+                if found is not None:
+                    self._remember_home(key, other)
+                    return found
+        return None
+
+    def _remember_home(self, key: Key, home: Key) -> None:
+        self._homes[key] = home
+        if len(self._homes) > _MOST_HOMES:
+            del self._homes[next(iter(self._homes))]
+
+    def _usable(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
         own = self._by_key.get(key)
         if own is None:
             return None
@@ -206,10 +251,16 @@ class Specializations:
 
         ``attributes`` are the plain attributes of the model, by path; ``reasons`` say why numbers that change are no inputs.
         """
-        own = self._by_key.setdefault(key, [])
+        called = key
+        if new.sizes is not None:  # a key of its own: it may be right for other sizes than one that was found before
+            key = (key[0], ("symbolic", next(self._numbers)), *key[2:])
+            self._remember_home(called, key)
+        else:
+            self._homes.pop(called, None)
         dropped = [instead.executor] if instead is not None else []
         if instead is not None:
-            own.remove(instead)
+            self._remove(instead)
+        own = self._by_key.setdefault(key, [])
         if own:
             names, besides = own[-1].changes(call.plain)
             self._read_plain.update(names)
@@ -223,7 +274,7 @@ class Specializations:
                 MOST_SPECIALIZATIONS,
             )
         if self._first is not None:
-            self._first.append(_Compiled(key, CallKind.of(call, key[1][0]), attributes or {}))
+            self._first.append(_Compiled(called, CallKind.of(call, called[1][0]), attributes or {}))
             self._warn_of_many(self._first, reasons)
         return dropped
 
@@ -237,6 +288,13 @@ class Specializations:
         if not nearest:
             return "something else that forward or the loss reads"
         return " and ".join(f"another {parts[i]}" if i < 2 else f"{parts[i]} have changed" for i in nearest)
+
+    def _remove(self, one: Specialization) -> None:
+        for key, own in list(self._by_key.items()):
+            if one in own:
+                own.remove(one)
+                if not own:
+                    del self._by_key[key]
 
     def _drop(self) -> Specialization:
         key, own = next(iter(self._by_key.items()))

@@ -11,11 +11,13 @@ import torch
 
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_numbers import ChangingNumbers
+from mirrorc.capture.changing_sizes import ChangingSizes
 from mirrorc.capture.errors import HooksMissingError, LoneExampleError
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.output_capturing import install_capturing_hooks
 from mirrorc.capture.shard_types import shard_types
 from mirrorc.capture.shards import Shards, split_call
+from mirrorc.dynamic_sizes import why_sizes_are_numbers
 from mirrorc.errors import CaptureError
 from mirrorc.exchange_choice import ExchangeChoice
 from mirrorc.measured_sizes import MeasuredSizes
@@ -56,6 +58,8 @@ class Specializer:
         self._kept = {purpose: Specializations(purpose.value) for purpose in Purpose}
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
+        self._sizes = ChangingSizes(dynamic=options.dynamic)
+        self._symbolic: set[Purpose] = set()  # the purposes for which there are programs with symbolic sizes
         self._planned = PlannedSizes(options, num_threads)
         are_several = options.program_workers.are_several
         self.sizes: MeasuredSizes | PlannedSizes = self._planned if are_several else MeasuredSizes(options, num_threads)
@@ -105,7 +109,7 @@ class Specializer:
             key = self._key(call, shards, purpose)
         try:
             self._interrupts.hold()
-            found = kept.get(key, call.plain)
+            found = kept.get(key, call.plain, shards if purpose in self._symbolic else None)
         finally:
             self._interrupts.let_go()
         program = found.executor.program if found is not None else None
@@ -115,7 +119,7 @@ class Specializer:
         is_watched = found is None and self._options.ladder.guards_plain_values
         key = self._note_changes(kept, key, call, shards, purpose) if is_watched else key
         try:
-            new = self._compiler.compile(call, shards, kept.what_is_new(key), purpose)
+            new = self._compiled(call, shards, kept.what_is_new(key), purpose)
         except LoneExampleError:
             if not shards.have_one_example or by_twos().have_one_example:
                 raise
@@ -139,6 +143,39 @@ class Specializer:
             dropped.release()
         self._compiler.keep_only([executor.program for kept in self._kept.values() for executor in kept])
         return new, shards
+
+    def _compiled(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
+        """Compiles, with symbols for sizes that change; without, if the model or torch does not take them."""
+        about = (purpose, len(shards.num_examples))
+        symbolic, why = self._sizes.symbolic_dims(call, about), self._why_numbers()
+        if symbolic and why:
+            return self._compiler.compile(call, shards, what_is_new, purpose, why_static=why)
+        if symbolic:
+            try:
+                new = self._compiler.compile(call, shards, what_is_new, purpose, symbolic)
+                if new.sizes is None or new.fits(shards):
+                    self._symbolic.add(purpose)
+                    self._sizes.note_program(call, about)
+                    return new
+                why = "shards of these sizes need other graphs"
+            except (LoneExampleError, HooksMissingError):
+                raise
+            except Exception as error:
+                logger.debug("not compiled with symbolic sizes", exc_info=error)
+                why = next(iter(str(error).splitlines()), type(error).__name__)
+            new = self._compiler.compile(
+                call, shards, what_is_new, purpose, why_static=why
+            )  # raises, if that is no reason
+            if not shards.have_one_example:  # a size of 1 is no symbol, so that this says nothing about other batches
+                self._sizes.give_up(call, about, why)
+            return new
+        return self._compiler.compile(call, shards, what_is_new, purpose, why_static=self._sizes.why_not(call, about))
+
+    def _why_numbers(self) -> str:
+        """Why sizes are numbers, whatever the model is; empty if they may be symbols."""
+        if self._numbers.inputs:
+            return "numbers that Python computes are arguments, and one graph does not take both"
+        return why_sizes_are_numbers(self._options)
 
     def _note_changes(self, kept: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose) -> Key:
         """Notes which numbers have changed since a program was compiled; gives the key, of which they are no part then."""

@@ -338,7 +338,7 @@ class Step(StepReports):
         loss = self._run(found, shards)
         assert loss is not None, "a training step has a loss"
         self._habits.note_step()
-        return found.trained(loss, call)
+        return found.trained(loss, call, shards)
 
     def _take_part(self) -> bool:
         """Takes part in a training call of the other workers, without examples; gives False if all have left their loops."""
@@ -378,7 +378,7 @@ class Step(StepReports):
         self._calls.check_open()
         found.executor.state.take_over(found.executor.program)
         self._run(found, shards)
-        return found.evaluated(call, wants_outputs=self._options.return_outputs)
+        return found.evaluated(call, shards, wants_outputs=self._options.return_outputs)
 
     def _run(self, found: Specialization, shards: Shards) -> torch.Tensor | None:
         """Runs a program whose variables are laid out; one that fails leaves the generators as they were."""
@@ -416,7 +416,9 @@ class Step(StepReports):
         before = executor.tail
         try:
             with stream:
-                loss = executor.run(self._pool, shards.tensors, weights, examples, seed, self._guard, numbers)
+                loss = executor.run(
+                    self._pool, shards.tensors, weights, examples, seed, self._guard, numbers, found.sizes_of(shards)
+                )
         except BaseException:
             if self._rest is not None and executor.tail not in (None, before):  # the step is made: Ctrl-C came late
                 self._rest.note(self, executor, self._pool)

@@ -1,7 +1,11 @@
-"""Compiles a step for one call: captures the model, runs the passes, compiles the regions, and makes what runs the program."""
+"""Compiles a step for one call: captures the model, runs the passes, compiles the regions, and makes what runs the program.
+
+It is long, as it has the whole way from a call to what runs it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import time
@@ -18,7 +22,7 @@ from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.front_ends import FrontEnd
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.replica_values import refuse_over_workers
-from mirrorc.capture.shard_types import shard_types
+from mirrorc.capture.shard_types import SymbolicDims, shard_types
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.specialize import CapturedProgram, capture_program
 from mirrorc.capture.training_call import TrainingCall
@@ -94,15 +98,26 @@ class StepCompiler:
         self.states = states_of(state)
         self.team: Team | None = None
 
-    def compile(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
+    def compile(
+        self,
+        call: Call,
+        shards: Shards,
+        what_is_new: str,
+        purpose: Purpose,
+        symbolic: SymbolicDims = (),
+        why_static: str = "",
+    ) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices.
 
         Args:
             call, shards: the call, and its shards.
             what_is_new: in it, for whoever waits.
             purpose: what it is for.
+            symbolic: the dimensions of the arguments that are to be symbolic.
+            why_static: why none are, although their sizes change; for a remark.
 
         Raises:
+            SizesGivenUp: these cannot be symbolic.
             CaptureError: the model cannot be captured.
             PassError: a pass refuses the program, or the pipeline ends too early.
         """
@@ -114,7 +129,7 @@ class StepCompiler:
         progress = Progress(f"{what} ({what_is_new})", is_shown=self._options.progress)
         try:
             progress.begin()
-            return self._compile_at_home(call, shards, what, progress, purpose)
+            return self._compile_at_home(call, shards, what, progress, purpose, symbolic, why_static)
         except BaseException as error:
             progress.is_over = True
             for tensor, data in moved:
@@ -140,7 +155,14 @@ class StepCompiler:
         return moved
 
     def _compile_at_home(
-        self, call: Call, shards: Shards, what: str, progress: Progress, purpose: Purpose
+        self,
+        call: Call,
+        shards: Shards,
+        what: str,
+        progress: Progress,
+        purpose: Purpose,
+        symbolic: SymbolicDims,
+        why_static: str,
     ) -> Specialization:
         times = [time.perf_counter()]
         types = shard_types(shards.tensors[0], self._home)
@@ -148,7 +170,10 @@ class StepCompiler:
         if purpose.trains:
             self._options.optimizers.check(self._model.parameters)
         self._regions.prepare(self._home)
-        training_call, captured = self._captured(call, shards, progress, purpose)
+        training_call, captured = self._captured(call, shards, progress, purpose, symbolic)
+        if why_static:
+            told = captured.program.with_remarks(f"sizes of arguments are numbers: {why_static}")
+            captured = dataclasses.replace(captured, program=told)
         times.append(time.perf_counter())
         program = self._lowered(captured, progress, purpose)
         times.append(time.perf_counter())
@@ -159,15 +184,23 @@ class StepCompiler:
         self._planned.note(executor)
         graph_of = captured.program.shard_of_replica
         return Specialization(
-            executor, captured.guards, training_call, call.plain, captured.outputs, graph_of, captured.loss_dtype
+            executor,
+            captured.guards,
+            training_call,
+            call.plain,
+            captured.outputs,
+            graph_of,
+            captured.loss_dtype,
+            captured.sizes,
         )
 
     def _captured(
-        self, call: Call, shards: Shards, progress: Progress, purpose: Purpose
+        self, call: Call, shards: Shards, progress: Progress, purpose: Purpose, symbolic: SymbolicDims
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
         """The module that was traced, and what came of it, of whose variables the step's state knows then."""
         progress.enter("capture")
-        climbed = self._options.ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose))
+        ladder = self._options.ladder.first if symbolic else self._options.ladder  # without symbols, it is tried whole
+        climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
         training_call, captured = climbed.found
         what = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(what))
@@ -182,7 +215,7 @@ class StepCompiler:
         return training_call, captured
 
     def _captured_by(
-        self, front_end: FrontEnd, call: Call, shards: Shards, purpose: Purpose
+        self, front_end: FrontEnd, call: Call, shards: Shards, purpose: Purpose, symbolic: SymbolicDims
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
         """What a front end has traced, and what came of it."""
         options = self._options
@@ -200,6 +233,7 @@ class StepCompiler:
             options.backend.decompositions(),
             loss_reduction=options.loss_reduction,
             front_end=front_end,
+            symbolic=symbolic,
         )
         return training_call, captured
 

@@ -23,7 +23,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
-from mirrorc.torch_internals import add_node, lazy_graph_module
+from mirrorc.torch_internals import add_node, lazy_graph_module, num_bytes_now
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _remark(program: Program, whole: Mapping[str, str]) -> str:
 
 def _bytes_of_factors(graph: fx.Graph) -> int:
     factors = {factor for node in calls_to(graph, *ops.FACTORED) for factor in node.all_input_nodes}
-    return sum(factor.meta["val"].numel() * factor.meta["val"].dtype.itemsize for factor in factors)
+    return sum(num_bytes_now(factor.meta["val"]) for factor in factors)
 
 
 @dataclass(frozen=True)

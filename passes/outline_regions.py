@@ -24,7 +24,16 @@ from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to, region_title
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.printing.wording import counted, numbered
-from mirrorc.torch_internals import add_node, lazy_graph_module
+from mirrorc.torch_internals import (
+    add_node,
+    environment_of,
+    has_symbols,
+    is_symbolic,
+    lazy_graph_module,
+    size_key,
+    sizes_key,
+    symbols_in,
+)
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,10 @@ def _body_key(graph: fx.Graph) -> Any:
     for node in graph.nodes:
         detail = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}"))
         value = node.meta.get("val")
-        typed = (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else ()
+        typed: Any = (
+            (sizes_key(value.shape), sizes_key(value.stride()), value.dtype) if isinstance(value, torch.Tensor) else ()
+        )
+        typed = (typed, environment_of(value)) if has_symbols(value) else typed  # it is compiled with their guards
         lines.append((node.op, str(node.target) if node.op == "call_function" else "", detail, typed))
     return tuple(lines)
 
@@ -251,6 +263,7 @@ def _call(
     inputs: dict[fx.Node, None] = {}
     for node in nodes:
         inputs.update(dict.fromkeys(n for n in node.all_input_nodes if n not in members))
+    inputs.update(dict.fromkeys(_sizes_in([*inputs, *nodes])))
     for source in inputs:
         inside[source] = body.placeholder(_argument_name(source))
         inside[source].meta["val"] = source.meta["val"]
@@ -264,6 +277,13 @@ def _call(
         values[node] = add_node(outer, "call_function", operator.getitem, (region, i), {}, node.name)
         values[node].meta.update(node.meta)
     return region
+
+
+def _sizes_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The arguments that are the symbols in the sizes of values: whoever runs a region has to be told them."""
+    symbols = symbols_in([node.meta.get("val") for node in nodes])
+    given = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
+    return [node for node in given if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]
 
 
 def _call_meta(results: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from mirrorc.analysis.row_elements import ROW_READERS, Made, by_elements
 from mirrorc.ir.graph_edits import copied, insert, remove_unused
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
+from mirrorc.torch_internals import sizes_key
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class _Nodes:
         tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
         if not isinstance(tensor, torch.Tensor):
             return None
-        return Made(value.target, value.args, dict(value.kwargs), tuple(tensor.shape), tensor.dtype)
+        return Made(value.target, value.args, dict(value.kwargs), sizes_key(tensor.shape), tensor.dtype)
 
     def apply(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
         node = insert(self.program, self.replaced, target, args)

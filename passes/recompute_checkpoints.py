@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import viewed
@@ -19,6 +17,7 @@ from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
+from mirrorc.torch_internals import num_bytes_now
 
 
 @dataclass(frozen=True)
@@ -139,4 +138,4 @@ def _owner(node: fx.Node) -> fx.Node:
 
 def _num_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return math.prod(value.shape) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+    return num_bytes_now(value)

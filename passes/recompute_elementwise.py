@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +13,7 @@ from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
+from mirrorc.torch_internals import num_bytes_now
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -128,8 +128,7 @@ def _is_small(source: fx.Node, value: fx.Node) -> bool:
 
 
 def _num_bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return math.prod(value.shape) * value.dtype.itemsize
+    return num_bytes_now(node.meta["val"])
 
 
 def _again(graph: fx.Graph, chain: list[fx.Node], user: fx.Node) -> fx.Node:

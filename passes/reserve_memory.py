@@ -21,7 +21,7 @@ from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
-from mirrorc.torch_internals import lazy_graph_module
+from mirrorc.torch_internals import has_symbols, lazy_graph_module
 
 _INTO = MappingProxyType({torch.ops.aten.mm.default: matmul.mm_into, torch.ops.aten.addmm.default: matmul.linear_into})
 
@@ -98,7 +98,7 @@ class ReserveMemory:
 
 def _is_large(product: fx.Node, min_bytes: int) -> bool:
     value = product.meta["val"]
-    return value.is_contiguous() and _num_bytes(product) >= min_bytes
+    return not has_symbols(value) and value.is_contiguous() and _num_bytes(product) >= min_bytes
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -16,8 +16,9 @@ from mirrorc.custom_ops import matmul, tables
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Region, Stage
+from mirrorc.ir.value_types import is_same_type, value_type
 from mirrorc.printing.wording import counted
-from mirrorc.torch_internals import lazy_graph_module
+from mirrorc.torch_internals import lazy_graph_module, storage_bytes_now
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -94,10 +95,14 @@ class ReuseArguments:
         found: dict[str, str] = {}
         for place, argument in enumerate(body.find_nodes(op="placeholder")):
             value = _last_made_of(argument) if place in places else None
-            is_large = argument.meta["val"].untyped_storage().nbytes() >= self.min_bytes
+            is_large = _is_large(argument.meta["val"], self.min_bytes)
             if value is not None and is_large and value.name not in found.values() and not _leaves(value):
                 found[argument.name] = value.name
         return found
+
+
+def _is_large(value: Any, min_bytes: int) -> bool:
+    return isinstance(value, torch.Tensor) and storage_bytes_now(value) >= min_bytes
 
 
 def _last_made_of(argument: fx.Node) -> fx.Node | None:
@@ -119,7 +124,7 @@ def _fits(value: fx.Node, argument: fx.Node) -> bool:
     """Whether a value is stored, and lies as the argument does."""
     is_stored = any(_reads_memory(user) for user in value.users)
     one, other = value.meta["val"], argument.meta["val"]
-    is_alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    is_alike = is_same_type(value_type(one), value_type(other))
     return is_stored and is_alike
 
 

@@ -47,6 +47,7 @@ ORDER = (
     "mirrorc/instruments",
     "mirrorc/progress",
     "mirrorc/bucket_options",
+    "mirrorc/dynamic_sizes",
     "mirrorc/options",
     "mirrorc/option_kinds",
     "mirrorc/all_reduce_algorithms",

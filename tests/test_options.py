@@ -110,6 +110,7 @@ TAKEN: dict[str, set[str]] = {
     "rank": {"None"},
     "exchange": {"'auto'"},
     "early_update": BOOLS,
+    "dynamic": BOOLS | {"None"},
     "compression": {"None"},
     "shard_optimizer": BOOLS,
     "overlap_next_step": BOOLS,

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import viewed
+from mirrorc.torch_internals import num_bytes_now
 
 _MIN_GAIN = 2  # what leaves instead has at most one in so many of its bytes
 
@@ -69,5 +70,4 @@ def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) 
 
 
 def _num_bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() * value.itemsize if isinstance(value, torch.Tensor) else 0
+    return num_bytes_now(node.meta.get("val"))

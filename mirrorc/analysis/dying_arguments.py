@@ -12,6 +12,7 @@ from mirrorc.analysis.aliases import origins, viewed
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_region_call, region_of
 from mirrorc.ir.program import Program
+from mirrorc.torch_internals import sizes_key
 
 aten = torch.ops.aten
 
@@ -108,4 +109,4 @@ def _numbers(body: fx.Graph) -> dict[fx.Node, int]:
 
 def _type(node: fx.Node) -> Any:
     value = node.meta.get("val")
-    return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
+    return (value.dtype, sizes_key(value.shape)) if isinstance(value, torch.Tensor) else None

@@ -15,6 +15,7 @@ from mirrorc.ir.buckets import Detail, RowType, SentFactors
 from mirrorc.ir.gradient_forms import FactoredGradient, GradientForm, details_of, form_of, recognize
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
+from mirrorc.torch_internals import num_bytes_now, sizes_key
 
 Counts = tuple[int, ...]
 """The numbers of rows of the factors that a worker sends: of each bucket in order, of each gradient, of each replica, how many
@@ -62,7 +63,7 @@ def _described(
     """What workers send of a gradient; None if it cannot be sent as factors."""
     if rows is None or not all(type(value) is int for value in details.values()):
         return None
-    kinds = tuple(RowType(tuple(own.shape[1:]), own.dtype) for own in rows)
+    kinds = tuple(RowType(sizes_key(own.shape[1:]), own.dtype) for own in rows)
     said = tuple(Detail(name, value) for name, value in sorted(details.items()))
     return SentFactors(form.operation.__name__, kinds, said)
 
@@ -91,7 +92,7 @@ def rows_of(gradient: fx.Node) -> list[list[torch.Tensor]] | None:
 def factor_bytes(pack: fx.Node) -> int:
     """The bytes of all factors of a packed bucket."""
     found = [rows_of(gradient) or [] for gradient in gradients_of(pack)]
-    return sum(rows.numel() * rows.itemsize for parts in found for part in parts for rows in part)
+    return sum(num_bytes_now(rows) for parts in found for part in parts for rows in part)
 
 
 def packs_of(program: Program, bucket: int) -> list[fx.Node]:

@@ -25,6 +25,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import form_of
 from mirrorc.ir.nodes import bucket_of, is_region_call, name_of, pack_of, region_calls, region_of
 from mirrorc.ir.program import Program
+from mirrorc.torch_internals import num_bytes_now, size_now
 
 _WHOLE = ops.update.__name__
 _IN_PARTS = f"{_WHOLE} in parts"
@@ -174,10 +175,10 @@ class ProgramDurations:
             for gradient, slot in zip(pack.args, program.buckets[bucket].slots, strict=False):
                 assert isinstance(gradient, fx.Node), "gradients are packed"
                 form, rows = form_of(gradient), rows_of(gradient) or []
-                num_rows = sum(len(part[0]) for part in rows)
+                num_rows = sum(size_now(part[0].shape[0]) for part in rows)
                 whole = torch.empty(slot.shape, device="meta")
                 work += form.num_multiplications(whole, num_rows) * machine.seconds_per_multiplication
-                work += sum(one.numel() * one.itemsize for part in rows for one in part) * machine.seconds_per_byte
+                work += sum(num_bytes_now(one) for part in rows for one in part) * machine.seconds_per_byte
         written = program.buckets[bucket].num_bytes * machine.seconds_per_byte
         num_makers = num_devices * (num_workers if program.buckets[bucket].part is not None else 1)
         return (work * num_workers + written) / num_makers
@@ -253,7 +254,7 @@ def _pack_bytes(program: Program, node: fx.Node) -> int:
 
 
 def _num_bytes(value: object) -> int:
-    return value.numel() * value.itemsize if isinstance(value, torch.Tensor) else 0
+    return num_bytes_now(value)
 
 
 def _launch(wait: fx.Node) -> fx.Node:

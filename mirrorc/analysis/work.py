@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from mirrorc.custom_ops import matmul
-from mirrorc.torch_internals import is_operator
+from mirrorc.torch_internals import is_operator, num_bytes_now, size_now, with_sizes_now
 
 _ATTENTION: dict[Any, tuple[int, float]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2.0),
@@ -56,7 +56,7 @@ def seconds_of_operator(node: fx.Node, machine: Machine) -> float:
 
 def _num_multiplications(node: fx.Node) -> float:
     target: Any = node.target
-    given: Any = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    given: Any = fx.node.map_arg((node.args, node.kwargs), lambda source: _now(source.meta.get("val")))
     args, kwargs = given
     if target in _PRODUCTS:
         left, right = args[-2:]
@@ -68,10 +68,17 @@ def _num_multiplications(node: fx.Node) -> float:
     count = flop_registry.get(getattr(target, "overloadpacket", None))
     if count is None:
         return 0.0
-    return float(count(*args, **kwargs, out_val=node.meta.get("val"))) / 2
+    return float(count(*args, **kwargs, out_val=_now(node.meta.get("val")))) / 2
+
+
+def _now(value: Any) -> Any:
+    """A value with the sizes that it had when the graph was captured."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_now, value))
+    return with_sizes_now(value) if isinstance(value, torch.Tensor) else size_now(value)
 
 
 def _num_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.itemsize
+        return num_bytes_now(value)
     return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -1,4 +1,7 @@
-"""Brings the graph of forward, loss and backward, or of forward alone, into the form that passes take."""
+"""Brings the graph of forward, loss and backward, or of forward alone, into the form that passes take.
+
+It is long, as it has all steps from the one form of a graph to the other.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind
 from mirrorc.ir.rearrangements import TRANSPOSITIONS
 from mirrorc.ir.source_lines import module_of
-from mirrorc.torch_internals import JointGraph, ToldNumber
+from mirrorc.torch_internals import JointGraph, SizesOfArguments, ToldNumber, has_symbols, is_symbolic, raw_symbols
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class CapturedGraph:
         outputs: what a step returns beside its loss, if that is kept.
         numbers: the Python numbers that the graph takes.
         remarks: what readers of the program are told.
+        sizes: its symbols; None if all sizes are numbers.
+        size_keys: what its arguments of the kind SIZE are, in their order.
         alike: the buffers that it writes to the same value on all replicas that run it, see `written_alike`.
     """
 
@@ -72,6 +77,8 @@ class CapturedGraph:
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     alike: Mapping[str, int] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    sizes: SizesOfArguments | None = None
+    size_keys: tuple[Any, ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -86,7 +93,9 @@ def restructure(
     refuse_written_inputs(joint, leaf_names, variable_names, what)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    arguments, seed = _add_arguments(graph, joint, leaf_names, values)
+    keys = _symbolic_numbers(joint, values)
+    arguments, seed, sizes = _add_arguments(graph, joint, leaf_names, values, keys)
+    values |= {node: sizes.get(key, key) for node, key in values.items() if not isinstance(key, fx.Node)}
     constants = _copy_nodes(graph, joint, variable_names, values)
     note_checkpoints(values, what)
     graph.output(_outputs(joint, values, variable_names, trained, what))
@@ -104,6 +113,7 @@ def restructure(
     arguments += keep_replica_values(graph)
     own_strided_reads(graph)
     _own_gradients(graph)
+    _take_sizes_as_arguments(graph, joint, arguments, sizes, keys)
     read = {str(node.kwargs["variable"]) for node in calls_to(graph, ops.read)}
     output: Any = graph.output_node().args[0]
     outside = {variable_names[path]: one.tensor for path, one in joint.outside.items()}
@@ -118,13 +128,39 @@ def restructure(
         leaves_with_offsets=joint.leaves_with_offsets,
         sparse=sparse,
         outside={name: tensor for name, tensor in outside.items() if name in read or name in output["writes"]},
+        sizes=joint.sizes,
+        size_keys=tuple(keys),
     )
 
 
+def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
+    """What the graph takes as numbers that are computed of sizes: all symbols, then what operators are given.
+
+    ``values`` gets the keys of the nodes that give such numbers, or the number if it is always the same one.
+    """
+    if joint.sizes is None:
+        return []
+    for node in joint.graph_module.graph.nodes:
+        value = node.meta.get("val")
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if has_symbols(one):
+                joint.sizes.check_symbols(one)
+        if is_symbolic(value):
+            values[node] = joint.sizes.add(value)
+    return list(dict.fromkeys([*joint.sizes.symbols, *joint.sizes.numbers]))
+
+
 def _add_arguments(
-    graph: fx.Graph, joint: JointGraph, leaf_names: Sequence[str], values: dict[fx.Node, fx.Node]
-) -> tuple[list[Argument], fx.Node]:
-    """Adds the placeholders: of the batch, numbers, the loss's weight and, last, the seed, which is given back, too."""
+    graph: fx.Graph,
+    joint: JointGraph,
+    leaf_names: Sequence[str],
+    values: dict[fx.Node, Any],
+    sizes: Sequence[Any],
+) -> tuple[list[Argument], fx.Node, dict[Any, fx.Node]]:
+    """Adds the placeholders: of the batch, sizes, numbers, the loss's weight and, last, the seed.
+
+    Gives the arguments, the placeholder of the seed, and those of sizes.
+    """
     arguments: list[Argument] = []
     nodes_of = {leaf: node for node, leaf in joint.leaf_of.items()}
     for leaf, name in enumerate(leaf_names):
@@ -133,6 +169,12 @@ def _add_arguments(
         if leaf in nodes_of:
             node.meta["val"] = nodes_of[leaf].meta["val"]
             values[nodes_of[leaf]] = node
+    of_sizes: dict[Any, fx.Node] = {}
+    for index, key in enumerate(sizes):
+        name = _free_name(identifier(str(key)) if key.is_Symbol else "size", {argument.name for argument in arguments})
+        of_sizes[key] = graph.placeholder(name)
+        of_sizes[key].meta["val"] = joint.sizes.known(key) if joint.sizes is not None else key
+        arguments.append(Argument(name, ArgumentKind.SIZE, index))
     for joint_node in sorted(joint.number_of, key=joint.number_of.__getitem__):
         index = joint.number_of[joint_node]
         name = _free_name(identifier(joint.numbers[index].name), {argument.name for argument in arguments})
@@ -148,7 +190,32 @@ def _add_arguments(
     if joint.seed is not None:
         values[joint.seed] = seed
     arguments.append(Argument(ArgumentKind.SEED.value, ArgumentKind.SEED))
-    return arguments, seed
+    return arguments, seed, of_sizes
+
+
+def _take_sizes_as_arguments(
+    graph: fx.Graph, joint: JointGraph, arguments: list[Argument], sizes: dict[Any, fx.Node], keys: list[Any]
+) -> None:
+    """Puts arguments in the place of symbolic sizes that operators have been given as they are in types."""
+
+    def taken(value: Any) -> Any:
+        if not is_symbolic(value) or joint.sizes is None:
+            return value
+        key = joint.sizes.add(value)
+        if key not in sizes and not isinstance(key, int | float):
+            place = max(i for i, argument in enumerate(arguments) if argument.kind is ArgumentKind.SIZE)
+            name = _free_name("size", {argument.name for argument in arguments})
+            with graph.inserting_after(sizes[keys[-1]]):
+                sizes[key] = graph.placeholder(name)
+            sizes[key].meta["val"] = joint.sizes.known(key)
+            arguments.insert(place + 1, Argument(name, ArgumentKind.SIZE, len(keys)))
+            keys.append(key)
+        return sizes.get(key, key)
+
+    for node in graph.nodes if joint.sizes is not None else ():
+        if node.op == "call_function" and raw_symbols([node.args, node.kwargs]):
+            args, kwargs = (fx.node.map_aggregate(given, taken) for given in (node.args, node.kwargs))
+            node.args, node.kwargs = args, kwargs
 
 
 def _free_name(name: str, taken: Set[str]) -> str:
@@ -157,7 +224,7 @@ def _free_name(name: str, taken: Set[str]) -> str:
 
 
 def _copy_nodes(
-    graph: fx.Graph, joint: JointGraph, variable_names: Mapping[str, str], values: dict[fx.Node, fx.Node]
+    graph: fx.Graph, joint: JointGraph, variable_names: Mapping[str, str], values: dict[fx.Node, Any]
 ) -> dict[str, torch.Tensor]:
     """Copies all other nodes, variables as reads; returns the tensors that are no variables of the model, by name."""
     reads: dict[str, fx.Node] = {}

@@ -39,6 +39,7 @@ from mirrorc.torch_internals import (
     CHECKS_OF_TENSORS,
     JointGraph,
     NumbersGivenUp,
+    SizesGivenUp,
     asked_for_class,
     export_forward_graph,
     export_joint_graph,
@@ -224,6 +225,6 @@ class _Explained:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._quiet.__exit__(kind, error, traceback)
-        if isinstance(error, Exception) and not isinstance(error, NumbersGivenUp):
+        if isinstance(error, Exception) and not isinstance(error, NumbersGivenUp | SizesGivenUp):
             logger.debug("tracing %s has failed", self._what, exc_info=error)
             raise explain(error, self._what, self._leaves) from None

@@ -66,6 +66,11 @@ class Ladder:
         return tuple(one.name for one in self._front_ends)
 
     @property
+    def first(self) -> Ladder:
+        """The first front end alone."""
+        return Ladder(self._front_ends[:1])
+
+    @property
     def guards_plain_values(self) -> bool:
         """Whether all do, see `FrontEnd`."""
         return all(one.guards_plain_values for one in self._front_ends)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from mirrorc.capture.arguments import Call
 from mirrorc.capture.shards import Shards
 from mirrorc.errors import CaptureError
 from mirrorc.ir.devices import Device
-from mirrorc.torch_internals import is_dense
+from mirrorc.torch_internals import is_dense, mark_symbolic
 
 ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
@@ -35,19 +36,50 @@ def types_run(shards: Shards, call: Call, devices: Sequence[Device]) -> Iterator
         yield _types_of_microbatches(types, call, sizes) if sizes else [types]
 
 
+SymbolicDims = tuple[frozenset[int], ...]
+"""For each tensor of a call, the dimensions that are to be symbolic."""
+
+
 def graphs_to_capture(
-    shards: Shards, call: Call, devices: Sequence[Device]
+    shards: Shards, call: Call, devices: Sequence[Device], symbolic: SymbolicDims = ()
 ) -> tuple[list[ShardTypes], tuple[tuple[int, ...], ...]]:
     """The distinct types for which graphs are captured; and for each replica, the places there of those that it runs.
+
+    Types that differ in symbolic sizes alone have one graph.
 
     Of several workers, one may have no examples: it captures a graph that none of its replicas runs, because its plan of buckets
     is that of workers that have some.
     """
     types_of = list(types_run(shards, call, devices))
-    distinct = list(dict.fromkeys(types for own in types_of for types in own))
+    kind_of = {types: _kind(types, symbolic) for own in types_of for types in own}
+    first = {kind: types for types, kind in reversed(kind_of.items())}
+    kinds = list(dict.fromkeys(kind_of.values()))
+    distinct = [first[kind] for kind in kinds]
     if not distinct:
         distinct = [_stand_in_types(shard_types(shards.tensors[0], devices[0].torch_device), call)]
-    return distinct, tuple(tuple(distinct.index(types) for types in own) for own in types_of)
+    return distinct, tuple(tuple(kinds.index(kind_of[types]) for types in own) for own in types_of)
+
+
+def _kind(types: ShardTypes, symbolic: SymbolicDims) -> Any:
+    """What types have in common that differ in symbolic sizes alone."""
+    if not symbolic:
+        return types
+    return tuple(
+        (tuple(None if dim in dims and n >= FEWEST_SYMBOLIC else n for dim, n in enumerate(shape)), dtype)
+        if dims
+        else (shape, stride, dtype)
+        for (shape, stride, dtype), dims in zip(types, symbolic, strict=True)
+    )
+
+
+FEWEST_SYMBOLIC = 2
+"""The smallest size that may be a symbol: torch makes other graphs for sizes of 0 and 1."""
+
+
+def mark_symbolic_dims(tensors: Sequence[torch.Tensor], symbolic: SymbolicDims) -> None:
+    """Has a trace of these tensors give symbols to dimensions that are to be symbolic."""
+    for tensor, dims in zip(tensors, symbolic, strict=False):
+        mark_symbolic(tensor, [dim for dim in sorted(dims) if tensor.shape[dim] >= FEWEST_SYMBOLIC])
 
 
 def examples_of(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:

@@ -1,4 +1,7 @@
-"""From a model and a batch's shapes to a captured program, ready for the passes."""
+"""From a model and a batch's shapes to a captured program, ready for the passes.
+
+It is long, as all that a captured program has comes together here.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,20 @@ from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numbers
 from mirrorc.capture.outputs import Outputs, outputs_of, refuse_outputs_apart
 from mirrorc.capture.replica_values import refuse_replica_values
-from mirrorc.capture.shard_types import STAND_IN_SIZE, data_of, graphs_to_capture, grown_examples, leaves_of
+from mirrorc.capture.shard_types import (
+    STAND_IN_SIZE,
+    SymbolicDims,
+    data_of,
+    graphs_to_capture,
+    grown_examples,
+    leaves_of,
+    mark_symbolic_dims,
+)
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.sparse_lookups import refuse_split_offsets
 from mirrorc.capture.spectral_norms import iterated_alike
 from mirrorc.capture.sums_and_means import notes_on_reductions
+from mirrorc.capture.symbolic_graphs import SymbolicSizes, with_equal_sizes
 from mirrorc.capture.time_axes import refuse_split_time
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
@@ -53,6 +65,7 @@ class CapturedProgram:
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if that is kept.
         differences: sentences on what makes a step on this batch differ from that of one device.
+        sizes: of its graphs, if they have symbols.
     """
 
     program: Program
@@ -62,6 +75,7 @@ class CapturedProgram:
     notes: tuple[Note, ...] = ()
     outputs: Outputs | None = None
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    sizes: SymbolicSizes | None = None
 
     @property
     def loss_dtype(self) -> torch.dtype | None:
@@ -86,6 +100,7 @@ def capture_program(
     *,
     front_end: FrontEnd | None = None,
     loss_reduction: str = "mean",
+    symbolic: SymbolicDims = (),
 ) -> CapturedProgram:
     """Captures one graph for each distinct shape of a shard, or of a microbatch; for shards without examples, one that none runs.
 
@@ -98,16 +113,20 @@ def capture_program(
         optimizers: the user's.
         decompositions: the decompositions of ATen operators that the backend prefers.
         front_end: traces the model; None for the first one that "auto" tries.
+        symbolic: the dimensions of the tensors that are to be symbolic.
 
     Raises:
+        SizesGivenUp: these cannot be symbolic.
         CaptureError: the model cannot be captured.
         ValueError: it reads a parameter or a buffer that was added to it since the step was made.
     """
     what = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)
-    distinct, runs = graphs_to_capture(shards, call, devices)
+    distinct, runs = graphs_to_capture(shards, call, devices, symbolic)
     training_call.data = data_of(shards, call, devices) if front_end.needs_data else None
     examples = leaves_of(distinct, training_call.data, devices[0].torch_device, what)
+    for own in examples:
+        mark_symbolic_dims(own, symbolic)
     rows = GatheredRows(shards.num_examples, runs)
     capture_all = functools.partial(
         _capture_each, front_end, training_call, call, examples, rows, state, optimizers, decompositions
@@ -132,7 +151,15 @@ def capture_program(
         _notes(captured, outputs, len(parts.num_examples), what, loss_reduction),
         outputs,
         {name: tensor for graph in captured for name, tensor in graph.outside.items()},
+        _sizes(captured, runs),
     )
+
+
+def _sizes(captured: Sequence[CapturedGraph], runs: tuple[tuple[int, ...], ...]) -> SymbolicSizes | None:
+    sizes = SymbolicSizes(
+        tuple((one.sizes, one.size_keys) for one in captured), tuple(own[0] if own else None for own in runs)
+    )
+    return sizes if sizes.are_there else None
 
 
 def _program(
@@ -198,6 +225,7 @@ def _capture_each(
     captured = captured_with_numbers(training_call.numbers, capture_all, type(training_call.model).__name__)
     outside = {name for graph in captured for name in graph.outside}
     captured = with_constants_apart(captured, {*paths.values(), *state.tensors, *outside})
+    captured = with_equal_sizes(captured)
     check_agreement(captured, type(training_call.model).__name__)
     return captured
 
@@ -223,11 +251,10 @@ def _gathered(
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
     """What steps return beside their loss; notes in the graphs how each output is gathered, and the loss of an evaluation."""
-    size_of = {
-        shard: size
-        for own, sizes in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True)
-        for shard, size in zip(own, sizes, strict=False)
-    }
+    size_of: dict[int, int] = {}
+    for own, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
+        for shard, size in zip(own, of_graphs, strict=False):
+            size_of.setdefault(shard, size)  # of the first replica: a graph of symbolic sizes is traced with its shard
     sizes = [size_of[shard] for shard in range(len(captured))] if size_of else [STAND_IN_SIZE]
     traced = [graph.outputs for graph in captured if graph.outputs is not None]
     is_split = len(runs) > 1 or bool(shards.microbatches) or not size_of

@@ -13,7 +13,7 @@ from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.type_inference import find_type_anew
-from mirrorc.torch_internals import is_dense, schema_of
+from mirrorc.torch_internals import SizesGivenUp, is_dense, is_symbolic, schema_of
 
 aten = torch.ops.aten
 
@@ -34,8 +34,11 @@ def own_strided_reads(graph: fx.Graph) -> None:
         given: Any = node.args[0]
         offset = arguments.get("storage_offset")
         offset = given.meta["val"].storage_offset() if offset is None else offset
-        reach = sum((n - 1) * stride for n, stride in zip(arguments["size"], arguments["stride"], strict=True))
-        last = offset + reach if 0 not in arguments["size"] else offset
+        offset, sizes, strides = (fx.node.map_arg(a, _number) for a in (offset, arguments["size"], arguments["stride"]))
+        if is_symbolic(offset):
+            raise SizesGivenUp("as_strided begins at a place that follows from sizes")
+        reach = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        last = offset + reach if all(n != 0 for n in sizes) else offset
         is_scatter = node.target is aten.as_strided_scatter.default  # its result has the shape of its argument
         while not _holds(given, offset, last) and (source := _same_memory(given)) is not None and not is_scatter:
             given = source
@@ -54,6 +57,11 @@ def own_strided_reads(graph: fx.Graph) -> None:
         if "storage_offset" in names:
             arguments["storage_offset"] = offset - first
         node.args, node.kwargs = (given, *[arguments[name] for name in names[1:]]), {}
+
+
+def _number(node: fx.Node) -> Any:
+    """The number of an argument that is computed of symbolic sizes."""
+    return node.meta["val"]
 
 
 def _same_memory(node: fx.Node) -> fx.Node | None:

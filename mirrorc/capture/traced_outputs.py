@@ -16,7 +16,7 @@ from torch import fx, nn
 from mirrorc.capture.arguments import Structure
 from mirrorc.capture.containers import Parts, take_apart, take_object_apart
 from mirrorc.errors import CaptureError
-from mirrorc.torch_internals import StandIns, give_values, results_with_stand_ins, storage_key
+from mirrorc.torch_internals import StandIns, give_values, results_with_stand_ins, sizes_now, storage_key
 
 
 @torch.compiler.allow_in_graph
@@ -114,7 +114,7 @@ def read_outputs(traced: fx.GraphModule, module: nn.Module, leaves: Sequence[tor
     memory = memory_of_inputs(traced.graph)
     owned = [_own_value(traced, node, memory) for node in reader.gathered.values()]
     types = {
-        name: (value.meta["example_value"].shape, value.meta["example_value"].dtype)
+        name: (sizes_now(value.meta["example_value"]), value.meta["example_value"].dtype)
         for name, value in zip(reader.gathered, owned, strict=True)
     }
     loss = stand_ins.node_of(results[0])

@@ -19,6 +19,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.operation import operation_of
 from mirrorc.ir.rearrangements import SAME_MEMORY
+from mirrorc.torch_internals import num_elements_now
 
 _T = TypeVar("_T")
 Apply = Callable[..., Any]
@@ -123,11 +124,11 @@ class GradientForm(ABC):
 
         Tensors may be fake.
         """
-        return sum(factor.numel() for factor in factors)
+        return sum(map(num_elements_now, factors))
 
     def is_worth_it(self, gradient: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
         """Whether the factors are smaller than the gradient, so that it pays to make the gradient by shares."""
-        return self.num_elements(factors) < gradient.numel()
+        return self.num_elements(factors) < num_elements_now(gradient)
 
 
 FORMS: dict[Any, GradientForm] = {}

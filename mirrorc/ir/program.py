@@ -89,6 +89,7 @@ class ArgumentKind(enum.StrEnum):
 
     BATCH = "batch"  # a shard, or a tensor that is given whole
     LOSS_WEIGHT = "loss_weight"  # the replica's share of the batch, fed to backward as the loss's tangent
+    SIZE = "size"  # a number that is computed of the sizes of the replica's shard, a Python number
     NUMBER = "number"  # a Python number that may be another one in each step, as a scalar of 64 bits
     SEED = "seed"  # the replica's random stream in this step
     REPLICA = "replica_id"  # the replica's number, a scalar of int64
@@ -102,7 +103,8 @@ class Argument:
     Attributes:
         name: as printed.
         kind: what it is.
-        leaf: of the batch, the index of the tensor among the call's tensor arguments; of a number, that among the step's numbers.
+        leaf: of the batch, the index of the tensor among the call's tensor arguments; of a number, that among the step's numbers;
+            of a size, that among the replica's sizes.
         has_examples: of the batch, whether its dim 0 counts the replica's examples; a tensor that is given whole has none.
     """
 

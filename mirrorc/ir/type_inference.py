@@ -13,8 +13,8 @@ from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.rearrangements import VIEWS_IN_ORDER
 from mirrorc.ir.type_rules import any_value, noted_type, of_part, of_region, region_results
-from mirrorc.ir.value_types import Pending, ValueType, is_same_type, value_type
-from mirrorc.torch_internals import quiet_fake_tensors
+from mirrorc.ir.value_types import Pending, ValueType, has_symbols_in, is_same_type, value_type
+from mirrorc.torch_internals import quiet_fake_tensors, size_of_key
 
 
 def set_type(program: Program, node: fx.Node) -> None:
@@ -59,8 +59,9 @@ def _materialized(kind: ValueType, fake_mode: Any) -> Any:
         return Pending(_materialized(kind[1], fake_mode))
     if kind[0] == "tuple":
         return tuple(_materialized(item, fake_mode) for item in kind[1])
+    shape, strides = ([size_of_key(size, fake_mode) for size in sizes] for sizes in kind[1:3])
     with fake_mode:
-        return torch.empty_strided(kind[1], kind[2], dtype=kind[3], device=kind[4])
+        return torch.empty_strided(shape, strides, dtype=kind[3], device=kind[4])
 
 
 def is_inferable(node: fx.Node) -> bool:
@@ -119,6 +120,8 @@ _seen: dict[Any, ValueType] = {}
 
 def _operator_type(node: fx.Node) -> ValueType:
     key = (node.target, _signature(node.args), _signature(node.kwargs))
+    if has_symbols_in(key[1:]):  # what is known of symbols is not the same in every graph
+        return value_type(_run_fake(node))
     try:
         known = _seen.get(key, key)
     except TypeError:  # an argument cannot be hashed

@@ -17,7 +17,7 @@ from mirrorc.ir.nodes import bucket_of, pack_of, region_of
 from mirrorc.ir.operation import Effect, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import replica_at, route_of, send_to
-from mirrorc.ir.value_types import ValueType, is_same_type, say_type, value_type
+from mirrorc.ir.value_types import ValueType, contiguous_strides, is_same_type, say_type, value_type
 
 OTHERWISE = ("raise", "skip")
 """What a step may do whose losses or gradients are not all finite, see `mirrorc.ir.ops.commit`."""
@@ -133,8 +133,7 @@ def _met_with(node: fx.Node) -> tuple[tuple[int, ...], Any, Any]:
 
 
 def _contiguous(shape: tuple[int, ...], dtype: Any, device: Any) -> ValueType:
-    strides = [math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape))]
-    return ("tensor", shape, tuple(strides), dtype, device)
+    return ("tensor", shape, contiguous_strides(shape), dtype, device)
 
 
 def of_microbatch(program: Program, node: fx.Node) -> ValueType:

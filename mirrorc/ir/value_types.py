@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from mirrorc.torch_internals import is_symbolic, size_key, sizes_key
 
 
 @dataclass(frozen=True)
@@ -20,18 +23,28 @@ class Pending:
 
 
 ValueType = Any
-"""Hashable: ``("tensor", shape, strides, dtype, device)``, ``("pending", type)``, ``("tuple", types)`` or a constant."""
+"""Hashable: ``("tensor", shape, strides, dtype, device)``, ``("pending", type)``, ``("tuple", types)`` or a constant.
+
+A symbolic size is an expression of symbols; expressions are equal if they are written alike.
+"""
 
 
 def value_type(value: Any) -> ValueType:
     """The type of a (fake) value."""
     if isinstance(value, torch.Tensor):
-        return ("tensor", tuple(value.shape), value.stride(), value.dtype, value.device)
+        return ("tensor", sizes_key(value.shape), sizes_key(value.stride()), value.dtype, value.device)
     if isinstance(value, Pending):
         return ("pending", value_type(value.value))
     if isinstance(value, list | tuple):
         return ("tuple", tuple(value_type(item) for item in value))
-    return value
+    return size_key(value) if is_symbolic(value) else value
+
+
+def has_symbols_in(kind: ValueType) -> bool:
+    """Whether a type has symbolic sizes."""
+    if isinstance(kind, tuple):
+        return any(map(has_symbols_in, kind))
+    return hasattr(kind, "free_symbols")
 
 
 def is_same_type(one: ValueType, other: ValueType) -> bool:
@@ -58,7 +71,17 @@ def say_type(kind: ValueType) -> str:
         return f"pending {say_type(kind[1])}"
     if kind[0] == "tuple":
         return f"({', '.join(say_type(item) for item in kind[1])})"
-    dense = value_type(torch.empty(kind[1], dtype=kind[3], device="meta"))
+    dense = ("tensor", kind[1], contiguous_strides(kind[1]), *kind[3:])
     text = f"{str(kind[3]).removeprefix('torch.')}{list(kind[1])}"
     text += "" if _canonical(kind)[2] == _canonical(dense)[2] else f" with strides {list(kind[2])}"
     return text + (f" on {kind[4].type}" if kind[4].type != "cpu" else "")
+
+
+def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a contiguous tensor of a shape, of which sizes may be expressions of symbols."""
+    strides: list[Any] = []
+    step: Any = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = step * (max(size, 1) if isinstance(size, int) else size)
+    return tuple(reversed(strides))

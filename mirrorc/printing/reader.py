@@ -31,7 +31,8 @@ _OPENING = re.compile(r"(?P<kind>def|region) (?P<name>[\w.]+)\((?P<arguments>.*)
 _WHO = re.compile(r"# (?P<devices>\S.*) \(replicas? (?P<replicas>[\d, …]+)\) runs? this(?: on (?P<examples>.*))?")
 _COLUMN = re.compile(r"(?P<devices>\S.*?) +\| (?P<rest>.*)")
 _LINE = re.compile(r"(?:(?P<outcome>.*?) = )?(?P<call>(?P<operation>[A-Za-z_][\w.]*)\((?P<inside>.*)\)) *")
-_TYPE = re.compile(r"(?:pending |share of )*(?:\w+\[(?:\d+(?:, \d+)*)?\]|\(.*\)|\w+)")
+_SIZES = r"(?:\d+(?:, \d+)*)?|(?=[^\]]*s\d)[^\[\]]+"  # numbers, or what has symbols: s0, 2*s0 + 1
+_TYPE = re.compile(rf"(?:pending |share of )*(?:\w+\[(?:{_SIZES})\]|\(.*\)|\w+)")
 _AS_OTHER = re.compile(r"as (?P<name>\w+), but for these lines(; .*)?")
 _AS_BEFORE = "the program is as before"
 _REPORT = re.compile(rf"# (?:\d+ nodes.*|remark of this pass: .*|{_AS_BEFORE})")  # what a dump says of a pass

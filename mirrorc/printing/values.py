@@ -28,6 +28,7 @@ from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import LOSS_OUTPUT, Program
 from mirrorc.ir.templates import filled
 from mirrorc.ir.type_rules import awaited_elements
+from mirrorc.torch_internals import is_symbolic, text_of_size
 
 aten = torch.ops.aten
 
@@ -67,7 +68,9 @@ def type_of(value: Any) -> str:
     if isinstance(value, ops.Pending):
         return f"pending {type_of(value.value)}"
     if isinstance(value, torch.Tensor):
-        return f"{dtype_name(value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
+        return f"{dtype_name(value.dtype)}[{', '.join(map(text_of_size, value.shape))}]"
+    if is_symbolic(value):
+        return f"size[{text_of_size(value)}]"
     if isinstance(value, list | tuple):
         return f"({', '.join(type_of(v) for v in value)})"
     return type(value).__name__ if value is not None else ""

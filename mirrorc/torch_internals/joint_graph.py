@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from mirrorc.torch_internals.symbolic_sizes import SizesOfArguments
+
 
 class ToldNumber(NamedTuple):
     """A Python number that a graph takes.
@@ -49,6 +51,7 @@ class JointGraph:
         looked_up: the names of parameters that are looked up for sparse gradients alone, likewise.
         outside: what it reads of modules that neither model nor loss holds, by the names that it has in ``variable_of``,
             likewise.
+        sizes: its symbols; None if all sizes are numbers.
     """
 
     graph_module: fx.GraphModule
@@ -70,6 +73,7 @@ class JointGraph:
     looked_up: frozenset[str] = frozenset()
     outside: dict[str, Any] = field(default_factory=dict)
     seed: fx.Node | None = None
+    sizes: SizesOfArguments | None = None
 
     def fake_seed(self) -> torch.Tensor:
         """A fake tensor like a replica's seed."""

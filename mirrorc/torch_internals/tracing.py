@@ -1,4 +1,7 @@
-"""Captures graphs with Dynamo and AOTAutograd, and finds the user's line at which they have failed."""
+"""Captures graphs with Dynamo and AOTAutograd, and finds the user's line at which they have failed.
+
+It is long, as a trace and its export need each other's settings.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,13 @@ from mirrorc.torch_internals.python_effects import PythonEffects, observed_effec
 from mirrorc.torch_internals.python_numbers import traced_numbers
 from mirrorc.torch_internals.random_draws import observed_draws, observed_kept_draws
 from mirrorc.torch_internals.source_words import source_words
+from mirrorc.torch_internals.symbolic_sizes import (
+    SizesGivenUp,
+    SizesOfArguments,
+    is_marked,
+    is_symbolic,
+    symbols_by_number,
+)
 
 
 @contextlib.contextmanager
@@ -67,7 +77,7 @@ def trace_full_graph(
 
     Args:
         module: what is called.
-        leaves: the tensors that it is called with.
+        leaves: the tensors that it is called with; dimensions that `mark_symbolic` has marked get symbols.
         makes_arguments: a function that forward makes containers of its arguments with, see `PythonEffects.changed_arguments`.
         numbers: the expressions that read Python numbers which the graph is to take as inputs.
         guards_results: whether Python values that are returned are guarded even if nothing looks at them.
@@ -95,6 +105,7 @@ def trace_full_graph(
             observed_kept_draws() as kept_draws,
             traced_numbers(numbers) as trace,
             taken_draws(module, trace) if takes_draws else contextlib.nullcontext() as drawn,
+            symbols_by_number() if any(map(is_marked, leaves)) else contextlib.nullcontext(),
         ):
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
             warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and so is what cannot be traced
@@ -218,8 +229,10 @@ def _exported(
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+    known = _with_symbols(traced) if any(map(is_marked, leaves)) else {}
+    given = [known.get(leaf, tensor) for leaf, tensor in enumerate(leaves)]
     with kept_checks_of_linalg():
-        exported = aot_export_joint_with_descriptors(stack, traced, tuple(leaves), decompositions=dict(decompositions))
+        exported = aot_export_joint_with_descriptors(stack, traced, tuple(given), decompositions=dict(decompositions))
     graph_module = exported.graph_module
     remove_effect_tokens(graph_module)
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
@@ -227,8 +240,10 @@ def _exported(
     by_index = {desc.idx: node for node, desc in results if isinstance(desc, d.PlainAOTOutput)}
     values: Iterator[Any] = (node.meta.get("val") for node in graph_module.graph.nodes)
     joint = JointGraph(graph_module, next(value.fake_mode for value in values if hasattr(value, "fake_mode")))
-    given = {node.meta["desc"]: node for node in graph_module.graph.find_nodes(op="placeholder")}
-    for desc, node in given.items():
+    if known:
+        joint.sizes = SizesOfArguments(joint.fake_mode, [known.get(leaf) for leaf in range(len(leaves))])
+    placeholders = {node.meta["desc"]: node for node in graph_module.graph.find_nodes(op="placeholder")}
+    for desc, node in placeholders.items():
         if isinstance(desc, d.PlainAOTInput):
             joint.leaf_of[node] = desc.idx
         elif isinstance(desc, d.BufferAOTInput) and desc.target.startswith(BUFFER):
@@ -243,7 +258,7 @@ def _exported(
         if isinstance(desc, d.GradAOTOutput) and isinstance(desc.grad_of, d.ParamAOTInput):
             joint.gradients[desc.grad_of.target] = node
         elif isinstance(desc, d.InputMutationAOTOutput):
-            _note_mutation(joint, node, desc.mutated_input, d.TangentAOTInput(desc) in given, d)
+            _note_mutation(joint, node, desc.mutated_input, d.TangentAOTInput(desc) in placeholders, d)
     return joint, [by_index[index] for index in range(num_outputs)]
 
 
@@ -256,6 +271,19 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient:
         joint.written_inputs.append(("parameter", mutated.target))
     else:
         joint.written_inputs.append(("argument", str(mutated.idx)))
+
+
+def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
+    """The fake tensors that a trace has made of the arguments that it uses: joint export with real ones would drop their symbols.
+
+    Raises:
+        SizesGivenUp: what is returned is a number that is computed of sizes.
+    """
+    results: Any = traced.graph.output_node().args[0]
+    if any(isinstance(node, fx.Node) and is_symbolic(node.meta.get("example_value")) for node in results):
+        raise SizesGivenUp("forward returns a number that is computed of sizes")
+    places = [(leaf_of_placeholder(node), node) for node in traced.graph.find_nodes(op="placeholder")]
+    return {leaf: node.meta["example_value"] for leaf, node in places if leaf is not None}
 
 
 def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:

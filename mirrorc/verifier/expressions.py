@@ -20,7 +20,7 @@ from mirrorc.ir.nodes import is_compute, is_region_call, region_of
 from mirrorc.ir.program import Program, Region
 from mirrorc.ir.rearrangements import REARRANGEMENTS, RESHAPES, SAME_MEMORY
 from mirrorc.ir.value_types import value_type
-from mirrorc.torch_internals import writes_argument
+from mirrorc.torch_internals import sizes_key, writes_argument
 from mirrorc.verifier.numbered_rows import Number, NumberedRows
 
 
@@ -241,7 +241,7 @@ def _depends_on_layout(target: Any) -> bool:
 
 
 def _shape(value: Any) -> Any:
-    return tuple(value.meta["val"].shape)
+    return sizes_key(value.meta["val"].shape)
 
 
 def _lies(node: fx.Node) -> Any:
@@ -249,7 +249,8 @@ def _lies(node: fx.Node) -> Any:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
-    return tuple((size, stride if size > 1 else 0) for size, stride in zip(value.shape, value.stride(), strict=True))
+    sizes, strides = sizes_key(value.shape), sizes_key(value.stride())
+    return tuple((size, 0 if size in (0, 1) else stride) for size, stride in zip(sizes, strides, strict=True))
 
 
 def _hashable(value: Any, numbered: Mapping[fx.Node, Any] | None = None) -> Any:

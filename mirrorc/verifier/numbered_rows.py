@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.row_elements import ROW_MAKERS, Made, by_elements
+from mirrorc.torch_internals import sizes_key
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class NumberedRows:
         tensor = found.meta.get("val")
         if not isinstance(tensor, torch.Tensor):
             return None
-        return Made(None, (), {}, tuple(tensor.shape), tensor.dtype)
+        return Made(None, (), {}, sizes_key(tensor.shape), tensor.dtype)
 
     def apply(self, target: Any, args: tuple[Any, ...]) -> Number:
         """The expression of an operator's result."""
@@ -64,4 +65,4 @@ def _made(node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Made[Number]:
     args: Any = fx.node.map_arg(node.args, number)
     kwargs: Any = fx.node.map_arg(node.kwargs, number)
     value = node.meta["val"]
-    return Made(node.target, args, kwargs, tuple(value.shape), value.dtype)
+    return Made(node.target, args, kwargs, sizes_key(value.shape), value.dtype)

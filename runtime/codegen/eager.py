@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.rearrangements import VIEWS_IN_ORDER
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.runtime.codegen.graph_function import generate
-from mirrorc.torch_internals import is_dense, schema_of
+from mirrorc.torch_internals import SizesGivenUp, has_symbols, is_dense, schema_of, sizes_key, with_sizes_now
 
 
 class EagerBackend(Backend):
@@ -65,6 +66,8 @@ def _by_position(node: fx.Node) -> Callable[..., Any]:
     arguments = [argument.name for argument in schema_of(target).arguments]
     place = arguments.index("storage_offset") if "storage_offset" in arguments else len(arguments)
     inferred = _layout(node.args[0])
+    if isinstance(inferred, DimOrder):
+        raise SizesGivenUp(f"{target} addresses elements by their position in memory")
 
     def by_position(value: torch.Tensor, *args: Any) -> Any:
         if inferred is not None and value.stride() != inferred:
@@ -88,11 +91,43 @@ def _layout(argument: Any) -> Any:
     """The inferred strides of an argument; a list for several tensors; None if there is no tensor."""
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
-        return value.stride() if isinstance(value, torch.Tensor) and value.dim() > 0 else None
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return None
+        return DimOrder.of(value) if has_symbols(value) else value.stride()
     if isinstance(argument, list | tuple):
         found = [_layout(item) for item in argument]
         return found if any(found) else None
     return None
+
+
+@dataclass(frozen=True)
+class DimOrder:
+    """How a dense tensor of symbolic sizes lies in memory: its dimensions in order, the outermost first."""
+
+    dims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: torch.Tensor) -> DimOrder:
+        """The order of a fake tensor.
+
+        Raises:
+            SizesGivenUp: it has gaps or overlaps, so that the order does not tell its strides.
+        """
+        now = with_sizes_now(value)
+        strides = now.stride()
+        order = cls(tuple(sorted(range(now.dim()), key=lambda dim: (-strides[dim], dim))))
+        if sizes_key(value.stride()) != sizes_key(order.strides(value.shape)):
+            raise SizesGivenUp("an operator reads memory in order, of a value with gaps or overlaps")
+        return order
+
+    def strides(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """The strides of a tensor of a shape."""
+        strides: list[Any] = [1] * len(shape)
+        step: Any = 1
+        for dim in reversed(self.dims):
+            strides[dim] = step
+            step = step * shape[dim]
+        return tuple(strides)
 
 
 def _laid(value: Any, layout: Any) -> Any:
@@ -101,6 +136,8 @@ def _laid(value: Any, layout: Any) -> Any:
         return value
     if isinstance(layout, list):
         return [_laid(item, strides) for item, strides in zip(value, layout, strict=True)]
+    if isinstance(layout, DimOrder):
+        layout = layout.strides(value.shape)
     if value.stride() == layout:
         return value
     copy = torch.empty_strided(value.shape, layout, dtype=value.dtype, device=value.device)

@@ -70,6 +70,7 @@ class InductorBackend(Backend):
         for operator, call in _PRODUCTS.items():
             call_directly(operator, call)
         examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
-        devices = {value.device for value in examples if value.device.type == "cuda"}
+        tensors = [value for value in examples if isinstance(value, torch.Tensor)]
+        devices = {value.device for value in tensors if value.device.type == "cuda"}
         with made_current(next(iter(devices), None)):  # Inductor tunes and loads kernels on the current GPU
             return compile_with_inductor(graph_module, examples, num_threads)

@@ -22,7 +22,8 @@ def replica_arguments(
     weight: torch.Tensor | None,
     seed: int | None,
     numbers: Sequence[int | float] = (),
-) -> list[torch.Tensor]:
+    sizes: Sequence[int | float] = (),
+) -> list[Any]:
     """The arguments in the order of the program, on the replica's device. A replica without examples takes none.
 
     Args:
@@ -34,13 +35,16 @@ def replica_arguments(
         weight: of the replica's loss, a scalar, if the program takes it.
         seed: of the step's random streams, if the program draws random numbers.
         numbers: the replica's Python numbers, in the order of the step's.
+        sizes: those that are computed of the sizes of its shard, likewise.
     """
     for event in start:
         wait_event(event)
-    values: list[torch.Tensor] = []
+    values: list[Any] = []
     for argument in program.arguments if replica in program.present else ():
         if argument.kind is ArgumentKind.BATCH:
             values.append(copies.to_device(shard[argument.leaf]))  # type: ignore[index]
+        elif argument.kind is ArgumentKind.SIZE:
+            values.append(sizes[argument.leaf])  # type: ignore[index]
         elif argument.kind is ArgumentKind.LOSS_WEIGHT:
             assert weight is not None
             values.append(weight)

@@ -157,6 +157,7 @@ class Executor:
         seed: int | None,
         guard: InterruptGuard,
         numbers: Sequence[Sequence[int | float]] = (),
+        sizes: Sequence[Sequence[int | float]] = (),
     ) -> torch.Tensor | None:
         """Runs one step, which `commit` has begun.
 
@@ -167,6 +168,7 @@ class Executor:
             seed: of the step's random streams, if the program draws random numbers.
             guard: handles Ctrl-C.
             numbers: for each replica, the Python numbers that its program takes.
+            sizes: likewise, those that are computed of the sizes of its shard.
 
         Returns:
             The weighted sum of the replicas' losses, a scalar on the first device; None in an evaluation, which gathers it, and
@@ -186,8 +188,9 @@ class Executor:
         start = [
             record_event(device) for device in held_by
         ]  # what the caller's streams have queued comes first: weights, too
-        each = zip(shards, weighted, numbers or [()] * len(shards), strict=True)
-        given = [(r, start, shard, weight, seed, own) for r, (shard, weight, own) in enumerate(each)]
+        none = [()] * len(shards)
+        each = zip(shards, weighted, numbers or none, sizes or none, strict=True)
+        given = [(r, start, shard, weight, seed, own, of) for r, (shard, weight, own, of) in enumerate(each)]
         self.state.begin()
         self.outputs.begin()
         self._opaque.begin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.runtime.devices.events import kept_for_caller
+from mirrorc.torch_internals import has_symbols
 
 
 @dataclass
@@ -32,6 +33,11 @@ class _Output:
     def sizes(self) -> dict[int, int]:
         """The sizes of the parts along dim 0, by replica."""
         return {replica: value.size(0) for replica, value in self.types.items()}
+
+    @property
+    def has_symbols(self) -> bool:
+        """Whether sizes of the parts are those of a step, which nobody knows before."""
+        return any(map(has_symbols, self.types.values()))
 
 
 class StepOutputs:
@@ -53,7 +59,9 @@ class StepOutputs:
                 output.types[replica] = node.all_input_nodes[0].meta["val"]
         is_one_memory = all(device.type == "cpu" for device in self._devices)
         self._written = {
-            name for name, output in self._outputs.items() if is_one_memory and output.how == "concatenated"
+            name
+            for name, output in self._outputs.items()
+            if is_one_memory and output.how == "concatenated" and not output.has_symbols
         }
         self._wholes: dict[str, torch.Tensor] = {}
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
@@ -84,17 +92,24 @@ class StepOutputs:
 
         return write
 
-    def take(self) -> dict[str, Any]:
-        """The outputs of the step that has ended, by name; a list of the parts of one that is apart."""
+    def take(self, num_examples: Sequence[int] = ()) -> dict[str, Any]:
+        """The outputs of the step that has ended, by name; a list of the parts of one that is apart.
+
+        Args:
+            num_examples: of each replica in this step; those of the program, if they are left out.
+        """
         for parts in self._parts.values():
             for part in parts.values():
                 kept_for_caller(part)
         with torch.no_grad():
-            found = {name: self._together(name, output) for name, output in self._outputs.items()}
+            found = {
+                name: self._together(name, output, num_examples or self._num_examples)
+                for name, output in self._outputs.items()
+            }
         self._wholes, self._parts = {}, {}
         return found
 
-    def _together(self, name: str, output: _Output) -> Any:
+    def _together(self, name: str, output: _Output, num_examples: Sequence[int]) -> Any:
         if name in self._written:
             return self._wholes[name]
         own = [self._parts[name][replica] for replica in output.types]
@@ -109,7 +124,7 @@ class StepOutputs:
             if not (dtype.is_floating_point or dtype.is_complex):
                 return functools.reduce(torch.add, [part.to(torch.int64) for part in parts])  # as torch.sum does
             return functools.reduce(torch.add, [part.to(exact) for part in parts]).to(dtype)
-        total = sum(self._num_examples)
-        sizes = [self._num_examples[replica] for replica in output.types]
+        total = sum(num_examples)
+        sizes = [num_examples[replica] for replica in output.types]
         weighted = [part.to(exact) * (n / total) for part, n in zip(parts, sizes, strict=True)]
         return functools.reduce(torch.add, weighted).to(dtype)

@@ -40,6 +40,7 @@ from mirrorc.runtime.state.share_pieces import Factors, Piece
 from mirrorc.runtime.state.touched_rows import bytes_of_rows
 from mirrorc.runtime.state.unmade_products import bytes_to_measure
 from mirrorc.runtime.state.unmade_tables import bytes_of_tables, bytes_to_measure_tables
+from mirrorc.torch_internals import num_bytes_now, storage_bytes_now
 
 Count = Callable[[Sequence[Piece], Sequence[Sequence[Sequence[Factors]]]], int]
 """Counts bytes that are taken for a share's pieces; see `temporary_bytes`."""
@@ -168,9 +169,7 @@ class _Walk:
         values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
         name = self.names.name(node)
         return tuple(
-            Block(value.untyped_storage().nbytes(), name, type_of(value))
-            for value in values
-            if isinstance(value, torch.Tensor)
+            Block(storage_bytes_now(value), name, type_of(value)) for value in values if isinstance(value, torch.Tensor)
         )
 
     def _of(self, nodes: Iterable[Any]) -> tuple[Block, ...]:
@@ -226,7 +225,7 @@ class _Walk:
         """The value, and a copy of what this replica leaves for the others, until the end of the step."""
         (given,) = node.all_input_nodes
         value = given.meta["val"]
-        self.ledger.hold([Block(value.numel() * value.itemsize, f"copy of {self.names.name(given)}", type_of(value))])
+        self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(given)}", type_of(value))])
         return self._new(node), 0
 
     @accounts(ops.add_accumulated)

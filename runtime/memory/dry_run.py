@@ -17,7 +17,7 @@ from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.runtime.codegen.regions import RegionFunction, retarget
 from mirrorc.runtime.devices.current import made_current
 from mirrorc.runtime.memory.workspaces import workspace_bytes
-from mirrorc.torch_internals import inductor_wrapper, storage_key, watched_operators
+from mirrorc.torch_internals import inductor_wrapper, size_now, storage_key, watched_operators, with_sizes_now
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ def dry_run(region: Region, function: RegionFunction, device: torch.device) -> D
 
 def _dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
     module = retarget(region.graph_module, device)
-    arguments = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    arguments = [_now(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
     own = getattr(function, "graph_function", None)
     if own is not None:
         return _run(ast.parse(own.source), own.namespace, arguments, lambda line: own.nodes[line - 1])
@@ -100,6 +100,11 @@ def _dry_run(region: Region, function: RegionFunction, device: torch.device) -> 
         reason = str(error).strip().split("\n")[0]
         remark = f"{region.name} is counted as if it were not fused, its compiled code could not be followed: {reason}"
         return DryRun(found.steps, found.results, remark)
+
+
+def _now(value: Any) -> Any:
+    """A region's argument with the sizes that it had when the graph was captured."""
+    return with_sizes_now(value) if isinstance(value, torch.Tensor) else size_now(value)
 
 
 def _run(

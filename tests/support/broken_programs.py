@@ -66,6 +66,41 @@ def two_buckets() -> Program:
     return handmade(2, WEIGHTS)
 
 
+def symbolic_program() -> Program:
+    """The examples of a batch are counted by symbols."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    return captured_model(model, symbolic=(frozenset({0}), frozenset({0})))
+
+
+def without_sizes(program: Program) -> Program:
+    """Takes the sizes out of the table of arguments."""
+    return program.evolve(arguments=tuple(a for a in program.arguments if a.kind is not ArgumentKind.SIZE))
+
+
+def with_raw_symbol(program: Program) -> Program:
+    """Gives an operator a symbol in the place of an argument."""
+    graph = program.shard_graphs[0]
+    size = next(n for n in graph.find_nodes(op="placeholder") if not isinstance(n.meta["val"], torch.Tensor))
+    node = next(n for n in graph.nodes if n.op == "call_function" and n.args)
+    node.kwargs = {**node.kwargs, "size": size.meta["val"]}
+    return program
+
+
+def with_untold_region(program: Program) -> Program:
+    """Takes a size that no operator reads from a region, and from its call."""
+    for name, region in program.regions.items():
+        body = region.graph_module.graph
+        places = list(body.find_nodes(op="placeholder"))
+        idle = [node for node in places if not node.users and not isinstance(node.meta["val"], torch.Tensor)]
+        if idle:
+            call = next(n for n in region_calls(program.shard_graphs[0]) if region_of(n) == name)
+            place = places.index(idle[0])
+            call.args = (*call.args[:place], *call.args[place + 1 :])
+            body.erase_node(idle[0])
+            return program
+    raise AssertionError("some region has a size that it reads in types alone")
+
+
 CAPS = {"first_bucket_mb": 2048 / 2**20, "bucket_cap_mb": 1024 / 2**20}
 
 
@@ -1251,6 +1286,11 @@ BAD: dict[str, list[Mutation]] = {
     "waits_are_on_one_side_of_the_commit": [
         at("schedule-overlap", wait_on_one_side),
         at("lower-devices", wait_on_one_side),
+    ],
+    "sizes_are_arguments": [
+        (ONE_BUCKET, lambda _: without_sizes(symbolic_program())),
+        (ONE_BUCKET, lambda _: with_raw_symbol(symbolic_program())),
+        ("outline-regions", lambda _: with_untold_region(run_up_to("outline-regions", symbolic_program()))),
     ],
     "outputs_are_gathered_alike": [
         at("replicate", lambda graph: gather_losses(graph, 1)),

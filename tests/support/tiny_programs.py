@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.evaluation_call import EvaluationCall
 from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.shard_types import SymbolicDims
 from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
@@ -199,10 +200,11 @@ def captured_model(
     keeps_outputs: bool = False,
     microbatches: int = 1,
     evaluates: bool = False,
+    symbolic: SymbolicDims = (),
 ) -> Program:
     """The same of any classifier of so many features; one whose outputs are kept gives logits and more.
 
-    ``evaluates``: as ``step.evaluate`` captures it.
+    ``evaluates``: as ``step.evaluate`` captures it. ``symbolic``: the dimensions of x and target that are symbolic.
     """
 
     def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -214,6 +216,5 @@ def captured_model(
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
     kind = EvaluationCall if evaluates else TrainingCall
     training_call = kind(model, loss_fn, call.structure, keeps_outputs=keeps_outputs)
-    return capture_program(
-        training_call, call, shards, devices, ModelState(model, loss_fn), OptimizerGroups([optimizer]), {}
-    ).program
+    state, groups = ModelState(model, loss_fn), OptimizerGroups([optimizer])
+    return capture_program(training_call, call, shards, devices, state, groups, {}, symbolic=symbolic).program

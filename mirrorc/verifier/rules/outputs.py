@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,6 +11,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
+from mirrorc.torch_internals import size_key, sizes_key
 from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
 
@@ -43,7 +45,7 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
             if name in own:
                 yield Violation(f"{where} gathers {name} twice", node)
             own[name] = _key(node)
-            if own[name][0] == "concatenated" and not _has_rows(node, num_examples):
+            if own[name][0] == "concatenated" and not _has_rows(program, node, num_examples):
                 yield Violation(f"{where} gathers {name} along the batch, but it has no row for each example", node)
         if first is None:
             first = own
@@ -61,9 +63,22 @@ def _sizes_of_graphs(program: Program) -> Iterator[tuple[int | None, int]]:
         yield from zip(shards, sizes, strict=False)
 
 
-def _has_rows(node: fx.Node, num_examples: int | None) -> bool:
+def _has_rows(program: Program, node: fx.Node, num_examples: int | None) -> bool:
     value = node.all_input_nodes[0].meta.get("val")
-    return not isinstance(value, torch.Tensor) or (value.dim() > 0 and num_examples in (None, value.shape[0]))
+    if not isinstance(value, torch.Tensor):
+        return True
+    size = size_key(value.shape[0]) if value.dim() else None
+    if size is None or isinstance(size, int):
+        return size is not None and num_examples in (None, size)
+    return size in _symbols_of_examples(program, node.graph)
+
+
+def _symbols_of_examples(program: Program, graph: fx.Graph) -> set[Any]:
+    """What counts the examples of a shard whose size is a symbol: dim 0 of the arguments that are split."""
+    names = {argument.name for argument in program.arguments if argument.has_examples}
+    arguments = [*graph.find_nodes(op="placeholder"), *calls_to(graph, ops.argument)]
+    values = [node.meta.get("val") for node in arguments if node.kwargs.get("name", node.target) in names]
+    return {size_key(value.shape[0]) for value in values if isinstance(value, torch.Tensor)}
 
 
 def _key(node: fx.Node) -> _Key:
@@ -71,5 +86,6 @@ def _key(node: fx.Node) -> _Key:
     how, value = str(node.kwargs.get("how")), node.all_input_nodes[0].meta.get("val")
     if not isinstance(value, torch.Tensor):
         return how, str(node.kwargs.get("output")), None, None
-    shape = {"concatenated": value.shape[1:], "averaged": value.shape, "summed": value.shape}.get(how)
+    whole = sizes_key(value.shape)
+    shape = {"concatenated": whole[1:], "averaged": whole, "summed": whole}.get(how)
     return how, str(node.kwargs.get("output")), value.dtype, shape

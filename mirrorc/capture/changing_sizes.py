@@ -1,0 +1,117 @@
+"""Which sizes of arguments change from call to call, so that they become symbols, and which cannot."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from mirrorc.capture.arguments import Call, Leaf
+from mirrorc.capture.shard_types import FEWEST_SYMBOLIC, SymbolicDims
+from mirrorc.ir.source_lines import users_stack_level
+from mirrorc.torch_internals import dims_marked_by_user
+
+_MOST_PROGRAMS = 8  # with symbols, for calls of one kind: torch's bounds on sizes may leave few to each
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Seen:
+    """The sizes of one dimension of an argument.
+
+    Attributes:
+        sizes: that were seen, without those that are too small for symbols.
+        short: the number of examples of a batch that was shorter than others: the last one of an epoch, perhaps.
+        is_symbolic: whether it is to be a symbol.
+    """
+
+    sizes: set[int] = field(default_factory=set)
+    short: int | None = None
+    is_symbolic: bool = False
+
+    def add(self, size: int, *, counts_examples: bool) -> None:
+        """Notes the size of a call that needs a program."""
+        if size < FEWEST_SYMBOLIC or size in self.sizes or self.is_symbolic:
+            return
+        if counts_examples and self.sizes and size < max(self.sizes) and self.short in (None, size):
+            self.short = size
+            return
+        self.is_symbolic = bool(self.sizes)
+        self.sizes.add(size)
+
+
+class ChangingSizes:
+    """The dimensions of arguments whose sizes a step has seen change, by the kinds of its calls.
+
+    A size is a number in the first program. When a second one comes, the dimension becomes a symbol of the programs that are
+    compiled from then on. One batch that is shorter than others does not count, nor do sizes of 0 and 1.
+
+    Args:
+        dynamic: None as above; True for symbols in the first program already; False for none but what users have marked by
+            `torch._dynamo.mark_dynamic`.
+    """
+
+    def __init__(self, *, dynamic: bool | None) -> None:
+        self._dynamic = dynamic
+        self._seen: dict[Hashable, list[list[_Seen]]] = {}
+        self._given_up: dict[Hashable, str] = {}
+        self._num_programs: dict[Hashable, int] = {}
+
+    def symbolic_dims(self, call: Call, purpose: Hashable) -> SymbolicDims:
+        """The dimensions of a call's tensors that are to be symbolic in the program that it needs; empty for none."""
+        key = _kind(call, purpose)
+        if key in self._given_up:
+            return ()
+        seen = self._seen.setdefault(key, [[_Seen() for _ in range(_rank(leaf))] for leaf in call.leaves])
+        for leaf, dims in zip(call.leaves, seen, strict=True):
+            for tensor in _tensors(leaf):
+                for dim, own in enumerate(dims):
+                    is_marked = dim in dims_marked_by_user(tensor)
+                    own.is_symbolic = own.is_symbolic or is_marked or bool(self._dynamic)
+                    if is_marked and tensor.shape[dim] < FEWEST_SYMBOLIC:
+                        _warn_of_marked(leaf.path, dim, tensor.shape[dim])
+                    if self._dynamic is not False:
+                        own.add(tensor.shape[dim], counts_examples=leaf.split and dim == 0)
+        found = tuple(frozenset(dim for dim, own in enumerate(dims) if own.is_symbolic) for dims in seen)
+        return found if any(found) else ()
+
+    def note_program(self, call: Call, purpose: Hashable) -> None:
+        """Notes that a program with symbols was compiled for such calls, which was right for none that came before it."""
+        key = _kind(call, purpose)
+        self._num_programs[key] = self._num_programs.get(key, 0) + 1
+        if self._num_programs[key] >= _MOST_PROGRAMS:
+            self.give_up(call, purpose, f"each of {_MOST_PROGRAMS} programs with symbols was right for few sizes alone")
+
+    def give_up(self, call: Call, purpose: Hashable, why: str) -> None:
+        """Notes that the sizes of such calls cannot be symbols."""
+        logger.info("sizes of arguments are numbers in each program: %s", why)
+        self._given_up.setdefault(_kind(call, purpose), why)
+
+    def why_not(self, call: Call, purpose: Hashable) -> str:
+        """Why the sizes of such calls cannot be symbols; empty if they can."""
+        return self._given_up.get(_kind(call, purpose), "")
+
+
+def _warn_of_marked(path: str, dim: int, size: int) -> None:
+    warnings.warn(
+        f"dim {dim} of argument {path!r} is marked by torch._dynamo.mark_dynamic, and its size is {size}: sizes of 0 and 1 are "
+        "numbers in a program, because torch makes other graphs for them. It is a symbol from the first larger size on",
+        stacklevel=users_stack_level(),
+    )
+
+
+def _kind(call: Call, purpose: Hashable) -> Hashable:
+    types = tuple((_rank(leaf), next(iter(_tensors(leaf))).dtype, leaf.split) for leaf in call.leaves)
+    return purpose, call.structure, types
+
+
+def _tensors(leaf: Leaf) -> Iterable[torch.Tensor]:
+    return leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
+
+
+def _rank(leaf: Leaf) -> int:
+    return next(iter(_tensors(leaf))).dim()

@@ -1,0 +1,34 @@
+"""The option by which sizes of arguments become symbols, and the options with which they stay numbers."""
+
+from __future__ import annotations
+
+from mirrorc.options import StepOptions
+
+
+def why_sizes_are_numbers(options: StepOptions) -> str:
+    """Why the sizes of arguments cannot be symbols in the programs of a step; empty if they can."""
+    if options.program_workers.are_several:
+        return "several workers agree on the sizes of what they exchange"
+    if options.microbatches > 1:
+        return "microbatches are parts of a shard of known size"
+    if options.cuda_graphs:
+        return "a CUDA graph is captured for the sizes of a step"
+    if options.to_measure is not None:
+        return "sizes of buckets are chosen by measurements of a step of known size"
+    if options.ladder.names[0] == "autograd":
+        return "capture='autograd' runs the model once for each size"
+    return ""
+
+
+def check_dynamic(options: StepOptions) -> None:
+    """Refuses symbols that are asked for together with options that take numbers alone.
+
+    Raises:
+        ValueError: names the reason and the remedy.
+    """
+    why = why_sizes_are_numbers(options) if options.dynamic else ""
+    if why:
+        raise ValueError(
+            f"dynamic=True makes sizes of arguments symbols, and they stay numbers here: {why}. Leave dynamic out; each new size "
+            "is compiled then"
+        )

@@ -1,0 +1,405 @@
+"""Sizes of arguments that change become symbols of one program, which trains as plain PyTorch does, whatever the sizes are."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from selections import slow
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc.errors import MirrorcError
+from mirrorc.ir.program import Program
+from mirrorc.printing.reader import read_program_text
+from mirrorc.purposes import Purpose
+
+WORDS = 40
+TOLERANCE = 1e-12
+
+
+class Tagger(nn.Module):
+    """A transformer with positions, which gives a tag to each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(WORDS, 16), nn.Embedding(64, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(self.tokens(x) + self.places(torch.arange(x.size(1))))
+        return F.cross_entropy(self.head(hidden).view(-1, WORDS), y.reshape(-1))
+
+
+class CausalAttention(nn.Module):
+    """Attention to earlier tokens, written by hand, with numbers that are computed of the sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mixed, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, 48), nn.Linear(16, WORDS)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        batch, length = x.shape
+        q, k, v = self.mixed(self.tokens(x)).view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        weights = (q @ k.transpose(-1, -2) / math.sqrt(8) / length).masked_fill(later, -torch.inf).softmax(-1)
+        hidden = (weights @ v).transpose(1, 2).reshape(batch, length, 16)
+        return F.cross_entropy(self.head(hidden).transpose(1, 2), y, reduction="sum") / y.numel()
+
+
+class Classifier(nn.Module):
+    """Pools ragged text over its words, without what is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.hidden, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, 32), nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        is_word = (x != 0).unsqueeze(-1)
+        hidden = torch.tanh(self.hidden(self.tokens(x)))
+        pooled = (hidden * is_word).sum(1) / is_word.sum(1).clamp(min=1) + hidden.amax(1) + hidden.mean(1)
+        return F.cross_entropy(self.head(pooled), y[:, 0] % 5)
+
+
+class Convolutions(nn.Module):
+    """Convolutions over time, of which one halves it, and a branch on the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.narrow = nn.Embedding(WORDS, 16), nn.Conv1d(16, 32, 3, padding=1)
+        self.halving, self.head = nn.Conv1d(32, 16, 4, stride=2, padding=2), nn.Linear(48, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.halving(F.relu(self.narrow(self.tokens(x).transpose(1, 2)))))
+        if x.size(1) > 20:
+            hidden = hidden * 2
+        return F.cross_entropy(self.head(F.adaptive_avg_pool1d(hidden, 3).flatten(1)), y[:, 0] % 5)
+
+
+class Recurrent(nn.Module):
+    """An LSTM over the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.layer = nn.Embedding(WORDS, 8), nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.layer(self.tokens(x))[0]).flatten(0, 1), y.flatten())
+
+
+class Wide(nn.Module):
+    """Gradients that are large enough to stay factors between devices: rows of a table, and products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.up, self.down = nn.Embedding(3000, 64), nn.Linear(64, 2100), nn.Linear(2100, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.down(F.gelu(self.up(self.tokens(x * 70)))).flatten(0, 1), y.flatten() % 8)
+
+
+def text(batch: int, length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the same shifted by one: views of one tensor, with gaps."""
+    words = torch.randint(1, WORDS, (batch, length + 1), generator=torch.Generator().manual_seed(seed))
+    return words[:, :-1], words[:, 1:]
+
+
+def random_sizes(count: int, seed: int) -> list[tuple[int, int]]:
+    chosen = random.Random(seed)
+    return [(chosen.choice([4, 6, 7, 9, 12]), chosen.randint(2, 40)) for _ in range(count)]
+
+
+def trained_beside_plain_pytorch(
+    make_model: Callable[[], nn.Module], sizes: Sequence[tuple[int, int]], num_devices: int = 1, **options: Any
+) -> tuple[mirrorc.Step, Program]:
+    """Trains a model and a copy of it on the same batches, and compares them after each; gives the step and its last program."""
+    torch.manual_seed(0)
+    model = make_model().double()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (model, twin)]
+    devices = [f"cpu:{i}" for i in range(num_devices)]
+    step = mirrorc.compile(model, devices, optimizer=optimizers[0], **{"backend": "eager", "dynamic": None, **options})
+    for i, (batch, length) in enumerate(sizes):
+        x, y = text(batch, length, i)
+        loss = step(x, y)
+        optimizers[1].zero_grad()
+        expected = twin(x, y)
+        expected.backward()
+        optimizers[1].step()
+        assert abs(float(loss) - float(expected.detach())) < TOLERANCE
+        for own, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(own, other, rtol=TOLERANCE, atol=TOLERANCE)
+    return step, step.prepare(*text(*sizes[-1]))
+
+
+def num_programs(step: mirrorc.Step) -> int:
+    return step._specializer.num_programs
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+QUICK = [(Tagger, 1), (Classifier, 3), (Wide, 2)]
+MODELS = [Tagger, CausalAttention, Classifier, Convolutions, Recurrent, Wide]
+OTHERS = [(model, count) for model in MODELS for count in (1, 2, 3) if (model, count) not in QUICK]
+
+
+@pytest.mark.parametrize(("make_model", "num_devices"), [*QUICK, *slow(*OTHERS)])
+def test_a_step_is_that_of_plain_pytorch_whatever_the_sizes(
+    make_model: Callable[[], nn.Module], num_devices: int, quiet: None
+) -> None:
+    trained_beside_plain_pytorch(make_model, random_sizes(10, num_devices), num_devices)
+
+
+def test_thirty_lengths_and_five_batch_sizes_are_three_compilations() -> None:
+    lengths = random.Random(1).sample(range(2, 60), 30)
+    sizes = [([8, 12, 6, 4, 10][i % 5], length) for i, length in enumerate(lengths)]
+    step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), *sizes], 2)
+    assert num_programs(step) <= 3
+    assert "x: i64[s0, s1]" in program.to_text()
+
+
+def test_symbols_from_the_first_call_on() -> None:
+    step, program = trained_beside_plain_pytorch(Tagger, random_sizes(6, 3), 2, dynamic=True)
+    assert num_programs(step) == 1
+    assert "x: i64[s0, s1]" in program.to_text()
+
+
+def test_no_symbols(quiet: None) -> None:
+    sizes = [(4, 5), (4, 6), (4, 7)]
+    step, program = trained_beside_plain_pytorch(Classifier, sizes, dynamic=False)
+    assert num_programs(step) == len(sizes)
+    assert "x: i64[4, 7]" in program.to_text()
+
+
+def test_uneven_shards_and_a_last_short_batch_leave_numbers() -> None:
+    step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), (8, 5), (7, 5), (8, 5), (7, 5)], 2)
+    assert num_programs(step) == 2
+    assert "s0" not in program.to_text()
+
+
+def test_a_size_of_one_leaves_numbers() -> None:
+    step, program = trained_beside_plain_pytorch(Classifier, [(4, 5), (4, 1), (1, 5), (4, 5)])
+    assert num_programs(step) == 3
+    assert "s0" not in program.to_text()
+
+
+def test_a_branch_on_a_size_is_taken_anew() -> None:
+    """`Convolutions` has another graph for more than 20 words: a guard keeps the two apart."""
+    step, _ = trained_beside_plain_pytorch(
+        Convolutions, [(4, 10), (4, 12), (4, 14), (4, 30), (4, 31), (4, 11), (4, 33)]
+    )
+    assert num_programs(step) == 3
+
+
+def test_a_size_that_the_model_fixes_stays_a_number() -> None:
+    step, program = trained_beside_plain_pytorch(lambda: Sized(6), [(4, 6), (6, 6), (8, 6)], dynamic=True)
+    assert num_programs(step) <= 2  # one for views with gaps, one for tensors without
+    assert "x: i64[s0, 6]" in program.to_text()
+
+
+class Sized(nn.Module):
+    """Takes text of one length alone."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4 * length, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.tokens(x).flatten(1)), y[:, 0] % 5)
+
+
+def test_a_size_that_python_counts_with_is_compiled_anew(quiet: None) -> None:
+    step, _ = trained_beside_plain_pytorch(Looping, [(4, 3), (4, 4), (4, 5), (4, 6), (4, 4)])
+    assert num_programs(step) == 4
+
+
+class Looping(nn.Module):
+    """Goes through the words in a Python loop, and has the number of words as a number in each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.zeros(len(x), 4, dtype=self.head.weight.dtype)
+        for place in range(x.size(1)):
+            hidden = torch.tanh(hidden + self.tokens(x[:, place]))
+        return F.cross_entropy(self.head(hidden) / x.size(1), y[:, 0] % 5)
+
+
+class Returning(nn.Module):
+    """Returns more than a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.tokens(x))
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten() % 5)
+        return {"loss": loss, "logits": logits, "last": logits[:, -1], "mean": logits.mean()}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_outputs_have_the_sizes_of_the_call(num_devices: int) -> None:
+    torch.manual_seed(0)
+    model = Returning().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    devices = [f"cpu:{i}" for i in range(num_devices)]
+    step = mirrorc.compile(model, devices, optimizer=optimizer, backend="eager", return_outputs=True, dynamic=None)
+    for batch, length in [(8, 5), (8, 7), (12, 9), (7, 11), (9, 6), (10, 8)]:
+        x, y = text(batch, length)
+        with torch.no_grad():
+            expected = model(x, y)
+            expected = {name: value.clone() for name, value in expected.items()}
+        for _, found in (step.evaluate(x, y), step(x, y)):
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_marked_dimension_is_a_symbol_from_the_first_call_on() -> None:
+    step, _ = step_of(Classifier)
+    x, y = text(4, 6)
+    torch._dynamo.mark_dynamic(x, 1)
+    torch._dynamo.mark_dynamic(y, 1)
+    step(x, y)
+    step(*text(4, 9))
+    assert num_programs(step) == 1
+    assert "x: i64[4, s0]" in step.prepare(*text(4, 9)).to_text()
+
+
+def test_a_marked_dimension_of_size_one_is_told() -> None:
+    step, _ = step_of(Classifier)
+    x, y = text(4, 1)
+    torch._dynamo.mark_dynamic(x, 1)
+    with pytest.warns(UserWarning, match=r"dim 1 of argument 'x' is marked .*, and its size is 1"):
+        step(x, y)
+
+
+def step_of(make_model: Callable[[], nn.Module], **options: Any) -> tuple[mirrorc.Step, nn.Module]:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return mirrorc.compile(
+        model, ["cpu:0"], optimizer=optimizer, **{"backend": "eager", "dynamic": None, **options}
+    ), model
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"microbatches": 2}, "microbatches are parts of a shard"),
+        ({"capture": "autograd"}, "capture='autograd' runs the model once for each size"),
+        ({"bucket_cap_mb": "auto"}, "sizes of buckets are chosen by measurements"),
+    ],
+)
+def test_symbols_are_refused_with_what_takes_numbers_alone(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=f"dynamic=True makes sizes of arguments symbols, .*: {why}"):
+        step_of(Classifier, dynamic=True, **options)
+
+
+def test_numbers_that_stay_are_remarked_on() -> None:
+    step, _ = step_of(Classifier, microbatches=2)
+    step(*text(4, 6))
+    program = step.prepare(*text(4, 8))
+    remarks = [str(remark) for remark in program.remarks]
+    assert "sizes of arguments are numbers: microbatches are parts of a shard of known size" in remarks
+
+
+def test_another_dtype_is_another_program() -> None:
+    step, _ = step_of(Classifier)
+    for length in (5, 6, 7):
+        step(*text(4, length))
+    assert num_programs(step) == 2
+    x, y = text(4, 8)
+    step(x.to(torch.int32), y)
+    assert num_programs(step) == 3
+
+
+def test_the_printed_form_has_symbols_and_is_read_back() -> None:
+    _, program = trained_beside_plain_pytorch(Tagger, [(4, 5), (4, 8), (6, 9), (8, 7)], 2)
+    read = read_program_text(program.to_text(regions=True))
+    types = {value.name: value.type for value in read.functions[0].arguments}
+    assert types["x"] == "i64[s0, s1]"
+    assert types["s1"] == "size[s1]"
+    assert "size[s0*s1]" in types.values()
+    with pytest.raises(ValueError, match=r"the symbolic shape \(s0, s1\), and only fixed shapes can be saved"):
+        program.save("/nowhere/program.json")
+
+
+def test_memory_is_told_for_the_sizes_of_the_compilation() -> None:
+    step, _ = trained_beside_plain_pytorch(Classifier, [(4, 5), (4, 8), (4, 30)], 2)
+    assert "i64[2, 8]" in str(step.memory()) or "[2, 8, " in str(step.memory())
+
+
+def test_no_guard_is_made_while_steps_run() -> None:
+    """What looks at a symbol in a step would take the size of the compilation for that of the step."""
+    step, _ = trained_beside_plain_pytorch(Wide, [(4, 5), (4, 8)], 2)
+    found = next(own[-1] for own in step._specializer._kept[Purpose.STEP]._by_key.values() if own[-1].sizes)
+    environments = [sizes._fake_mode.shape_env for sizes, _ in found.sizes.graphs if sizes is not None]
+    before = [len(one.guards) for one in environments]
+    for _, length in random_sizes(4, 5):
+        step(*text(4, length))
+    assert [len(one.guards) for one in environments] == before
+
+
+class Random(nn.Module):
+    """Draws numbers for each word, for each text, and for what is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout(self.tokens(x), 0.3) + torch.rand(x.shape).unsqueeze(-1)
+        hidden = hidden * (torch.rand(x.size(0), 1, 1) > 0.2) + 0.1 * torch.randn_like(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten() % 5)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_random_numbers_are_those_of_programs_for_each_size(num_devices: int) -> None:
+    losses = []
+    for dynamic in (None, False):
+        torch.manual_seed(0)
+        model = Random()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        devices = [f"cpu:{i}" for i in range(num_devices)]
+        step = mirrorc.compile(model, devices, optimizer=optimizer, backend="eager", dynamic=dynamic)
+        losses.append([float(step(*text(*size)).detach()) for size in [(8, 5), (8, 7), (12, 9), (7, 11)]])
+        assert num_programs(step) == (4 if dynamic is False else 3)
+    assert losses[0] == losses[1]
+
+
+def test_an_error_of_the_model_is_the_models() -> None:
+    step, _ = step_of(Tagger)
+    for length in (5, 6):
+        step(*text(4, length))
+    with pytest.raises(MirrorcError, match="index out of range"):
+        step(*text(4, 70))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_model", [Tagger, Classifier, Convolutions, Wide])
+def test_compiled_regions_take_all_sizes(make_model: Callable[[], nn.Module], quiet: None) -> None:
+    trained_beside_plain_pytorch(make_model, random_sizes(10, 4), 2, backend="inductor")
+
+
+def test_a_compiled_region_takes_all_sizes() -> None:
+    step, _ = trained_beside_plain_pytorch(
+        Classifier, [(4, 5), (4, 8), (4, 17), (6, 9), (8, 30)], 2, backend="inductor"
+    )
+    assert num_programs(step) == 3

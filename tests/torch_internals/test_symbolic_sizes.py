@@ -1,0 +1,97 @@
+"""Dynamo's symbols for sizes: how they are named, marked, compared without guards, bound and guarded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from mirrorc import torch_internals as internals
+from mirrorc.torch_internals import JointGraph, SizesGivenUp, SizesOfArguments
+
+
+class Traced(nn.Module):
+    """Folds two dimensions into one; refuses more than 100 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        (x,) = leaves
+        if x.size(0) > 100:
+            raise ValueError("too many")
+        return self.layer(x.reshape(-1, 3)).sum()
+
+
+@pytest.fixture
+def joint() -> Iterator[JointGraph]:
+    leaf = torch.zeros(4, 5, 3)
+    internals.mark_symbolic(leaf, [0, 1])
+    module = Traced()
+    with contextlib.ExitStack() as stack:
+        yield internals.export_joint_graph(stack, internals.trace_full_graph(module, [leaf]), [leaf], {})
+
+
+def values_of(joint: JointGraph) -> list[torch.Tensor]:
+    found = (node.meta.get("val") for node in joint.graph_module.graph.nodes)
+    return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def test_symbols_are_named_by_number_and_kept_by_the_joint_graph(joint: JointGraph) -> None:
+    (x,) = [value for value in values_of(joint) if value.dim() == 3 and value.dtype == torch.float32][:1]
+    assert [internals.text_of_size(size) for size in x.shape] == ["s0", "s1", "3"]
+    assert internals.has_symbols(x)
+    assert internals.is_symbolic(x.shape[0])
+    assert not internals.is_symbolic(3)
+    assert [str(key) for key in internals.sizes_key(x.shape)] == ["s0", "s1", "3"]
+    assert internals.symbols_in([x, 3]) == {internals.size_key(x.shape[0]), internals.size_key(x.shape[1])}
+    assert internals.raw_symbols([3, {"size": (x.shape[0], 2.5)}]) == [x.shape[0]]
+    assert internals.environment_of(x) == internals.environment_of(x.shape[0])
+
+
+def test_sizes_are_known_as_they_were_without_a_guard(joint: JointGraph) -> None:
+    assert joint.sizes is not None
+    x = next(value for value in values_of(joint) if value.dim() == 3)
+    before = len(joint.fake_mode.shape_env.guards)
+    assert internals.sizes_now(x) == torch.Size([4, 5, 3])
+    assert internals.size_now(x.shape[1]) == 5
+    assert internals.num_elements_now(x) == 60
+    assert internals.num_bytes_now(x) == internals.storage_bytes_now(x) == 240
+    assert internals.num_bytes_now(7) == 0
+    assert internals.with_sizes_now(x).shape == (4, 5, 3)
+    product = internals.size_key(x.shape[0]) * 2
+    assert internals.text_of_size(internals.size_of_key(product, joint.fake_mode)) == "2*s0"
+    assert len(joint.fake_mode.shape_env.guards) == before
+
+
+def test_numbers_follow_from_arguments_that_the_guards_hold_for(joint: JointGraph) -> None:
+    sizes = joint.sizes
+    assert isinstance(sizes, SizesOfArguments)
+    first, second = sizes.symbols
+    keys = [first, first * second, None]
+    assert sizes.numbers_for([torch.zeros(7, 6, 3)], keys) == (7, 42, 0)
+    assert sizes.numbers_for([torch.zeros(7, 6, 4)], keys) is None
+    assert sizes.numbers_for([torch.zeros(7, 6, 3, dtype=torch.float64)], keys) is None
+    assert sizes.numbers_for([torch.zeros(7, 3, 6).transpose(1, 2)], keys) is None
+    assert sizes.numbers_for([torch.zeros(101, 6, 3)], keys) is None
+    assert sizes.numbers_for([torch.zeros(1, 6, 3)], keys) is None
+    assert sizes.numbers_for([torch.zeros(6, 3)], keys) is None
+
+
+def test_the_users_marks_are_found() -> None:
+    x = torch.zeros(4, 5)
+    assert internals.dims_marked_by_user(x) == frozenset()
+    torch._dynamo.mark_dynamic(x, 1)
+    assert internals.dims_marked_by_user(x) == {1}
+
+
+def test_numbers_that_follow_from_values_are_given_up(joint: JointGraph) -> None:
+    environment = joint.fake_mode.shape_env
+    unknown = environment.create_unbacked_symint()
+    assert joint.sizes is not None
+    with pytest.raises(SizesGivenUp, match="follows from the values of tensors"):
+        joint.sizes.add(unknown)
