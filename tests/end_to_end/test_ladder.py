@@ -41,8 +41,9 @@ def test_a_remark_and_one_warning_say_which_front_end_it_was_and_why() -> None:
             warnings.simplefilter("always")
             for batch in data:  # of two shapes
                 step(**batch)
-        (text,) = [str(one.message) for one in told if "capture=" in str(one.message)]
-        assert "test_ladder.py" in text and "row.sum() > 0" in text and told[0].filename == __file__
+        (one,) = [one for one in told if "capture=" in str(one.message)]
+        text = str(one.message)
+        assert "branching.py" in text and "row.sum() > 0" in text and one.filename == __file__
         assert "Say capture='autograd' to have that without this warning, or capture='dynamo' for an error" in text
         for printed in (step.program.to_text(), " ".join(str(step.explain()).split())):
             assert "captured with capture='autograd', because 'dynamo' cannot capture Net at" in printed
