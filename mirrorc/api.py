@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.activation_memory import checked_activation_memory
 from mirrorc.all_reduce_choice import checked_all_reduce
 from mirrorc.bucket_options import check_bucket_sizes, checked_packing, with_default_cap
 from mirrorc.capture.ladder import ladder_named
@@ -91,6 +92,7 @@ def compile(
     cuda_graphs: bool = False,
     return_outputs: bool = False,
     microbatches: int = 1,
+    activation_memory: float | None = None,
     progress: bool = True,
     autocast: torch.dtype | str | bool | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -163,6 +165,11 @@ def compile(
         microbatches: run each device's part of the batch in this many parts, one after the other, with one reduction and one
             update: activations of one part alone are in memory at a time. The gradient is that of the whole batch. Parts differ
             by at most one example; a part has at least one, so a small batch has fewer parts. Evaluations run at once.
+        activation_memory: the most memory that the activations of each device may take at their peak, as `Step.memory` counts
+            them: bytes as an int, or as a float a part of what they would take without (on the device where that is most, in the
+            largest batch so far); 1.0 and None for no bound. Backward then computes values of forward again, those that
+            take least time for it; the numbers are the same (with Inductor but for the last bits). The step is compiled several
+            times until it keeps within it.
         progress: say what a compilation does once it takes longer than 2 s: in a line on standard error if that is a terminal,
             else in a line of the log (level INFO).
         autocast: run forward and loss under `torch.autocast` with this dtype, as a step that is called within that context does.
@@ -260,6 +267,9 @@ def compile(
     used_scaler = checked_scaler(scaler, asked, model_state.parameters)
     casts_to = checked_autocast(autocast, parsed)
     parts = checked_microbatches(microbatches, passes, disable_passes)
+    most_activations = checked_activation_memory(asked)
+    if most_activations is not None:  # memory that is reserved would be taken beside them
+        preferred["reserves_memory"] = False
     bounds = clipping(clip_grad_norm, clip_grad_value, optimizers, passes, disable_passes)
     placed = placing(model_state, program_workers, parsed, asked)
     base = passes
@@ -269,6 +279,7 @@ def compile(
             link=link,
             all_reduce=algorithm,
             microbatches=parts,
+            chooses_checkpoints=most_activations is not None,
             **bounds,
             scales_loss=used_scaler is not None,
             fused_groups=optimizers.fused(parsed[0].torch_device.type),
@@ -309,6 +320,7 @@ def compile(
         cuda_graphs=cuda_graphs,
         return_outputs=return_outputs,
         microbatches=parts,
+        activation_memory=most_activations,
         progress=progress,
         scaler=used_scaler,
         autocast=casts_to,

@@ -11,6 +11,8 @@ def why_sizes_are_numbers(options: StepOptions) -> str:
         return "several workers agree on the sizes of what they exchange"
     if options.microbatches > 1:
         return "microbatches are parts of a shard of known size"
+    if options.activation_memory is not None:
+        return "activation_memory bounds what a step of known size takes"
     if options.cuda_graphs:
         return "a CUDA graph is captured for the sizes of a step"
     if options.to_measure is not None:

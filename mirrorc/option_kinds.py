@@ -64,6 +64,10 @@ _TAKES = {
     "cuda_graphs": _Takes((bool,), "say True, for one GPU, or False"),
     "return_outputs": _Takes((bool,), "say True, for loss, outputs = step(...), or False"),
     "microbatches": _Takes((int,), "give a number of parts, 1 to run each shard at once"),
+    "activation_memory": _Takes(
+        (int, float, NoneType),
+        "give a number of bytes for each device as an int, a part of what activations would take as a float, or None",
+    ),
     "progress": _Takes((bool,), "say True, to be told what takes long while it is compiled, or False"),
     "check_finite": _Takes(
         (bool,),

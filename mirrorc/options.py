@@ -44,6 +44,7 @@ class StepOptions:
     cuda_graphs: bool
     return_outputs: bool
     microbatches: int
+    activation_memory: float | None  # bytes as an int, a part of what would be taken as a float
     progress: bool
     scaler: torch.amp.GradScaler | None  # None for one that is not enabled, too
     autocast: torch.dtype | None

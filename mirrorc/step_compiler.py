@@ -1,6 +1,6 @@
 """Compiles a step for one call: captures the model, runs the passes, compiles the regions, and makes what runs the program.
 
-It is long, as it has the whole way from a call to what runs it.
+It is long, as it has every phase of that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from mirrorc.activation_memory import BoundedPrograms
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_arguments import CallKind
 from mirrorc.capture.changing_numbers import ChangingNumbers
@@ -38,6 +39,7 @@ from mirrorc.ir.variables import Synchronization
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.protocol import Pass
 from mirrorc.planned_sizes import PlannedSizes
 from mirrorc.printing.wording import counted
 from mirrorc.progress import Progress
@@ -45,6 +47,7 @@ from mirrorc.purposes import Purpose, states_of
 from mirrorc.runtime.codegen.regions import RegionCompiler, RegionFunction
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.open_states import parameters_in_training
@@ -95,6 +98,7 @@ class StepCompiler:
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home, options.timeout_seconds) if options.cuda_graphs else None
         self._warnings = CaptureWarnings(len(options.devices))
+        self._most_activations = 0  # of a device, in programs that keep everything for backward
         self.states = states_of(state)
         self.team: Team | None = None
 
@@ -175,10 +179,7 @@ class StepCompiler:
             told = captured.program.with_remarks(f"sizes of arguments are numbers: {why_static}")
             captured = dataclasses.replace(captured, program=told)
         times.append(time.perf_counter())
-        program = self._lowered(captured, progress, purpose)
-        times.append(time.perf_counter())
-        regions = self._compiled_regions(program, progress)
-        times.append(time.perf_counter())
+        program, regions = self._lowered_and_compiled(captured, progress, purpose, times)
         _log_times(what, program, times)
         executor = self._executor(program, regions, captured, purpose)
         self._planned.note(executor)
@@ -237,8 +238,35 @@ class StepCompiler:
         )
         return training_call, captured
 
-    def _lowered(self, captured: CapturedProgram, progress: Progress, purpose: Purpose) -> Program:
-        """What the passes make of a captured program."""
+    def _lowered_and_compiled(
+        self, captured: CapturedProgram, progress: Progress, purpose: Purpose, times: list[float]
+    ) -> tuple[Program, list[dict[str, RegionFunction]]]:
+        """What the passes make of a captured program, with its compiled regions, and when each was there."""
+        bound = self._options.activation_memory
+        given, pipeline = self._prepared(captured, progress, purpose)
+        if bound is None or not purpose.trains:
+            program = self._lowered(given, pipeline, progress)
+            times.append(time.perf_counter())
+            regions = self._compiled_regions(program, progress)
+        else:
+            times.append(time.perf_counter())  # both take turns
+            search = BoundedPrograms(
+                bound,
+                self._most_activations,
+                given,
+                lambda passes, remarks: self._lowered(given.with_remarks(*remarks), passes, progress),
+                lambda program: self._compiled_regions(program, progress),
+                lambda program, regions: report_memory(program, regions, self._state),
+            )
+            program, regions = search.find(pipeline)
+            self._most_activations = search.most
+        times.append(time.perf_counter())
+        return program, regions
+
+    def _prepared(
+        self, captured: CapturedProgram, progress: Progress, purpose: Purpose
+    ) -> tuple[Program, Sequence[Pass]]:
+        """A captured program with what is noted in it before the passes, and these."""
         options = self._options
         if purpose.accumulation is not Accumulation.NONE:
             _refuse_rows(captured.program)
@@ -251,7 +279,11 @@ class StepCompiler:
         program = with_gathered(self._exchange.put_into(program.with_remarks(*options.remarks)), options)
         progress.enter("bucket sizes")
         program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)
-        pipeline = purpose.passes_of(pipeline)
+        return program, purpose.passes_of(pipeline)
+
+    def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress) -> Program:
+        """What the passes make of a program."""
+        options = self._options
         progress.enter("passes", len(pipeline))
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
         program = run_passes(program, pipeline, [*instruments, progress])

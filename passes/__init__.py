@@ -10,6 +10,7 @@ from mirrorc.packing import ByBytes, GradientOrder, Packing
 from mirrorc.passes.accumulate_microbatches import AccumulateMicrobatches
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.passes.check_finite import CheckFinite
+from mirrorc.passes.choose_checkpoints import ChooseCheckpoints
 from mirrorc.passes.clip_gradients import ClipGradients
 from mirrorc.passes.compress_exchange import CompressExchange
 from mirrorc.passes.decompose_gelu import DecomposeGelu
@@ -51,6 +52,7 @@ __all__ = [
     "AccumulateMicrobatches",
     "AllReduceAlgorithm",
     "CheckFinite",
+    "ChooseCheckpoints",
     "ClipGradients",
     "CompressExchange",
     "DecomposeGelu",
@@ -90,6 +92,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "read-row-elements": ReadRowElements,
     "recompute-elementwise": RecomputeElementwise,
     "lay-channels-last": LayChannelsLast,
+    "choose-checkpoints": ChooseCheckpoints,
     "recompute-checkpoints": RecomputeCheckpoints,
     "plan-buckets": PlanBuckets,
     "place-variables": PlaceVariables,
@@ -137,6 +140,7 @@ def default_pipeline(
     channels_last: bool = False,
     microbatches: int = 1,
     recomputes: bool = False,
+    chooses_checkpoints: bool = False,
     reuses_arguments: bool = False,
     reserves_memory: bool = False,
     max_grad_norm: float | tuple[float | None, ...] | None = None,
@@ -168,6 +172,8 @@ def default_pipeline(
         gelu_by_sigmoid, channels_last, recomputes, reuses_arguments, reserves_memory: whether these make a step faster, see
             `DecomposeGelu`, `LayChannelsLast`, `RecomputeElementwise`, `ReuseArguments` and `ReserveMemory`; `mirrorc.compile`
             determines it from backend and devices.
+        chooses_checkpoints: whether there is a bound for the memory of activations, see `ChooseCheckpoints`; `mirrorc.compile`
+            sets it for each program.
         microbatches: in how many parts a shard is run, see `AccumulateMicrobatches`; they are made at capture.
         max_grad_norm, grad_norm_type, max_grad_value: bounds of the gradients, see `ClipGradients`.
         scales_loss: whether gradients are those of a loss that is multiplied by a scale, see `UnscaleGradients`; a step in which
@@ -198,6 +204,7 @@ def default_pipeline(
         ReadRowElements(),
         RecomputeElementwise(wanted=recomputes),
         LayChannelsLast(wanted=channels_last),
+        *([ChooseCheckpoints()] if chooses_checkpoints else []),
         RecomputeCheckpoints(),
         PlanBuckets(bucket_cap_mb, first_bucket_mb, is_cut, packing, gradient_order),
         *([PlaceVariables(placement, owners)] if has_owners else []),

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.aliases import viewed
 from mirrorc.analysis.backward import first_of_backward
-from mirrorc.ir import ops
+from mirrorc.analysis.recomputed_values import kept_values, needed_again, num_bytes_of, recomputed_values
 from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
 from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
-from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
-from mirrorc.torch_internals import num_bytes_now
 
 
 @dataclass(frozen=True)
@@ -65,10 +60,10 @@ def _recompute(program: Program, graph: fx.Graph) -> str:
     backward = dict.fromkeys(nodes[nodes.index(first) :])
     before = _kept_bytes(nodes, backward)
     place = {node: i for i, node in enumerate(nodes) if node not in backward}
-    again = {node for node in place if _is_recomputed(node, backward, first)}
+    again = recomputed_values(place, backward, first, checkpoint_of)
     copies: dict[fx.Node, fx.Node] = {}
     for user in backward:
-        needed = _needed(user, again, copies) if user.op != "output" else set()
+        needed = needed_again(user, again, copies) if user.op != "output" else set()
         with graph.inserting_before(user):
             for node in sorted(needed - copies.keys(), key=place.__getitem__):
                 given = {source: copies.get(source, source) for source in node.all_input_nodes}
@@ -85,57 +80,10 @@ def _recompute(program: Program, graph: fx.Graph) -> str:
     )
 
 
-def _is_recomputed(node: fx.Node, backward: dict[fx.Node, None], first: fx.Node) -> bool:
-    """Whether backward computes a value of forward again wherever it needs it."""
-    own = checkpoint_of(node)
-    if own is None or own.keeps or not (is_compute(node) or node.target is operator.getitem) or first in node.users:
-        return False
-    for user in node.users:
-        other = checkpoint_of(user)
-        leaves = other is None or other.number != own.number
-        if leaves and (user not in backward or _is_given_by_forward(user, node)):
-            return False
-    return True
-
-
-def _is_given_by_forward(output: fx.Node, node: fx.Node) -> bool:
-    """Whether the output of a graph has the node as its loss, or as a buffer's new value."""
-    found: Any = output.args[0] if output.op == "output" else {}
-    return bool(found) and (found["loss"] is node or node in found["writes"].values())
-
-
-def _needed(user: fx.Node, again: set[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """The values to be computed again for a user: those that it takes, and what those are made of that have no copy yet."""
-    found: set[fx.Node] = set()
-    pending = [user]
-    while pending:
-        new = [source for source in pending.pop().all_input_nodes if source in again and source not in found]
-        found.update(new)
-        pending += [node for node in new if node not in copies]
-    return found
-
-
 def _forget_checkpoints(graph: fx.Graph) -> None:
     for node in graph.nodes:
         node.meta.pop(CHECKPOINT, None)
 
 
 def _kept_bytes(nodes: list[fx.Node], backward: dict[fx.Node, None]) -> int:
-    """The bytes of what forward computes and backward reads, with values that share memory counted once."""
-    kept: set[fx.Node] = set()
-    for node in nodes:
-        if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
-            kept.add(_owner(node))
-    return sum(_num_bytes(node) for node in kept if node.op == "call_function" and node.target is not ops.read)
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    """The value in whose memory another one lies."""
-    while is_compute(node) and (source := viewed(node)) is not None:
-        node = source
-    return node
-
-
-def _num_bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return num_bytes_now(value)
+    return sum(map(num_bytes_of, kept_values(nodes, backward)))

@@ -55,6 +55,7 @@ ORDER = (
     "mirrorc/all_reduce_choice",
     "mirrorc/clipping",
     "mirrorc/microbatches",
+    "mirrorc/activation_memory",
     "mirrorc/worlds",
     "mirrorc/optimizer_sharding",  # over workers
     "mirrorc/placements",  # of variables

@@ -96,6 +96,7 @@ TAKEN: dict[str, set[str]] = {
     "cuda_graphs": {"False"},
     "return_outputs": BOOLS,
     "microbatches": {"1"},
+    "activation_memory": {"None", "1"},
     "progress": BOOLS,
     "autocast": {"None", *BOOLS},
     "scaler": {"None"},

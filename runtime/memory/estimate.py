@@ -26,6 +26,7 @@ from mirrorc.runtime.state.step_state import StepState
 
 _MOST_LISTED = 5  # values at the peak
 _LEAST_LISTED = 0.01  # of the peak
+_CHOOSING = "choose-checkpoints"  # the pass whose remark says why there are fewer activations
 
 Owners = tuple[str, ...]
 
@@ -60,6 +61,7 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
         tally.bytes[device.name,]["activations"] += walk.peak
     tally.add_reserved()
     tally.remarks += [run.remark for run in found.values() if run.remark]
+    tally.remarks += [remark.text for remark in program.remarks if remark.by == _CHOOSING]
     if not program.trains:
         tally.remarks.append(
             "this is an evaluation: gradients, optimizer state and copies of parameters that training has laid out stay where "

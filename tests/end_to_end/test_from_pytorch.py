@@ -1121,6 +1121,21 @@ def test_activation_checkpointing() -> None:
         pair.train(2)
 
 
+def test_activation_memory_budget() -> None:
+    def memory(bound: float | None) -> int:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh(), nn.Sigmoid())]
+        model = nn.Sequential(nn.Linear(3, 8), *layers, nn.Linear(8, 2)).double()
+        with compiled(model, activation_memory=bound) as step:
+            step(X, target=Y)
+            return max(device.own.activations for device in step.memory().devices)
+
+    whole = memory(None)
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        assert memory(None) == whole
+    assert memory(0.8) <= 0.8 * whole
+
+
 # Errors, numbers that are not finite, Ctrl-C
 
 

@@ -19,6 +19,13 @@ CASES: dict[str, dict[str, Any]] = {
     "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 4], [7, 1]], "optimizer": "SGD"},
     "3 x (1, 2, 1)": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[3, 5, 2], [3, 1, 2]]},
     "checkpointed": {"model": "checkpointed", "devices": [1, 1], "sizes": [[4, 3]], "optimizer": "SGD"},
+    "one recomputes": {
+        "model": "wide",
+        "devices": [1, 1],
+        "sizes": [[40, 30]],
+        "optimizer": "SGD",
+        "options": {"activation_memory": 400_000},  # 40 examples take more, 30 do not
+    },
     "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "steps": 6, "optimizer": "SGD"},
     "rows": {"model": "rows", "devices": [2, 1], "sizes": [[4, 3], [0, 2]], "optimizer": "SGD"},
     "bound": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 3]], "options": {"clip_grad_norm": 0.1}},

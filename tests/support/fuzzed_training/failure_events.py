@@ -240,6 +240,7 @@ def draw_distribution(draw: Random) -> Distribution:
         microbatches=draw.choice(MICROBATCHES),
         max_grad_norm=draw.choice(MAX_GRAD_NORMS),
         max_grad_value=draw.choice(MAX_GRAD_VALUES),
+        recomputes=draw.random() < 0.25,
     )
 
 

@@ -108,6 +108,7 @@ def draw_scenario(
         microbatches=random.choice(MICROBATCHES),
         max_grad_norm=random.choice(MAX_GRAD_NORMS),
         max_grad_value=random.choice(MAX_GRAD_VALUES),
+        recomputes=random.random() < 0.25,
     )
     setting = Setting(
         features=(*((DROPOUT,) if is_repeated else ()), *sorted(features)),

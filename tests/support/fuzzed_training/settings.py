@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mirrorc
-from mirrorc.passes import default_pipeline
+from mirrorc.passes import ChooseCheckpoints, default_pipeline
 
 OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
 
@@ -57,7 +57,10 @@ OPTIONAL_PASSES = ("share-parameters", "schedule-overlap", "place-gradients", "f
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a step is compiled: for how many devices, over which link, with which passes, bucket sizes, checks and bounds."""
+    """How a step is compiled: for how many devices, over which link, with which passes, bucket sizes, checks and bounds.
+
+    Where it recomputes, backward computes again what it can.
+    """
 
     num_devices: int = 2
     link: str | None = None
@@ -69,6 +72,7 @@ class Distribution:
     microbatches: int = 1
     max_grad_norm: float | None = None
     max_grad_value: float | None = None
+    recomputes: bool = False
 
     def compile(self, model: nn.Module, **options: Any) -> mirrorc.Step:
         """A step over the model."""
@@ -89,6 +93,7 @@ class Distribution:
                 max_grad_value=self.max_grad_value,
             ),
             microbatches=self.microbatches,
+            add_passes=[mirrorc.before("recompute-checkpoints", ChooseCheckpoints(0))] if self.recomputes else [],
             disable_passes=self.left_out,
             exact_order=self.exact_order,
             check_replicas_every=int(self.is_checked),

@@ -1,0 +1,192 @@
+"""Chooses what backward computes again, so that the activations of a step take no more memory than what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import fx
+
+from mirrorc.analysis.activation_peaks import MACHINE, JointTimeline, Peak
+from mirrorc.analysis.backward import first_of_backward
+from mirrorc.analysis.segments import Segment, Segments
+from mirrorc.analysis.work import seconds_of_graph
+from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint, checkpoint_of
+from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.wording import counted
+
+_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""How many segments forward is cut into, to find which number is best."""
+_MOST_KEPT = 64
+"""How many values a segment keeps on average at most: larger segments are no better, and cost time."""
+_MOST_TRIMS = 48
+"""How many segments of a choice are looked at again, to see whether it can do with less."""
+
+Levels = tuple[int, ...]
+"""For each segment, how many of its choices are taken, one after the other: 0 if it keeps everything."""
+
+
+@dataclass(frozen=True)
+class ChooseCheckpoints:
+    """Puts operators of forward into checkpoints, as if the model had called `torch.utils.checkpoint` there::
+
+        mm    = aten.mm(x, w)                    mm    = aten.mm(x, w)        # checkpoint 0, which keeps it
+        tanh  = aten.tanh(mm)           ->       tanh  = aten.tanh(mm)        # checkpoint 0
+        ...                                      ...
+        grad  = aten.mm(t, tanh)                 grad  = aten.mm(t, tanh)
+
+    `RecomputeCheckpoints`, which comes next, then lets backward compute them again. Forward is cut into segments where few values
+    pass. In each, a cut of least capacity through its operators says which values are kept at a price for each byte, and which
+    are made again; the prices, and the number of segments, are those at which least is computed again of all that keep within the
+    bound by the prediction of `mirrorc.analysis.activation_peaks`. Operators that the model has in checkpoints stay in these.
+    Operators of user libraries, checks and sums over replicas are never run again.
+
+    If the bound cannot be kept, what comes nearest to it is chosen: whoever gave the bound then looks at what the program takes.
+
+    Needs: a captured graph.
+    Guarantees: every value is the same expression, bit for bit.
+
+    Attributes:
+        max_bytes: the bound for each device; None to leave the program as it is.
+    """
+
+    max_bytes: int | None = None
+    name: str = field(default="choose-checkpoints", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    trains_only: ClassVar = True
+
+    def run(self, program: Program) -> Program:
+        if self.max_bytes is None:
+            return program.with_remarks("nothing is chosen: max_bytes is not set", is_kept=False)
+        graphs = tuple(copied(graph) for graph in program.shard_graphs)
+        remarks = [_choose(program, graph, self.max_bytes) for graph in graphs]
+        return program.evolve(shard_graphs=graphs).with_remarks(remarks[0])
+
+
+def _choose(program: Program, graph: fx.Graph, max_bytes: int) -> str:
+    """Puts operators of a graph into checkpoints; says which."""
+    if first_of_backward(program, graph) is None:
+        return "nothing is chosen: nothing is kept for a backward"
+    found = _Search(program, graph, max_bytes)
+    chosen = found.best()
+    for node, checkpoint in chosen.items():
+        if is_compute(node):
+            node.meta[CHECKPOINT] = checkpoint
+    return found.remark(chosen)
+
+
+class _Search:
+    """Looks for the checkpoints of a graph at which least is computed again within a bound."""
+
+    def __init__(self, program: Program, graph: fx.Graph, max_bytes: int) -> None:
+        self._graph, self._max_bytes = graph, max_bytes
+        self._timeline = JointTimeline(program, graph)
+        given = ((node, checkpoint_of(node)) for node in self._timeline.forward)
+        self._given = {node: own for node, own in given if own is not None}
+        self._before = self._timeline.peak(self._given)
+        self._segments = Segments(self._timeline, self._given)
+
+    def best(self) -> dict[fx.Node, Checkpoint]:
+        """The checkpoints of all operators, with those that are given."""
+        if self._before.num_bytes <= self._max_bytes:
+            return {}
+        tried: list[tuple[tuple[bool, float, int], Sequence[Segment], Levels]] = []
+        for number in self._numbers():
+            segments = self._segments.cut_into(number)
+            for levels, peak in self._tries(segments):
+                tried.append((self._rank(peak), segments, levels))
+        rank, chosen, its_levels = min(tried, key=lambda one: one[0])
+        return self._checkpoints(chosen, self._trimmed(chosen, its_levels, rank))
+
+    def _numbers(self) -> list[int]:
+        most = self._segments.num_kept
+        fewest = min(most // _MOST_KEPT, _NUMBERS[-1])
+        return sorted({max(1, min(number, most)) for number in _NUMBERS if number >= fewest})
+
+    def _rank(self, peak: Peak) -> tuple[bool, float, int]:
+        """The less, the better: least time within the bound, or else least memory."""
+        exceeds = peak.num_bytes > self._max_bytes
+        return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
+
+    def _tries(self, segments: Sequence[Segment]) -> Iterator[tuple[Levels, Peak]]:
+        """Choices of rising price for a byte, until the bound is kept, by bisection."""
+        ladder = _ladder(segments)
+        low, high = 0, len(ladder) - 1  # that of low does not keep within the bound
+        peak = self._timeline.peak(self._checkpoints(segments, ladder[high]))
+        yield ladder[high], peak
+        if peak.num_bytes > self._max_bytes:  # a lower price may still take less, as less is there again at once
+            for place in range(high - high // 8 - 1, low, -(high // 8 + 1)):
+                yield ladder[place], self._timeline.peak(self._checkpoints(segments, ladder[place]))
+            return
+        while high - low > 1:
+            middle = (low + high) // 2
+            peak = self._timeline.peak(self._checkpoints(segments, ladder[middle]))
+            yield ladder[middle], peak
+            low, high = (low, middle) if peak.num_bytes <= self._max_bytes else (middle, high)
+
+    def _trimmed(self, segments: Sequence[Segment], levels: Levels, rank: tuple[bool, float, int]) -> Levels:
+        """The choice without what it can do without, the most expensive first."""
+        order = sorted(range(len(segments)), key=lambda i: (-_seconds(segments[i], levels[i]), i))
+        for i in [i for i in order if levels[i]][:_MOST_TRIMS]:
+            for level in sorted({0, levels[i] - 1}):
+                less = (*levels[:i], level, *levels[i + 1 :])
+                found = self._rank(self._timeline.peak(self._checkpoints(segments, less)))
+                if found < rank:
+                    levels, rank = less, found
+                    break
+        return levels
+
+    def _checkpoints(self, segments: Sequence[Segment], levels: Levels) -> dict[fx.Node, Checkpoint]:
+        number = 1 + max((given.number for given in self._given.values()), default=-1)
+        found = dict(self._given)
+        for i, (segment, level) in enumerate(zip(segments, levels, strict=True)):
+            if level:
+                kept = segment.choices[level - 1].kept
+                found.update((node, Checkpoint(number + i, _operator(node) in kept)) for node in segment.nodes)
+        return found
+
+    def remark(self, chosen: Mapping[fx.Node, Checkpoint]) -> str:
+        """What was chosen, and what it comes to."""
+        bound = f"{self._max_bytes / 2**20:.2f} MiB"
+        if not chosen:
+            return f"nothing is computed again: {self._before.num_bytes / 2**20:.2f} MiB are predicted, at most {bound} asked"
+        peak = self._timeline.peak(chosen)
+        numbers = {one.number for node, one in chosen.items() if node not in self._given}
+        timeline = self._timeline
+        again = timeline.again(chosen)
+        values = len({timeline.owner(place) for place in again}.intersection(again))
+        more = (peak.seconds - self._before.seconds) / max(seconds_of_graph(self._graph, MACHINE), 1e-30)
+        return (
+            f"{counted(values, 'value')} of forward in {counted(len(numbers), 'checkpoint')} to be computed again, which is "
+            f"{100 * more:.1f}% more work: {peak.num_bytes / 2**20:.2f} MiB are predicted at the peak, not "
+            f"{self._before.num_bytes / 2**20:.2f} MiB, with at most {bound} asked"
+        )
+
+
+def _ladder(segments: Sequence[Segment]) -> list[Levels]:
+    """Choices for all segments together, each with one more step of a segment, the cheapest for each byte first."""
+    steps: list[tuple[float, int, int]] = []
+    for i, segment in enumerate(segments):
+        before, seconds, price = 0, 0.0, 0.0
+        for level, choice in enumerate(segment.choices, 1):
+            price = max(price, (choice.seconds - seconds) / (choice.num_bytes - before))
+            before, seconds = choice.num_bytes, choice.seconds
+            steps.append((price, i, level))
+    levels = [0] * len(segments)
+    ladder = [tuple(levels)]
+    for _, i, level in sorted(steps):
+        levels[i] = level
+        ladder.append(tuple(levels))
+    return ladder
+
+
+def _seconds(segment: Segment, level: int) -> float:
+    return segment.choices[level - 1].seconds if level else 0.0
+
+
+def _operator(node: fx.Node) -> fx.Node:
+    return node if is_compute(node) else node.all_input_nodes[0]

@@ -1,0 +1,256 @@
+"""``activation_memory=``: steps keep within it, and train as without it, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from references import Trained, train_mirrored
+from selections import slow
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mirrorc
+from mirrorc.errors import CaptureError, PassError
+from mirrorc.passes import ChooseCheckpoints, default_pipeline
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+class Deep(nn.Module):
+    """Blocks with dropout and BatchNorm, around which values go; the first of them may be in checkpoints of the model's own."""
+
+    def __init__(self, width: int = 6, num_blocks: int = 5, num_own: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_own = num_own
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Dropout(0.4),
+                nn.Linear(4 * width, width),
+                nn.BatchNorm1d(width),
+            )
+            for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(width, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = x + (checkpoint(block, x, use_reentrant=False) if i < self.num_own else block(x))
+        return self.head(x)
+
+
+class Images(nn.Module):
+    """Convolutions with statistics of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [
+            nn.Sequential(nn.Conv2d(4 if i else 1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for i in range(5)
+        ]
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x[:, :36].reshape(-1, 1, 6, 6)).mean((2, 3)))
+
+
+def batches(*sizes: int, width: int = 6) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "x": torch.randn(size, width, dtype=torch.float64, generator=generator),
+            "target": torch.randint(3, (size,), generator=generator),
+        }
+        for size in sizes
+    ]
+
+
+def train(
+    model: nn.Module, num_devices: int, bound: float | None, sizes: tuple[int, ...] = (27, 40, 27), **options: Any
+) -> Trained:
+    torch.manual_seed(1)
+    width = 36 if isinstance(model, Images) else 6
+    given = batches(*sizes, width=width)
+    return train_mirrored(model, ADAMW, given, num_devices, F.cross_entropy, activation_memory=bound, **options)
+
+
+def assert_same_bits(one: Trained, other: Trained) -> None:
+    assert one.losses == other.losses
+    others = other.model.state_dict()
+    assert all(torch.equal(value, others[name]) for name, value in one.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options"),
+    [
+        (1, {}),
+        (3, {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.002}),
+        (2, {"microbatches": 2}),
+        *slow((2, {}), (2, {"exact_order": True}), (2, {"clip_grad_norm": 0.1, "check_finite": True})),
+    ],
+)
+def test_the_bits_are_those_without_a_bound(num_devices: int, options: dict[str, Any]) -> None:
+    assert_same_bits(train(Deep(), num_devices, 0.7, **options), train(Deep(), num_devices, None, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_images_are_learned_with_the_same_bits(num_devices: int) -> None:
+    assert_same_bits(train(Images(), num_devices, 0.8), train(Images(), num_devices, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_compiled_steps_are_those_without_a_bound(num_devices: int) -> None:
+    one, other = (train(Deep(), num_devices, bound, (40, 40), backend="inductor") for bound in (0.7, None))
+    assert one.losses == pytest.approx(other.losses, rel=1e-12)
+    others = other.model.state_dict()
+    for name, value in one.model.state_dict().items():
+        torch.testing.assert_close(value, others[name], rtol=1e-10, atol=1e-12)
+
+
+def compiled(model: nn.Module, bound: float | None, num_devices: int = 2, **options: Any) -> mirrorc.Step:
+    given = {"optimizer": ADAMW(model.parameters()), "loss_fn": F.cross_entropy, "backend": "eager", **options}
+    return mirrorc.compile(model, num_devices, activation_memory=bound, **given)
+
+
+def peaks(model: nn.Module, bound: float | None, rows: int = 257, **options: Any) -> list[int]:
+    """The bytes of activations of each device."""
+    (batch,) = batches(rows, width=36 if isinstance(model, Images) else 6)
+    with compiled(model, bound, **options) as step:
+        step.prepare(**batch)
+        return [device.own.activations for device in step.memory().devices]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (Deep, {}),
+        (Images, {}),
+        *slow(
+            (Deep, {"microbatches": 2, "num_devices": 1}),
+            (Deep, {"num_devices": 3}),
+            (Deep, {"backend": "inductor"}),
+            (Images, {"backend": "inductor"}),
+        ),
+    ],
+)
+def test_a_step_takes_no_more_than_what_is_allowed(model: type[nn.Module], options: dict[str, Any]) -> None:
+    whole = peaks(model(), None, **options)
+    assert max(peaks(model(), 0.6, **options)) <= 0.6 * max(whole)
+    assert max(peaks(model(), int(0.75 * max(whole)), **options)) <= int(0.75 * max(whole))
+
+
+@pytest.mark.parametrize("bound", [1.0, 2**40])
+def test_a_bound_that_is_kept_anyway_changes_nothing(bound: float) -> None:
+    (batch,) = batches(40)
+    names = []
+    for given in (None, bound):
+        with compiled(Deep(), given, disable_passes=["reserve-memory"]) as step:
+            step.prepare(**batch)
+            bodies = [region.graph_module.graph.nodes for region in step.program.regions.values()]
+            names.append([[node.name for node in nodes] for nodes in bodies])
+    assert names[0] == names[1]
+
+
+def test_what_was_chosen_is_in_the_program_and_in_the_figures() -> None:
+    (batch,) = batches(257)
+    with compiled(Deep(), 0.6) as step:
+        step.prepare(**batch)
+        told = [str(remark) for remark in step.program.remarks]
+        report = step.memory()
+    assert any(re.match(r"activation_memory=0\.6 allows \S+ KiB for each device, and everything", one) for one in told)
+    assert any(re.match(r"choose-checkpoints: \d+ values .* which is \d+\.\d% more work: ", one) for one in told)
+    assert any(re.match(r"recompute-checkpoints: \d+ checkpoints?: backward runs \d+ operators", one) for one in told)
+    assert any("to be computed again, which is" in remark for remark in report.remarks)
+
+
+def test_checkpoints_of_the_model_are_kept_too() -> None:
+    assert max(peaks(Deep(num_own=2), 0.8)) <= 0.8 * max(peaks(Deep(num_own=2), None))
+    assert_same_bits(train(Deep(num_own=2), 2, 0.8), train(Deep(), 2, None))
+
+
+def test_evaluations_and_gradients_of_several_calls_are_those_without_a_bound() -> None:
+    first, second = batches(40, 27)
+    found = []
+    for bound in (0.7, None):
+        torch.manual_seed(1)
+        model = Deep()
+        with compiled(model, bound) as step:
+            losses = [step.accumulate(**first), step(**second), step.evaluate(**first)]
+        found.append([*losses, *model.state_dict().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_short_batch_has_the_bound_of_a_large_one() -> None:
+    large, short = batches(257, 2)
+    with compiled(Deep(), 0.6) as step:
+        step(**large)
+        most = max(device.own.activations for device in step.memory().devices)
+        step(**short)
+        assert max(device.own.activations for device in step.memory().devices) < most
+        assert not any("activation_memory=" in str(remark) for remark in step.program.remarks)
+
+
+def test_a_bound_that_cannot_be_kept_names_the_least() -> None:
+    with pytest.raises(PassError) as raised:
+        peaks(Deep(), 1000)
+    text = str(raised.value)
+    found = re.match(
+        r"activation_memory=1000 allows 1\.0 KiB for each device, but .* \((\d+) bytes\) are the least that was reached by "
+        r"computing values again\. The peak is on cpu:0 in .*the largest values there are .* Remedy: allow \1 bytes",
+        text,
+    )
+    assert found is not None, text
+    assert max(peaks(Deep(), int(found[1]))) <= int(found[1])
+
+
+@pytest.mark.parametrize(
+    ("bound", "options", "words"),
+    [
+        (0.0, {}, "activation_memory is 0.0: give a part of what activations would take, more than 0 and at most 1.0"),
+        (1.5, {}, "activation_memory is 1.5: give a part"),
+        (float("nan"), {}, "activation_memory is nan: give a part"),
+        (0, {}, "activation_memory is 0: give a positive number of bytes"),
+        (-5, {}, "activation_memory is -5: give a positive number of bytes"),
+        (
+            0.5,
+            {"disable_passes": ["recompute-checkpoints"]},
+            "needs the pass 'recompute-checkpoints', which disable_passes",
+        ),
+        (0.5, {"disable_passes": ["choose-checkpoints"]}, "needs the pass 'choose-checkpoints', which disable_passes"),
+        (0.5, {"passes": default_pipeline()}, r"put mirrorc.passes.ChooseCheckpoints\(\) there"),
+    ],
+)
+def test_wrong_bounds_are_refused(bound: float, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        compiled(Deep(), bound, **options)
+
+
+@pytest.mark.parametrize("bound", [True, "half", (1, 2)])
+def test_bounds_of_another_kind_are_refused(bound: Any) -> None:
+    with pytest.raises(TypeError, match=r"activation_memory is .*: give a number of bytes for each device as an int"):
+        compiled(Deep(), bound)
+
+
+def test_a_pipeline_of_ones_own_may_choose() -> None:
+    whole = max(peaks(Deep(), None))
+    pipeline = default_pipeline(chooses_checkpoints=True, reserves_memory=False)
+    assert max(peaks(Deep(), 0.7, passes=pipeline)) <= 0.7 * whole
+    own = [mirrorc.before("recompute-checkpoints", ChooseCheckpoints(0))]
+    assert max(peaks(Deep(), None, add_passes=own)) < 0.8 * whole
+
+
+def test_a_model_that_runs_as_plain_pytorch_is_refused() -> None:
+    (batch,) = batches(8)
+    with compiled(Deep(), 0.5, capture="autograd") as step, pytest.raises(CaptureError, match="what its forward keeps"):
+        step(**batch)
