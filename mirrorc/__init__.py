@@ -24,6 +24,7 @@ from mirrorc.loss_check.check import LossCheck, check_loss
 from mirrorc.pipeline.placement import Placed, after, before
 from mirrorc.replicas import all_gather, all_reduce, num_replicas, replica_id
 from mirrorc.step import Step
+from mirrorc.top_k import TopK
 
 __all__ = [
     "CaptureError",
@@ -39,6 +40,7 @@ __all__ = [
     "Placed",
     "Program",
     "Step",
+    "TopK",
     "VerifyError",
     "World",
     "__version__",

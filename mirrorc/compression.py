@@ -1,4 +1,4 @@
-"""The option that has workers send sums in a narrower dtype, and what cannot be asked for together with it."""
+"""The option that has workers send sums in a narrower dtype, or a part of them, and what cannot be asked for with it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import Workers
-
-_PASS = "compress-exchange"
+from mirrorc.passes import CompressExchange, SendLargest
+from mirrorc.top_k import TopK
 
 
 def check_compression(workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]) -> None:
@@ -25,29 +25,34 @@ def check_compression(workers: Workers, devices: Sequence[Device], asked: Mappin
     compression = asked["compression"]
     if compression is None:
         return
+    one: CompressExchange | SendLargest
+    one = SendLargest(compression.ratio) if isinstance(compression, TopK) else CompressExchange(compression)
     if asked["passes"] is not None:
         raise ValueError(
             f"compression={compression!r} has no part in a pipeline given with passes=: put "
-            f"mirrorc.passes.CompressExchange({compression!r}) behind ReduceOverWorkers() there, or leave compression out"
+            f"mirrorc.passes.{_written(one)} behind ReduceOverWorkers() there, or leave compression out"
         )
-    if _PASS in asked["disable_passes"]:
+    if one.name in asked["disable_passes"]:
         raise ValueError(
-            f"compression={compression!r} asks for the pass {_PASS!r}, which disable_passes leaves out: leave out one of them"
+            f"compression={compression!r} asks for the pass {one.name!r}, which disable_passes leaves out: leave out one of them"
         )
     if asked["exact_order"]:
         raise ValueError(
-            f"compression={compression!r} cannot be used with exact_order=True: sums are rounded on their way to other workers; "
-            "leave out one of them"
+            f"compression={compression!r} cannot be used with exact_order=True: {one.changes_bits}; leave out one of them"
         )
     if not workers.are_several:
         return
     if devices[0].torch_device.type != "cpu":
         raise ValueError(
             f"compression={compression!r} cannot be used on devices of the type {devices[0].torch_device.type!r} yet: what is "
-            "sent there in another dtype has not been tried; leave it out"
+            "sent there in another form has not been tried; leave it out"
         )
     if asked["shard_optimizer"]:
         raise ValueError(
             f"compression={compression!r} cannot be used with shard_optimizer=True yet: workers send each other parts of sums "
             "there, which are not compressed; leave out one of them"
         )
+
+
+def _written(one: CompressExchange | SendLargest) -> str:
+    return f"SendLargest({one.ratio!r})" if isinstance(one, SendLargest) else f"CompressExchange({one.dtype!r})"

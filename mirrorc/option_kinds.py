@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, Literal, get_args
 
 from mirrorc.ir import workers
+from mirrorc.top_k import TopK
 
 LossReduction = Literal["mean", "sum"]
 Auto = Literal["auto"]
@@ -87,8 +88,9 @@ _TAKES = {
         get_args(Exchange),
     ),
     "compression": _Takes(
-        (NoneType,),
-        "say 'bfloat16' or 'float16', to send sums to other workers so, or None for their own dtype",
+        (TopK, NoneType),
+        "say 'bfloat16' or 'float16', to send sums to other workers so, mirrorc.TopK(ratio), to send a part of them, or None for "
+        "all in their own dtype",
         get_args(Compression),
     ),
     "placement": _Takes(

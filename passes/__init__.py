@@ -35,6 +35,7 @@ from mirrorc.passes.reserve_memory import ReserveMemory
 from mirrorc.passes.reuse_arguments import ReuseArguments
 from mirrorc.passes.scale_in_updates import ScaleInUpdates
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
+from mirrorc.passes.send_largest import SendLargest
 from mirrorc.passes.shard_optimizer import ShardOptimizer
 from mirrorc.passes.share_parameters import ShareParameters
 from mirrorc.passes.spread_copies import SpreadCopies
@@ -42,6 +43,7 @@ from mirrorc.passes.unscale_gradients import UnscaleGradients
 from mirrorc.passes.update_at_owner import UpdateAtOwner
 from mirrorc.passes.update_in_parts import UpdateInParts
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.top_k import TopK
 
 __all__ = [
     "ALGORITHMS",
@@ -77,6 +79,7 @@ __all__ = [
     "ReuseArguments",
     "ScaleInUpdates",
     "ScheduleOverlap",
+    "SendLargest",
     "ShardOptimizer",
     "ShareParameters",
     "SpreadCopies",
@@ -111,6 +114,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "update-at-owner": UpdateAtOwner,
     "reduce-over-workers": ReduceOverWorkers,
     "compress-exchange": CompressExchange,
+    "send-largest": SendLargest,
     "overlap-next-step": OverlapNextStep,
     "shard-optimizer": ShardOptimizer,
     "clip-gradients": ClipGradients,
@@ -151,7 +155,7 @@ def default_pipeline(
     check_finite: bool | Literal["skip"] = False,
     over_workers: bool = False,
     early_update: bool = True,
-    compression: str | None = None,
+    compression: str | TopK | None = None,
     overlap_next_step: bool = False,
     cuts_for_next_step: bool = True,
     shard_optimizer: bool = False,
@@ -183,7 +187,8 @@ def default_pipeline(
             the update out otherwise, True raises an error.
         over_workers: whether buckets are summed over several workers, see `ReduceOverWorkers`.
         early_update: whether each bucket is then updated as soon as its own sum is there, where nothing needs all sums before.
-        compression: the dtype in which workers send sums, see `CompressExchange`; None for the buckets' own.
+        compression: the dtype in which workers send sums, see `CompressExchange`, or which part of them, see `SendLargest`; None
+            for all in the buckets' own.
         overlap_next_step: whether the last buckets may be in flight when a step returns, see `OverlapNextStep`.
         cuts_for_next_step: whether the buckets are planned, and forward is cut, for that; otherwise regions are those without it.
             `mirrorc.compile` determines it from the backend: one that fuses operators rounds otherwise where regions are cut.
@@ -222,7 +227,7 @@ def default_pipeline(
         *([ShareParameters()] if placement in ("auto", "shared") else []),
         *([UpdateAtOwner()] if has_owners else []),
         *([ReduceOverWorkers(early_update, needs_all)] if over_workers else []),
-        *([CompressExchange(compression)] if compression is not None else []),
+        *_compressing(compression),
         *([OverlapNextStep()] if overlap_next_step else []),
         *([ShardOptimizer()] if shard_optimizer else []),
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
@@ -235,6 +240,13 @@ def default_pipeline(
         UpdateInParts(part_elements),
         LowerDevices(),
     ]
+
+
+def _compressing(compression: str | TopK | None) -> list[Pass]:
+    """The pass that compresses what workers send, if one is asked for."""
+    if isinstance(compression, TopK):
+        return [SendLargest(compression.ratio)]
+    return [CompressExchange(compression)] if compression is not None else []
 
 
 def told_of_sharing(passes: Sequence[Pass]) -> list[Pass]:

@@ -90,14 +90,14 @@ class OverlapNextStep:
 
 def _can_be_late(graph: fx.Graph, bucket: Bucket) -> bool:
     """Whether a bucket is launched behind all regions, and its update needs nothing but its own sum."""
-    launches = [node for node in calls_to(graph, ops.exchange) if bucket_of(node) == bucket.index]
+    launches = [node for node in calls_to(graph, *ops.EXCHANGES_OF_SUMS) if bucket_of(node) == bucket.index]
     regions = region_calls(graph)  # a worker without examples has none
     return bucket.rule.elementwise and bool(launches) and (not regions or launches[0] > regions[-1])
 
 
 def _moved_behind(graph: fx.Graph, buckets: Sequence[int]) -> fx.Node:
     """Moves waits for the sums of buckets, and what takes these, to the end of the graph; gives the first of them."""
-    launches = [node for node in calls_to(graph, ops.exchange) if bucket_of(node) in buckets]
+    launches = [node for node in calls_to(graph, *ops.EXCHANGES_OF_SUMS) if bucket_of(node) in buckets]
     moved = sorted({node for launch in launches for wait in launch.users for node in (wait, *users_of_sum(wait))})
     for node in moved:
         graph.output_node().prepend(node)

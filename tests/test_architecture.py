@@ -24,6 +24,7 @@ ORDER = (
     "mirrorc/rest_of_step",  # over several workers
     "mirrorc/read_guards",  # of models and optimizers
     "mirrorc/gathered_state",  # of several workers
+    "mirrorc/unsent_states",  # of several workers
     "mirrorc/joint_calls",  # of several workers
     "mirrorc/announcements",  # of a worker to the others
     "mirrorc/taken_values",  # from a worker
@@ -87,6 +88,7 @@ ORDER = (
     "mirrorc/optimizer_groups",  # the user's, under one count
     "mirrorc/optimizers",  # kinds of optimizers, which capture plans for and runtime runs
     "mirrorc/shared_memory",  # of variables, which capture refuses and the runtime looks for between steps
+    "mirrorc/top_k",  # what is sent of a gradient, as are these:
     "mirrorc/packing",  # plans, which options take and passes follow
     "mirrorc/replicas",  # what models ask of them
     "mirrorc/ir",

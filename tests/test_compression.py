@@ -20,6 +20,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.workers import Workers
 from mirrorc.passes import CompressExchange, default_pipeline
 from mirrorc.printing.reader import read_program_text
+from mirrorc.top_k import TopK
 
 
 def step_of(**options: Any) -> mirrorc.Step:
@@ -64,7 +65,7 @@ def test_factors_are_sent_as_they_are() -> None:
 def test_whole_gradients_are_weighed_against_factors_by_the_bytes_that_are_sent() -> None:
     """The layer's gradient has 60 x 60 elements, and its factors 60 + 60 of each of 20 examples."""
 
-    def remark(compression: str | None) -> str:
+    def remark(compression: Any) -> str:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 4))
         step = mirrorc.compile(
@@ -80,6 +81,7 @@ def test_whole_gradients_are_weighed_against_factors_by_the_bytes_that_are_sent(
 
     assert "2.weight as factors (937.5 KiB against 1.4 MiB)" in remark(None)
     assert "2.weight whole (937.5 KiB against 703.1 KiB)" in remark("bfloat16")
+    assert "2.weight whole (937.5 KiB against 28.1 KiB)" in remark(TopK(0.01))
 
 
 def test_a_process_alone_compresses_nothing_and_says_so() -> None:
@@ -102,13 +104,29 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
     [
         (
             {"compression": "int8"},
-            "compression is 'int8': say 'bfloat16' or 'float16', to send sums to other workers so",
+            "compression is 'int8': say 'bfloat16' or 'float16', to send sums to other workers so, mirrorc.TopK(ratio)",
         ),
         ({"shard_optimizer": True}, "shard_optimizer=True yet: workers send each other parts of sums there"),
         ({"exact_order": True}, "cannot be used with exact_order=True: sums are rounded on their way"),
         (
             {"disable_passes": ["compress-exchange"]},
             "asks for the pass 'compress-exchange', which disable_passes leaves",
+        ),
+        (
+            {"compression": TopK(0.1), "shard_optimizer": True},
+            "compression=TopK(ratio=0.1) cannot be used with shard_opti",
+        ),
+        (
+            {"compression": TopK(0.1), "exact_order": True},
+            "with exact_order=True: workers send a part of each gradient, and the rest in later steps; leave out one",
+        ),
+        (
+            {"compression": TopK(0.1), "disable_passes": ["send-largest"]},
+            "asks for the pass 'send-largest', which disable_passes leaves",
+        ),
+        (
+            {"compression": TopK(0.1), "passes": default_pipeline(over_workers=True)},
+            "put mirrorc.passes.SendLargest(0.1) behind ReduceOverWorkers() there",
         ),
         (
             {"passes": default_pipeline(over_workers=True)},
@@ -125,7 +143,7 @@ def test_it_is_refused_on_gpus() -> None:
     asked = {"compression": "bfloat16", "passes": None, "disable_passes": (), "exact_order": False}
     devices = [type("Device", (), {"torch_device": torch.device("cuda:0")})()]
     with pytest.raises(
-        ValueError, match=r"of the type 'cuda' yet: what is sent there in another dtype has not been tried"
+        ValueError, match=r"of the type 'cuda' yet: what is sent there in another form has not been tried"
     ):
         check_compression(Workers((1, 1), 0), devices, {**asked, "shard_optimizer": False})
     check_compression(Workers((1, 1), 0), parse_devices(1), {**asked, "shard_optimizer": False})
@@ -142,3 +160,36 @@ def test_a_pipeline_of_ones_own_may_compress() -> None:
     )
     assert any("in float16, which changes numbers" in str(remark) for remark in program.remarks)
     assert CompressExchange("float16").changes_bits
+
+
+def test_a_part_of_gradients_is_printed_and_read_back(tmp_path: Path) -> None:
+    program = prepared(compression=TopK(0.02), exchange="dense")
+    text = program.to_text(fold=False)
+    assert (
+        "the largest 86 elements of each of 2 workers: this changes numbers" in text and "add_unsent(bucket=0" in text
+    )
+    read_program_text(program.to_text(slots=True, sources=False))
+    assert_same(program, reload(program, tmp_path))
+
+
+def test_what_is_kept_of_gradients_is_counted_in_memory() -> None:
+    told = []
+    for compression in (TopK(0.02), None):
+        step = step_of(exchange="dense", compression=compression)
+        step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
+        told.append(str(step.memory()))
+    assert "50.3 KiB" in told[0] and "50.3 KiB" not in told[1]  # the bucket's 16.8 KiB, and twice that for what is kept
+    assert "largest elements" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "error"),
+    [(0.0, ValueError), (1.5, ValueError), (float("nan"), ValueError), ("1%", TypeError), (True, TypeError)],
+)
+def test_another_part_is_refused(ratio: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"ratio is .*: give the part of all elements that is sent"):
+        TopK(ratio)
+
+
+def test_a_part_is_one_element_at_least_and_all_at_most() -> None:
+    assert [TopK(ratio).count(10) for ratio in (1e-9, 0.11, 1)] == [1, 2, 10]

@@ -1,7 +1,10 @@
-"""Finds what of a pack is sent to other workers in a narrower dtype, where its sums lie, and how many bytes are sent."""
+"""Finds what of a pack is sent to other workers in a narrower dtype or in part, where sums lie, and how many bytes are sent."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import fx
 
 from mirrorc.ir import ops
@@ -10,7 +13,7 @@ from mirrorc.ir.program import Program
 
 
 def own_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, int]:
-    """The elements of its pack that `compress` or `decompress` gives a replica of this worker."""
+    """The elements of its pack that a replica of this worker has of its sum, and so what `compress`, say, gives it."""
     bucket, pack = program.packs[pack_of(node)]
     if program.num_replicas > 1 and bucket.reduces_by_shares:
         return bucket.share(replica, program.num_replicas)
@@ -23,9 +26,23 @@ def writes_for_all(program: Program, node: fx.Node, replica: int) -> bool:
     return replica == 0 or bucket.reduces_by_shares
 
 
+def index_dtype(num_elements: int) -> torch.dtype:
+    """In which the places of elements of a pack are sent."""
+    return torch.int32 if num_elements < 2**31 else torch.int64
+
+
+def bytes_of_largest(count: int, num_elements: int, dtype: torch.dtype) -> int:
+    """The bytes of so many elements of a pack, with their places."""
+    return count * (dtype.itemsize + index_dtype(num_elements).itemsize)
+
+
 def num_bytes_sent(program: Program, exchange: fx.Node) -> int:
-    """The bytes of what an exchange adds up over workers, in the dtype in which it is sent."""
+    """The bytes of what an exchange adds up over workers, in the dtype in which it is sent; of what each worker has chosen, if
+    that is gathered."""
     bucket, pack = program.packs[pack_of(exchange)]
+    if exchange.target is ops.gather_largest:
+        count: Any = exchange.kwargs["count"]
+        return bytes_of_largest(count, pack.num_elements, bucket.dtype)
     pending = exchange.meta.get("val")
     dtype = pending.value.dtype if isinstance(pending, ops.Pending) else bucket.dtype
     return pack.num_elements * dtype.itemsize

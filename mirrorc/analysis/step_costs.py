@@ -192,6 +192,8 @@ class ProgramDurations:
         num_workers, index = self._program.workers.num_workers, bucket_of(node)
         if node.target is ops.exchange:
             return self._costs.link.all_reduce_seconds(num_bytes_sent(self._program, node), num_workers)
+        if node.target is ops.gather_largest:
+            return self._costs.link.all_gather_seconds(num_bytes_sent(self._program, node), num_workers)
         if node.target is ops.scatter_sums:
             return self._costs.link.all_to_all_seconds(self._program.buckets[index].num_bytes, num_workers)
         if node.target is ops.gather_parameters:
@@ -231,7 +233,7 @@ def kind_of_call(program: Program, node: fx.Node) -> str:
 
 def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
     """The size on which the time of a call depends, in bytes; 0 if it depends on none."""
-    if node.target in (ops.exchange, ops.scatter_sums, ops.commit):
+    if node.target in (*ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.commit):
         return 0
     if "bucket" not in node.kwargs:
         return sum(_num_bytes(source.meta.get("val")) for source in node.all_input_nodes)

@@ -53,6 +53,7 @@ def _line(program: Program, node: fx.Node) -> str:
     dtype = value.value.dtype if isinstance(value, ops.Pending) else bucket.dtype
     sent = f" as {'; '.join(map(str, bucket.sent_factors))}" if bucket.is_sent_as_factors else ""
     op = f" {node.kwargs['op']}" if "op" in node.kwargs else ""
+    op += f" of {node.kwargs['count']} largest" if "count" in node.kwargs else ""
     return (
         f"{name_of(node)}{op} bucket {bucket.index}{_elements(bucket, node)} {dtype} {bucket.num_elements} over "
         f"{node.kwargs.get('link')} for {bucket.rule.label}: {slots}{sent}"

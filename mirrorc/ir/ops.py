@@ -28,6 +28,7 @@ from mirrorc.ir.type_rules import (
     of_finiteness,
     of_gather,
     of_gathered,
+    of_largest,
     of_loss_scale,
     of_microbatch,
     of_norm,
@@ -295,6 +296,43 @@ def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: st
     It takes what each replica of this worker holds of that sum (one, once lowered), its share or all of it, and each gets the
     same elements of the sum over workers, in the same memory. A worker sends each element once, however many devices it has.
     What `compress` gives is added up as it is, in its narrower dtype.
+    """
+
+
+@operation(
+    Kind.COMPUTE,
+    since=Stage.SCHEDULED,
+    gives=of_operand,
+    stem="b{bucket}{pack}_with_unsent",
+    value="reduced",
+    called="b{bucket}{pack}_with_unsent",
+)
+def add_unsent(own: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
+    """Adds to what a replica has of its worker's sum what earlier steps have not sent of theirs: `gather_largest` sends its part.
+
+    The replicas of a worker write their shares into one memory, apart from the bucket. What is not sent of it is kept for the
+    next step when this step has taken place; a step that fails, or leaves its update out, leaves what was kept before.
+    """
+
+
+@operation(
+    Kind.LAUNCH,
+    since=Stage.SCHEDULED,
+    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
+    gives=of_largest,
+    stem="b{bucket}{pack}_largest",
+    value="pending",
+    called="b{bucket}{pack}_largest",
+    awaited="total",
+)
+def gather_largest(
+    *sums: Any, count: int, bucket: int, pack: int | None = None, op: str, link: str | None = None
+) -> Any:
+    """Launches an all_gather of each worker's ``count`` largest elements of a bucket, by magnitude, with their places.
+
+    It takes what `add_unsent` gives for each replica of this worker (one, once lowered). When it waits, each replica makes its
+    share of the sum over all workers, or all of it, in the order of ranks, in the memory of the bucket; what nobody has sent is
+    zero there. So all workers have the same bits.
     """
 
 
@@ -620,6 +658,9 @@ SHARED_OUT = Selection(lambda found: {Effect.SUMS, Effect.SCATTERS} <= found.eff
 
 EXCHANGES = Selection(lambda found: Effect.EXCHANGES in found.effects)
 """Operations that join workers, to add up what they have."""
+
+EXCHANGES_OF_SUMS = (exchange, gather_largest)
+"""Those that take the sum of each worker, and give all of the sum over workers, or what is sent of it."""
 
 BETWEEN_WORKERS = Selection(lambda found: bool(found.effects & {Effect.EXCHANGES, Effect.SPREADS}))
 """All operations that join workers."""

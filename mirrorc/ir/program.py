@@ -53,7 +53,7 @@ class Property(enum.Enum):
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
     EXCHANGED = "exchanged"  # updates take sums over all workers
-    COMPRESSED = "compressed"  # workers exchange sums in a narrower dtype
+    COMPRESSED = "compressed"  # workers exchange sums in a narrower dtype, or a part of each
     SHARDED = "sharded"  # each worker updates its part of the buckets alone, and all gather the new parameters
     CLIPPED = "clipped"  # gradients are bounded as they are to be
     UNSCALED = "unscaled"  # the loss is scaled, and gradients are divided by the scale

@@ -271,6 +271,16 @@ def of_exchange(program: Program, node: fx.Node) -> ValueType:
     return ("pending", _flat(node, pack.num_elements, dtypes.pop()))
 
 
+def of_largest(program: Program, node: fx.Node) -> ValueType:
+    """As of an exchange. Its keyword ``count`` must be a number of elements of the bucket, or pack."""
+    (bucket, pack), count, gives = _pack(program, node), node.kwargs.get("count"), of_exchange(program, node)
+    if not isinstance(count, int) or not 0 < count <= pack.num_elements:
+        raise TypeError(f"its keyword count is {count!r}, but it sends 1 to {pack.num_elements} elements")
+    if not bucket.dtype.is_floating_point:
+        raise TypeError(f"it sends the largest elements of {bucket.dtype}, which are no real numbers")
+    return gives
+
+
 def of_compressed(program: Program, node: fx.Node) -> ValueType:
     """As many elements as its operand has, in its keyword ``dtype``, which must be a narrower one of real numbers."""
     kind, dtype = noted_type(node.args[0] if node.args else None), node.kwargs.get("dtype")

@@ -330,6 +330,10 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.update: _updated,
         ops.await_update: lambda program, node: "what the step before has left",
         ops.compress: lambda program, node: "rounded for the wire: this changes numbers",
+        ops.add_unsent: lambda program, node: "what earlier steps have not sent",
+        ops.gather_largest: lambda program, node: (
+            f"the largest {node.kwargs['count']} elements of each of {program.workers.num_workers} workers: this changes numbers"
+        ),
         ops.exchange: lambda program, node: f"summed over {program.workers.num_workers} workers",
         ops.scatter_sums: lambda program, node: (
             f"summed over {program.workers.num_workers} workers, each gets its part"

@@ -48,6 +48,9 @@ The function is called with the node's operands and keywords. For an operation t
 with ``@binds(scale_bucket)``.
 """
 
+binds_waits: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("wait for")
+"""For a launch, such a handler for the wait for it, where that needs one of its own."""
+
 
 class Binder:
     """Makes functions for the nodes of a lowered program, for the present layout of memory.
@@ -320,6 +323,8 @@ class Binder:
         collective = node.args[0]
         assert isinstance(collective, fx.Node)
         communicator, bucket = self.communicators[str(collective.kwargs["link"])], pack_of(node)
+        if collective.target in binds_waits:
+            return binds_waits.of(collective.target)(self, replica, node)
         if collective.target is ops.recv:
             route = route_of(self.program, collective)
             return lambda pending, **_: communicator.receive(route)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -28,7 +28,7 @@ from mirrorc.analysis.updates_in_parts import is_looked_at, part_elements_of
 from mirrorc.ir import ops
 from mirrorc.ir.devices import share_one_memory
 from mirrorc.ir.links import SumPlace, link_named
-from mirrorc.ir.nodes import bucket_of, is_compute, is_region_call, name_of, region_of
+from mirrorc.ir.nodes import bucket_of, is_compute, is_region_call, name_of, pack_of, region_of
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import PrintedValues, type_of
@@ -244,6 +244,24 @@ class _Walk:
     def _decompress(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return (() if writes_for_all(self.program, node, self.replica) else self._new(node)), 0
 
+    @accounts(ops.add_unsent)
+    def _add_unsent(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return (), 0  # in memory that is there from step to step
+
+    @accounts(ops.gather_largest)
+    def _gather_largest(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """The messages of all workers, until the end of the step, and what the largest elements are looked for with. One device
+        does it for all."""
+        if self.replica:
+            return (), 0
+        _, pack = self.program.packs[pack_of(node)]
+        sent, count = num_bytes_sent(self.program, node), cast("int", node.kwargs["count"])
+        self.ledger.hold(
+            [Block((1 + self.program.workers.num_workers) * sent, self.names.name(node), "largest elements")]
+        )
+        magnitudes = pack.num_elements * node.meta["val"].value.dtype.itemsize
+        return (), magnitudes + count * (magnitudes // pack.num_elements + torch.int64.itemsize)
+
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         """The messages, until the end of the step; taken to be as long for all workers. One device writes them for all."""
@@ -305,6 +323,8 @@ class _Walk:
             return (self._new(node) if source != self.device else ()), 0
         if launch.target is ops.gather_parameters:
             return (), 0
+        if launch.target is ops.gather_largest:
+            return (self._new(node) if node.users and not writes_for_all(self.program, node, self.replica) else ()), 0
         if launch.target is ops.all_gather:
             return (), self._bytes_to_gather(node)
         place = link_named(launch.kwargs["link"]).sum_place

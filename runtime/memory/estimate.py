@@ -90,6 +90,7 @@ class _Tally:
         self.unknown: set[Owners] = set()  # those whose optimizer state is not known
         self.remarks: list[str] = []
         self._parts = [0] * len(self.names)  # bytes of the memory in which parts of gradients are made, of each device
+        self._sent_in_part = [node for graph in program.graphs()[:1] for node in calls_to(graph, ops.gather_largest)]
         self._in_buckets = {slot.variable for bucket in program.buckets for slot in bucket.slots}
 
     def _add(self, owners: Owners, kind: str, num_bytes: int) -> None:
@@ -124,6 +125,10 @@ class _Tally:
         """Adds the parameters and gradients of a bucket."""
         for owners in self._copies(bucket):
             self._add(owners, "parameters", bucket.num_bytes)
+        if any(bucket_of(node) == bucket.index for node in self._sent_in_part):
+            self._add(
+                self.names[:1], "gradients", 2 * bucket.num_bytes
+            )  # what was not sent, and what will not have been
         if bucket.rule.takes_rows:  # which are activations
             return
         pack = pack_of_gradients(self.program, bucket.index)

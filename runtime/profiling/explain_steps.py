@@ -140,7 +140,7 @@ def _num_bytes(program: Program, collective: Collective) -> int:
     if collective.kind == ops.all_gather.__name__:
         return sum(map(factor_bytes, packs_of(program, collective.bucket)))
     first = collective.launches[0].node
-    if first.target is ops.exchange:
+    if first.target in ops.EXCHANGES_OF_SUMS:
         return num_bytes_sent(program, first)
     sent = next((launch.node for launch in collective.launches if launch.node.target is ops.send), None)
     if sent is None and collective.pack is not None:

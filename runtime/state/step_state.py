@@ -25,6 +25,7 @@ from mirrorc.runtime.state.reserved_memory import ReservedMemory
 from mirrorc.runtime.state.step_variables import StepVariables
 from mirrorc.runtime.state.torn_state import TornState, refuse_torn
 from mirrorc.runtime.state.unfinished_step import UnfinishedStep, finish_steps
+from mirrorc.runtime.state.unsent_gradients import UnsentGradients
 from mirrorc.torch_internals import mark_optimizer_stepped
 
 
@@ -41,6 +42,7 @@ class StepState:
         num_skipped: the number of steps that have left their updates out.
         loss_scale: what the loss is multiplied by; None for nothing.
         accumulated: the gradients of calls since the last update.
+        unsent: what this worker has not sent of its gradients, of which it sends a part in each step.
         told: what the last step told its caller, by name, such as the norm of its gradients.
         torn: what a step has left between two steps, whether it is restored by now or not; None if none has.
         unfinished: the last step, if it has returned and buckets are still to be updated; None otherwise.
@@ -53,6 +55,7 @@ class StepState:
         self._hold = hold
         self._is_closed = False
         self.accumulated = AccumulatedGradients(self.store.devices)
+        self.unsent = UnsentGradients(self.store.devices[0].torch_device)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
         self.torn: TornState | None = None
         self.unfinished: UnfinishedStep | None = None
@@ -166,6 +169,7 @@ class StepState:
             self.accumulated.fit(program.buckets)
         else:
             self.accumulated.release()
+        self.unsent.fit(program)
         is_stale = self.optimizers.is_stale() if is_stale is None else is_stale
         if self.unfinished is not None and (is_stale or not self.store.has_buckets_of(program)):
             self.finish_last()  # what it has left is to be written where buckets lie now
@@ -243,7 +247,9 @@ class StepState:
 
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
         """Called before a step of so many examples: what its loss is multiplied by before backward, besides its weights."""
-        return self.accumulated.begin_step(program, examples, self.scale_of_loss())
+        scale = self.scale_of_loss()
+        self.unsent.begin(program, scale)
+        return self.accumulated.begin_step(program, examples, scale)
 
     def scale_of_loss(self) -> float:
         """Called before a step: the scale of its loss, with which small gradients are not rounded to zero."""
@@ -265,6 +271,7 @@ class StepState:
             mark_optimizer_stepped(optimizer)
         if self.loss_scale is not None:
             self.loss_scale.finish(has_overflowed=False)
+        self.unsent.finish()
         self.accumulated.clear()
         self._held.is_whole = self.optimizers.is_whole = True
 

@@ -38,6 +38,7 @@ from mirrorc.runtime.execution.binding import binds
 from mirrorc.runtime.memory.activations import accounts
 from mirrorc.runtime.profiling.timeline import category_of
 from mirrorc.serialization.operator_names import find_operator, operator_name
+from mirrorc.top_k import TopK
 
 
 class Table(nn.Module):
@@ -67,6 +68,7 @@ def programs() -> list[Program]:
     found += every_stage(of_workers, over_workers=True).values()
     found += every_stage(of_workers, over_workers=True, overlap_next_step=True).values()
     found += every_stage(of_workers, over_workers=True, compression="bfloat16").values()
+    found += every_stage(of_workers, over_workers=True, compression=TopK(0.1)).values()
     dealt = HANDMADE["buffer"]().evolve(workers=replace(World(2, 2).worker(1), shards_optimizer=True))
     found += every_stage(dealt, over_workers=True, shard_optimizer=True).values()
     sent = replace(World(2, 2).worker(1), sent_as_factors=("table.weight", "wide.weight"))

@@ -55,6 +55,7 @@ from mirrorc.passes import (
     default_pipeline,
 )
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.top_k import TopK
 from mirrorc.verifier.verifier import verify
 
 WEIGHTS = [Weight("a", (200,)), Weight("b", (200,)), Weight("c", (200,))]
@@ -332,6 +333,25 @@ def use_what_is_compressed(graph: fx.Graph) -> None:
 def decompress_another_bucket(graph: fx.Graph) -> None:
     one, other = targets(graph, ops.decompress)[:2]
     one.kwargs, other.kwargs = other.kwargs, one.kwargs
+
+
+def sent_in_part(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices") -> Mutation:
+    """As `over_workers`, on all devices of a program whose workers send a part of each sum."""
+    return over_workers(on_all_devices(change), pass_name, compression=TopK(0.1))
+
+
+def use_what_was_not_sent(graph: fx.Graph) -> None:
+    """An operator takes a sum with what was not sent before, where its largest elements alone are to be."""
+    own = first(graph, ops.add_unsent)
+    with graph.inserting_after(own):
+        taken = graph.call_function(torch.ops.aten.neg.default, (own,))
+    taken.meta["val"] = own.meta["val"]
+
+
+def leave_out_what_was_not_sent(graph: fx.Graph) -> None:
+    own = first(graph, ops.add_unsent)
+    own.replace_all_uses_with(own.all_input_nodes[0])
+    graph.erase_node(own)
 
 
 def read_before_the_update(graph: fx.Graph) -> None:
@@ -1659,6 +1679,12 @@ BAD: dict[str, list[Mutation]] = {
         compressed(decompress_another_bucket),
         compressed(lambda graph: repeat(graph, first(graph, ops.compress))),
         compressed(lambda graph: repeat(graph, first(graph, ops.compress)), "compress-exchange"),
+    ],
+    "largest_elements_are_of_all_that_is_unsent": [
+        sent_in_part(use_what_was_not_sent),
+        sent_in_part(leave_out_what_was_not_sent),
+        sent_in_part(lambda graph: repeat(graph, first(graph, ops.add_unsent))),
+        sent_in_part(lambda graph: repeat(graph, first(graph, ops.add_unsent)), "send-largest"),
     ],
     "a_step_hands_over_once": [
         overlapped(lambda graph: repeat(graph, first(graph, ops.hand_over))),

@@ -213,6 +213,22 @@ def favour(given: Mapping[str, Any]) -> None:
     planned_sizes.predicted_milliseconds = predicted_to_favour(given["favoured"]) if "favoured" in given else _predicted
 
 
+def asked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `mirrorc.compile` that a case asks for; ``top_k`` is the part of gradients that is sent."""
+    part = {"compression": mirrorc.TopK(given["top_k"])} if "top_k" in given else {}
+    return {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {}), **part}
+
+
+def shaped(model: nn.Module, values: Mapping[str, list[float]]) -> dict[str, torch.Tensor]:
+    """Values of parameters as tensors of their shapes."""
+    own = dict(model.named_parameters())
+    return {name: torch.tensor(value, dtype=own[name].dtype).view_as(own[name]) for name, value in values.items()}
+
+
+def _unsent(step: mirrorc.Step) -> dict[str, list[float]]:
+    return {name: value.flatten().tolist() for name, value in step.unsent_state()["unsent"].items()}
+
+
 def _over_what_is_asked(train: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Adds ``over_nccl`` to what is given: then workers train over the link between GPUs, for which gloo works."""
 
@@ -232,8 +248,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         rank: of this worker.
         given: ``model``, ``optimizer``, ``devices`` and ``sizes`` of batches of each worker; ``faults``, lists of a step, a
             rank and what goes wrong there; further ``options`` of `mirrorc.compile`; ``is_whole`` if each worker has the
-            batches of all, and takes its part; the seconds of a ``pause``; ``favoured``, the sizes of buckets that are
-            predicted to be best.
+            batches of all, and takes its part; how many ``batches`` there are, if they are repeated; the seconds of a
+            ``pause``; ``favoured``, the sizes of buckets that are predicted to be best.
     """
     global _is_full, _ends_there
     favour(given)
@@ -250,18 +266,25 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     num_threads = torch.get_num_threads()
     if "threads" in given:
         torch.set_num_threads(given["threads"][rank])
-    options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
+    options = asked(given)
     losses: list[Any] = []
     outputs: list[list[int]] = []
     began = time.monotonic()
     with mirrorc.compile(
         model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **options
     ) as step:
+        if "unsent" in given:  # of an earlier run's workers
+            step.load_unsent_states(
+                [
+                    {"rank": other, "num_workers": len(given["unsent"]), "unsent": shaped(model, own)}
+                    for other, own in enumerate(given["unsent"])
+                ]
+            )
         described = [step.rank, step.num_workers, step.num_replicas, step.is_chief]
         torch.manual_seed(5 if rank == 0 else 6)  # the chief's stream is that of all
         for number in range(given.get("steps", 4)):
             sizes = given["sizes"][number % len(given["sizes"])]
-            x, y = batch(number, rank, sizes[rank])
+            x, y = batch(number % given.get("batches", number + 1), rank, sizes[rank])
             if given.get("is_whole"):
                 x, y = step.shard_batch(whole(number, sizes))
             faults = [fault for at, who, fault in given.get("faults", ()) if (at, who) == (number, rank)]
@@ -287,6 +310,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             if "wrong batch" in faults:
                 y = y[:-1]
             _is_full = _is_full or "operator" in faults
+            if "not finite" in faults:
+                x[0, 0] = torch.inf
             if "rate" in faults:
                 optimizer.param_groups[0]["lr"] *= 2
             model.train("mode" not in faults)
@@ -317,6 +342,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             "program": str(step.program) if is_trained else "",
             "buckets": len(step.program.buckets) if is_trained else 0,
             "remarks": [str(remark) for remark in step.program.remarks] if is_trained else [],
+            "unsent": _unsent(step) if "top_k" in given else {},
         }
         if given.get("evaluates"):
             told["evaluated"] = float(step.evaluate(*batch(99, rank, 3)[:1], target=batch(99, rank, 3)[1]))
@@ -336,7 +362,7 @@ def train_until_all_have_left(rank: int, given: dict[str, Any]) -> dict[str, Any
     """
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, given["decay"])
-    options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
+    options = asked(given)
     losses: list[float] = []
     own = [sizes[rank] for sizes in given["sizes"]]
     with mirrorc.compile(
@@ -361,6 +387,7 @@ def train_until_all_have_left(rank: int, given: dict[str, Any]) -> dict[str, Any
             return {"error": f"{type(error).__name__}: {error}", "losses": losses}
         rate = optimizer.param_groups[0]["lr"]
         told = {"losses": losses, "rate": rate, "values": values_of(model)}
+        told["unsent"] = _unsent(step) if "top_k" in given else {}
         optimizer.param_groups[0]["lr"] = 0.01
         for sizes in given.get("more", ()):
             x, y = batch(len(own), rank, sizes[rank])
@@ -385,7 +412,7 @@ def reference(given: dict[str, Any], steps: Sequence[int]) -> tuple[list[float],
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, given.get("decay", 1.0))
     for number in steps:
         sizes = given["sizes"][number % len(given["sizes"])]
-        x, y = whole(number, sizes)
+        x, y = whole(number % given.get("batches", number + 1), sizes)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()

@@ -1,4 +1,4 @@
-"""The rule on sums that workers send in a narrower dtype: they are rounded for the wire alone, and wide where they are used."""
+"""Rules on sums that workers send in a narrower dtype, rounded for the wire alone, or of which they send the largest elements."""
 
 from __future__ import annotations
 
@@ -48,6 +48,31 @@ def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
                     "bucket over all workers",
                     node,
                 )
+
+
+@rule(since=Stage.SCHEDULED)
+def largest_elements_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
+    """What a worker sends the largest elements of has what earlier steps have not sent, on all its replicas; and what has that
+    goes into that exchange of its bucket, or pack, alone, which keeps the rest."""
+    for where, graph, _ in scopes(program):
+        for node in calls_to(graph, ops.add_unsent):
+            place = where(replica_of(node))
+            for user in node.users:
+                if user.target is not ops.gather_largest or _tag(user) != _tag(node):
+                    yield Violation(
+                        f"{say(node)} on {place} is for the exchange of its largest elements alone, and {user.name} takes it",
+                        user,
+                    )
+            if not node.users:
+                yield Violation(f"{say(node)} on {place} is sent to nobody", node)
+        for node in calls_to(graph, ops.gather_largest):
+            for source in node.all_input_nodes:
+                if source.target is not ops.add_unsent:
+                    yield Violation(
+                        f"{say(node)} is given {source.name} on {where(replica_of(source))}, without what earlier steps have not "
+                        "sent",
+                        node,
+                    )
 
 
 def _is_total(value: Any) -> bool:

@@ -24,7 +24,7 @@ from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
 _WAYS = ("way to the reduction of", "way to the update of")
 _RESCALING = tuple(target_name(operation) for operation in ops.RESCALING)
-_NARROWING = tuple(map(target_name, (ops.compress, ops.decompress)))
+_NARROWING = tuple(map(target_name, (ops.compress, ops.decompress, ops.add_unsent)))
 _MAY_CHANGE = {Property.CLIPPED: _RESCALING, Property.UNSCALED: _RESCALING, Property.COMPRESSED: _NARROWING}
 """By which operations a pass that establishes a property may change what updates take."""
 _UNCHANGED = -1  # a way on which no operator changes the bucket
@@ -41,8 +41,9 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
     A value and its copy in another memory format are equal (`mirrorc.analysis.layouts.LAYOUT_ONLY`), except as arguments of an
     operator that may read memory in order: its expression includes the strides of the arguments. A pass that clips or unscales
     gradients may rescale what updates take, as `mirrorc.verifier.rules.clipping` says, and one that compresses sums may make
-    them narrow on their way to other workers, as `mirrorc.verifier.rules.compressed_sums` says. A pass that puts microbatches
-    one after the other gives the results of all of them together, as `mirrorc.verifier.repetition` says.
+    them narrow on their way to other workers, or have a part of each sent, as `mirrorc.verifier.rules.compressed_sums` says. A
+    pass that puts microbatches one after the other gives the results of all of them together, as `mirrorc.verifier.repetition`
+    says.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
         return  # the pass has returned the same graphs, and another rule checks that they are unchanged

@@ -17,7 +17,7 @@ _TAKE_ROWS = (
     *(ops.all_gather, ops.gather_factors, ops.step_optimizer),
     *(ops.scale, ops.clip_value, ops.norm, ops.is_finite),  # where one device has all rows
 )
-_ADDS_WHOLE = (ops.all_reduce, ops.reduce_scatter, ops.exchange, ops.scatter_sums, ops.add_accumulated)
+_ADDS_WHOLE = (ops.all_reduce, ops.reduce_scatter, *ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.add_accumulated)
 
 
 @rule(since=Stage.CAPTURED)

@@ -52,7 +52,7 @@ def sums_go_to_whom_updates_them(program: Program) -> Iterator[Violation]:
     is sent as factors goes to all, and each makes of it what it updates."""
     is_there = _is_sharded(program)
     for _, graph, _ in scopes(program):
-        for node in calls_to(graph, ops.exchange, ops.scatter_sums):
+        for node in calls_to(graph, *ops.EXCHANGES_OF_SUMS, ops.scatter_sums):
             has_part = program.buckets[bucket_of(node)].part is not None
             if is_there and (node.target is ops.scatter_sums) != has_part:
                 gets, updates = ("a part", "all") if not has_part else ("all", "a part")

@@ -79,7 +79,7 @@ def workers_exchange_their_sums(program: Program) -> Iterator[Violation]:
             owners = [replica_of(source) for source in node.all_input_nodes]
             if owners != replicas:
                 yield Violation(f"{say(node)} joins replicas {owners}, not each of {program.num_replicas} once", node)
-            for source in node.all_input_nodes if node.target is ops.exchange else ():
+            for source in node.all_input_nodes if node.target in ops.EXCHANGES_OF_SUMS else ():
                 yield from _offered(program, parts, node, source, where(replica_of(source)))
 
 

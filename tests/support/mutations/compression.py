@@ -1,4 +1,4 @@
-"""Mutations of what makes sums narrow on their way to other workers, and wide again."""
+"""Mutations of what makes sums narrow on their way to other workers, and wide again, and of what sends a part of them."""
 
 from __future__ import annotations
 
@@ -66,3 +66,41 @@ def widen_twice(program: Program) -> Iterator[Edit]:
     for node in placed_nodes(program, ops.decompress):
         if replica_of(node) in (None, 0):
             yield partial(edit, node)
+
+
+@breaks
+def send_a_part_without_the_rest(program: Program) -> Iterator[Edit]:
+    """A device offers its share without what earlier steps have not sent."""
+
+    def edit(node: fx.Node) -> None:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.graph.erase_node(node)
+
+    for node in placed_nodes(program, ops.add_unsent):
+        yield partial(edit, node)
+
+
+@breaks
+def add_the_rest_twice(program: Program) -> Iterator[Edit]:
+    """A device adds what earlier steps have not sent to what has it already."""
+
+    def edit(node: fx.Node) -> None:
+        with node.graph.inserting_after(node):
+            again = node.graph.node_copy(node)
+        node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+        again.args = (node,)
+
+    for node in placed_nodes(program, ops.add_unsent):
+        yield partial(edit, node)
+
+
+@breaks
+def send_another_count(program: Program) -> Iterator[Edit]:
+    """A worker sends no element, or more than there are."""
+
+    def edit(node: fx.Node, count: int) -> None:
+        node.kwargs = {**node.kwargs, "count": count}
+
+    for node in placed_nodes(program, ops.gather_largest):
+        yield partial(edit, node, 0)
+        yield partial(edit, node, node.meta["val"].value.numel() + 1)

@@ -32,6 +32,7 @@ from mirrorc.packing import EqualPacks
 from mirrorc.passes import ReserveMemory, ReuseArguments, default_pipeline
 from mirrorc.pipeline.placement import for_accumulation, for_evaluation, select_passes
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.top_k import TopK
 
 _WITHOUT_LIMITS = {one.name: one for one in (ReuseArguments(min_bytes=0), ReserveMemory(min_bytes=0))}
 _SHARED_UNTIL = "schedule-overlap"  # up to this pass, programs with and without shared parameters are the same
@@ -357,6 +358,11 @@ def handmade_sources() -> Iterator[Source]:
             f"pairs, compressed by worker {n - 1} of 3",
             handmade(n, pairs, buffer=True).evolve(workers=workers),
             over_workers | {"compression": "bfloat16"},
+        )
+        yield Source(
+            f"pairs, sent in part by worker {n - 1} of 3",
+            handmade(n, pairs, buffer=True).evolve(workers=workers),
+            over_workers | {"compression": TopK(0.1)},
         )
         dealt = replace(workers, shards_optimizer=True)
         yield Source(

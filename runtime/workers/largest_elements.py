@@ -1,0 +1,44 @@
+"""The largest elements of a pack, as workers send them: as bytes, those of the elements and those of their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mirrorc.analysis.compressed_sums import bytes_of_largest, index_dtype
+
+
+class LargestElements:
+    """What a worker sends of a pack, and memory for what all send. What is sent becomes zero in the pack.
+
+    Args:
+        whole: the pack, 1-D, of real numbers. What is not a number counts as the largest.
+        count: how many elements are sent.
+        num_workers: that send as many each.
+
+    Attributes:
+        own: what this worker sends, bytes.
+        gathered: what each of them sends, in order of ranks, once it was gathered.
+    """
+
+    def __init__(self, whole: torch.Tensor, count: int, num_workers: int) -> None:
+        self._count, self._dtype, self._places = count, whole.dtype, index_dtype(whole.numel())
+        size = bytes_of_largest(count, whole.numel(), whole.dtype)
+        self.own, *self.gathered = (whole.new_empty(size, dtype=torch.uint8) for _ in range(1 + num_workers))
+        chosen = whole.abs().topk(count, sorted=False).indices
+        elements, places = self._parts(self.own)
+        torch.index_select(whole, 0, chosen, out=elements)
+        places.copy_(chosen)
+        whole.index_fill_(0, chosen, 0)
+
+    def of_workers(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """The elements that each worker has sent, and their places."""
+        return [self._parts(message) for message in self.gathered]
+
+    def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A message's elements and places; whichever are wider come first, as they must begin at a multiple of their size."""
+        kinds = sorted((self._dtype, self._places), key=lambda dtype: -dtype.itemsize)
+        end = self._count * kinds[0].itemsize
+        first, second = message[:end].view(kinds[0]), message[end:].view(kinds[1])
+        return (first, second) if kinds[0] is self._dtype else (second, first)

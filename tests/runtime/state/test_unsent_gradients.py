@@ -1,0 +1,146 @@
+"""What a worker has not sent of its gradients: laid out for programs, kept over steps that take place, dealt out to others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from tiny_programs import SMALL_BUCKETS, Weight, handmade
+
+import mirrorc
+from mirrorc import World
+from mirrorc.ir.program import Program
+from mirrorc.passes import default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.runtime.state.unsent_gradients import UnsentGradients
+from mirrorc.runtime.workers.largest_elements import LargestElements
+from mirrorc.unsent_states import dealt_out
+
+ONES = torch.ones(300)
+
+
+def program_of(*names: str, **options: Any) -> Program:
+    captured = handmade(1, [Weight(name, (300,)) for name in names]).evolve(workers=World(2).worker(0))
+    given = {**SMALL_BUCKETS, "compression": mirrorc.TopK(0.1), **options}
+    return run_passes(captured, default_pipeline(over_workers=True, **given))
+
+
+def step(unsent: UnsentGradients, program: Program, scale: float = 1.0, gradient: float = 1.0) -> None:
+    """A step up to its end, that sends nothing of a gradient of equal elements."""
+    unsent.fit(program)
+    unsent.begin(program, scale)
+    for bucket in program.buckets:
+        unsent.add(bucket.index, slice(0, bucket.num_elements), torch.full((bucket.num_elements,), gradient))
+
+
+def sums(unsent: UnsentGradients) -> dict[str, float]:
+    return {name: own.mean().item() for name, own in unsent.values().items()}
+
+
+def test_a_step_that_takes_place_keeps_what_it_has_not_sent() -> None:
+    unsent, program = UnsentGradients(torch.device("cpu")), program_of("a", "b")
+    for number in range(1, 4):
+        step(unsent, program)
+        unsent.finish()
+        unsent.finish()  # may be repeated
+        assert set(sums(unsent).values()) == {number}
+
+
+def test_a_step_that_fails_changes_nothing() -> None:
+    unsent, program = UnsentGradients(torch.device("cpu")), program_of("a", "b")
+    step(unsent, program)
+    unsent.finish()
+    step(unsent, program, gradient=torch.nan)
+    assert set(sums(unsent).values()) == {1.0}
+    step(unsent, program)
+    unsent.finish()
+    assert set(sums(unsent).values()) == {2.0}
+
+
+def test_what_is_kept_follows_the_scale_of_the_loss() -> None:
+    unsent, program = UnsentGradients(torch.device("cpu")), program_of("a")
+    for scale in (8.0, 2.0, 4.0):
+        step(unsent, program, scale, gradient=scale)
+        unsent.finish()
+    assert sums(unsent) == {"a": 3.0}
+
+
+def test_programs_of_other_buckets_go_on_with_it() -> None:
+    unsent = UnsentGradients(torch.device("cpu"))
+    for program in (
+        program_of("a", "b"),
+        program_of("a", "b", bucket_cap_mb=0.0),
+        program_of("a"),
+        program_of("a", "b"),
+    ):
+        step(unsent, program)
+        unsent.finish()
+    assert sums(unsent)["a"] == 4.0
+    assert sums(unsent).keys() == {"a", "b"}
+
+
+def test_a_program_that_sends_whole_sums_leaves_it_alone() -> None:
+    unsent, program, whole = UnsentGradients(torch.device("cpu")), program_of("a"), program_of("a", compression=None)
+    step(unsent, program)
+    unsent.finish()
+    unsent.fit(whole)
+    unsent.begin(whole, 1.0)
+    unsent.finish()
+    assert sums(unsent) == {"a": 1.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_largest_elements_are_sent_and_zero_in_the_rest(dtype: torch.dtype) -> None:
+    whole = torch.tensor([0.5, -4.0, 3.0, torch.nan, -torch.inf, 1.0], dtype=dtype)
+    found = LargestElements(whole, 3, 2)
+    assert whole.tolist() == [0.5, 0.0, 3.0, 0.0, 0.0, 1.0]
+    for message in found.gathered:
+        message.copy_(found.own)
+    for elements, places in found.of_workers():
+        sent = dict(zip(places.tolist(), elements.tolist(), strict=True))
+        assert math.isnan(sent.pop(3)) and sent == {1: -4.0, 4: -torch.inf}
+
+
+def state_of(rank: int, num_workers: int, **unsent: Any) -> dict[str, Any]:
+    return {"rank": rank, "num_workers": num_workers, "unsent": unsent}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_what_all_have_together_is_dealt_out(number: int) -> None:
+    states = [state_of(rank, 3, a=ONES * (rank + 1)) for rank in (2, 0, 1)]
+    found = [dealt_out(states, rank, number, {"a": ONES}) for rank in range(number)]
+    assert sum(own.get("a", ONES * 0) for own in found).tolist() == [6.0] * 300  # type: ignore[union-attr]
+    if number == 3:
+        assert [own["a"][0].item() for own in found] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("states", "why"),
+    [
+        (state_of(0, 1), "states is a dict: give a list of what step.unsent_state"),
+        ([{"unsent": {}}], "each of the states is a dict with num_workers, rank, unsent"),
+        ([], "of the ranks of nobody"),
+        ([state_of(0, 2)], "those of the ranks 0 of runs with 2 workers: give what step.unsent_state"),
+        ([state_of(0, 2), state_of(0, 2)], "would be lost or added twice"),
+        ([state_of(0, 2), state_of(1, 3)], "of runs with 2, 3 workers"),
+        ([state_of(0, 1, b=ONES)], "of 'b', which is no tensor like this model's parameter (no such parameter)"),
+        ([state_of(0, 1, a=torch.ones(2))], "parameter ([300] of torch.float32): give states of a run of this model"),
+    ],
+)
+def test_other_states_are_refused(states: Any, why: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        dealt_out(states, 0, 1, {"a": ONES})
+    assert why in str(error.value)
+
+
+def test_a_step_that_sends_all_takes_no_such_state() -> None:
+    model = torch.nn.Linear(5, 4)
+    options: Mapping[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "backend": "eager"}
+    with (
+        mirrorc.compile(model, 1, loss_fn=torch.nn.CrossEntropyLoss(), **options) as step,
+        pytest.raises(ValueError, match=r"this step sends all of its gradients, and would never add what it is given"),
+    ):
+        step.load_unsent_states([step.unsent_state()])

@@ -1,0 +1,215 @@
+"""Steps over workers that send the largest elements of gradients alone, beside plain PyTorch that keeps the rest alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import selections
+import torch
+from torch import nn
+from worker_processes import LazyOutcomes, free_port, told
+from worker_training import batch, made, reference, values_of
+
+import mirrorc
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to, pack_of
+
+Unsent = dict[str, torch.Tensor]
+
+CASES: dict[str, dict[str, Any]] = {
+    "2 x 1": {"devices": [1, 1], "sizes": [[4, 4], [4, 2]], "top_k": 0.1},
+    "1 and 2": {"devices": [1, 2], "sizes": [[4, 4], [3, 5]], "top_k": 0.05, "optimizer": "SGD"},
+    "three": {"devices": [2, 1, 1], "sizes": [[4, 4, 2]], "top_k": 0.1, "options": {"check_replicas_every": 1}},
+    "packs": {"devices": [1, 2], "sizes": [[4, 4], [0, 5]], "top_k": 0.1, "options": {"packing": 3}},
+    "skips": {  # a step whose gradients are not finite
+        "devices": [2, 1],
+        "sizes": [[4, 3]],
+        "top_k": 0.1,
+        "options": {"clip_grad_norm": 0.1, "check_finite": "skip"},
+        "faults": [[1, 1, "not finite"]],
+    },
+    "handed over": {
+        "devices": [1, 2],
+        "sizes": [[4, 4]],
+        "top_k": 0.1,
+        "options": {"overlap_next_step": True, "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
+    },
+    "parts": {
+        "devices": [1, 1],
+        "sizes": [[6, 4]],
+        "top_k": 0.1,
+        "options": {"microbatches": 2, "early_update": False},
+    },
+    "by itself": {  # an optimizer that does not work element by element
+        "devices": [2, 1],
+        "sizes": [[4, 4], [5, 3]],
+        "top_k": 0.2,
+        "optimizer": "Adafactor",
+        "options": {"check_replicas_every": 1},
+    },
+    "recovers": {
+        "devices": [1, 2],
+        "sizes": [[4, 4]],
+        "top_k": 0.1,
+        "optimizer": "SGD",
+        "faults": [[2, 1, "operator"]],
+    },
+}
+GIVEN = [{"0.bias": [float(rank + element) for element in range(13)]} for rank in range(3)]
+GOES_ON = {"devices": [1, 1], "sizes": [[4, 4]], "top_k": 0.05, "steps": 2, "unsent": GIVEN}
+MANY = {"devices": [1, 1], "sizes": [[8, 8]], "top_k": 0.1, "optimizer": "SGD", "steps": 40, "batches": 1}
+LEAVES = {"devices": [1, 1], "sizes": [[4, 4], [3, 0], [5, 0]], "top_k": 0.1, "optimizer": "SGD", "decay": 1.0}
+SLOW = ("2 x 1", "parts", "by itself")
+
+
+def options_of(case: Mapping[str, Any]) -> dict[str, Any]:
+    return {"exchange": "dense", **case.get("options", {})}
+
+
+def run(case: Mapping[str, Any], how: str = "train") -> list[Any]:
+    port, size = free_port(), len(case["devices"])
+    given = {**case, "model": "mlp", "options": options_of(case)}
+    return [*({"variables": told(rank, size, port), how: given} for rank in range(size)), *[None] * (3 - size)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What came of each case in each process."""
+    cases = {name: run(case) for name, case in (CASES | {"goes on": GOES_ON, "many": MANY}).items()}
+    cases["leaves"] = run(LEAVES, "join")
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, cases.keys() - set(SLOW), limit_seconds=250)
+
+
+def program_of(case: Mapping[str, Any]) -> mirrorc.Program:
+    model, optimizer = made("mlp", case.get("optimizer", "AdamW"), seed=0)
+    options = {**options_of(case), "compression": mirrorc.TopK(case["top_k"]), "backend": "eager"}
+    step = mirrorc.compile(
+        model,
+        optimizer=optimizer,
+        loss_fn=nn.CrossEntropyLoss(),
+        world=mirrorc.World(len(case["devices"]), tuple(case["devices"])),
+        **options,
+    )
+    x, y = batch(0, 0, case["sizes"][0][0])
+    return step.prepare(x, target=y)
+
+
+def parts_sent(case: Mapping[str, Any]) -> list[tuple[list[tuple[str, slice, slice]], int, int]]:
+    """For each pack: which elements of which variable lie where in it; how long it is; how many of its elements are sent."""
+    program, found = program_of(case), []
+    counts = {pack_of(node): node.kwargs["count"] for node in calls_to(program.graphs()[0], ops.gather_largest)}
+    for bucket, pack in program.packs:
+        pieces = []
+        for slot in bucket.slots:
+            start, stop = max(slot.offset, pack.start), min(slot.offset + slot.num_elements, pack.stop)
+            if start < stop:
+                own = slice(start - slot.offset, stop - slot.offset)
+                pieces.append((slot.variable, own, slice(start - pack.start, stop - pack.start)))
+        found.append((pieces, pack.num_elements, counts[pack.number]))
+    return found
+
+
+def simulated(case: Mapping[str, Any]) -> tuple[nn.Module, list[Unsent], Unsent]:
+    """Plain PyTorch in one process: the model after all steps, what each worker has not sent, and the sum of all gradients."""
+    model, optimizer = made("mlp", case.get("optimizer", "AdamW"), seed=0)
+    parts, parameters = parts_sent(case), dict(model.named_parameters())
+    unsent = [{name: torch.zeros_like(own).flatten() for name, own in parameters.items()} for _ in case["devices"]]
+    for rank, given in enumerate(case.get("unsent", ())):
+        for name, values in given.items():
+            unsent[rank % len(unsent)][name] += torch.tensor(values, dtype=torch.float64)
+    of_all = {name: torch.zeros_like(own) for name, own in parameters.items()}
+    failed = [step for step, _, _ in case.get("faults", ())]
+    for number in range(case.get("steps", 4)):
+        if number in failed:
+            continue
+        sizes = case["sizes"][number % len(case["sizes"])]
+        total = {name: torch.zeros_like(own).flatten() for name, own in parameters.items()}
+        for worker, size in enumerate(sizes):
+            x, y = batch(number % case.get("batches", number + 1), worker, size)
+            loss = nn.functional.cross_entropy(model(x), y, reduction="sum") / sum(sizes)
+            for name, own in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
+                unsent[worker][name] += own.flatten()
+                of_all[name] += own
+            for pieces, length, count in parts:
+                _send(unsent[worker], pieces, length, count, total)
+        for name, parameter in parameters.items():
+            parameter.grad = total[name].view_as(parameter)
+        if "clip_grad_norm" in case.get("options", {}):
+            nn.utils.clip_grad_norm_(parameters.values(), case["options"]["clip_grad_norm"])
+        optimizer.step()
+    return model, unsent, of_all
+
+
+def _send(own: Unsent, pieces: Sequence[tuple[str, slice, slice]], length: int, count: int, total: Unsent) -> None:
+    flat = torch.zeros(length, dtype=torch.float64)
+    for name, elements, place in pieces:
+        flat[place] = own[name][elements]
+    is_sent = torch.zeros(length, dtype=torch.bool)
+    is_sent[flat.abs().argsort(descending=True)[:count]] = True
+    for name, elements, place in pieces:
+        sent = torch.where(is_sent[place], flat[place], 0.0)
+        total[name][elements] += sent
+        own[name][elements] -= sent
+
+
+def assert_close(own: Mapping[str, Any], expected: Mapping[str, Any], abs: float = 1e-12) -> None:
+    assert own.keys() == expected.keys()
+    for name, values in expected.items():
+        given = values.tolist() if isinstance(values, torch.Tensor) else values
+        assert own[name] == pytest.approx(given, rel=1e-9, abs=abs), name
+
+
+@pytest.mark.parametrize("case", selections.slow_but([one for one in CASES if one not in SLOW], list(CASES)))
+def test_what_is_not_sent_is_added_in_the_next_step(found: Mapping[str, Any], case: str) -> None:
+    size = len(CASES[case]["devices"])
+    model, unsent, _ = simulated(CASES[case])
+    for own, expected in zip(found[case][:size], unsent, strict=True):
+        assert own["values"] == found[case][0]["values"]
+        assert_close(own["values"], values_of(model))
+        assert_close(own["unsent"], expected)
+    exact = reference({**CASES[case], "model": "mlp"}, range(4))[1]
+    assert any(own != pytest.approx(exact[name], rel=1e-9) for name, own in found[case][0]["values"].items())
+
+
+def test_what_was_sent_and_what_was_not_is_the_sum_of_all_gradients(found: Mapping[str, Any]) -> None:
+    model, unsent, of_all = simulated(MANY)
+    assert_close(found["many"][0]["values"], values_of(model), abs=1e-9)
+    for name, total in of_all.items():
+        kept = sum(torch.tensor(own["unsent"][name], dtype=torch.float64) for own in found["many"][:2])
+        sent = total.flatten() - sum(own[name] for own in unsent)
+        assert torch.allclose(sent + kept, total.flatten(), rtol=1e-9, atol=1e-9), name
+
+
+def test_training_comes_as_far_as_with_whole_gradients(found: Mapping[str, Any]) -> None:
+    losses, _ = reference({**MANY, "model": "mlp"}, range(40))
+    own = found["many"][0]["losses"]
+    assert own[-1] < 0.5 * own[0] and losses[0] - own[-1] > 0.8 * (losses[0] - losses[-1])
+
+
+def test_what_three_workers_had_not_sent_is_dealt_out_to_two(found: Mapping[str, Any]) -> None:
+    model, unsent, _ = simulated(GOES_ON)
+    for own, expected in zip(found["goes on"][:2], unsent, strict=True):
+        assert_close(own["values"], values_of(model))
+        assert_close(own["unsent"], expected)
+
+
+def test_a_failed_step_leaves_all_as_it_was(found: Mapping[str, Any]) -> None:
+    for own in found["recovers"][:2]:
+        assert [isinstance(loss, float) for loss in own["losses"]] == [True, True, False, True]
+        assert "the disk is full" in own["losses"][2]
+
+
+def test_a_worker_that_has_left_sends_what_it_had_not(found: Mapping[str, Any]) -> None:
+    first, second = found["leaves"][:2]
+    model, unsent, _ = simulated({**LEAVES, "steps": 3})
+    assert first["values"] == second["values"]
+    assert_close(first["values"], values_of(model))
+    assert_close(second["unsent"], unsent[1])
+
+
+def test_bytes_with_and_without_are_explained(found: Mapping[str, Any]) -> None:
+    for own in found["three"]:
+        assert any("of the largest elements, 0.1 of all, which changes numbers" in text for text in own["remarks"])
+        assert "gather_largest over gloo" in own["explained"]
