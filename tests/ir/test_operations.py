@@ -141,7 +141,7 @@ def test_printed_lines_are_found_again_by_their_kind() -> None:
 def test_selections_are_made_of_effects() -> None:
     assert list(ops.REDUCTIONS) == [ops.all_reduce, ops.reduce_scatter, ops.all_gather, ops.reduce]
     assert list(ops.SHARED_OUT) == [ops.reduce_scatter, ops.reduce]
-    assert list(ops.EXCHANGES) == [ops.exchange, ops.gather_factors, ops.scatter_sums]
+    assert list(ops.EXCHANGES) == [*ops.EXCHANGES_OF_SUMS, ops.gather_factors, ops.scatter_sums]
     assert list(ops.BETWEEN_WORKERS) == [*ops.EXCHANGES, ops.gather_parameters]
     assert list(ops.COLLECTIVES) == [*ops.REDUCTIONS, *ops.BETWEEN_WORKERS, ops.broadcast]
     assert list(ops.LAUNCHES) == [*ops.COLLECTIVES, ops.recv]
