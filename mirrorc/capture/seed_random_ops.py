@@ -14,7 +14,7 @@ from mirrorc.errors import CaptureError
 from mirrorc.ir.checkpoints import CHECKPOINT
 from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.type_inference import find_type_anew
-from mirrorc.torch_internals import is_operator, schema_of
+from mirrorc.torch_internals import is_operator, raw_sizes_allowed, schema_of
 
 aten = torch.ops.aten
 
@@ -122,7 +122,8 @@ def _replace_by_seeded(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: in
 
 
 def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-    node = graph.call_function(target, args, kwargs or {})
+    with raw_sizes_allowed():
+        node = graph.call_function(target, args, kwargs or {})
     find_type_anew(node)
     for key in ("stack_trace", "nn_module_stack", CHECKPOINT):
         if key in like.meta:

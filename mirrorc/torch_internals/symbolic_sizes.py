@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,15 @@ def symbols_by_number() -> Iterator[None]:
     finally:
         if before is not None:
             ShapeEnv._generate_unique_id = before  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def raw_sizes_allowed() -> Iterator[None]:
+    """A block in which nodes may be made with sizes as they are: torch warns of that, and they become inputs before anything
+    runs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Raw SymInt value")
+        yield
 
 
 def is_symbolic(value: Any) -> bool:

@@ -372,6 +372,7 @@ class Random(nn.Module):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.filterwarnings("error:Raw SymInt")
 def test_random_numbers_are_those_of_programs_for_each_size(num_devices: int) -> None:
     losses = []
     for dynamic in (None, False):
