@@ -26,6 +26,7 @@ from mutations.places import (
     timelines,
     with_bucket,
 )
+from mutations.reused import overwritten_values
 from mutations.table import Edit, keeps
 
 aten = torch.ops.aten
@@ -231,7 +232,7 @@ def _repeat(call: fx.Node) -> None:
 
 @keeps
 def compute_for_nobody(program: Program) -> Iterator[Edit]:
-    """An operator of torch gives a value that nobody uses."""
+    """An operator of torch gives a value that nobody uses, of one in whose memory no region writes its results."""
 
     def edit(node: fx.Node) -> None:
         with node.graph.inserting_after(node):
@@ -239,9 +240,10 @@ def compute_for_nobody(program: Program) -> Iterator[Edit]:
         with node.meta["val"].fake_mode:
             made.meta["val"] = torch.neg(node.meta["val"])
 
+    overwritten = overwritten_values(program)
     for timeline in timelines(program):
         others = (ops.read, ops.argument, ops.add_accumulated, ops.reserved)
-        saved = [n for n in timeline if is_value(n) and n.target not in others]
+        saved = [n for n in timeline if is_value(n) and n.target not in others and n not in overwritten]
         for node in saved:
             is_gradient = any(user.target is ops.pack or user.op == "output" for user in node.users)
             is_gradient = is_gradient or slot_of(node) is not None  # microbatches may add to it yet

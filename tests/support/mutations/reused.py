@@ -28,6 +28,16 @@ def _reuses(program: Program) -> Iterator[fx.Node]:
                 yield node
 
 
+def overwritten_values(program: Program) -> set[fx.Node]:
+    """The values whose memory a region takes for its results, so that nobody else may use them."""
+    written = {node.args[0] for node in _reuses(program)}
+    found: set[fx.Node] = set()
+    for call in (call for graph in call_graphs(program) for call in region_calls(graph.nodes)):
+        arguments = program.regions[region_of(call)].graph_module.graph.find_nodes(op="placeholder")
+        found.update(given for own, given in zip(arguments, call.args, strict=True) if own in written)  # type: ignore[misc]
+    return found
+
+
 @breaks(in_regions=True)
 def read_what_is_overwritten(program: Program) -> Iterator[Edit]:
     """An operator behind the write into an argument reads the argument, or a view from before the write."""
