@@ -92,10 +92,14 @@ def assert_same_bits(one: Trained, other: Trained) -> None:
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [
-        (1, {}),
         (3, {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.002}),
-        (2, {"microbatches": 2}),
-        *slow((2, {}), (2, {"exact_order": True}), (2, {"clip_grad_norm": 0.1, "check_finite": True})),
+        *slow(
+            (1, {}),
+            (2, {"microbatches": 2}),
+            (2, {}),
+            (2, {"exact_order": True}),
+            (2, {"clip_grad_norm": 0.1, "check_finite": True}),
+        ),
     ],
 )
 def test_the_bits_are_those_without_a_bound(num_devices: int, options: dict[str, Any]) -> None:
@@ -135,8 +139,8 @@ def peaks(model: nn.Module, bound: float | None, rows: int = 257, **options: Any
     ("model", "options"),
     [
         (Deep, {}),
-        (Images, {}),
         *slow(
+            (Images, {}),
             (Deep, {"microbatches": 2, "num_devices": 1}),
             (Deep, {"num_devices": 3}),
             (Deep, {"backend": "inductor"}),
@@ -174,11 +178,13 @@ def test_what_was_chosen_is_in_the_program_and_in_the_figures() -> None:
     assert any("to be computed again, which is" in remark for remark in report.remarks)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_model_are_kept_too() -> None:
     assert max(peaks(Deep(num_own=2), 0.8)) <= 0.8 * max(peaks(Deep(num_own=2), None))
     assert_same_bits(train(Deep(num_own=2), 2, 0.8), train(Deep(), 2, None))
 
 
+@pytest.mark.slow
 def test_evaluations_and_gradients_of_several_calls_are_those_without_a_bound() -> None:
     first, second = batches(40, 27)
     found = []
@@ -242,6 +248,7 @@ def test_bounds_of_another_kind_are_refused(bound: Any) -> None:
         compiled(Deep(), bound)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_ones_own_may_choose() -> None:
     whole = max(peaks(Deep(), None))
     pipeline = default_pipeline(chooses_checkpoints=True, reserves_memory=False)

@@ -143,7 +143,7 @@ def reduced_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return total / count
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_options_of_a_step_mean_the_same(backend: str) -> None:
     """A norm, several buckets, a loss that is the same on all replicas, both backends."""
     sizes = (7, 6, 7)

@@ -152,7 +152,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-QUICK = [(Tagger, 1), (Classifier, 3), (Wide, 2)]
+QUICK = [(Classifier, 3), (Wide, 2)]
 MODELS = [Tagger, CausalAttention, Classifier, Convolutions, Recurrent, Wide]
 OTHERS = [(model, count) for model in MODELS for count in (1, 2, 3) if (model, count) not in QUICK]
 

@@ -196,7 +196,7 @@ class RandomNet(nn.Module):
         return self.head(torch.stack(values[-3:]).mean(0))
 
 
-@pytest.mark.parametrize("seed", [*range(8), *slow(*((seed,) for seed in range(8, 40)))])
+@pytest.mark.parametrize("seed", [*range(3), *slow(*((seed,) for seed in range(3, 40)))])
 def test_random_models_keep_close_to_the_bound(seed: int) -> None:
     """The pass foresees what its choice takes to some percent; a step tries others until what it takes is within its bound."""
     program = captured_model(RandomNet(seed), 1, 32)

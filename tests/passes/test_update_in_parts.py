@@ -93,7 +93,7 @@ def test_it_runs_behind_links_alone() -> None:
     assert parts_of(program) == {None}
 
 
-@pytest.mark.parametrize("rows", [140, *slow((8,), (0,))])
+@pytest.mark.parametrize("rows", [8, *slow((140,), (0,))])
 def test_rows_of_other_workers_are_looked_at_when_they_are_there(rows: int) -> None:
     """Whatever a worker's own batch, all workers compile the same updates."""
     model, world = net(), World(2, 1)
