@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from references import Trained, assert_same_training, train_mirrored, train_on_one_device
-from selections import slow
+from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -80,8 +80,7 @@ def test_the_bits_are_those_without_checkpoints(num_devices: int, options: dict[
     assert_same_bits(*train(num_devices, **options))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", [*slow((2,)), *exhaustive((1,), (3,))])
 def test_compiled_steps_are_those_without_checkpoints(num_devices: int) -> None:
     one, other = train(num_devices, backend="inductor")
     assert one.losses == pytest.approx(other.losses, rel=1e-12)

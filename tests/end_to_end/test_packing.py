@@ -158,7 +158,7 @@ def assert_trained_alike(mirrored: Trained, single: Trained) -> None:
     assert_same_training(mirrored, single, 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("packing", [4, 0])
 def test_thousands_of_parameters_are_packed(packing: int) -> None:
     batches, sgd = odd_batches(1), OPTIMIZERS["sgd"]

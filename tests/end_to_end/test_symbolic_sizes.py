@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from selections import slow
+from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -394,8 +394,7 @@ def test_an_error_of_the_model_is_the_models() -> None:
         step(*text(4, 70))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make_model", [Tagger, Classifier, Convolutions, Wide])
+@pytest.mark.parametrize("make_model", [*slow((Classifier,), (Wide,)), *exhaustive((Tagger,), (Convolutions,))])
 def test_compiled_regions_take_all_sizes(make_model: Callable[[], nn.Module], quiet: None) -> None:
     trained_beside_plain_pytorch(make_model, random_sizes(10, 4), 2, backend="inductor")
 
