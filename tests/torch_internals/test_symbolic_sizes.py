@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from mirrorc import torch_internals as internals
 from mirrorc.torch_internals import JointGraph, SizesGivenUp, SizesOfArguments
@@ -51,6 +52,16 @@ def test_symbols_are_named_by_number_and_kept_by_the_joint_graph(joint: JointGra
     assert internals.symbols_in([x, 3]) == {internals.size_key(x.shape[0]), internals.size_key(x.shape[1])}
     assert internals.raw_symbols([3, {"size": (x.shape[0], 2.5)}]) == [x.shape[0]]
     assert internals.environment_of(x) == internals.environment_of(x.shape[0])
+
+
+def test_nodes_with_sizes_as_they_are_may_be_made_without_a_warning(joint: JointGraph) -> None:
+    x = next(value for value in values_of(joint) if value.dim() == 3)
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # whatever torch may call it
+        with internals.raw_sizes_allowed():
+            graph.call_function(torch.ops.aten.view.default, (given, [x.shape[0], -1]))
 
 
 def test_sizes_are_known_as_they_were_without_a_guard(joint: JointGraph) -> None:
