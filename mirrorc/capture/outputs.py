@@ -184,6 +184,7 @@ def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> L
 
 
 def is_same_constant(value: Any, other: Any) -> bool:
+    """Whether two values that are no tensors are equal, zeros by their signs, or one object if they can change."""
     if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
         return (
             Constant(value) == Constant(other)
