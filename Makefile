@@ -38,8 +38,8 @@ test-all: $(VENV)/.installed $(IMAGE_MODELS)/.installed
 	PYTHONPATH=$(CURDIR)/$(IMAGE_MODELS) $(PYTEST) tests/zoo -k "timm or torchvision"
 	$(BIN)/python tests/support/mutants.py
 
-# Libraries of models, in a folder of their own: PyPI's torchvision cannot be imported beside a torch for CPUs without what the zoo does
-# first, and Hugging Face imports it wherever it is installed.
+# Libraries of models, in a folder of their own. Hugging Face imports torchvision wherever it is installed, and PyPI's torchvision fails
+# beside a torch for CPUs alone. The zoo declares the operators that it lacks, then imports it.
 $(IMAGE_MODELS)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(IMAGE_MODELS) timm torchvision
 	touch $@

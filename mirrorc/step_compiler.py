@@ -1,6 +1,6 @@
 """Compiles a step for one call: captures the model, runs the passes, compiles the regions, and makes what runs the program.
 
-It is long, as it has every phase of that.
+The file is long because it has all of these phases.
 """
 
 from __future__ import annotations
