@@ -98,11 +98,15 @@ def least_bound(workload: Workload, backend: str, num_devices: int) -> int:
     try:
         step, _, _ = compared(workload, backend, num_devices, 1)
     except PassError as error:
-        found = re.search(r"\((\d+) bytes\)", str(error))
-        assert found is not None, error
-        return int(found[1])
+        return _bytes_of_least(error)
     step.close()
     return 1
+
+
+def _bytes_of_least(error: PassError) -> int:
+    found = re.search(r"\((\d+) bytes\)", str(error))
+    assert found is not None, error
+    return int(found[1])
 
 
 def bounded_rows(workload: Workload, backend: str, num_devices: int, bounds: Sequence[str]) -> Iterator[str]:
@@ -111,7 +115,11 @@ def bounded_rows(workload: Workload, backend: str, num_devices: int, bounds: Seq
     steps, cells = [], []
     for name in bounds:
         bound = least_bound(workload, backend, num_devices) if name == "least" else float(name)
-        step, told, measured = compared(workload, backend, num_devices, bound)
+        try:
+            step, told, measured = compared(workload, backend, num_devices, bound)
+        except PassError as error:
+            yield f"| {workload.name} | {name} | refused: {_bytes_of_least(error) / 2**20:.1f} are the least | - | - | - |"
+            continue
         steps.append(step)
         most = max(device.own.activations for device in told.devices)
         work = next((found[1] for one in step.program.remarks if (found := _MORE_WORK.search(one.text))), "0.0")
