@@ -271,10 +271,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=6.0, help="seconds that a worker waits for another one")
     parser.add_argument("--room", type=float, default=0.0, help="seconds beyond the bounds, on a machine that is busy")
-    parser.add_argument("--folder", type=Path, help="where to keep what workers have said, if something is wrong")
+    parser.add_argument("--folder", type=Path, help="where to make a folder for what workers say; kept if something is wrong")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="mirrorc-faults-"))
+    folder = Path(tempfile.mkdtemp(prefix="mirrorc-faults-", dir=options.folder))
     trials = Trials(folder, options.workers, options.timeout, options.room)
     print(f"an undisturbed run takes {trials.window:.1f} s from its first call on; {folder}", flush=True)
     rows, num_wrong = [], 0
@@ -294,7 +294,7 @@ def main() -> int:
         "| kind | times | too late | wrong | seconds until the last survivor had ended, at most |\n|---|---|---|---|---|"
     )
     print("\n".join(rows))
-    if not num_wrong and options.folder is None:
+    if not num_wrong:
         shutil.rmtree(folder)
     return int(bool(num_wrong))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -21,6 +21,8 @@ _SECONDS_BETWEEN_LOOKS = 0.02
 _MEASURED_BYTES = (2**6, 2**20, 2**22)  # of sums, by which the speed of a link is told
 _NUM_MEASUREMENTS = 4
 _SILENT_SECONDS = 30.0  # a worker that tells nothing for so long is not waited for
+_LONGEST_ANSWER_SECONDS = 5.0  # of the store
+_T = TypeVar("_T")
 
 
 def await_all(
@@ -40,23 +42,18 @@ def await_all(
     """
     everyone = [f"come {rank}" for rank in range(cluster.num_workers)]
     late = LostConnectionError("not all workers came to this call")
-    try:
-        store.set(everyone[cluster.rank], "")
-        until = time.monotonic() + timeout_seconds
-        beats, heard_at = watcher.beats(), time.monotonic()
-        while not all(store.check([key]) for key in everyone):
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-            now = time.monotonic()
-            if is_over() or now > until:
+    _answer(lambda: store.set(everyone[cluster.rank], ""))
+    until = time.monotonic() + timeout_seconds
+    beats, heard_at = _answer(watcher.beats), time.monotonic()
+    while not _answer(lambda: all(store.check([key]) for key in everyone)):
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        now = time.monotonic()
+        if is_over() or now > until:
+            raise late
+        if now - heard_at > _SILENT_SECONDS:
+            last, beats, heard_at = beats, _answer(watcher.beats), now
+            if any(beats[rank] == last[rank] for rank in beats):
                 raise late
-            if now - heard_at > _SILENT_SECONDS:
-                last, beats, heard_at = beats, watcher.beats(), now
-                if any(beats[rank] == last[rank] for rank in beats):
-                    raise late
-    except LostConnectionError:
-        raise
-    except RuntimeError as error:
-        raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
 
 def all_texts(
@@ -75,20 +72,26 @@ def all_texts(
         LostConnectionError: not all told something.
     """
     keys = [f"text {rank}" for rank in range(cluster.num_workers)]
+    _answer(lambda: store.set(keys[cluster.rank], text))
+    until = time.monotonic() + timeout_seconds
+    while True:
+        is_last_look = is_over() or time.monotonic() > until  # who has gone may have told before
+        if _answer(lambda: all(store.check([key]) for key in keys)):
+            return _answer(lambda: [store.get(key).decode() for key in keys])
+        if is_last_look:
+            raise LostConnectionError("not all workers told what they have")
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _answer(ask: Callable[[], _T]) -> _T:
+    """What the store answers, in a bounded time: a store whose host is stopped is connected, and answers nothing.
+
+    Raises:
+        LostConnectionError: it does not answer.
+    """
     try:
-        store.set(keys[cluster.rank], text)
-        until = time.monotonic() + timeout_seconds
-        while True:
-            is_last_look = is_over() or time.monotonic() > until  # who has gone may have told before
-            if all(store.check([key]) for key in keys):
-                break
-            if is_last_look:
-                raise LostConnectionError("not all workers told what they have")
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        return [store.get(key).decode() for key in keys]
-    except LostConnectionError:
-        raise
-    except RuntimeError as error:
+        return in_bounded_time(ask, _LONGEST_ANSWER_SECONDS)
+    except (RuntimeError, TimeoutError) as error:
         raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
 
