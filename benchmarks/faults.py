@@ -271,7 +271,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=6.0, help="seconds that a worker waits for another one")
     parser.add_argument("--room", type=float, default=0.0, help="seconds beyond the bounds, on a machine that is busy")
-    parser.add_argument("--folder", type=Path, help="where to make a folder for what workers say; kept if something is wrong")
+    parser.add_argument(
+        "--folder", type=Path, help="where to make a folder for what workers say; kept if something is wrong"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="mirrorc-faults-", dir=options.folder))

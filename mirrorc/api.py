@@ -214,7 +214,8 @@ def compile(
             state of that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
             workers call `Step.gather_optimizer_state`.
         overlap_next_step: over several workers, return with the loss while the last buckets are in flight; the next call waits
-            for each, and updates it, where forward first reads its parameters. Calls of the model, of ``state_dict`` and
+            for each, and updates it, where forward first reads its parameters; with ``shard_optimizer``, new parameters are in
+            flight. Calls of the model, of ``state_dict`` and
             ``load_state_dict``, and of everything on the step wait for all of them; direct reads and copies of parameters, and of
             the optimizer's state, need `Step.synchronize` first. The numbers are the same as without.
         placement: where parameters are, and who updates them: "shared" for one copy in memory that all devices share, of

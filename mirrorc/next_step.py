@@ -57,10 +57,6 @@ def check_overlap(workers: Workers, devices: Sequence[Device], asked: Mapping[st
             "a hyperparameter of it is a tensor, which a scheduler writes in place while updates of the last step still need it",
         ),
         "check_replicas_every": (bool(asked["check_replicas_every"]), "it reads all parameters before a step begins"),
-        "shard_optimizer": (
-            asked["shard_optimizer"],
-            "new parameters, which workers gather when they have updated their parts, would have to be awaited as well",
-        ),
         "packing": (
             not isinstance(asked["packing"], ByBytes | NoneType),
             "the last buckets are planned by bytes, in the order in which forward reads their parameters",

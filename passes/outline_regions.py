@@ -59,8 +59,8 @@ class OutlineRegions:
 
     A sum over replicas that the model asks for stays outside, too: forward and backward are cut where replicas meet.
 
-    Where the last buckets are in flight when a step begins (``cuts_forward``, see `OverlapNextStep`), forward is cut before it
-    first reads a parameter of each of them: ``fwd_0`` has what comes before, and goes on meanwhile.
+    Where buckets are in flight when a step begins (``cuts_forward``, see `OverlapNextStep`: the last, or all where workers deal
+    out the optimizer), forward is cut before it first reads a parameter of each: ``fwd_0`` has what comes before.
 
     Needs: a bucket plan.
     Guarantees: outside of regions only arguments, reads, region calls and their outputs are left, checks and gathers of
@@ -68,7 +68,7 @@ class OutlineRegions:
 
     Attributes:
         min_bytes: smaller values pass a cut, whatever reads them.
-        cuts_forward: whether forward is cut where it first reads parameters of the buckets that become ready last.
+        cuts_forward: whether forward is cut where it first reads parameters of the buckets that may be in flight.
     """
 
     min_bytes: int = 2**20
@@ -96,7 +96,7 @@ def _remark(program: Program) -> str:
     forward = counted(num_forward, "forward")
     if num_forward > num_graphs:
         meets = any(next(calls_to(graph, *ops.MEETINGS), None) is not None for graph in program.shard_graphs)
-        where = "replicas meet" if meets else "it first reads parameters of the buckets that come last"
+        where = "replicas meet" if meets else "it first reads parameters of buckets that may be in flight"
         forward = f"{num_forward} pieces of forward, cut where {where}"
     said = (
         f"{counted(num_pieces, 'piece')} of backward, cut after the last gradient of each of "
@@ -222,9 +222,9 @@ def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: 
     if next(calls_to(graph, *ops.MEETINGS), None) is None:
         piece_of |= moved_before_cuts(piece_of, min_bytes)
     pieces = [[node for node in body if piece_of[node] == piece] for piece in range(len(ends) + 1)]
-    late = [bucket for (bucket, _), end in zip(program.packs, ends, strict=True) if end == ends[-1]]
-    forward = _cut_before_reads(graph, pieces[0], late) if cuts_forward else [pieces[0]]
-    return cut_at_meetings(graph, forward, pieces[1:])
+    late_ends = ends if program.workers.shards_optimizer else ends[-1:]
+    late = [pack[0] for pack, end in zip(program.packs, ends, strict=True) if cuts_forward and end in late_ends]
+    return cut_at_meetings(graph, _cut_before_reads(graph, pieces[0], late), pieces[1:])
 
 
 def _cut_before_reads(graph: fx.Graph, forward: Sequence[fx.Node], buckets: Sequence[Bucket]) -> list[list[fx.Node]]:

@@ -45,8 +45,18 @@ class OverlapNextStep:
     parameters (``by_need``), and `OutlineRegions` has cut forward there (``cuts_forward``), each is awaited when it is needed;
     otherwise all are when forward begins.
 
+    Where workers update parts of buckets (see `ShardOptimizer`), all is updated when a step returns, and the gathers of new
+    parameters are in flight, those that forward needs first at the head::
+
+        g_1   = gather_parameters(bucket=1)                          g_1   = gather_parameters(bucket=1)
+        g_0   = gather_parameters(bucket=0)                          g_0   = gather_parameters(bucket=0)
+        new_1 = wait(g_1, bucket=1, replica=0)                ->     hand_over(replica=0)
+        new_0 = wait(g_0, bucket=0, replica=0)                       new_1 = wait(g_1, bucket=1, replica=0)
+                                                                     new_0 = wait(g_0, bucket=0, replica=0)
+
     Needs: early commits, as reduce-over-workers makes them, whose waits and updates come in the order of the plan. A bucket that
-        is sent as factors, and one whose optimizer does not work element by element, is not handed over.
+        is sent as factors, and one whose optimizer does not work element by element, is not handed over; but the gather of
+        a bucket's parameters is, however its gradients were sent.
     Guarantees: nothing reads a parameter of a bucket before `await_update` of it, nor fills the bucket. Only waits and updates
         behind the commit are moved.
     """
@@ -56,7 +66,7 @@ class OverlapNextStep:
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     trains_only: ClassVar = True
     updates_only: ClassVar = True
-    precedes: ClassVar = (Property.SHARDED, Property.CLIPPED, Property.UNSCALED, Property.CHECKED, Property.LINKED)
+    precedes: ClassVar = (Property.CLIPPED, Property.UNSCALED, Property.CHECKED, Property.LINKED)
 
     def run(self, program: Program) -> Program:
         if not program.workers.are_several:
@@ -68,6 +78,12 @@ class OverlapNextStep:
                 "pass 'overlap-next-step' hands over sums that are in flight to other workers, and nothing is: "
                 "'reduce-over-workers' must come before it"
             )
+        is_dealt = Property.SHARDED in program.properties
+        if program.workers.shards_optimizer and not is_dealt and not program.accumulates:
+            raise PassError(
+                "pass 'overlap-next-step' hands over gathers of new parameters where workers update parts of buckets, and there "
+                "is none: 'shard-optimizer' must come before it"
+            )
         if are_cut(program.buckets):
             raise PassError(
                 "pass 'overlap-next-step' hands over whole buckets, and this plan cuts them into packs: leave one of both out"
@@ -75,17 +91,19 @@ class OverlapNextStep:
         graph = copied(program.mirrored_graph)
         if not all(map(is_early, calls_to(graph, ops.commit))):
             return program.with_remarks("nothing to hand over: all sums are needed before the commit")
-        buckets = [bucket for bucket in program.buckets if _can_be_late(graph, bucket)]
+        buckets = _gathered(program) if is_dealt else [one for one in program.buckets if _can_be_late(graph, one)]
         if not buckets:
             return program.with_remarks(
-                "nothing to hand over: no bucket that is sent whole, and updated element by element, is launched behind the last "
-                "region"
+                "nothing to hand over: every worker updates all buckets whole"
+                if is_dealt
+                else "nothing to hand over: no bucket that is sent whole, and updated element by element, is launched behind the "
+                "last region"
             )
         overlapped = program.evolve(graph=graph)
-        late = _moved_behind(graph, [bucket.index for bucket in buckets])
+        late = _moved_behind(graph, [bucket.index for bucket in buckets], is_dealt=is_dealt)
         for replica in range(program.num_replicas):
             insert(overlapped, late, ops.hand_over, (), {"replica": replica})
-        return overlapped.with_remarks(*_remarks(buckets, _await(overlapped, buckets)))
+        return overlapped.with_remarks(*_remarks(buckets, _await(overlapped, buckets), is_dealt=is_dealt))
 
 
 def _can_be_late(graph: fx.Graph, bucket: Bucket) -> bool:
@@ -95,9 +113,16 @@ def _can_be_late(graph: fx.Graph, bucket: Bucket) -> bool:
     return bucket.rule.elementwise and bool(launches) and (not regions or launches[0] > regions[-1])
 
 
-def _moved_behind(graph: fx.Graph, buckets: Sequence[int]) -> fx.Node:
-    """Moves waits for the sums of buckets, and what takes these, to the end of the graph; gives the first of them."""
-    launches = [node for node in calls_to(graph, *ops.EXCHANGES_OF_SUMS) if bucket_of(node) in buckets]
+def _gathered(program: Program) -> list[Bucket]:
+    """The buckets whose new parameters are gathered, in the order in which that is launched."""
+    return [program.buckets[bucket_of(node)] for node in calls_to(program.mirrored_graph, ops.gather_parameters)]
+
+
+def _moved_behind(graph: fx.Graph, buckets: Sequence[int], *, is_dealt: bool) -> fx.Node:
+    """Moves waits for the sums of buckets, and what takes these, or for their parameters, to the end of the graph; gives the
+    first of them."""
+    given = (ops.gather_parameters,) if is_dealt else ops.EXCHANGES_OF_SUMS
+    launches = [node for node in calls_to(graph, *given) if bucket_of(node) in buckets]
     moved = sorted({node for launch in launches for wait in launch.users for node in (wait, *users_of_sum(wait))})
     for node in moved:
         graph.output_node().prepend(node)
@@ -119,12 +144,15 @@ def _await(program: Program, buckets: Sequence[Bucket]) -> list[int]:
     return list(dict.fromkeys(at_once))
 
 
-def _remarks(buckets: Sequence[Bucket], at_once: Sequence[int]) -> list[str]:
-    several = numbered("bucket", [bucket.index for bucket in buckets])
+def _remarks(buckets: Sequence[Bucket], at_once: Sequence[int], *, is_dealt: bool) -> list[str]:
+    several = numbered("bucket", sorted(bucket.index for bucket in buckets))
     verb, their = ("is", "its") if len(buckets) == 1 else ("are", "their")
-    where = f"; {numbered('bucket', at_once)} when forward begins" if at_once else ""
+    where = f"; {numbered('bucket', sorted(at_once))} when forward begins" if at_once else ""
     return [
-        f"a step returns while {several} {verb} in flight; the next one waits for {their} sums, and updates, where it first "
+        f"a step returns while new parameters of {several} are in flight; the next one waits for them where it first reads them"
+        f"{where}"
+        if is_dealt
+        else f"a step returns while {several} {verb} in flight; the next one waits for {their} sums, and updates, where it first "
         f"reads {their} parameters{where}",
         "what mirrorc does not see needs step.synchronize() first: direct reads and copies of parameters and of the optimizer's "
         "state",

@@ -78,7 +78,6 @@ def test_memory_is_told() -> None:
         ("check_finite", "skip", "it needs all sums before the first update"),
         ("check_replicas_every", 5, "it reads all parameters before a step begins"),
         ("early_update", False, "no bucket is updated before all sums are there then"),
-        ("shard_optimizer", True, "would have to be awaited as well"),
     ],
 )
 def test_what_needs_all_sums_is_refused(option: str, value: Any, why: str) -> None:
@@ -98,7 +97,6 @@ def test_a_scaler_and_chosen_sizes_are_refused() -> None:
         "scaler": None,
         "check_finite": False,
         "check_replicas_every": 0,
-        "shard_optimizer": False,
         "bucket_cap_mb": 25.0,
         "packing": None,
         "gradient_order": "ready",

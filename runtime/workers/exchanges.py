@@ -93,15 +93,18 @@ class Exchanges(Communicator):
 
     def keep(self, buckets: Collection[int]) -> None:
         """See `Communicator`."""
-        self._joint.kept = set(buckets)
+        self._sharded.keep(buckets)  # of what is dealt out, parameters are in flight; of all else, sums
+        self._joint.kept = set(buckets) - self._sharded.buckets
 
     def let_go(self, bucket: int) -> None:
         """See `Communicator`."""
         self._joint.kept.discard(bucket)
+        self._sharded.let_go(bucket)
 
     def abort_kept(self) -> None:
         """See `Communicator`."""
         self._joint.abort_kept()
+        self._sharded.abort_kept()
 
     def memory_to_send(self, bucket: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See `Communicator`."""

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -72,6 +73,49 @@ def test_forward_is_cut_where_each_of_the_last_buckets_is_needed() -> None:
     assert all(between), "a region runs between two of them"
     order = [slot.variable for node in awaits for slot in lowered.buckets[bucket_of(node)].slots]
     assert order == sorted(order), "the layers that forward reads first come first"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gathers_of_new_parameters_are_in_flight_where_workers_update_parts(rank: int) -> None:
+    workers = replace(World(3, (1, 2, 1)).worker(rank), shards_optimizer=True)
+    program = over(World(3, (1, 2, 1)), rank).evolve(workers=workers)
+    graph = run_until(program, "overlap-next-step", shard_optimizer=True).mirrored_graph
+    gathers = [bucket_of(node) for node in targets(graph, ops.gather_parameters)]
+    begins = targets(graph, ops.hand_over)
+    assert len(gathers) > 1 and len(begins) == program.num_replicas
+    assert max(targets(graph, ops.gather_parameters, ops.update, ops.write)) < min(begins)
+    for replica in range(program.num_replicas):
+        assert behind(graph, replica) == [("wait", bucket) for bucket in gathers]
+        awaited = [bucket_of(node) for node in targets(graph, ops.await_update) if replica_of(node) == replica]
+        assert sorted(awaited) == sorted(gathers)
+
+
+def test_forward_is_cut_where_each_bucket_is_needed_if_workers_update_parts() -> None:
+    workers = replace(World(2).worker(0), shards_optimizer=True)
+    program = captured_model(Deep(), 1, columns=6).evolve(workers=workers)
+    small = {"bucket_cap_mb": 100 / 2**20, "first_bucket_mb": 100 / 2**20}
+    lowered = run_until(program, "lower-devices", shard_optimizer=True, **small)
+    (graph,) = lowered.graphs()
+    forward = [node for node in region_calls(graph) if lowered.regions[str(node.target)].phase == "forward"]
+    awaits = targets(graph, ops.await_update)
+    assert len(awaits) == len(lowered.buckets) > 3 and len(forward) >= len(awaits)
+    assert [bucket_of(node) for node in awaits] == [bucket_of(node) for node in targets(graph, ops.gather_parameters)]
+    assert all(any(one < node < other for node in forward) for one, other in pairwise(awaits))
+
+
+def test_parts_must_be_dealt_out_before() -> None:
+    workers = replace(World(2).worker(0), shards_optimizer=True)
+    program = run_until(over(World(2), 0).evolve(workers=workers), "reduce-over-workers")
+    with pytest.raises(PassError, match="'shard-optimizer' must come before it"):
+        run_passes(program, [OverlapNextStep()])
+
+
+def test_nothing_is_handed_over_where_every_worker_updates_all_whole() -> None:
+    workers = replace(World(2).worker(0), shards_optimizer=True)
+    weights = [Weight("a", (4,), rule=MUON), Weight("b", (4,), rule=MUON)]
+    program = run_until(over(World(2), 0, weights).evolve(workers=workers), "overlap-next-step", shard_optimizer=True)
+    assert not targets(program.mirrored_graph, ops.hand_over)
+    assert "nothing to hand over: every worker updates all buckets whole" in str(program.remarks)
 
 
 def test_buckets_whose_optimizer_needs_them_whole_are_updated_in_the_step() -> None:

@@ -301,6 +301,11 @@ def dealt_out(
     return "lower-devices", mutate
 
 
+def hand_over_before_gathers(graph: fx.Graph) -> None:
+    """The caller has its loss before new parameters are on their way."""
+    first(graph, ops.gather_parameters).prepend(first(graph, ops.hand_over))
+
+
 def clip_by_the_own_norm(graph: fx.Graph) -> None:
     """A device bounds its gradients by the norm of its own shares, and not by that of all workers' parts."""
     factor, own = first(graph, ops.clip_factor), first(graph, ops.norm)
@@ -1688,6 +1693,7 @@ BAD: dict[str, list[Mutation]] = {
     ],
     "a_step_hands_over_once": [
         overlapped(lambda graph: repeat(graph, first(graph, ops.hand_over))),
+        dealt_out(on_all_devices(hand_over_before_gathers), overlap_next_step=True),
         over_workers(
             lambda program: erase(program.graphs()[1], first(program.graphs()[1], ops.hand_over)),
             overlap_next_step=True,
@@ -1698,6 +1704,7 @@ BAD: dict[str, list[Mutation]] = {
     ],
     "handed_over_buckets_are_awaited": [
         overlapped(lambda graph: erase(graph, first(graph, ops.await_update))),
+        dealt_out(on_all_devices(lambda graph: erase(graph, first(graph, ops.await_update))), overlap_next_step=True),
         overlapped(lambda graph: erase(graph, first(graph, ops.await_update)), "overlap-next-step"),
         overlapped(lambda graph: repeat(graph, first(graph, ops.await_update))),
         overlapped(await_another_update),

@@ -167,15 +167,15 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     return {**told, "losses": losses, "found": found, "in_flight": in_flight}
 
 
-def _hold_the_last(step: Any, num_buckets: int) -> list[Any]:
-    """Lets the step's next call send all buckets but the last one; gives a list for what ends that."""
+def _hold_the_last(step: Any, count: int) -> list[Any]:
+    """Lets the step's next call send all of ``count`` messages but the last one; gives a list for what ends that."""
     lane = step._joint.team.connections.buckets
     real, held, num_sent = lane.launch, [], 0
 
     def launch(collective: Any, done: Any) -> None:
         nonlocal num_sent
         num_sent += 1
-        if num_sent < num_buckets:
+        if num_sent < count:
             real(collective, done)
         else:
             held.append(done)
@@ -217,7 +217,8 @@ def fail_in_flight(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     model, optimizer = made("mlp", "AdamW", seed=rank)
     folder, size = Path(given["folder"]), len(given["devices"])
     losses: list[float] = []
-    options = {"backend": "eager", "timeout_seconds": 60.0, **SMALL}
+    options = {"backend": "eager", "timeout_seconds": 60.0, **SMALL, **given.get("options", {})}
+    is_dealt = options.get("shard_optimizer", False)
     with mirrorc.compile(
         model,
         given["devices"][rank],
@@ -233,9 +234,12 @@ def fail_in_flight(rank: int, given: dict[str, Any]) -> dict[str, Any]:
 
         call(0)
         call(1)
+        if is_dealt:
+            step.gather_optimizer_state()
         kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         is_lost = rank == given["culprit"] and given["strikes"] == "cut"
-        held = _hold_the_last(step, len(step.program.buckets)) if is_lost else []
+        num_sent = (1 + is_dealt) * len(step.program.buckets)  # of what is dealt out, parameters as well
+        held = _hold_the_last(step, num_sent) if is_lost else []
         call(2)
         _meet(folder, "returned", rank, size)
         for done in held:

@@ -19,7 +19,7 @@ from mirrorc.verifier.rules.programs import Violation, last_of_bucket, scopes, w
 @rule(since=Stage.SCHEDULED)
 def a_step_hands_over_once(program: Program) -> Iterator[Violation]:
     """Each replica hands the loss over once, or none does: behind its early commit. Behind that come waits for sums over workers,
-    what is computed of them, and updates with it, of the same buckets on all replicas."""
+    what is computed of them, and updates with it, or waits for parameters, of the same buckets on all replicas."""
     everyone = [(where, graph, replica) for where, graph, replicas in scopes(program) for replica in replicas]
     if not any(any(True for _ in calls_to(graph, ops.hand_over)) for _, graph, _ in scopes(program)):
         return
@@ -57,7 +57,7 @@ def a_step_hands_over_once(program: Program) -> Iterator[Violation]:
 def _may_come_late(node: fx.Node) -> bool:
     """Whether a node may come when the caller has its loss."""
     if node.target is ops.wait:
-        return all(source.target in ops.EXCHANGES for source in node.all_input_nodes)
+        return all(source.target in ops.BETWEEN_WORKERS for source in node.all_input_nodes)
     return node.target in (ops.update, operator.getitem) or is_computed(node)
 
 

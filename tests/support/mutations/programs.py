@@ -370,6 +370,11 @@ def handmade_sources() -> Iterator[Source]:
             handmade(n, pairs, buffer=True).evolve(workers=dealt),
             over_workers | {"shard_optimizer": True},
         )
+        yield Source(
+            f"pairs, dealt out to worker {n - 1} of 3, handed over",
+            handmade(n, pairs, buffer=True).evolve(workers=dealt),
+            over_workers | {"shard_optimizer": True, "overlap_next_step": True},
+        )
     alike = World(2, 2).worker(1)
     scaled = caps | {"over_workers": True, "scales_loss": True, "max_grad_norm": 1.0}
     yield Source("pairs, scaled and clipped, worker 1 of 2", handmade(2, pairs).evolve(workers=alike), scaled)
