@@ -16,6 +16,7 @@ from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint, checkpoint_of
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
 
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -151,9 +152,9 @@ class _Search:
 
     def remark(self, chosen: Mapping[fx.Node, Checkpoint]) -> str:
         """What was chosen, and what it comes to."""
-        bound = f"{self._max_bytes / 2**20:.2f} MiB"
+        bound, before = size_text(self._max_bytes), size_text(self._before.num_bytes)
         if not chosen:
-            return f"nothing is computed again: {self._before.num_bytes / 2**20:.2f} MiB are predicted, at most {bound} asked"
+            return f"nothing is computed again: {before} are predicted, at most {bound} asked"
         peak = self._timeline.peak(chosen)
         numbers = {one.number for node, one in chosen.items() if node not in self._given}
         timeline = self._timeline
@@ -162,8 +163,8 @@ class _Search:
         more = (peak.seconds - self._before.seconds) / max(seconds_of_graph(self._graph, MACHINE), 1e-30)
         return (
             f"{counted(values, 'value')} of forward in {counted(len(numbers), 'checkpoint')} to be computed again, which is "
-            f"{100 * more:.1f}% more work: {peak.num_bytes / 2**20:.2f} MiB are predicted at the peak, not "
-            f"{self._before.num_bytes / 2**20:.2f} MiB, with at most {bound} asked"
+            f"{100 * more:.1f}% more work: {size_text(peak.num_bytes)} are predicted at the peak, not "
+            f"{before}, with at most {bound} asked"
         )
 
 

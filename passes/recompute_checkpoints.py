@@ -12,6 +12,7 @@ from mirrorc.analysis.recomputed_values import kept_values, needed_again, num_by
 from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
 from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
 from mirrorc.ir.program import Program, Stage
+from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
 
 
@@ -76,7 +77,7 @@ def _recompute(program: Program, graph: fx.Graph) -> str:
     num_run = sum(node.target is not operator.getitem for node in copies)
     return (
         f"{said}: backward runs {counted(num_run, 'operator')} of forward again, for which forward keeps "
-        f"{after / 2**20:.2f} MiB, not {before / 2**20:.2f} MiB"
+        f"{size_text(after)}, not {size_text(before)}"
     )
 
 

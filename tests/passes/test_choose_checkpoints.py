@@ -21,6 +21,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import ChooseCheckpoints, RecomputeCheckpoints
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.printing.values import size_text
 from mirrorc.verifier.verifier import Verify
 
 aten = torch.ops.aten
@@ -76,7 +77,7 @@ def test_the_bound_is_kept_and_what_is_predicted_comes_true(part: float) -> None
         }
     )
     assert predicted_peak(after) == predicted.num_bytes <= bound
-    assert f"{predicted.num_bytes / 2**20:.2f} MiB are predicted at the peak" in chosen.remarks[-1].text
+    assert f"{size_text(predicted.num_bytes)} are predicted at the peak" in chosen.remarks[-1].text
 
 
 def test_less_memory_takes_more_work() -> None:

@@ -39,13 +39,21 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers, World
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.packing import EqualPacks
-from mirrorc.passes import DecomposeGelu, LayChannelsLast, RecomputeCheckpoints, default_pipeline, told_of_sharing
+from mirrorc.passes import (
+    ChooseCheckpoints,
+    DecomposeGelu,
+    LayChannelsLast,
+    RecomputeCheckpoints,
+    default_pipeline,
+    told_of_sharing,
+)
 from mirrorc.pipeline.pass_manager import run_passes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DIGITS = Path(__file__).parents[2] / "examples" / "train_digits.py"
 CAPTURED = "convnet-captured.txt"  # the file with a captured program after the passes before the bucket plan
 CHECKPOINTS = "checkpoints-captured.txt"  # the file with a captured program whose backward computes two blocks again
+CHOSEN = "chosen-checkpoints-captured.txt"  # the file with one that computes again what a bound for its memory leaves no room for
 CHECKED = "digits-2-checked.txt"  # the file with a lowered program that is compiled with check_finite=True
 WORKER = "digits-worker-1-of-3.txt"  # the file with the program of one of three workers, which has two of four devices
 VERSIONS = "versions"  # the file in tests/golden that says with what the others were made
@@ -258,6 +266,16 @@ CHECKPOINTED = GoldenModel(
 """What is captured, and of which `CHECKPOINTS` shows what backward computes again."""
 
 
+BLOCKS = GoldenModel(
+    lambda: nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)), nn.Linear(16, 3)),
+    _sgd,
+    lambda n: {"input": torch.zeros(32 * n, 16), "target": _classes(32 * n)},
+    F.cross_entropy,
+)
+"""What is captured, and of which `CHOSEN` shows what backward computes again so that activations fit into `_BOUND_OF_BLOCKS`."""
+_BOUND_OF_BLOCKS = 24 * 2**10  # bytes; keeping everything takes 32 KiB
+
+
 @functools.cache
 def _captured(name: str, num_devices: int) -> Program:
     return _capture(MODELS[name], num_devices)
@@ -323,6 +341,7 @@ def golden_texts() -> Iterator[tuple[str, str]]:
     yield MEETINGS, meetings_text()
     yield CAPTURED, captured_text()
     yield CHECKPOINTS, checkpoints_text()
+    yield CHOSEN, chosen_text()
 
 
 def meetings_text() -> str:
@@ -414,6 +433,13 @@ def captured_text() -> str:
 def checkpoints_text() -> str:
     """A captured program whose backward computes what is within checkpoints again."""
     return run_passes(_capture(CHECKPOINTED, 1), [RecomputeCheckpoints()]).to_text(sources=False)
+
+
+def chosen_text() -> str:
+    """A captured program with a choice of what backward computes again, by a bound that keeping everything would exceed."""
+    return run_passes(_capture(BLOCKS, 1), [ChooseCheckpoints(_BOUND_OF_BLOCKS), RecomputeCheckpoints()]).to_text(
+        sources=False
+    )
 
 
 def versions() -> str:

@@ -29,13 +29,15 @@ from mirrorc.ir.variables import UpdateRule
 from mirrorc.ir.workers import World
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.packing import EqualPacks
-from mirrorc.passes import ReserveMemory, ReuseArguments, default_pipeline
+from mirrorc.passes import ChooseCheckpoints, ReserveMemory, ReuseArguments, default_pipeline
+from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.placement import for_accumulation, for_evaluation, select_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.top_k import TopK
 
 _WITHOUT_LIMITS = {one.name: one for one in (ReuseArguments(min_bytes=0), ReserveMemory(min_bytes=0))}
 _SHARED_UNTIL = "schedule-overlap"  # up to this pass, programs with and without shared parameters are the same
+_BOUND_OF_PRODUCTS = 2_200  # bytes for activations of `Products` on 32 examples; keeping everything takes more
 _WHOLE = {"min_factored_elements": 2**40}
 
 
@@ -315,6 +317,8 @@ def handmade_sources() -> Iterator[Source]:
     apart = {"max_grad_norm": (1.0, 2.0), "check_finite": True, "fused_groups": (1,)}
     yield Source("two groups, clipped and checked on 2", handmade(2, groups), SMALL_BUCKETS | apart)
     yield Source("tables on 1", captured_model(Tables(), 1), SMALL_BUCKETS)
+    chosen = run_passes(captured_model(Products(), 2, rows=64), [ChooseCheckpoints(_BOUND_OF_PRODUCTS)])
+    yield Source("products, bounded activations on 2", chosen, SMALL_BUCKETS)
     yield Source("pairs, clipped on 1", handmade(1, pairs), caps | {"max_grad_norm": 1.0})
     yield Source("pairs, checked on 1", handmade(1, pairs), caps | {"check_finite": True})
     yield Source("asserts, checked on 2", captured_model(Asserting(), 2), SMALL_BUCKETS | {"check_finite": True})
