@@ -165,6 +165,8 @@ def update_rules(
     parameters: Mapping[str, torch.nn.Parameter],
     updated: Sequence[str],
     sparse: Collection[str] = (),
+    *,
+    may_be_unused: bool = False,
 ) -> dict[str, UpdateRule]:
     """The rule of each parameter.
 
@@ -173,6 +175,7 @@ def update_rules(
         parameters: the model's, by name.
         updated: names of those that get a gradient; others get no rule.
         sparse: names of those whose gradients are sparse.
+        may_be_unused: whether some of them may have no gradient in a step.
 
     Raises:
         ValueError: an optimizer of torch's refuses a sparse gradient, or a dense one.
@@ -188,10 +191,11 @@ def update_rules(
         state_class, is_flat = 0, elementwise[id(optimizer)] and name not in sparse
         if name in sparse or isinstance(optimizer, torch.optim.SparseAdam):
             check_gradient_of(optimizer, index, name, parameter, is_sparse=name in sparse)
-        if is_flat:
+        if is_flat and not may_be_unused:
             known = classes.setdefault(number, {})
             state_class = known.setdefault(state_signature(optimizer.state.get(parameter, {})), len(known))
-        rules[name] = UpdateRule(_label(groups, number), number, state_class, is_flat, takes_rows=name in sparse)
+        kinds = {"takes_rows": name in sparse, "may_be_unused": may_be_unused}
+        rules[name] = UpdateRule(_label(groups, number), number, state_class, is_flat, **kinds)
     return rules
 
 

@@ -41,8 +41,8 @@ _FAKE_MODE = FakeTensorMode()  # one, so that graphs of several sizes of microba
 class AutogradFrontEnd(FrontEnd):
     """Captures a step as two operators that run forward and backward as plain PyTorch, whatever Python does in them.
 
-    Runs on the data of all shards tell which parameters get gradients, which buffers are written, and whether random numbers are
-    drawn. What a later run does otherwise is an error of its step.
+    Runs on the data of all shards tell which buffers are written, and whether random numbers are drawn. What a later run does
+    otherwise is an error of its step. Each run may use other parameters.
     """
 
     name = "autograd"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from mirrorc.capture.dropped_effects import Note
 from mirrorc.capture.errors import HooksMissingError, LoneExampleError, check_evaluated_loss, check_trained_loss
@@ -18,6 +17,7 @@ from mirrorc.capture.opaque_call import OpaqueCall
 from mirrorc.capture.opaque_runs import Recorded, Run
 from mirrorc.capture.output_capturing import HOOKS_ARE_INSTALLED
 from mirrorc.capture.passing_attributes import AssignedAttributeError, Attribute, ReadBeforeAssignedError
+from mirrorc.capture.reached_parameters import reached_besides, reached_otherwise
 from mirrorc.capture.replica_streams import ReplicaStream
 from mirrorc.capture.run_effects import have_same_bits, refused_effects
 from mirrorc.capture.run_outputs import UnreadableOutputError, difference
@@ -51,8 +51,8 @@ def first_runs(
 ) -> FirstRuns:
     """Runs forward, and in training backward, on copies of all tensors, once for each part of the batch.
 
-    What one run does, all may do: they get a gradient if one of them has one, for instance. Generators of random numbers are left
-    as they were.
+    What one run does, all may do: they write a buffer if one of them does, for instance. Any parameter that can be trained may
+    get a gradient in a later run, whatever these do. Generators of random numbers are left as they were.
 
     Args:
         opaque: runs the call.
@@ -77,7 +77,6 @@ def first_runs(
         raise CaptureError(
             f"{what} gives losses of several dtypes ({kinds}) for the shards of one batch: return one of the same dtype each time"
         )
-    gradients = sorted({place for one in recorded for place in one.gradients}, reverse=True)
     written = sorted({place for one in recorded for place in one.written})
     draws, outputs = any(one.draws for one in recorded), None
     if call.keeps_outputs:
@@ -87,7 +86,7 @@ def first_runs(
             if list(map(_type_of, part)) == list(map(_type_of, leaves))
         ]
         outputs = _common_outputs([one for one in alike if one is not None], what)
-    common = Recorded(recorded[0].loss_dtype, tuple(gradients), tuple(written), draws, outputs, frozenset(passing))
+    common = replace(recorded[0], written=tuple(written), draws=draws, outputs=outputs, passing=frozenset(passing))
     notes = tuple(dict.fromkeys([*(note for one in each for note in one.notes), *_of_passing(passing, what)]))
     return FirstRuns(common, [one for run in each for one in run.written_inputs], notes)
 
@@ -127,7 +126,7 @@ def _first_run(
                 raise
             passing.update(error.attributes)
     loss = _checked_loss(run.loss, call, what)
-    notes = _untrained(run.loss, run, opaque, call, what) if call.trains else ()
+    notes = _untrained(run, opaque, call, what) if call.trains else ()
     written_inputs, written = _written(run, opaque, (leaves, buffers))
     if call.trains:
         opaque.run_backward(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
@@ -142,7 +141,7 @@ def _first_run(
     from_last = range(
         len(run.parameters) - 1, -1, -1
     )  # alike on all workers, and about the order in which backward makes them
-    gradients = tuple(place for place in from_last if run.parameters[place].grad is not None)
+    gradients = tuple(place for place in from_last if run.parameters[place].requires_grad)
     outputs = run.outputs.told if run.outputs is not None else None
     recorded = Recorded(loss, gradients, tuple(written), stream.has_advanced(untouched), outputs)
     return FirstRuns(recorded, written_inputs, notes)
@@ -209,23 +208,20 @@ def _explained(what: str) -> Iterator[None]:
         ) from error
 
 
-def _untrained(loss: torch.Tensor, run: Run, opaque: OpaqueCall, call: TrainingCall, what: str) -> tuple[Note, ...]:
+def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, what: str) -> tuple[Note, ...]:
     """A note on parameters to which backward would lead, and which neither model nor loss holds.
 
     Raises:
         CaptureError: one of them is the model's, reached by another way than through the modules.
     """
-    own = {id(parameter): name for name, parameter in opaque.parameters.items()}
-    given = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
-    found = [one for one in _leaves_of(loss) if isinstance(one, nn.Parameter) and id(one) not in given]
-    for one in found:
-        if id(one) in own:
-            raise CaptureError(
-                f"forward or loss of {what} reaches the parameter {own[id(one)].removeprefix('model.')!r} by another way than "
-                "through the model's modules, as by a global variable or a closure, where each replica has modules of its own. "
-                "Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
-            )
-    unknown = [one for one in found if id(one) not in call.trained_elsewhere]
+    name = reached_otherwise(run, opaque.parameters)
+    if name is not None:
+        raise CaptureError(
+            f"forward or loss of {what} reaches the parameter {name.removeprefix('model.')!r} by another way than "
+            "through the model's modules, as by a global variable or a closure, where each replica has modules of its own. "
+            "Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
+        )
+    unknown = [one for one in reached_besides(run) if id(one) not in call.trained_elsewhere]
     if not unknown:
         return ()
     shapes = ", ".join(str(list(one.shape)) for one in unknown[:3])
@@ -254,16 +250,3 @@ def _of_passing(passing: Set[Attribute], what: str) -> list[Note]:
             0,
         )
     ]
-
-
-def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in which backward from a loss ends."""
-    found, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}
-    while waiting:
-        node: Any = waiting.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        following = [one for one, _ in node.next_functions if one is not None and one not in seen] if node else []
-        seen.update(following)
-        waiting += following
-    return found

@@ -13,6 +13,7 @@ from torch import nn
 from mirrorc.capture.module_copies import ModuleCopy
 from mirrorc.capture.opaque_runs import Recorded, Run, ThreadModes, parameter_of_run
 from mirrorc.capture.passing_attributes import AssignedAttributeError, Attribute
+from mirrorc.capture.reached_parameters import reached_otherwise
 from mirrorc.capture.replica_streams import ReplicaStream, generator_states
 from mirrorc.capture.run_outputs import UnreadableOutputError, difference, read_run
 from mirrorc.capture.traced_outputs import noted_marks
@@ -46,7 +47,7 @@ class OpaqueCall:
         self._free: list[ModuleCopy] = []  # whose runs have ended
         self._runs: dict[int, Run] = {}  # by token
         self._tokens = itertools.count()
-        self._used = UsedParameters(1)
+        self._used = UsedParameters()
 
     # What the operators run
 
@@ -103,6 +104,7 @@ class OpaqueCall:
         except UnreadableOutputError as error:
             raise ExecutionError(f"{self._what} {error}") from None
         self._check_loss(run)
+        self._check_reach(run)
         self._check_writes(run)
         self._check_outputs(run)
         return run
@@ -115,26 +117,11 @@ class OpaqueCall:
         ]
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients, of the types of their parameters.
-
-        Raises:
-            ExecutionError: a parameter has a gradient that had none in the first run, or has none in all runs of the step.
-        """
+        """The gradients, of the types of their parameters: zeros for one that this replica has not used."""
         run = self._runs.pop(int(token))
         self.run_backward(run, tangent)
-        names = list(self.parameters)
-        expected = [names[place] for place in self.recorded.gradients]
-        used = [name for name, own in zip(names, run.parameters, strict=True) if own.grad is not None]
-        for now, has, those in (
-            ("a gradient", "none", [name for name in used if name not in expected]),
-            ("no gradient on any device", "one", self._used.note(expected, used)),
-        ):
-            if those:
-                raise ExecutionError(
-                    f"the parameter {_short(those[0])!r} has {now} in this call, and had {has} when {self._what} was captured: a "
-                    "step updates the same parameters each time. Remedy: have each call use it, if only by adding "
-                    "0.0 * parameter.sum() to the loss"
-                )
+        used = zip(self.parameters.values(), run.parameters, strict=True)
+        self._used.note(original for original, own in used if own.grad is not None)
         return [_as_typed(run.parameters[place]) for place in self.recorded.gradients]
 
     # Runs
@@ -225,6 +212,15 @@ class OpaqueCall:
                 "when it was captured: return such a loss each time"
             )
 
+    def _check_reach(self, run: Run) -> None:
+        name = reached_otherwise(run, self.parameters) if self._call.trains else None
+        if name is not None:
+            raise ExecutionError(
+                f"forward or loss of {self._what} reaches the parameter {_short(name)!r} in this call by another way than "
+                "through the model's modules, as by a global variable or a closure, where each replica has modules of its own. "
+                "Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
+            )
+
     def _check_outputs(self, run: Run) -> None:
         if run.outputs is None or self.recorded.outputs is None:
             return
@@ -273,7 +269,7 @@ def _short(name: str) -> str:
 
 
 def _as_typed(parameter: nn.Parameter) -> torch.Tensor:
-    """A parameter's gradient, in the layout of the parameter; zeros if another replica alone has used it."""
+    """A parameter's gradient, in the layout of the parameter; zeros if this replica has not used it."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None and gradient.layout is torch.strided and gradient.stride() == parameter.stride():
         return gradient

@@ -77,7 +77,7 @@ class Recorded:
 
     Attributes:
         loss_dtype: of the loss, a single number; None for an evaluation without one.
-        gradients: the places of the parameters that get a gradient, in the order in which backward gives them.
+        gradients: the places of the parameters that may get a gradient, in the order in which backward gives them.
         written: the places of the buffers that forward writes.
         draws: whether random numbers are drawn.
         outputs: what runs return beside the loss, if the call keeps that.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -15,25 +15,24 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
 class UsedParameters:
-    """Which parameters the backwards of one step of a process have used; the last one tells those that none has.
+    """Which parameters the backwards of one step of a process have used.
 
     A parameter that one replica uses has zeros for a gradient on the others, as in a backward of the whole batch. One that none
     uses has no gradient there, and is not updated.
-
-    Args:
-        num_backwards: how many there are in the step.
     """
 
-    def __init__(self, num_backwards: int) -> None:
-        self._left, self._used = num_backwards, set[str]()
+    def __init__(self) -> None:
+        self._used = set[int]()
         self._lock = threading.Lock()
 
-    def note(self, expected: Sequence[str], used: Collection[str]) -> list[str]:
-        """Notes what one more backward has used; gives those of the expected ones that none has, if it is the last backward."""
+    def note(self, used: Iterable[torch.Tensor]) -> None:
+        """Notes the user's parameters of which one more backward has gradients."""
         with self._lock:
-            self._left -= 1
-            self._used.update(used)
-            return [name for name in expected if name not in self._used] if self._left <= 0 else []
+            self._used.update(map(id, used))
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        """Whether any backward has noted it."""
+        return id(parameter) in self._used
 
 
 class OpaqueRuns(Protocol):
@@ -80,19 +79,19 @@ class OpaqueSteps:
     """The calls that the steps of a program run, which are told before each.
 
     Args:
-        graphs: what the replicas run, each graph as often as it is run.
+        graphs: what the replicas run.
     """
 
     def __init__(self, graphs: Sequence[fx.Graph]) -> None:
         found = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=run_backward)]
-        self._numbers = [cast("int", node.args[0]) for node in found]
+        self._numbers = sorted({cast("int", node.args[0]) for node in found})
 
-    def begin(self) -> None:
-        """Called before each step."""
-        if self._numbers:
-            used = UsedParameters(len(self._numbers))
-            for number in set(self._numbers):
-                _call_of(number).begin_step(used)
+    def begin(self) -> UsedParameters:
+        """Called before each step; gives what its backwards will note."""
+        used = UsedParameters()
+        for number in self._numbers:
+            _call_of(number).begin_step(used)
+        return used
 
 
 def _call_of(number: int) -> OpaqueRuns:

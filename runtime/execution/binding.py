@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class Binder:
         replica_values: where the replicas meet, as the model asks for it.
         progress: notes the updates of a program that commits early; None for any other.
         await_update: called with a replica and a bucket where the step before must have updated the bucket.
+        unused: gives the slots of a bucket, by their places, that the step which has committed last leaves out.
 
     Attributes:
         parts: which parts of buckets the program's values hold.
@@ -88,8 +89,9 @@ class Binder:
         replica_values: ReplicaValues,
         progress: UpdateProgress | None = None,
         await_update: Callable[[int, int], object] = lambda _replica, _bucket: None,
+        unused: Callable[[int], Set[int]] = lambda _bucket: frozenset(),
     ) -> None:
-        self._await_update = await_update
+        self._await_update, self.unused = await_update, unused
         self.program, self.regions, self.state = program, regions, state
         self._constants, self.communicators, self._commit = constants, communicators, commit
         self._outputs, self._progress, self._replica_values = outputs, progress, replica_values
@@ -407,7 +409,8 @@ class Binder:
     @binds(ops.step_optimizer)
     def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., tuple[torch.Tensor, ...]]:
         def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> tuple[torch.Tensor, ...]:
-            self.state.optimizers.step_by_itself(buckets, *gradients)
+            left_out = [self.unused(index) for index in buckets]
+            self.state.optimizers.step_by_itself(buckets, *gradients, unused=left_out)
             return tuple(self.state.store.buckets[index].parameters[replica] for index in buckets)
 
         return step_optimizer

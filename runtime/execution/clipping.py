@@ -23,6 +23,7 @@ from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.state.gradient_shares import UnmadeShare, forget_what_is_written
 from mirrorc.runtime.state.reserved_memory import OF_PARTS
 from mirrorc.runtime.state.share_pieces import bounding_by, scaling_by
+from mirrorc.runtime.state.slot_optimizer import SlotOptimizer
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.torch_internals import scale_each
 
@@ -87,6 +88,9 @@ def _bind_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., to
 
 @binds(ops.update)
 def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    slots = binder.state.optimizers.slot_optimizer(bucket_of(node), replica)
+    if slots is not None:
+        return _by_slots(binder, replica, node, slots)
     optimizer = binder.state.optimizers.flat_optimizer(bucket_of(node), replica)
     part_elements: Any = node.kwargs.get("part_elements")
     parts = _Parts(binder, replica, optimizer, part_elements) if part_elements is not None else None
@@ -119,6 +123,23 @@ def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., N
                 optimizer.update(gradient)
             else:
                 optimizer.update_divided(gradient, 1.0 / number)
+
+    return update
+
+
+def _by_slots(binder: Binder, replica: int, node: fx.Node, optimizer: SlotOptimizer) -> Callable[..., None]:
+    """The update of a bucket whose parameters may be left out of a step: their gradients are whole."""
+    bucket = bucket_of(node)
+    if scaling_factor(node) is None:
+        return lambda gradient, **_: optimizer.update(gradient, binder.unused(bucket))
+    scale = _scaling(binder, replica, node)
+
+    def update(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> None:
+        number = _usual(factor) if optimizer.divides_gradients else None
+        if number is None:
+            optimizer.update(scale(gradient, factor), binder.unused(bucket))
+        else:
+            optimizer.update(gradient, binder.unused(bucket), 1.0 / number)
 
     return update
 

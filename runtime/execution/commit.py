@@ -40,6 +40,7 @@ class CommitPoint:
         agree: asks the other workers, see `mirrorc.runtime.workers.team.Team.vote`; from its call on nothing on this worker stops
             the step. None for a process on its own.
         hear: tells the other workers a text, and gives those of all, each with the name of its worker.
+        settle: called by each replica when the step takes place, before it goes on.
     """
 
     def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
@@ -50,6 +51,7 @@ class CommitPoint:
         self._is_suspended = False
         self.agree: Callable[[Vote], tuple[bool, torch.Tensor | None]] | None = None
         self.hear: Callable[[str], Sequence[tuple[str, str]]] | None = None
+        self.settle: Callable[[], None] = _nothing
         self._told: torch.Tensor | None = None  # the numbers with which all workers go on
         self._agreeing = threading.Lock()
         self._rendezvous = self._make_rendezvous()
@@ -154,6 +156,7 @@ class CommitPoint:
 
     def _told_to_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
         """The numbers that all workers go on with, of the same bits; those of its own replicas in a process on its own."""
+        self.settle()
         return met if self._told is None or met is None else self._told.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:
@@ -175,3 +178,7 @@ class CommitPoint:
             yield
         finally:
             self._is_suspended = False
+
+
+def _nothing() -> None:
+    pass

@@ -5,6 +5,7 @@ It is long, as it tells all that happens to a step, from its arguments to its fa
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
@@ -14,8 +15,6 @@ from typing import Any
 
 import torch
 
-from mirrorc.custom_ops.opaque_calls import OpaqueSteps
-from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator, communicators_of
@@ -43,6 +42,7 @@ from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.execution.ranges import seen
 from mirrorc.runtime.execution.tail import Tail
 from mirrorc.runtime.execution.update_progress import progress_of
+from mirrorc.runtime.execution.used_variables import UsedVariables
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.accumulation_state import ProgramState
@@ -99,8 +99,8 @@ class Executor:
         self.outputs = StepOutputs(program)
         self._replica_values = ReplicaValues(program, timeout_seconds)
         self._carriers: tuple[Communicator | ReplicaValues, ...] = (*self._communicators.values(), self._replica_values)
-        calls = [node for module in program.device_graphs.values() for node in region_calls(module.graph)]
-        self._opaque = OpaqueSteps([program.regions[region_of(node)].graph_module.graph for node in calls])
+        self._used = UsedVariables(program, state)
+        self.commit.settle = self._used.settle
         self._binder = Binder(
             program,
             regions,
@@ -112,6 +112,7 @@ class Executor:
             self._replica_values,
             self._progress,
             self._handover.await_update,
+            self._used.unused,
         )
         self.functions = BoundFunctions(program, self._binder, recorder)
         self.trial = InterleavingTrial(can_interleave(program))
@@ -144,9 +145,11 @@ class Executor:
         """Called by one replica when all have come to the commit, so that nothing is left of the step before."""
         if self._progress is not None:
             self._progress.begin()
+        own = dataclasses.replace(own, used=self._used.tell())
         found = team.vote(own, columns=columns, is_early=self._progress is not None)
+        self._used.hear(found.used)
         self._handover.forget()  # if workers do not agree, what it has written is counted before anything else is done
-        return found
+        return found.takes_place, found.numbers
 
     def run(
         self,
@@ -193,7 +196,7 @@ class Executor:
         given = [(r, start, shard, weight, seed, own, of) for r, (shard, weight, own, of) in enumerate(each)]
         self.state.begin()
         self.outputs.begin()
-        self._opaque.begin()
+        self._used.begin()
         self._handover.begin()
         if self._progress is not None and self.tail is None:
             self._progress.begin()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -61,12 +61,14 @@ class _Counts:
         num_calls, num_examples: see `AccumulatedGradients`.
         unit: the weight of each example's loss in the sums, or of each call's if losses are sums.
         names: the variables that have gradients in them.
+        used: those of which some call has used the parameter, so that its gradient is not absent.
     """
 
     num_calls: int = 0
     num_examples: int = 0
     unit: float = 1.0
     names: frozenset[str] = frozenset()
+    used: frozenset[str] = frozenset()
 
 
 class AccumulatedGradients:
@@ -105,6 +107,11 @@ class AccumulatedGradients:
     def names(self) -> frozenset[str]:
         """The variables of which gradients are kept."""
         return self._counts.names
+
+    @property
+    def used(self) -> frozenset[str]:
+        """Those of them whose parameters some call has used; the gradients of others are zeros in place of none."""
+        return self._counts.used
 
     def sums_of(self, bucket: int) -> Sequence[torch.Tensor]:
         """The sums of a bucket, for each replica."""
@@ -167,8 +174,9 @@ class AccumulatedGradients:
         """
         size, counts = examples.of_all if program.loss_reduction == "mean" else 1, self._counts
         unit = counts.unit if counts.num_calls else scale / size
-        names = counts.names | {slot.variable for bucket in program.buckets for slot in bucket.slots}
-        self._begun = _Counts(counts.num_calls + 1, counts.num_examples + examples.own, unit, names)
+        own = {slot.variable for bucket in program.buckets for slot in bucket.slots}
+        num_calls, num_examples = counts.num_calls + 1, counts.num_examples + examples.own
+        self._begun = _Counts(num_calls, num_examples, unit, counts.names | own, counts.used | own)
         return unit * size
 
     def begin_step(self, program: Program, examples: Examples, scale: float) -> float:
@@ -192,6 +200,10 @@ class AccumulatedGradients:
         if self.num_calls:
             packed.add_(self._sums.flat[bucket][replica][elements], alpha=self.share)
 
+    def note_unused(self, names: Set[str]) -> None:
+        """Notes that the call that has begun last has not used these parameters. May be repeated."""
+        self._begun = replace(self._begun, used=self._begun.used - (names - self._counts.used))
+
     def finish_call(self) -> None:
         """Counts the call that has begun last, which is added on all replicas. May be repeated."""
         self._counts = self._begun
@@ -210,7 +222,8 @@ class AccumulatedGradients:
         for name, own in self._sums.of_variables().items():
             for view in own if name in names else ():
                 view.zero_()
-        self._counts = replace(self._counts, names=self._counts.names - set(names))
+        counts, dropped = self._counts, set(names)
+        self._counts = replace(counts, names=counts.names - dropped, used=counts.used - dropped)
 
     def __str__(self) -> str:
         return f"gradients of {counted(self.num_calls, 'call')} kept, {counted(self.num_examples, 'example')}"

@@ -22,6 +22,7 @@ from mirrorc.runtime.state.flat_optimizer import FlatOptimizer, UpdateMemory, up
 from mirrorc.runtime.state.flat_state import FlatState, Laid, Shown, UserState
 from mirrorc.runtime.state.layout import FlatBucket, slot_views
 from mirrorc.runtime.state.shown_state import ShownNumbers, ShownState, are_the_same
+from mirrorc.runtime.state.slot_optimizer import SlotOptimizer
 from mirrorc.runtime.state.user_steps import OwnSteps, UserSteps
 from mirrorc.runtime.state.variables import VariableStore
 from mirrorc.torch_internals import storage_key
@@ -139,11 +140,12 @@ class BucketOptimizers:
         return self.user_steps.have_written or self._shown.has_changed() or not self._numbers.are_as_written()
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether these buckets can hold the user's state: all parameters of a bucket must have the same entries and scalars."""
+        """Whether these buckets can hold the user's state: all parameters of a bucket must have the same entries and
+        scalars, unless some may be left out of a step."""
         return all(
             len({state_signature(state) for state in self._user_states(bucket)}) == 1
             for bucket in buckets
-            if bucket.rule.elementwise
+            if bucket.rule.elementwise and not bucket.rule.may_be_unused
         )
 
     def sync_hyperparameters(self, besides: Collection[int] = ()) -> None:
@@ -249,6 +251,10 @@ class BucketOptimizers:
         """The optimizer that applies a reduced bucket of gradients on a replica."""
         return self._state.optimizers[(bucket, replica)]
 
+    def slot_optimizer(self, bucket: int, replica: int) -> SlotOptimizer | None:
+        """Likewise of a bucket whose parameters may be left out of a step; None of another one."""
+        return self._state.by_slot.get((bucket, replica))
+
     def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
         """The state that each replica has for itself: bucket, entry, tensors in order of replicas."""
         return self._state.copies()
@@ -328,20 +334,29 @@ class BucketOptimizers:
             return None
         return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
-    def step_by_itself(self, buckets: Sequence[int], *gradients: torch.Tensor) -> None:
-        """Runs the user's optimizers of these buckets on replica 0's parameters, in their order, as a training loop would."""
+    def step_by_itself(
+        self, buckets: Sequence[int], *gradients: torch.Tensor, unused: Sequence[Collection[int]] = ()
+    ) -> None:
+        """Runs the user's optimizers of these buckets on replica 0's parameters, in their order, as a training loop would.
+
+        Args:
+            buckets: their numbers.
+            *gradients: of each.
+            unused: for each of them, the places of the slots without a gradient; nothing for none.
+        """
         flats = self._store.buckets_of(self.owner)
         owners = {id(self.groups[flats[index].bucket.rule.group][0]) for index in buckets}
         running = [optimizer for optimizer in self.groups.optimizers if id(optimizer) in owners]
         for optimizer in running:
             optimizer.zero_grad(set_to_none=True)
         members: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        for index, gradient in zip(buckets, gradients, strict=True):
+        for index, gradient, left_out in zip(buckets, gradients, unused or [()] * len(buckets), strict=True):
             flat = flats[index]
             homes = slot_views(flat.parameters[0], flat.bucket)
-            for slot, home, view in zip(flat.bucket.slots, homes, _gradients(flat, gradient), strict=True):
+            views = zip(flat.bucket.slots, homes, _gradients(flat, gradient), strict=True)
+            for place, (slot, home, view) in enumerate(views):
                 parameter = self._parameter(slot.variable)
-                parameter.grad = view
+                parameter.grad = view if place not in left_out else None
                 members.append((parameter, home))
         try:
             with (

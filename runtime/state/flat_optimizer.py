@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,6 +169,52 @@ class PartOptimizer:
             elif not isinstance(whole.get(key), torch.Tensor):  # the optimizer makes it in its first step
                 is_tensor = isinstance(value, torch.Tensor)
                 whole[key] = torch.cat([state[key] for state in made]) if is_tensor else value
+
+    def update_ranges(
+        self,
+        gradient: torch.Tensor,
+        ranges: Sequence[tuple[int, int]],
+        numbers: Mapping[str, torch.Tensor] | None,
+        divisor: float | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """One step of some elements, which have been updated equally often. Gradients are switched off in the caller's thread.
+
+        Args:
+            gradient: of all elements.
+            ranges: the first element of each, and one past the last. If there are none, the numbers alone go on.
+            numbers: the entries of their state that are one number; None if they have no state yet, so that this step makes it.
+            divisor: as in `FlatOptimizer.update_divided`; None to take the gradient as it is.
+
+        Returns:
+            The numbers after the step.
+        """
+        whole, own = self._whole.state, self._own
+        self._note_addresses(whole)
+        now: dict[str, Any] = {}
+        for start, stop in ranges or [(0, 0)]:
+            parameters, state = self._view(start, stop - start, whole)
+            own.parameter.data = parameters
+            now = {**state, **{key: _copy(value) for key, value in numbers.items()}} if numbers is not None else {}
+            own.optimizer.state[own.parameter] = now
+            if divisor is None:
+                own.update(gradient[start:stop])
+            else:
+                own.update_divided(gradient[start:stop], divisor)
+            if numbers is None:
+                self._keep_made(start, stop, own.state)
+        own.parameter.grad = None
+        return {key: value for key, value in own.state.items() if key in SCALAR_STATE}
+
+    def _keep_made(self, start: int, stop: int, made: Mapping[str, Any]) -> None:
+        """Keeps the state that the optimizer has made for some elements; that of others is zero until they are updated."""
+        whole = self._whole.state
+        for key, value in made.items():
+            if key in SCALAR_STATE or not isinstance(value, torch.Tensor):
+                whole.setdefault(key, _copy(value))
+                continue
+            if whole.get(key) is None:
+                whole[key] = value.new_zeros(len(self._whole.parameter))
+            whole[key][start:stop] = value
 
     def _note_addresses(self, state: Mapping[str, Any]) -> None:
         """Drops views of state that has been laid out anew."""

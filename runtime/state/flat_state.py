@@ -14,6 +14,7 @@ from mirrorc.runtime.state.dealt_state import DealtState
 from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.state.layout import FlatBucket, slot_views
 from mirrorc.runtime.state.shown_state import ShownNumbers
+from mirrorc.runtime.state.slot_optimizer import SlotOptimizer
 
 UserState = Mapping[str, Any]
 """What the user's optimizer has for a parameter; empty if nothing."""
@@ -44,6 +45,7 @@ class FlatState:
     Attributes:
         buckets: as given.
         optimizers: by bucket and replica.
+        by_slot: of buckets that hold parameters which may be left out of a step, by bucket and replica.
         whole: the state entries of each bucket, as long as the bucket, or as the part of it that this worker updates.
     """
 
@@ -56,12 +58,15 @@ class FlatState:
     ) -> None:
         self.buckets = buckets
         self.optimizers: dict[tuple[int, int], FlatOptimizer] = {}
+        self.by_slot: dict[tuple[int, int], SlotOptimizer] = {}
         self.whole: dict[int, dict[str, torch.Tensor]] = {}
         for flat in buckets:
             for replica, parameters in enumerate(flat.parameters):
                 start, stop = flat.bucket.updated(replica, len(flat.parameters))
                 if start < stop:
-                    self.optimizers[(flat.bucket.index, replica)] = make(flat.bucket, parameters[start:stop])
+                    own = self.optimizers[(flat.bucket.index, replica)] = make(flat.bucket, parameters[start:stop])
+                    if flat.bucket.rule.may_be_unused:
+                        self.by_slot[(flat.bucket.index, replica)] = SlotOptimizer(own, flat.bucket, (start, stop))
             if earlier is None:
                 self._take_over(flat, states_of(flat.bucket))
             else:
@@ -77,21 +82,31 @@ class FlatState:
     def _first(self, flat: FlatBucket) -> FlatOptimizer:
         return next(iter(self._replicas(flat).values()))
 
+    def _slots_of(self, flat: FlatBucket) -> list[SlotOptimizer]:
+        """The optimizers of a bucket whose parameters may be left out of a step, in order of replicas; else none."""
+        return [
+            self.by_slot[flat.bucket.index, r] for r in self._replicas(flat) if (flat.bucket.index, r) in self.by_slot
+        ]
+
     def _take_over(self, flat: FlatBucket, states: Sequence[UserState]) -> None:
         """Gives the flat optimizers of a bucket the state that the user's optimizer has for its parameters."""
         bucket, home = flat.bucket, self._first(flat).parameter.device
-        for key, first in flat_entries(states[0]).items():
+        known = [flat_entries(state) for state in states]
+        for key, first in next(filter(None, known), {}).items():
             if key in SCALAR_STATE:
                 value = torch.as_tensor(first).detach().reshape(())
                 value = value if value.is_floating_point() else value.to(torch.float32)  # as fused kernels want counts
                 self._hold_number(flat, key, value)
                 continue
             whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=home)
-            for view, state in zip(slot_views(whole, bucket), states, strict=True):
-                view.copy_(state[key])
+            for view, state in zip(slot_views(whole, bucket), known, strict=True):
+                if key in state:  # else the parameter has not been updated yet
+                    view.copy_(state[key])
             if bucket.part is not None:
                 whole = whole[bucket.part.start : bucket.part.stop].clone()
             self._hold(flat, key, whole)
+        for own in self._slots_of(flat):
+            own.take_over(states)
 
     def _go_on_from(self, flat: FlatBucket, earlier: FlatState) -> None:
         """Gives the flat optimizers of a bucket the state that other ones had for the same bucket."""
@@ -100,6 +115,8 @@ class FlatState:
                 self._hold_number(flat, key, value)
             elif value is not None:
                 self._hold(flat, key, earlier.whole[flat.bucket.index][key])
+        for own in self._slots_of(flat):
+            own.go_on_from(earlier._slots_of(flat)[0])
 
     def _hold_number(self, flat: FlatBucket, key: str, value: torch.Tensor) -> None:
         """Gives each flat optimizer of a bucket its own copy of a number."""
@@ -150,7 +167,8 @@ class FlatState:
 
     def entries(self) -> list[int]:
         """What changes when an optimizer makes its state, in its first step."""
-        return [id(value) for flat in self.buckets for value in self._first(flat).state.values()]
+        made = [sum(own.made) for own in self.by_slot.values()]
+        return [*made, *(id(value) for flat in self.buckets for value in self._first(flat).state.values())]
 
     def parts(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """The state that is dealt out to workers: bucket, entry and this worker's part, in an order that all workers have."""
@@ -164,8 +182,9 @@ class FlatState:
 
         ``gathered`` has the whole tensors of all `parts`, by bucket and entry; without it, of each there is a `DealtState`.
         """
+        by_slot = {flat.bucket.index: slots[0] for flat in self.buckets if (slots := self._slots_of(flat))}
         numbers = {
-            (flat.bucket.index, key): (value, len(flat.bucket.slots))
+            (flat.bucket.index, key): (self._number(flat, key), len(flat.bucket.slots))
             for flat in self.buckets
             for key, value in self._first(flat).state.items()
             if value is not None and key in SCALAR_STATE
@@ -190,8 +209,14 @@ class FlatState:
                     entries[key] = slot_views(self.whole[bucket.index][key], bucket)
             for i, slot in enumerate(bucket.slots):
                 state = {key: values[i] for key, values in entries.items()}
-                found.states[slot.variable] = state if own else None
+                is_there = own and (bucket.index not in by_slot or by_slot[bucket.index].made[i])
+                found.states[slot.variable] = state if is_there else None
         return found
+
+    def _number(self, flat: FlatBucket, key: str) -> torch.Tensor:
+        """A number of a bucket's state, or a row with that of each slot."""
+        by_slot = self._slots_of(flat)
+        return by_slot[0].numbers[key] if by_slot else self._first(flat).state[key]
 
 
 @dataclass(frozen=True)

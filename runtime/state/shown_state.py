@@ -20,7 +20,7 @@ class ShownNumbers:
     device lie side by side, beside a second copy.
 
     Args:
-        own: each number, a scalar, and how often it is shown.
+        own: each number, a scalar, and how often it is shown; or a row of as many numbers, each of which is shown once.
 
     Attributes:
         shown: the copies of each, 1-D.

@@ -22,7 +22,7 @@ from mirrorc.runtime.workers.header import Agreement, Header
 from mirrorc.runtime.workers.known_counts import Counts
 from mirrorc.runtime.workers.lane import Done, LostConnectionError
 from mirrorc.runtime.workers.meetings import Details, Meetings
-from mirrorc.runtime.workers.vote import Columns, Vote, outcome
+from mirrorc.runtime.workers.vote import Columns, Outcome, Vote, outcome
 from mirrorc.runtime.workers.watcher import Failure, Watcher
 from mirrorc.runtime.workers.words import Words
 
@@ -179,7 +179,7 @@ class Team:
         """Begins a step together with the others; see `Meetings.meet`."""
         return self._meetings.meet(own, facts, counts)
 
-    def vote(self, own: Vote, *, columns: Columns, is_early: bool = False) -> tuple[bool, torch.Tensor | None]:
+    def vote(self, own: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
         """Returns when all workers have done all of the step that can fail; from then on it is decided, for all alike.
 
         Args:
@@ -188,8 +188,7 @@ class Team:
             is_early: whether sums, or parameters that others update, are still to come, until `end_updates`.
 
         Returns:
-            Whether the step takes place, as all say; and the numbers that these replicas have left, [numbers of each, columns]
-            float64, which reach all workers as they are: others add zeros.
+            What all say. The numbers that these replicas have left reach all workers as they are: others add zeros.
 
         Raises:
             LostConnectionError: a worker has failed, or the connection broke.
@@ -201,10 +200,11 @@ class Team:
         self._watcher.own = self._watcher.own.ready()
         self.words.sum(message)
         call.left_by = 0  # all have done what was left of the call before
-        takes_place, numbers = outcome(message, columns, self.cluster.num_workers)
-        call.is_early = is_early and takes_place  # a step that is skipped updates nothing
+        num_parameters = len(own.used) if own.used is not None else 0
+        found = outcome(message, columns, self.cluster.num_workers, num_parameters)
+        call.is_early = is_early and found.takes_place  # a step that is skipped updates nothing
         call.stage = Stage.UPDATING if call.is_early else Stage.COMMITTED
-        return takes_place, numbers
+        return found
 
     def end_updates(self) -> None:
         """Called when this worker has all sums, and has updated; then it tells the others its loss."""

@@ -18,20 +18,26 @@ class Vote:
         takes_place: whether the step takes place, as far as this worker knows.
         has_sound_sums: whether all that it has found in sums over all workers is finite, which must be the same on all of them.
         numbers: those that its replicas have left, [numbers of each, replicas]; None for none.
+        used: which parameters its replicas have used, [parameters] float64, ones and zeros; None if each step uses the same.
     """
 
     takes_place: bool
     has_sound_sums: bool = True
     numbers: torch.Tensor | None = None
+    used: torch.Tensor | None = None
 
     def to_message(self, columns: Columns) -> torch.Tensor:
-        """What is added up over all workers, [2 + numbers of each * columns] float64: two counts of votes, and all numbers.
+        """What is added up over all workers, 1-D float64: two counts of votes, all numbers, and who has used each parameter.
 
         Args:
             columns: of the replicas with whose numbers all go on; each leaves as many as one of this worker.
         """
-        said = torch.tensor([self.takes_place, self.has_sound_sums], dtype=torch.float64)
-        return said if self.numbers is None else torch.cat([said, columns.filled(self.numbers).reshape(-1)])
+        said = [torch.tensor([self.takes_place, self.has_sound_sums], dtype=torch.float64)]
+        if self.numbers is not None:
+            said.append(columns.filled(self.numbers).reshape(-1))
+        if self.used is not None:
+            said.append(self.used)
+        return torch.cat(said)
 
 
 @dataclass(frozen=True)
@@ -62,17 +68,29 @@ class Columns:
         return columns
 
 
-def outcome(message: torch.Tensor, columns: Columns, num_workers: int) -> tuple[bool, torch.Tensor | None]:
+@dataclass(frozen=True)
+class Outcome:
+    """What all workers have voted for.
+
+    Attributes:
+        takes_place: whether the step takes place, as all say.
+        numbers: those that all go on with, [numbers of each, columns] float64; None for none.
+        used: how many workers have used each parameter, [parameters] float64; None if each step uses the same.
+    """
+
+    takes_place: bool
+    numbers: torch.Tensor | None = None
+    used: torch.Tensor | None = None
+
+
+def outcome(message: torch.Tensor, columns: Columns, num_workers: int, num_parameters: int = 0) -> Outcome:
     """What all workers have voted for.
 
     Args:
         message: the sum of what each has made with `Vote.to_message`.
         columns: of the replicas with whose numbers all go on.
         num_workers: how many have voted.
-
-    Returns:
-        Whether the step takes place, as all say; and the numbers that these replicas have left, [numbers of each, columns]
-        float64; None for none.
+        num_parameters: of how many parameters each has said whether it has used them.
 
     Raises:
         CommunicationError: the workers have found something else in the same sums.
@@ -80,5 +98,9 @@ def outcome(message: torch.Tensor, columns: Columns, num_workers: int) -> tuple[
     num_yes, num_sound = message[:2].tolist()
     if num_sound not in (0.0, num_workers):
         raise CommunicationError("some workers skip the step, and others make it: what they have summed up differs")
-    numbers = message[2:].view(-1, columns.num) if len(message) > 2 else None
-    return num_yes == num_workers, numbers
+    numbers, used = message[2 : len(message) - num_parameters], message[len(message) - num_parameters :]
+    return Outcome(
+        num_yes == num_workers,
+        numbers.view(-1, columns.num) if len(numbers) else None,
+        used if num_parameters else None,
+    )

@@ -37,6 +37,7 @@ from torch import fx, nn
 
 from mirrorc.analysis.dying_arguments import reserved_argument
 from mirrorc.analysis.slots_of_values import gradient_of
+from mirrorc.capture.autograd import AutogradFrontEnd
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements, Pack
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_calls, region_of, replica_of
@@ -479,6 +480,35 @@ def gathering(change: Callable[[Program], Program | None], pass_name: str = "low
         return change(program) or program
 
     return "lower-devices", mutate
+
+
+def plain(change: Callable[[Program], object], pass_name: str = "lower-devices") -> Mutation:
+    """A change of a program whose backward runs as plain PyTorch."""
+
+    def mutate(_: Program) -> Program:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        captured = captured_model(model, front_end=AutogradFrontEnd())
+        passes = default_pipeline()
+        program = run_passes(captured, passes[: [one.name for one in passes].index(pass_name) + 1])
+        verify(program)
+        changed = change(program)
+        return changed if isinstance(changed, Program) else program
+
+    return "lower-devices", mutate
+
+
+def leave_out(is_left_out: bool, program: Program) -> Program:
+    """Says of all updates whether a step may leave parameters out."""
+
+    def changed(rule: UpdateRule) -> UpdateRule:
+        return dataclasses.replace(rule, may_be_unused=is_left_out)
+
+    variables = {
+        name: dataclasses.replace(one, update=changed(one.update)) if one.update is not None else one
+        for name, one in program.variables.items()
+    }
+    buckets = tuple(dataclasses.replace(bucket, rule=changed(bucket.rule)) for bucket in program.buckets)
+    return program.evolve(variables=variables, buckets=buckets)
 
 
 def gather_a_copy(graph: fx.Graph) -> None:
@@ -1732,6 +1762,12 @@ BAD: dict[str, list[Mutation]] = {
     "workers_send_their_own_factors": [
         sending(on_all_devices(send_a_whole_gradient)),
         sending(on_all_devices(send_a_copy)),
+    ],
+    "updates_leave_out_what_is_unused": [
+        plain(functools.partial(leave_out, False)),
+        plain(functools.partial(leave_out, False), "plan-buckets"),
+        ("plan-buckets", functools.partial(leave_out, True)),
+        ("lower-devices", functools.partial(leave_out, True)),
     ],
     "rows_have_a_bucket_of_their_own": [
         gathering(plan_otherwise(lambda bucket: with_rule(bucket, elementwise=True))),

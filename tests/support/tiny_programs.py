@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.evaluation_call import EvaluationCall
+from mirrorc.capture.front_ends import FrontEnd
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shard_types import SymbolicDims
 from mirrorc.capture.shards import split_call
@@ -201,6 +202,7 @@ def captured_model(
     microbatches: int = 1,
     evaluates: bool = False,
     symbolic: SymbolicDims = (),
+    front_end: FrontEnd | None = None,
 ) -> Program:
     """The same of any classifier of so many features; one whose outputs are kept gives logits and more.
 
@@ -217,4 +219,5 @@ def captured_model(
     kind = EvaluationCall if evaluates else TrainingCall
     training_call = kind(model, loss_fn, call.structure, keeps_outputs=keeps_outputs)
     state, groups = ModelState(model, loss_fn), OptimizerGroups([optimizer])
-    return capture_program(training_call, call, shards, devices, state, groups, {}, symbolic=symbolic).program
+    how: dict[str, Any] = {"symbolic": symbolic, "front_end": front_end}
+    return capture_program(training_call, call, shards, devices, state, groups, {}, **how).program

@@ -49,6 +49,13 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": [[3, 5, 2], [3, 5, 2], [2, 4, 2]],
         "between": _USES,
     },
+    "experts": {
+        "model": "mixture",
+        "devices": [1, 2],
+        "sizes": [[1, 2]],
+        "steps": 8,
+        "options": {"capture": "autograd", "bucket_cap_mb": 3e-4},
+    },
     "Inductor": {
         "model": "wide",
         "devices": [1, 1],

@@ -48,6 +48,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "optimizer": "SGD"},
     "parts": {**TWO, "options": {"microbatches": 2, "clip_grad_value": 0.01}},
+    "experts": {
+        "model": "mixture",
+        "devices": [1, 2],
+        "sizes": [[1, 2], [3, 2], [1, 1]],
+        "steps": 8,
+        "options": {"capture": "autograd"},
+        "events": [[3, None, "gather"], [5, None, "keep"], [5, None, "load"]],
+    },
     "moved": {**TWO, "events": [[2, None, "move"]]},
     "chief shifts": {**TWO, "events": [[2, 0, "shift"]]},
     "loaded": {**TWO, "events": [[2, None, "keep"], [4, None, "load"]], "steps": 6},
@@ -62,7 +70,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 SENT = ("factors, 2 x 1", "factors, 3 x (1, 2, 1)", "factors, 2 x 2", "factors, table")
 FAST = ("2 x 1", "2 x 1 again", "3 x (1, 2, 1)", *SENT[:2], "parts", "loaded", "frozen, dealt")
-PARITY = ("2 x 1", "2 x 1 again", "2 x 2", "3 x (1, 2, 1)", *SENT, "table", "parts", "moved", "chief shifts", "sizes")
+PARITY = (
+    "2 x 1",
+    "2 x 1 again",
+    "2 x 2",
+    "3 x (1, 2, 1)",
+    *SENT,
+    "table",
+    "parts",
+    "experts",
+    "moved",
+    "chief shifts",
+    "sizes",
+)
 FROZEN = ("frozen", "frozen, dealt")
 
 

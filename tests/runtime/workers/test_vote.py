@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mirrorc.errors import CommunicationError
-from mirrorc.runtime.workers.vote import Columns, Vote, outcome
+from mirrorc.runtime.workers.vote import Columns, Outcome, Vote, outcome
 
 
 def test_numbers_of_the_chief_reach_all_as_they_are() -> None:
@@ -15,8 +15,9 @@ def test_numbers_of_the_chief_reach_all_as_they_are() -> None:
     votes = [Vote(True, numbers=numbers), Vote(True, numbers=torch.full((2, 1), 7.0))]
     message = sum(vote.to_message(own) for vote, own in zip(votes, columns, strict=True))
     assert isinstance(message, torch.Tensor)
-    takes_place, told = outcome(message, columns[1], 2)
-    assert takes_place and told is not None and torch.equal(told, numbers)
+    found = outcome(message, columns[1], 2)
+    assert found.takes_place and found.numbers is not None and torch.equal(found.numbers, numbers)
+    assert found.used is None
 
 
 def test_numbers_of_all_replicas_stand_side_by_side() -> None:
@@ -24,13 +25,25 @@ def test_numbers_of_all_replicas_stand_side_by_side() -> None:
     votes = [Vote(True, numbers=torch.tensor([[1.0, 2.0]])), Vote(False, numbers=torch.tensor([[3.0]]))]
     message = sum(vote.to_message(own) for vote, own in zip(votes, columns, strict=True))
     assert isinstance(message, torch.Tensor)
-    takes_place, told = outcome(message, columns[0], 2)
-    assert not takes_place and told is not None and told.tolist() == [[1.0, 2.0, 3.0]]
+    found = outcome(message, columns[0], 2)
+    assert not found.takes_place and found.numbers is not None and found.numbers.tolist() == [[1.0, 2.0, 3.0]]
 
 
 def test_a_vote_without_numbers_has_none() -> None:
     message = Vote(True).to_message(Columns(1, 0)) + Vote(True).to_message(Columns(1, None))
-    assert outcome(message, Columns(1, 0), 2) == (True, None)
+    assert outcome(message, Columns(1, 0), 2) == Outcome(True)
+
+
+@pytest.mark.parametrize("numbers", [None, torch.tensor([[4.0]])])
+def test_workers_tell_which_parameters_they_have_used(numbers: torch.Tensor | None) -> None:
+    columns = [Columns(1, 0), Columns(1, None)]
+    used = [torch.tensor(own, dtype=torch.float64) for own in ([1, 0, 0], [1, 1, 0])]
+    votes = [Vote(True, numbers=numbers, used=own) for own in used]
+    message = sum(vote.to_message(own) for vote, own in zip(votes, columns, strict=True))
+    assert isinstance(message, torch.Tensor)
+    found = outcome(message, columns[0], 2, 3)
+    assert found.used is not None and found.used.tolist() == [2, 1, 0]
+    assert (found.numbers is None) == (numbers is None)
 
 
 def test_workers_that_found_something_else_in_the_same_sums_go_no_further() -> None:

@@ -170,7 +170,7 @@ class _Branching(_Doubled):
 
 @event
 def patch_with_a_branch(pair: Pair, draw: Random) -> None:
-    """A forward that branches on values is refused."""
+    """A forward that branches on values, and reaches the module by an attribute of its own: refused where a step does that."""
     before = [side.model.hidden.__dict__.get("forward") for side in pair.sides]
     for side in pair.sides:
         side.model.hidden.forward = _Branching(side.model.hidden)  # type: ignore[union-attr]
@@ -181,4 +181,4 @@ def patch_with_a_branch(pair: Pair, draw: Random) -> None:
             if forward is not None:
                 side.model.hidden.forward = forward  # type: ignore[union-attr]
 
-    pair.doubt("cannot capture", undo)
+    pair.doubt("cannot capture|by another way than through the model's modules", undo)

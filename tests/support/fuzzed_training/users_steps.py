@@ -20,6 +20,7 @@ def train_by_hand(pair: Pair, draw: Random) -> None:
     if any(group.get("amsgrad") and not had for group, had in _maxima(pair.twin)):
         return  # it was turned on when there was state already: PyTorch's own step fails
     batch, is_fused = draw_batch(pair, draw), draw.random() < 0.5
+    is_fused = is_fused and not _has_some_momenta(pair.twin)
     for side in pair.sides:
         groups = side.optimizer.param_groups
         is_fused = is_fused and type(side.optimizer) in FUSED and not any(group.get("foreach") for group in groups)
@@ -51,6 +52,13 @@ def _maxima(side: Side) -> list[tuple[dict[str, Any], bool]]:
         (group, all("max_exp_avg_sq" in optimizer.state[p] for p in group["params"] if optimizer.state.get(p)))
         for group in optimizer.param_groups
     ]
+
+
+def _has_some_momenta(side: Side) -> bool:
+    """Whether some parameters have a momentum and others have none: there PyTorch's fused SGD raises a TypeError."""
+    state = side.optimizer.state
+    has = {state.get(p, {}).get("momentum_buffer") is not None for p in side.model.parameters()}
+    return isinstance(side.optimizer, torch.optim.SGD) and len(has) > 1
 
 
 def _backward(pair: Pair, side: Side, batch: dict[str, Any]) -> None:

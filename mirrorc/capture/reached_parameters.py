@@ -1,0 +1,37 @@
+"""Finds the parameters to which backward of a run would lead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.capture.opaque_runs import Run
+
+
+def reached_besides(run: Run) -> list[nn.Parameter]:
+    """The parameters in which backward from a run's loss ends, and which the run was not given."""
+    given = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
+    return [one for one in _leaves_of(run.loss) if isinstance(one, nn.Parameter) and id(one) not in given]
+
+
+def reached_otherwise(run: Run, originals: Mapping[str, nn.Parameter]) -> str | None:
+    """The name of a parameter of the user's own that forward reaches by another way than through the modules of the run."""
+    names = {id(original): name for name, original in originals.items()}
+    return next((names[id(one)] for one in reached_besides(run) if id(one) in names), None)
+
+
+def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    found, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node: Any = waiting.pop()
+        following = node.next_functions if node is not None else ()
+        if not following and hasattr(node, "variable"):
+            found.append(node.variable)
+        for one, _ in following:
+            if one is not None and one not in seen:
+                seen.add(one)
+                waiting.append(one)
+    return found
