@@ -5,7 +5,7 @@
 
 The hosts are network namespaces of this machine, with one worker of one thread on each. All contenders of a workload are
 started, and their steps are interleaved, so that noise of the machine affects all. Prints a Markdown table of medians, their
-spread, and ratios to the DDP whose median is least; one that sends half the bits is no measure for that.
+spread, and ratios to the DDP whose median is least; one that sends half the bits, or a part of them, is no measure for that.
 """
 
 from __future__ import annotations

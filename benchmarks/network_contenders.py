@@ -21,7 +21,15 @@ NUM_WORKERS = 2
 _NUM_THREADS = 1
 
 
-def _mirrorc(workload: Workload, is_compiled: bool, *, is_cut: bool = False, **options: Any) -> StepFunction:
+def _mirrorc(
+    workload: Workload,
+    is_compiled: bool,
+    *,
+    is_cut: bool = False,
+    ratio: float | None = None,
+    rank: int | None = None,
+    **options: Any,
+) -> StepFunction:
     import mirrorc
     from mirrorc.runtime.codegen.backends import backend_named
 
@@ -30,6 +38,10 @@ def _mirrorc(workload: Workload, is_compiled: bool, *, is_cut: bool = False, **o
         preferred = backend_named("inductor" if is_compiled else "eager").preferences(torch.device("cpu"))
         asked = {**preferred, "cuts_for_next_step": True, "over_workers": True, "overlap_next_step": True}
         options["passes"] = mirrorc.passes.default_pipeline(**asked)
+    if ratio is not None:
+        options["compression"] = mirrorc.TopK(ratio)
+    if rank is not None:
+        options["compression"] = mirrorc.PowerSGD(rank)
     step = mirrorc.compile(
         model,
         devices=["cpu"],
@@ -49,7 +61,13 @@ def _mirrorc(workload: Workload, is_compiled: bool, *, is_cut: bool = False, **o
 
 
 def _ddp(
-    workload: Workload, is_compiled: bool, *, cap_mb: float, half: bool = False, sync: bool = True
+    workload: Workload,
+    is_compiled: bool,
+    *,
+    cap_mb: float,
+    half: bool = False,
+    rank: int | None = None,
+    sync: bool = True,
 ) -> StepFunction:
     torch.distributed.init_process_group("gloo")
     module = nn.parallel.DistributedDataParallel(WithLoss(workload), gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
@@ -58,6 +76,11 @@ def _ddp(
 
         # by another name, as DDP refuses this one where there is no NCCL
         module.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+    if rank is not None:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return ddp_step(module, workload, is_compiled=is_compiled, sync=sync)
 
 
@@ -73,6 +96,8 @@ NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]
     "mirrorc 25 MB": (_mirrorc, {"bucket_cap_mb": 25.0}),
     "mirrorc auto": (_mirrorc, {"bucket_cap_mb": "auto"}),
     "mirrorc bfloat16": (_mirrorc, {"compression": "bfloat16"}),
+    "mirrorc, TopK": (_mirrorc, {"ratio": 0.01}),
+    "mirrorc, PowerSGD": (_mirrorc, {"rank": 4}),
     "mirrorc overlap_next_step": (_mirrorc, {"overlap_next_step": True}),
     "mirrorc overlap_next_step, cut": (_mirrorc, {"overlap_next_step": True, "is_cut": True}),
     "mirrorc alone": (_mirrorc, {"workers": None}),
@@ -80,6 +105,9 @@ NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]
     "DDP 5 MB": (_ddp, {"cap_mb": 5}),
     "DDP 25 MB": (_ddp, {"cap_mb": 25}),
     "DDP 25 MB, bf16": (_ddp, {"cap_mb": 25, "half": True}),
+    # From its third step on; all in one bucket, as its hook launches collectives of several in any order, which gloo does not
+    # tell apart.
+    "DDP one bucket, PowerSGD": (_ddp, {"cap_mb": 4096, "rank": 4}),
     "DDP no_sync": (_ddp, {"cap_mb": 25, "sync": False}),
     "all-reduce alone": (_wire, {}),
 }

@@ -22,6 +22,7 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.workers import World
 from mirrorc.loss_check.check import LossCheck, check_loss
 from mirrorc.pipeline.placement import Placed, after, before
+from mirrorc.power_sgd import PowerSGD
 from mirrorc.replicas import all_gather, all_reduce, num_replicas, replica_id
 from mirrorc.step import Step
 from mirrorc.top_k import TopK
@@ -38,6 +39,7 @@ __all__ = [
     "PassError",
     "PerReplica",
     "Placed",
+    "PowerSGD",
     "Program",
     "Step",
     "TopK",

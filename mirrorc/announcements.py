@@ -18,6 +18,8 @@ from mirrorc.runtime.workers.meetings import Details
 from mirrorc.runtime.workers.team import Team
 from mirrorc.taken_values import TakenValues
 
+_SENT = "steps of compression=mirrorc.PowerSGD(...)"
+
 
 class Announcements:
     """What one worker says of the calls of a step.
@@ -59,6 +61,7 @@ class Announcements:
         if tensors.keys() != self._variables.said.keys():
             self._variables = Facts(shapes(tensors))
         facts, is_fresh = self.facts_of(executor), self._taken.lack_any()
+        sent = self._state.unsent.factors.num_steps  # the first steps of PowerSGD may send whole sums
         updated = set(updated_as_a_whole(program))
         by_itself = {name: tensor for name, tensor in tensors.items() if name in updated}
         deals_anew = self._state.optimizers.are_dealt_otherwise(self._state.store.in_store(program).buckets)
@@ -66,7 +69,7 @@ class Announcements:
             call=self._team.num_calls,
             is_fresh=is_fresh,
             has_written=has_written,
-            schedule=facts.digest,
+            schedule=digest(f"{facts.digest} {sent}") if sent else facts.digest,
             variables=self._variables.digest,
             hyperparameters=digest(repr(hyperparameters_of(self._options))),
             modes=digest(self._model.modes()),
@@ -83,6 +86,7 @@ class Announcements:
         )
         return own, {
             **self._details(facts),
+            **({"schedule": lambda: {**facts.said, _SENT: str(sent)}} if sent else {}),
             "kind": lambda: {"the call": "step.accumulate()" if program.accumulates else "the step itself"},
             "parameters": lambda: checksums_of(by_itself),
             "deals_anew": lambda: {

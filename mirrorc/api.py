@@ -59,6 +59,7 @@ from mirrorc.pipeline.placement import Placed, check_pass_names, in_exact_order,
 from mirrorc.pipeline.placement import add_passes as put_in
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.placements import placing
+from mirrorc.power_sgd import PowerSGD
 from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.step import Step
 from mirrorc.top_k import TopK
@@ -108,7 +109,7 @@ def compile(
     rank: int | None = None,
     exchange: Exchange = "auto",
     early_update: bool = True,
-    compression: Compression | TopK | None = None,
+    compression: Compression | TopK | PowerSGD | None = None,
     shard_optimizer: bool = False,
     overlap_next_step: bool = False,
     placement: PlacementName | Mapping[str, str] = "auto",
@@ -208,8 +209,8 @@ def compile(
         compression: over several workers, send sums of gradients in this dtype, "bfloat16" or "float16", half as many bytes as
             float32 has: this changes numbers. A worker's devices add up in the gradients' own dtype first, and norms, bounds and
             updates take the sum over workers in it. Factors are sent as they are. A remark has the bytes with and without. With
-            `mirrorc.TopK`, each worker sends the largest elements of its sum alone, and adds the rest to its sum in the next
-            step; `Step.unsent_state` has that for checkpoints.
+            `mirrorc.TopK`, each worker sends the largest elements of its sum alone, and with `mirrorc.PowerSGD` thin factors of
+            matrices; it adds the rest to its sum in the next step. `Step.unsent_state` has that for checkpoints.
         shard_optimizer: over several workers, each updates a part of every bucket of gradients alone and keeps the optimizer's
             state of that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
             workers call `Step.gather_optimizer_state`.

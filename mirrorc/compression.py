@@ -1,4 +1,4 @@
-"""The option that has workers send sums in a narrower dtype, or a part of them, and what cannot be asked for with it."""
+"""The option that has workers send sums in a narrower dtype, a part of them, or factors, and what cannot be asked for with it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import Workers
-from mirrorc.passes import CompressExchange, SendLargest
-from mirrorc.top_k import TopK
+from mirrorc.passes import compressing
 
 
 def check_compression(workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]) -> None:
@@ -25,12 +24,11 @@ def check_compression(workers: Workers, devices: Sequence[Device], asked: Mappin
     compression = asked["compression"]
     if compression is None:
         return
-    one: CompressExchange | SendLargest
-    one = SendLargest(compression.ratio) if isinstance(compression, TopK) else CompressExchange(compression)
+    (one,) = compressing(compression)
     if asked["passes"] is not None:
         raise ValueError(
             f"compression={compression!r} has no part in a pipeline given with passes=: put "
-            f"mirrorc.passes.{_written(one)} behind ReduceOverWorkers() there, or leave compression out"
+            f"mirrorc.passes.{one!r} behind ReduceOverWorkers() there, or leave compression out"
         )
     if one.name in asked["disable_passes"]:
         raise ValueError(
@@ -52,7 +50,3 @@ def check_compression(workers: Workers, devices: Sequence[Device], asked: Mappin
             f"compression={compression!r} cannot be used with shard_optimizer=True yet: workers send each other parts of sums "
             "there, which are not compressed; leave out one of them"
         )
-
-
-def _written(one: CompressExchange | SendLargest) -> str:
-    return f"SendLargest({one.ratio!r})" if isinstance(one, SendLargest) else f"CompressExchange({one.dtype!r})"

@@ -19,7 +19,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.links import carries_between_workers
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.options import StepOptions
-from mirrorc.passes import CompressExchange, FactorGradients, SendLargest
+from mirrorc.passes import CompressExchange, FactorGradients, SendLargest, SendLowRank
 from mirrorc.passes.compress_exchange import NARROW
 from mirrorc.runtime.devices.machine import product_facts, seconds_per_multiplication
 from mirrorc.runtime.workers.team import Team
@@ -191,13 +191,17 @@ class ExchangeChoice:
             number = sum(size_now(rows[shard].shape[0]) for shard in graphs)
             row_bytes = sum(kind.num_bytes for kind in sent_factors(program, name).rows)
             work = gradient.form.num_multiplications(value, 1)
-            yield Candidate(name, self._bytes_sent(value.numel(), value.dtype), row_bytes, number, work)
+            yield Candidate(name, self._bytes_sent(value), row_bytes, number, work)
 
-    def _bytes_sent(self, num_elements: int, dtype: torch.dtype) -> int:
+    def _bytes_sent(self, gradient: torch.Tensor) -> int:
         """The bytes of a sum that is sent whole, or takes as long as what is sent of this one."""
+        num_elements, dtype = gradient.numel(), gradient.dtype
         for one in self._options.pipeline:
             if isinstance(one, SendLargest):
                 return one.bytes_of_sum(num_elements, dtype, self._options.program_workers.num_workers)
+            if isinstance(one, SendLowRank) and gradient.dim() > 1 and num_elements:
+                sizes = gradient.shape[0], num_elements // gradient.shape[0]
+                return one.num_elements_sent(*sizes, dtype) * dtype.itemsize
             if isinstance(one, CompressExchange) and one.narrows(dtype):
                 return num_elements * NARROW[one.dtype].itemsize
         return num_elements * dtype.itemsize

@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, Literal, get_args
 
 from mirrorc.ir import workers
+from mirrorc.power_sgd import PowerSGD
 from mirrorc.top_k import TopK
 
 LossReduction = Literal["mean", "sum"]
@@ -88,9 +89,9 @@ _TAKES = {
         get_args(Exchange),
     ),
     "compression": _Takes(
-        (TopK, NoneType),
-        "say 'bfloat16' or 'float16', to send sums to other workers so, mirrorc.TopK(ratio), to send a part of them, or None for "
-        "all in their own dtype",
+        (PowerSGD, TopK, NoneType),
+        "say 'bfloat16' or 'float16', to send sums to other workers so, mirrorc.TopK(ratio), to send a part of them, "
+        "mirrorc.PowerSGD(rank), to send factors of matrices, or None for all in their own dtype",
         get_args(Compression),
     ),
     "placement": _Takes(

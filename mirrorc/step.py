@@ -31,7 +31,7 @@ from mirrorc.joint_calls import JointCalls
 from mirrorc.kept_gradients import KeptGradients
 from mirrorc.measured_choices import MeasuredChoices
 from mirrorc.options import StepOptions
-from mirrorc.passes import SendLargest
+from mirrorc.passes import SendLargest, SendLowRank
 from mirrorc.printing.wording import counted
 from mirrorc.purposes import Purpose
 from mirrorc.rest_of_step import RestOfStep
@@ -41,6 +41,7 @@ from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.prediction import Foundations
 from mirrorc.runtime.state.accumulated_gradients import Examples
+from mirrorc.runtime.state.kept_factors import KeptFactors
 from mirrorc.runtime.state.loss_scale import LossScale
 from mirrorc.runtime.state.open_states import held_state
 from mirrorc.runtime.state.replica_check import make_state
@@ -224,25 +225,35 @@ class Step(StepReports):
         self._exclusively(lambda: self._choices.load_state_dict(state))
 
     def unsent_state(self) -> dict[str, Any]:
-        """What this worker has not sent of its gradients with ``compression=mirrorc.TopK(...)``, for a checkpoint.
+        """What this worker has not sent of its gradients, with ``compression=mirrorc.TopK(...)`` or ``PowerSGD(...)``, for a
+        checkpoint.
 
         Each worker has its own, so each saves its own, beside the checkpoint of what all have alike; `load_unsent_states` takes
         those of all of them. Without them, a restart loses what was not sent.
 
         Returns:
-            ``rank`` and ``num_workers`` of this worker, and ``unsent``: for each parameter of whose gradient something may be
-            left, a tensor of its shape and dtype, which is a copy; empty before the first step.
+            ``rank`` and ``num_workers`` of this worker; ``unsent``: for each parameter of whose gradient something may be left, a
+            tensor of its shape and dtype, which is a copy, empty before the first step; and with which factors the next step of
+            `mirrorc.PowerSGD` begins, which all workers have alike: ``factors``, by parameter, and ``num_steps``, how many
+            steps there were.
         """
         self.synchronize()
-        values: dict[str, torch.Tensor] = {}
-        self._exclusively(lambda: values.update(self._state.unsent.values()))
-        return {"rank": self.rank, "num_workers": self.num_workers, "unsent": values}
+        found: dict[str, Any] = {}
+        unsent = self._state.unsent
+        self._exclusively(lambda: found.update(unsent=unsent.values(), factors=unsent.factors.values()))
+        return {
+            "rank": self.rank,
+            "num_workers": self.num_workers,
+            **found,
+            "num_steps": unsent.factors.num_steps,
+        }
 
     def load_unsent_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Replaces what this worker has not sent of its gradients by what the workers of an earlier run had not.
 
         Of as many workers each gets its own. Of other numbers, worker r of W gets the sum of those of the ranks r, r + W, and so
-        on, or nothing; so what all have together stays the same. All workers load them before the same step.
+        on, or nothing; so what all have together stays the same. Factors are those of rank 0. All workers load them before the
+        same step.
 
         Args:
             states: what `unsent_state` gave on every worker of the earlier run, in any order.
@@ -251,13 +262,13 @@ class Step(StepReports):
             TypeError, ValueError: they are no such states, not those of all workers, or of another model. Nothing was changed.
         """
         self.synchronize()
-        if not any(isinstance(one, SendLargest) for one in self._options.pipeline):
+        if not any(isinstance(one, SendLargest | SendLowRank) for one in self._options.pipeline):
             raise ValueError(
                 "step.load_unsent_states() was called, but this step sends all of its gradients, and would never add what it is "
-                "given: compile with compression=mirrorc.TopK(...), or leave it out"
+                "given: compile with compression=mirrorc.TopK(...) or mirrorc.PowerSGD(...), or leave it out"
             )
-        values = dealt_out(states, self.rank, self.num_workers, self._model.parameters)
-        self._exclusively(lambda: self._state.unsent.load(values))
+        values, kept = dealt_out(states, self.rank, self.num_workers, self._model.parameters)
+        self._exclusively(lambda: self._state.unsent.load(values, KeptFactors(*kept)))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 _KEYS = ("num_workers", "rank", "unsent")
+_OF_FACTORS = ("factors", "num_steps")  # a state of an earlier version has none
 
 
 def dealt_out(
     states: Sequence[Mapping[str, Any]], rank: int, num_workers: int, parameters: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """What one worker gets: the sum of what the ranks had that are its own modulo the number of workers, by variable.
+) -> tuple[dict[str, torch.Tensor], tuple[dict[str, torch.Tensor], int]]:
+    """What one worker gets: the sum of what the ranks had that are its own modulo the number of workers, by variable; and the
+    factors that all had alike, by variable, with the number of steps.
 
     Args:
         states: as `mirrorc.Step.unsent_state` gave them on all workers of the earlier run, in any order.
@@ -23,24 +25,26 @@ def dealt_out(
     Raises:
         TypeError, ValueError: they are no such states, not those of all workers, or of another model.
     """
-    of_ranks = _checked(states, parameters)
+    of_ranks, first = _checked(states, parameters)
     found: dict[str, torch.Tensor] = {}
     for other in range(rank, len(of_ranks), num_workers):
         for name, value in of_ranks[other].items():
             found[name] = found[name] + value if name in found else value.detach().clone()
-    return found
+    factors = {name: value.detach().clone() for name, value in first.get("factors", {}).items()}
+    return found, (factors, first.get("num_steps", 0))
 
 
 def _checked(
     states: Sequence[Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]
-) -> dict[int, Mapping[str, torch.Tensor]]:
-    """What each rank had."""
+) -> tuple[dict[int, Mapping[str, torch.Tensor]], Mapping[str, Any]]:
+    """What each rank had, and the state of the first."""
     if isinstance(states, Mapping) or not isinstance(states, Sequence):
         raise TypeError(
             f"states is a {type(states).__name__}: give a list of what step.unsent_state() gave on every worker of one run"
         )
     for state in states:
-        if not isinstance(state, Mapping) or sorted(map(str, state)) != sorted(_KEYS):
+        keys = set(state) if isinstance(state, Mapping) else set()
+        if not {*_KEYS} <= keys <= {*_KEYS, *_OF_FACTORS}:
             raise TypeError(f"each of the states is a dict with {', '.join(_KEYS)}, as step.unsent_state() gives it")
     ranks, numbers = [state["rank"] for state in states], {state["num_workers"] for state in states}
     if len(numbers) != 1 or sorted(ranks) != list(range(*numbers)):
@@ -62,4 +66,22 @@ def _checked(
                     f"worker {state['rank']} had not sent all of the gradient of {name!r}, which is no tensor like this model's "
                     f"parameter ({has}): give states of a run of this model"
                 )
-    return {state["rank"]: state["unsent"] for state in states}
+        _check_factors(state, parameters)
+    if len({state.get("num_steps", 0) for state in states}) != 1:
+        raise ValueError(
+            "the states are those of different steps, as their num_steps say: give what step.unsent_state() gave on every worker "
+            "after the same step"
+        )
+    first = next(state for state in states if state["rank"] == 0)
+    return {state["rank"]: state["unsent"] for state in states}, first
+
+
+def _check_factors(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuses a state whose factors are those of another model."""
+    for name, value in state.get("factors", {}).items():
+        own = parameters.get(name)
+        if own is None or not isinstance(value, torch.Tensor) or value.dim() != 2 or own.numel() % value.shape[0]:
+            raise ValueError(
+                f"worker {state['rank']} had factors of {name!r}, which are none of a parameter of this model: give states of a "
+                "run of this model"
+            )

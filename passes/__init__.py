@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from mirrorc.packing import ByBytes, GradientOrder, Packing
@@ -36,13 +36,16 @@ from mirrorc.passes.reuse_arguments import ReuseArguments
 from mirrorc.passes.scale_in_updates import ScaleInUpdates
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.send_largest import SendLargest
+from mirrorc.passes.send_low_rank import SendLowRank
 from mirrorc.passes.shard_optimizer import ShardOptimizer
 from mirrorc.passes.share_parameters import ShareParameters
 from mirrorc.passes.spread_copies import SpreadCopies
 from mirrorc.passes.unscale_gradients import UnscaleGradients
 from mirrorc.passes.update_at_owner import UpdateAtOwner
 from mirrorc.passes.update_in_parts import UpdateInParts
+from mirrorc.passes.worker_compression import WorkerCompression
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.power_sgd import PowerSGD
 from mirrorc.top_k import TopK
 
 __all__ = [
@@ -80,12 +83,15 @@ __all__ = [
     "ScaleInUpdates",
     "ScheduleOverlap",
     "SendLargest",
+    "SendLowRank",
     "ShardOptimizer",
     "ShareParameters",
     "SpreadCopies",
     "UnscaleGradients",
     "UpdateAtOwner",
     "UpdateInParts",
+    "WorkerCompression",
+    "compressing",
     "default_pipeline",
     "told_of_sharing",
 ]
@@ -115,6 +121,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "reduce-over-workers": ReduceOverWorkers,
     "compress-exchange": CompressExchange,
     "send-largest": SendLargest,
+    "send-low-rank": SendLowRank,
     "overlap-next-step": OverlapNextStep,
     "shard-optimizer": ShardOptimizer,
     "clip-gradients": ClipGradients,
@@ -155,7 +162,7 @@ def default_pipeline(
     check_finite: bool | Literal["skip"] = False,
     over_workers: bool = False,
     early_update: bool = True,
-    compression: str | TopK | None = None,
+    compression: str | TopK | PowerSGD | None = None,
     overlap_next_step: bool = False,
     cuts_for_next_step: bool = True,
     shard_optimizer: bool = False,
@@ -187,8 +194,8 @@ def default_pipeline(
             the update out otherwise, True raises an error.
         over_workers: whether buckets are summed over several workers, see `ReduceOverWorkers`.
         early_update: whether each bucket is then updated as soon as its own sum is there, where nothing needs all sums before.
-        compression: the dtype in which workers send sums, see `CompressExchange`, or which part of them, see `SendLargest`; None
-            for all in the buckets' own.
+        compression: the dtype in which workers send sums, see `CompressExchange`, which part of them, see `SendLargest`, or
+            factors of which rank, see `SendLowRank`; None for all in the buckets' own dtype.
         overlap_next_step: whether the last buckets may be in flight when a step returns, see `OverlapNextStep`.
         cuts_for_next_step: whether the buckets are planned, and forward is cut, for that; otherwise regions are those without it.
             `mirrorc.compile` determines it from the backend: one that fuses operators rounds otherwise where regions are cut.
@@ -227,7 +234,7 @@ def default_pipeline(
         *([ShareParameters()] if placement in ("auto", "shared") else []),
         *([UpdateAtOwner()] if has_owners else []),
         *([ReduceOverWorkers(early_update, needs_all)] if over_workers else []),
-        *_compressing(compression),
+        *compressing(compression),
         *([ShardOptimizer()] if shard_optimizer else []),
         *([OverlapNextStep()] if overlap_next_step else []),
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
@@ -242,10 +249,12 @@ def default_pipeline(
     ]
 
 
-def _compressing(compression: str | TopK | None) -> list[Pass]:
+def compressing(compression: str | TopK | PowerSGD | None) -> list[WorkerCompression]:
     """The pass that compresses what workers send, if one is asked for."""
     if isinstance(compression, TopK):
-        return [SendLargest(compression.ratio)]
+        return [SendLargest(**asdict(compression))]
+    if isinstance(compression, PowerSGD):
+        return [SendLowRank(**asdict(compression))]
     return [CompressExchange(compression)] if compression is not None else []
 
 

@@ -11,21 +11,20 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.compressed_sums import num_bytes_sent
-from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, words_of_pack
-from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.graph_edits import insert
+from mirrorc.ir.nodes import bucket_of, pack_of, replica_of, words_of_pack
+from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import set_type
-from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted, numbered
+from mirrorc.passes.worker_compression import WorkerCompression, others_than, said_of_ring
+from mirrorc.printing.wording import counted
 
 NARROW = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
 """The dtypes in which sums may be sent, by name."""
 
 
 @dataclass(frozen=True)
-class CompressExchange:
+class CompressExchange(WorkerCompression):
     """Rounds each worker's sum of a bucket to a narrower dtype before it is sent, and makes the sum over workers wide again::
 
         x_0     = exchange(sum_0, bucket=0, op=sum)           c_0     = compress(sum_0, dtype=torch.bfloat16, bucket=0, replica=0)
@@ -43,57 +42,29 @@ class CompressExchange:
     Buckets of complex numbers, and those whose dtype is not wider, are sent as they are. So are factors, of which each worker
     makes its gradients.
 
-    Needs: the exchanges of reduce-over-workers, none of which is dealt out or linked yet.
-    Guarantees: what is waited for of a compressed sum is decompressed before anything else takes it.
-
     Attributes:
         dtype: "bfloat16", which has the range of float32 and 8 bits of precision; or "float16", which has 11 bits up to 65504.
     """
 
     dtype: str = "bfloat16"
-    name: str = field(default="compress-exchange", init=False)
-    input_stage: Stage = field(default=Stage.SCHEDULED, init=False)
-    output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
-    changes_bits: str = field(default="sums are rounded on their way to other workers", init=False)
-    trains_only: ClassVar = True
-    updates_only: ClassVar = True
-    establishes: ClassVar = (Property.COMPRESSED,)
-    precedes: ClassVar = (
-        Property.COMPRESSED,
-        Property.SHARDED,
-        Property.CLIPPED,
-        Property.UNSCALED,
-        Property.CHECKED,
-        Property.LINKED,
-    )
+    name: str = field(default="compress-exchange", init=False, repr=False)
+    changes_bits: str = field(default="sums are rounded on their way to other workers", init=False, repr=False)
+    does: ClassVar = "compresses"
 
     def __post_init__(self) -> None:
         if self.dtype not in NARROW:
             raise ValueError(f"dtype is {self.dtype!r}: say {' or '.join(map(repr, NARROW))}")
 
-    def run(self, program: Program) -> Program:
-        if not program.workers.are_several:
-            return program.with_remarks("nothing is compressed: there is one worker, and nothing is sent to others")
-        if Property.EXCHANGED not in program.properties:
-            raise PassError(
-                "pass 'compress-exchange' compresses sums that are sent to other workers, and none is: 'reduce-over-workers' "
-                "must come before it"
-            )
-        program = program.evolve(
-            graph=copied(program.mirrored_graph), properties=(*program.properties, Property.COMPRESSED)
-        )
-        launches = list(calls_to(program.mirrored_graph, ops.exchange))
-        wide = [launch for launch in launches if self.narrows(program.buckets[bucket_of(launch)].dtype)]
-        before = sum(num_bytes_sent(program, launch) for launch in wide)
-        for launch in wide:
-            self._compress(program, launch)
-        return program.with_remarks(*self._remarks(program, wide, before))
-
     def narrows(self, dtype: torch.dtype) -> bool:
         """Whether sums of this dtype are sent in a narrower one."""
         return dtype.is_floating_point and dtype.itemsize > NARROW[self.dtype].itemsize
 
-    def _compress(self, program: Program, launch: fx.Node) -> None:
+    def applies_to(self, program: Program, launch: fx.Node) -> bool:
+        """See the base class."""
+        return self.narrows(program.buckets[bucket_of(launch)].dtype)
+
+    def replace(self, program: Program, launch: fx.Node) -> fx.Node:
+        """See the base class; the exchange stays, and takes what is compressed."""
         words = words_of_pack(*program.packs[pack_of(launch)])
         launch.args = tuple(
             insert(
@@ -114,24 +85,22 @@ class CompressExchange:
                 total = insert(program, wait.next, ops.decompress, (wait,), own)
                 for user in users:
                     user.replace_input_with(wait, total)
+        return launch
 
-    def _remarks(self, program: Program, wide: Sequence[fx.Node], before: int) -> list[str]:
-        others = sorted({bucket.index for bucket in program.buckets} - {bucket_of(launch) for launch in wide})
+    def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
+        """See the base class."""
         told = []
-        if wide:
-            number, after = program.workers.num_workers, sum(num_bytes_sent(program, launch) for launch in wide)
-            sent, without = (size_text(round(2 * size * (number - 1) / number)) for size in (after, before))
+        if new:
+            number, after = program.workers.num_workers, sum(num_bytes_sent(program, launch) for launch in new)
             told.append(
-                f"{counted(len(wide), 'exchange')} in {self.dtype}, which changes numbers: each of {number} workers sends {sent} "
-                f"in a step, in place of {without}"
+                f"{counted(len(new), 'exchange')} in {self.dtype}, which changes numbers: each of {number} workers sends "
+                f"{said_of_ring(program, after)} in a step, in place of {said_of_ring(program, before)}"
             )
-        if self.dtype == "float16" and wide:
+        if self.dtype == "float16" and new:
             told.append(
                 "a sum beyond 65504 becomes infinite in float16: check_finite= or a scaler notices it; bfloat16 has the range of "
                 "float32"
             )
-        if others:
-            told.append(
-                f"{numbered('bucket', others)} not compressed: sent as factors, or {self.dtype} is not narrower than the dtype"
-            )
+        if others := others_than(program, new):
+            told.append(f"{others} not compressed: sent as factors, or {self.dtype} is not narrower than the dtype")
         return told

@@ -88,6 +88,7 @@ ORDER = (
     "mirrorc/optimizer_groups",  # the user's, under one count
     "mirrorc/optimizers",  # kinds of optimizers, which capture plans for and runtime runs
     "mirrorc/shared_memory",  # of variables, which capture refuses and the runtime looks for between steps
+    "mirrorc/power_sgd",  # what is sent of a matrix
     "mirrorc/top_k",  # what is sent of a gradient, as are these:
     "mirrorc/packing",  # plans, which options take and passes follow
     "mirrorc/replicas",  # what models ask of them

@@ -19,6 +19,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.workers import Workers
 from mirrorc.passes import CompressExchange, default_pipeline
+from mirrorc.power_sgd import PowerSGD
 from mirrorc.printing.reader import read_program_text
 from mirrorc.top_k import TopK
 
@@ -82,6 +83,7 @@ def test_whole_gradients_are_weighed_against_factors_by_the_bytes_that_are_sent(
     assert "2.weight as factors (937.5 KiB against 1.4 MiB)" in remark(None)
     assert "2.weight whole (937.5 KiB against 703.1 KiB)" in remark("bfloat16")
     assert "2.weight whole (937.5 KiB against 28.1 KiB)" in remark(TopK(0.01))
+    assert "2.weight whole (937.5 KiB against 18.8 KiB)" in remark(PowerSGD(4))
 
 
 def test_a_process_alone_compresses_nothing_and_says_so() -> None:
@@ -126,11 +128,27 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
         ),
         (
             {"compression": TopK(0.1), "passes": default_pipeline(over_workers=True)},
-            "put mirrorc.passes.SendLargest(0.1) behind ReduceOverWorkers() there",
+            "put mirrorc.passes.SendLargest(ratio=0.1) behind ReduceOverWorkers() there",
+        ),
+        (
+            {"compression": PowerSGD(2), "shard_optimizer": True},
+            "cannot be used with shard_optimizer=True yet: workers send each other parts of sums there",
+        ),
+        (
+            {"compression": PowerSGD(2), "exact_order": True},
+            "with exact_order=True: workers send matrices of low rank, and the rest in later steps; leave out one",
+        ),
+        (
+            {"compression": PowerSGD(2), "disable_passes": ["send-low-rank"]},
+            "asks for the pass 'send-low-rank', which disable_passes leaves",
+        ),
+        (
+            {"compression": PowerSGD(2), "passes": default_pipeline(over_workers=True)},
+            "put mirrorc.passes.SendLowRank(rank=2, min_compression_rate=2.0, start_step=0, seed=0) behind",
         ),
         (
             {"passes": default_pipeline(over_workers=True)},
-            "put mirrorc.passes.CompressExchange('bfloat16') behind ReduceOverWorkers() there",
+            "put mirrorc.passes.CompressExchange(dtype='bfloat16') behind ReduceOverWorkers() there",
         ),
     ],
 )
@@ -180,6 +198,63 @@ def test_what_is_kept_of_gradients_is_counted_in_memory() -> None:
         told.append(str(step.memory()))
     assert "50.2 KiB" in told[0] and "50.2 KiB" not in told[1]  # the bucket's 16.8 KiB, and twice that for what is kept
     assert "largest elements" in told[0]
+
+
+@pytest.mark.parametrize("compression", [TopK(0.1), PowerSGD(2), "bfloat16"])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"placement": "mirrored"}, "these need to share their parameters, so that a worker sends each sum once"),
+        ({"placement": "central"}, "an owner updates for the devices of its own process"),
+        ({"placement": "least-loaded"}, "an owner updates for the devices of its own process"),
+        ({"all_reduce": "ring"}, "it makes sums of messages between the devices of one process"),
+        ({"all_reduce": "reduce-to-one"}, "it makes sums of messages between the devices of one process"),
+        ({"cuda_graphs": True}, "a graph does not replay what joins workers"),
+        (
+            {"overlap_next_step": True, "early_update": False},
+            "no bucket is updated before all sums are there then; leave out one of them",
+        ),
+    ],
+)
+def test_what_workers_cannot_have_is_refused_with_compression_too(
+    compression: Any, options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        step_of(world=World(2, 2), compression=compression, **options)
+
+
+def test_matrices_of_low_rank_are_printed_and_read_back(tmp_path: Path) -> None:
+    program = prepared(compression=PowerSGD(2), exchange="dense")
+    text = program.to_text(fold=False)
+    assert "rank=2, matrices=('2.weight', '0.weight'), start_step=0, seed=0" in text
+    assert "3.0 KiB in place of 16.8 KiB summed over 2 workers: this changes numbers" in text
+    assert "add_unsent(bucket=0" in text
+    read_program_text(program.to_text(slots=True, sources=False))
+    assert_same(program, reload(program, tmp_path))
+
+
+def test_factors_of_low_rank_are_counted_in_memory() -> None:
+    step = step_of(exchange="dense", compression=PowerSGD(2))
+    step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
+    told = str(step.memory())
+    assert "factors of low rank" in told and "51.3 KiB" in told  # 50.2 as with a part, and twice the right factors
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "why"),
+    [
+        ({"rank": 0}, ValueError, "rank is 0: give a whole number, 1 or more"),
+        ({"rank": 1.5}, TypeError, "rank is 1.5: give a whole number, 1 or more"),
+        ({"rank": True}, TypeError, "rank is True: give a whole number, 1 or more"),
+        ({"start_step": -1}, ValueError, "start_step is -1: give a whole number, 0 or more"),
+        ({"seed": "a"}, TypeError, "seed is 'a': give a whole number, 0 or more"),
+        ({"min_compression_rate": 0.5}, ValueError, "min_compression_rate is 0.5: give a number, 1 or more"),
+        ({"min_compression_rate": "2"}, TypeError, "min_compression_rate is '2': give a number, 1 or more"),
+    ],
+)
+def test_another_rank_is_refused(given: dict[str, Any], error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=re.escape(why)):
+        PowerSGD(**given)
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ class BucketParts:
         if node.target in (ops.norm, ops.is_finite):
             return None
         if node.target is ops.unpack:
-            return _concatenated([self._exact(source) for source in node.all_input_nodes])
+            return _concatenated(_sent_alike([self._exact(source) for source in node.all_input_nodes]))
         if node.target is torch.ops.aten.cat.default:
             return _concatenated([self._exact(source) for source in node.args[0]])  # type: ignore[union-attr, arg-type]
         first, *others = node.args or (None,)
@@ -319,6 +319,21 @@ def _concatenated(parts: list[Part | None]) -> Part | None:
     if first is None or any(p is None or replace(p, spans=()) != replace(first, spans=()) for p in parts):
         return None
     return replace(first, spans=tuple(span for part in parts if part is not None for span in part.spans))
+
+
+def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
+    """The packs of a bucket, of which workers may send some in part and others whole: if they differ in nothing else, all count
+    as sent in part."""
+    name = target_name(ops.add_unsent)
+    steps = {part.steps for part in parts if part is not None}
+    in_part = [own for own in steps if any(step[0] == name for step in own)]
+    if (
+        len(steps) != 2
+        or len(in_part) != 1
+        or {tuple(s for s in own if s[0] != name) for own in steps} != steps - {*in_part}
+    ):
+        return parts
+    return [replace(part, steps=in_part[0]) if part is not None else None for part in parts]
 
 
 def _added(one: Part, other: Part) -> Part | None:

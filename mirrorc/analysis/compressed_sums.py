@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
+from mirrorc.ir.matrices import Matrix, named_matrices
 from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
 
@@ -36,9 +37,28 @@ def bytes_of_largest(count: int, num_elements: int, dtype: torch.dtype) -> int:
     return count * (dtype.itemsize + index_dtype(num_elements).itemsize)
 
 
+def low_rank_matrices(program: Program, exchange: fx.Node) -> list[Matrix]:
+    """The matrices of which an `exchange_low_rank` sends factors, in the order in which they lie."""
+    names: Any = exchange.kwargs["matrices"]
+    return named_matrices(*program.packs[pack_of(exchange)], names)
+
+
+def bytes_of_rounds(program: Program, exchange: fx.Node) -> tuple[int, int]:
+    """The bytes of what an `exchange_low_rank` adds up over workers: first the left factors, and all that is sent whole; then the
+    right factors."""
+    bucket, pack = program.packs[pack_of(exchange)]
+    rank: Any = exchange.kwargs["rank"]
+    matrices = low_rank_matrices(program, exchange)
+    whole = pack.num_elements - sum(one.rows * one.columns for one in matrices)
+    left, right = (rank * sum(sides) for sides in ([one.rows for one in matrices], [one.columns for one in matrices]))
+    return (whole + left) * bucket.dtype.itemsize, right * bucket.dtype.itemsize
+
+
 def num_bytes_sent(program: Program, exchange: fx.Node) -> int:
     """The bytes of what an exchange adds up over workers, in the dtype in which it is sent; of what each worker has chosen, if
-    that is gathered."""
+    that is gathered; of factors, if the sum has low rank."""
+    if exchange.target is ops.exchange_low_rank:
+        return sum(bytes_of_rounds(program, exchange))
     bucket, pack = program.packs[pack_of(exchange)]
     if exchange.target is ops.gather_largest:
         count: Any = exchange.kwargs["count"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from mirrorc.analysis.compressed_sums import num_bytes_sent
+from mirrorc.analysis.compressed_sums import bytes_of_rounds, num_bytes_sent
 from mirrorc.analysis.link_speed import LinkSpeed
 from mirrorc.analysis.sent_factors import factor_bytes, packs_of, rows_of
 from mirrorc.analysis.updates_in_parts import part_elements_of
@@ -194,6 +194,9 @@ class ProgramDurations:
             return self._costs.link.all_reduce_seconds(num_bytes_sent(self._program, node), num_workers)
         if node.target is ops.gather_largest:
             return self._costs.link.all_gather_seconds(num_bytes_sent(self._program, node), num_workers)
+        if node.target is ops.exchange_low_rank:
+            rounds = bytes_of_rounds(self._program, node)
+            return sum(self._costs.link.all_reduce_seconds(num_bytes, num_workers) for num_bytes in rounds)
         if node.target is ops.scatter_sums:
             return self._costs.link.all_to_all_seconds(self._program.buckets[index].num_bytes, num_workers)
         if node.target is ops.gather_parameters:

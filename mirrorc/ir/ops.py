@@ -30,6 +30,7 @@ from mirrorc.ir.type_rules import (
     of_gathered,
     of_largest,
     of_loss_scale,
+    of_low_rank,
     of_microbatch,
     of_norm,
     of_operand,
@@ -308,7 +309,8 @@ def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: st
     called="b{bucket}{pack}_with_unsent",
 )
 def add_unsent(own: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Adds to what a replica has of its worker's sum what earlier steps have not sent of theirs: `gather_largest` sends its part.
+    """Adds to what a replica has of its worker's sum what earlier steps have not sent of theirs: `gather_largest` or
+    `exchange_low_rank` sends its part.
 
     The replicas of a worker write their shares into one memory, apart from the bucket. What is not sent of it is kept for the
     next step when this step has taken place; a step that fails, or leaves its update out, leaves what was kept before.
@@ -333,6 +335,37 @@ def gather_largest(
     It takes what `add_unsent` gives for each replica of this worker (one, once lowered). When it waits, each replica makes its
     share of the sum over all workers, or all of it, in the order of ranks, in the memory of the bucket; what nobody has sent is
     zero there. So all workers have the same bits.
+    """
+
+
+@operation(
+    Kind.LAUNCH,
+    since=Stage.SCHEDULED,
+    effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
+    gives=of_low_rank,
+    stem="b{bucket}{pack}_low_rank",
+    value="pending",
+    called="b{bucket}{pack}_low_rank",
+    awaited="total",
+)
+def exchange_low_rank(
+    *sums: Any,
+    rank: int,
+    matrices: tuple[str, ...],
+    start_step: int,
+    seed: int,
+    bucket: int,
+    pack: int | None = None,
+    op: str,
+    link: str | None = None,
+) -> Any:
+    """Launches the sum over all workers of thin factors of the named gradients of a bucket, and of the rest of the bucket whole.
+
+    It takes what `add_unsent` gives for each replica of this worker (one, once lowered). Of each matrix M, workers add up
+    ``P = M Q``, with the Q of the step before; then ``Q = P' M``, with the columns of P made orthonormal. When it waits, each
+    replica makes its share of the sum, ``P Q'``, or all of it, in the memory of the bucket; what a worker's own factors leave
+    out is kept. All workers get the same bits. The first Q follows from ``seed`` and the gradient's name. Before ``start_step``
+    steps have taken place, the whole bucket is added up.
     """
 
 
@@ -659,7 +692,10 @@ SHARED_OUT = Selection(lambda found: {Effect.SUMS, Effect.SCATTERS} <= found.eff
 EXCHANGES = Selection(lambda found: Effect.EXCHANGES in found.effects)
 """Operations that join workers, to add up what they have."""
 
-EXCHANGES_OF_SUMS = (exchange, gather_largest)
+EXCHANGES_OF_PARTS = (gather_largest, exchange_low_rank)
+"""Those that send a part of each worker's sum, with what was not sent before: what is left of it is kept."""
+
+EXCHANGES_OF_SUMS = (exchange, *EXCHANGES_OF_PARTS)
 """Those that take the sum of each worker, and give all of the sum over workers, or what is sent of it."""
 
 BETWEEN_WORKERS = Selection(lambda found: bool(found.effects & {Effect.EXCHANGES, Effect.SPREADS}))

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir.buckets import Bucket, Pack
+from mirrorc.ir.matrices import matrices_in, named_matrices
 from mirrorc.ir.nodes import bucket_of, pack_of, region_of
 from mirrorc.ir.operation import Effect, operation_of
 from mirrorc.ir.program import Program
@@ -278,6 +279,31 @@ def of_largest(program: Program, node: fx.Node) -> ValueType:
         raise TypeError(f"its keyword count is {count!r}, but it sends 1 to {pack.num_elements} elements")
     if not bucket.dtype.is_floating_point:
         raise TypeError(f"it sends the largest elements of {bucket.dtype}, which are no real numbers")
+    return gives
+
+
+def of_low_rank(program: Program, node: fx.Node) -> ValueType:
+    """As of an exchange. Its keyword ``matrices`` must name gradients that lie in the bucket, or pack, as matrices, in order, and
+    ``rank`` make the factors of each shorter than the matrix."""
+    (bucket, pack), gives = _pack(program, node), of_exchange(program, node)
+    names, rank = node.kwargs.get("matrices"), node.kwargs.get("rank")
+    if bucket.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"it sends factors of {bucket.dtype}, which are made of float32 or float64")
+    if not isinstance(rank, int) or rank < 1:
+        raise TypeError(f"its keyword rank is {rank!r}, but factors have one column or more")
+    for word in ("start_step", "seed"):
+        number = node.kwargs.get(word)
+        if not isinstance(number, int) or number < 0:
+            raise TypeError(f"its keyword {word} is {number!r}, no whole number")
+    found = named_matrices(bucket, pack, names) if isinstance(names, tuple | list) else []
+    if not found or [one.variable for one in found] != list(names):  # type: ignore[arg-type]
+        has = ", ".join(one.variable for one in matrices_in(bucket, pack)) or "none"
+        raise TypeError(f"its keyword matrices is {names!r}, but it sends factors of some of: {has}")
+    for one in found:
+        if rank * one.sides >= one.rows * one.columns:
+            raise TypeError(
+                f"{rank} columns of factors are not shorter than {one.variable}, {one.rows} x {one.columns}"
+            )
     return gives
 
 

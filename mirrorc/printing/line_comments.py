@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.analysis.clipping import is_checked, numbers_of
+from mirrorc.analysis.compressed_sums import num_bytes_sent
 from mirrorc.analysis.factored_gradients import Maker, maker_of, stays_factored
 from mirrorc.analysis.slots_of_values import given_slots
 from mirrorc.analysis.updates_in_parts import is_made_in_updates
@@ -27,6 +28,7 @@ from mirrorc.ir.nodes import (
     is_of,
     is_region_call,
     origin_of,
+    pack_of,
     region_calls,
     region_of,
     replica_of,
@@ -36,7 +38,7 @@ from mirrorc.ir.program import LOSS_OUTPUT, ArgumentKind, Program
 from mirrorc.ir.type_rules import awaited_elements
 from mirrorc.ir.variables import Role
 from mirrorc.printing.spans import range_text
-from mirrorc.printing.values import type_of
+from mirrorc.printing.values import size_text, type_of
 
 _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns its loss: no update is made"}
 
@@ -319,6 +321,15 @@ def _of_present(program: Program) -> str:
     return f"of all {count} devices" if count == program.num_replicas else f"of the {count} devices that have examples"
 
 
+def _of_low_rank(program: Program, node: fx.Node) -> str:
+    sent, whole = num_bytes_sent(program, node), program.packs[pack_of(node)]
+    num_bytes = whole[1].num_elements * whole[0].dtype.itemsize
+    return (
+        f"{size_text(sent)} in place of {size_text(num_bytes)} summed over {program.workers.num_workers} workers: this changes "
+        "numbers"
+    )
+
+
 _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
     {
         ops.check: lambda program, node: f"or the step stops: {node.kwargs['text']!r}",
@@ -334,6 +345,7 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.gather_largest: lambda program, node: (
             f"the largest {node.kwargs['count']} elements of each of {program.workers.num_workers} workers: this changes numbers"
         ),
+        ops.exchange_low_rank: _of_low_rank,
         ops.exchange: lambda program, node: f"summed over {program.workers.num_workers} workers",
         ops.scatter_sums: lambda program, node: (
             f"summed over {program.workers.num_workers} workers, each gets its part"

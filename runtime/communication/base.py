@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -161,14 +161,14 @@ class Communicator:
         """This replica's part of the bucket, which was given, when it holds the sum over all workers."""
         raise self._not_carried("exchange")
 
-    def launch_largest(self, bucket: int, replica: int, whole: torch.Tensor, count: int) -> None:
-        """Offers this replica's part of ``whole``, 1-D, in which the worker's replicas write theirs. When all have, the ``count``
-        elements of largest magnitude are sent to all workers, and become zero in ``whole``."""
-        raise self._not_carried("gather_largest")
+    def launch_part(self, bucket: int, replica: int, make: Callable[[], Any]) -> None:
+        """Offers this replica's part of what is sent of a bucket in place of the whole: when all replicas of this worker have
+        offered theirs, ``make`` is called, and gives a `mirrorc.runtime.workers.sent_part.SentPart`."""
+        raise self._not_carried("parts of sums")
 
-    def wait_largest(self, bucket: int, replica: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """What each worker has sent, in order of ranks: elements, and their places in the whole, each of which it names once."""
-        raise self._not_carried("gather_largest")
+    def wait_part(self, bucket: int, replica: int) -> Any:
+        """What was made so, when all workers have sent theirs."""
+        raise self._not_carried("parts of sums")
 
     def launch_gather(self, bucket: int, replica: int, own: Any) -> None:
         """Offers this replica's bucket, whose gradients are left as factors, to all workers. They are sent when all replicas of

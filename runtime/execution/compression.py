@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.compressed_sums import own_elements, writes_for_all
+from mirrorc.analysis.compressed_sums import low_rank_matrices, own_elements, writes_for_all
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
 from mirrorc.runtime.execution.binding import Binder, binds, binds_waits
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.state.unsent_gradients import UnsentGradients
+from mirrorc.runtime.workers.largest_elements import LargestElements
+from mirrorc.runtime.workers.low_rank_sums import LowRankSum, WholeSum
+from mirrorc.runtime.workers.sent_part import SentPart
+
+LaunchPart = Callable[[int, int, Callable[[], SentPart]], None]
+"""See `mirrorc.runtime.communication.Communicator.launch_part`."""
 
 
 @binds(ops.compress)
@@ -55,17 +61,43 @@ def _bind_add_unsent(binder: Binder, replica: int, node: fx.Node) -> Callable[..
 
 @binds(ops.gather_largest)
 def _bind_gather_largest(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
-    exchanges, (bucket, pack) = binder.communicators[str(node.kwargs["link"])], binder.program.packs[pack_of(node)]
+    (bucket, pack), number = binder.program.packs[pack_of(node)], binder.program.workers.num_workers
     unsent = _unsent_of(binder)
 
-    def gather_largest(own: torch.Tensor, *, count: int, **_: Any) -> None:
-        exchanges.launch_largest(pack.number, replica, unsent.new(bucket.index)[pack.start : pack.stop], count)
+    def launch(launch_part: LaunchPart, *, count: int, **_: Any) -> None:
+        whole = unsent.new(bucket.index)[pack.start : pack.stop]
+        launch_part(pack.number, replica, lambda: LargestElements(whole, count, number))
 
-    return gather_largest
+    return _launching(binder, node, launch)
 
 
-@binds_waits(ops.gather_largest)
-def _bind_wait_for_largest(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
+@binds(ops.exchange_low_rank)
+def _bind_exchange_low_rank(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    (bucket, pack), unsent = binder.program.packs[pack_of(node)], _unsent_of(binder)
+    matrices = low_rank_matrices(binder.program, node)
+
+    def launch(launch_part: LaunchPart, *, rank: int, start_step: int, seed: int, **_: Any) -> None:
+        whole, factors = unsent.new(bucket.index)[pack.start : pack.stop], unsent.factors
+
+        def make() -> SentPart:
+            if factors.num_steps < start_step:
+                return WholeSum(whole)
+            begin = [factors.begin_with(one.variable, one.columns, rank, seed, whole.dtype) for one in matrices]
+            return LowRankSum(whole, matrices, begin, factors.new.update)
+
+        launch_part(pack.number, replica, make)
+
+    return _launching(binder, node, launch)
+
+
+def _launching(binder: Binder, node: fx.Node, launch: Callable[..., None]) -> Callable[..., None]:
+    """Launches over the link of a node."""
+    launch_part = binder.communicators[str(node.kwargs["link"])].launch_part
+    return lambda own, **words: launch(launch_part, **words)
+
+
+@binds_waits(*ops.EXCHANGES_OF_PARTS)
+def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
     """Waits for what all workers have sent, and adds it up where the bucket's gradients lie, or in memory of its own."""
     launch: Any = node.args[0]
     exchanges, (bucket, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
@@ -74,16 +106,11 @@ def _bind_wait_for_largest(binder: Binder, replica: int, node: fx.Node) -> Calla
     is_needed = writes or bool(node.users)
 
     def wait(_pending: None, **_: Any) -> torch.Tensor | None:
-        sent = exchanges.wait_largest(pack.number, replica)
+        part = exchanges.wait_part(pack.number, replica)
         if not is_needed:
             return None
         into = own if writes else torch.empty_like(own)
-        into.zero_()
-        for elements, places in sent:
-            if stop - start < pack.num_elements:
-                is_own = (places >= start) & (places < stop)
-                elements, places = elements[is_own], places[is_own] - start
-            into.index_add_(0, places, elements)
+        part.take(start, stop, into, keeps_rest=writes)
         return into
 
     return wait

@@ -15,7 +15,12 @@ from torch import fx
 
 from mirrorc.analysis.aliases import viewed
 from mirrorc.analysis.clipping import asked_of_late_share, lies_in_own_memory, truths_of
-from mirrorc.analysis.compressed_sums import num_bytes_sent, writes_for_all
+from mirrorc.analysis.compressed_sums import (
+    bytes_of_rounds,
+    low_rank_matrices,
+    num_bytes_sent,
+    writes_for_all,
+)
 from mirrorc.analysis.factored_gradients import (
     factor_values,
     factored_slots,
@@ -37,6 +42,7 @@ from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
 from mirrorc.runtime.state.gradient_shares import largest_part_of_share, pieces_of_share, temporary_bytes
 from mirrorc.runtime.state.share_pieces import Factors, Piece
+from mirrorc.runtime.state.thin_products import elements_of_blocks
 from mirrorc.runtime.state.touched_rows import bytes_of_rows
 from mirrorc.runtime.state.unmade_products import bytes_to_measure
 from mirrorc.runtime.state.unmade_tables import bytes_of_tables, bytes_to_measure_tables
@@ -262,6 +268,23 @@ class _Walk:
         magnitudes = pack.num_elements * node.meta["val"].value.dtype.itemsize
         return (), magnitudes + count * (magnitudes // pack.num_elements + torch.int64.itemsize)
 
+    @accounts(ops.exchange_low_rank)
+    def _exchange_low_rank(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """The factors of both rounds, until the end of the step: of the first as they are sent and with orthonormal columns, of
+        the second the worker's own and all workers'. One device has them for all."""
+        if self.replica:
+            return (), 0
+        left, right = bytes_of_rounds(self.program, node)
+        self.ledger.hold([Block(2 * left + right, self.names.name(node), "factors of low rank")])
+        return (), 0
+
+    def _bytes_of_products(self, launch: fx.Node) -> int:
+        """What the sum of what workers have sent is made in: of factors, blocks of their products."""
+        if launch.target is not ops.exchange_low_rank:
+            return 0
+        bucket, matrices = self.program.buckets[bucket_of(launch)], low_rank_matrices(self.program, launch)
+        return max(elements_of_blocks(one.rows, one.columns) for one in matrices) * bucket.dtype.itemsize
+
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         """The messages, until the end of the step; taken to be as long for all workers. One device writes them for all."""
@@ -323,8 +346,9 @@ class _Walk:
             return (self._new(node) if source != self.device else ()), 0
         if launch.target is ops.gather_parameters:
             return (), 0
-        if launch.target is ops.gather_largest:
-            return (self._new(node) if node.users and not writes_for_all(self.program, node, self.replica) else ()), 0
+        if launch.target in ops.EXCHANGES_OF_PARTS:
+            new = self._new(node) if node.users and not writes_for_all(self.program, node, self.replica) else ()
+            return new, self._bytes_of_products(launch)
         if launch.target is ops.all_gather:
             return (), self._bytes_to_gather(node)
         place = link_named(launch.kwargs["link"]).sum_place

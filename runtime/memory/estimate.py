@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mirrorc.analysis.compressed_sums import bytes_of_rounds
 from mirrorc.analysis.factored_gradients import left_to_shares, pack_of_gradients, slots_left_as_factors
 from mirrorc.analysis.sent_factors import factors_of_shares
 from mirrorc.analysis.updates_in_parts import is_looked_at
@@ -90,7 +91,9 @@ class _Tally:
         self.unknown: set[Owners] = set()  # those whose optimizer state is not known
         self.remarks: list[str] = []
         self._parts = [0] * len(self.names)  # bytes of the memory in which parts of gradients are made, of each device
-        self._sent_in_part = [node for graph in program.graphs()[:1] for node in calls_to(graph, ops.gather_largest)]
+        self._sent_in_part = [
+            node for graph in program.graphs()[:1] for node in calls_to(graph, *ops.EXCHANGES_OF_PARTS)
+        ]
         self._in_buckets = {slot.variable for bucket in program.buckets for slot in bucket.slots}
 
     def _add(self, owners: Owners, kind: str, num_bytes: int) -> None:
@@ -125,10 +128,12 @@ class _Tally:
         """Adds the parameters and gradients of a bucket."""
         for owners in self._copies(bucket):
             self._add(owners, "parameters", bucket.num_bytes)
-        if any(bucket_of(node) == bucket.index for node in self._sent_in_part):
-            self._add(
-                self.names[:1], "gradients", 2 * bucket.num_bytes
-            )  # what was not sent, and what will not have been
+        sent_in_part = [node for node in self._sent_in_part if bucket_of(node) == bucket.index]
+        if sent_in_part:  # what was not sent, and what will not have been
+            self._add(self.names[:1], "gradients", 2 * bucket.num_bytes)
+        for node in sent_in_part:
+            if node.target is ops.exchange_low_rank:  # the right factors of the last step, and of this one
+                self._add(self.names[:1], "gradients", 2 * bytes_of_rounds(self.program, node)[1])
         if bucket.rule.takes_rows:  # which are activations
             return
         pack = pack_of_gradients(self.program, bucket.index)

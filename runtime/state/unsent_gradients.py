@@ -11,6 +11,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program, Property
+from mirrorc.runtime.state.kept_factors import KeptFactors
 from mirrorc.runtime.state.layout import memory_for_gradients, slot_views
 
 
@@ -43,12 +44,17 @@ class UnsentGradients:
 
     Args:
         device: where it lies: the worker's first.
+
+    Attributes:
+        factors: with which matrices begin that are sent with low rank; all workers have the same.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.factors = KeptFactors()
         self._unsent = _Unsent()
         self._program: Program | None = None  # for which it is laid out
+        self._has_low_rank = False  # that program
 
     def fit(self, program: Program) -> None:
         """Lays it out for the buckets of which a program sends a part; that of other variables is kept aside.
@@ -57,7 +63,7 @@ class UnsentGradients:
         """
         if program is self._program or Property.COMPRESSED not in program.properties:
             return
-        sent = {bucket_of(node) for graph in program.graphs() for node in calls_to(graph, ops.gather_largest)}
+        sent = {bucket_of(node) for graph in program.graphs() for node in calls_to(graph, *ops.EXCHANGES_OF_PARTS)}
         plan = tuple(program.buckets[index] for index in sorted(sent))
         if plan != self._unsent.plan:
             old = self._of_variables()
@@ -69,11 +75,14 @@ class UnsentGradients:
             self._unsent = _Unsent(
                 plan, kept, new, {name: own.clone() for name, own in old.items()}, self._unsent.scale
             )
+        self._has_low_rank = any(True for graph in program.graphs() for _ in calls_to(graph, ops.exchange_low_rank))
         self._program = program
 
     def begin(self, program: Program, scale: float) -> None:
         """Called before a step of a program whose loss is multiplied by a scale."""
         self._unsent = replace(self._unsent, new_scale=scale if program is self._program else None)
+        if program is self._program and self._has_low_rank:
+            self.factors.begin()
 
     def add(self, bucket: int, elements: slice, own: torch.Tensor) -> torch.Tensor:
         """Adds what is kept of these elements of a bucket to a replica's share of the sum; the result lies elsewhere."""
@@ -93,13 +102,15 @@ class UnsentGradients:
             self._unsent = replace(
                 unsent, kept=unsent.new, new=unsent.kept, scale=unsent.new_scale, new_scale=None
             )  # at once
+            self.factors.finish()
 
     def values(self) -> dict[str, torch.Tensor]:
         """What is kept, by variable: copies, of gradients of losses that are not scaled."""
         return {name: own / self._unsent.scale for name, own in self._of_variables().items()}
 
-    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+    def load(self, values: Mapping[str, torch.Tensor], factors: KeptFactors) -> None:
         """Replaces what is kept by what `values` gave, for variables of the same shapes and dtypes; others have nothing then."""
+        self.factors = factors
         self._unsent, self._program = _Unsent(aside={name: own.to(self._device) for name, own in values.items()}), None
 
     def _of_variables(self) -> dict[str, torch.Tensor]:

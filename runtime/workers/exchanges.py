@@ -20,7 +20,7 @@ from mirrorc.runtime.state.gradient_shares import UnmadeShare, make_pieces
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit
 from mirrorc.runtime.workers.factor_messages import FactorMessage, Gathering, NumRows, RowsOf
 from mirrorc.runtime.workers.joint_launches import JointLaunches, Launch
-from mirrorc.runtime.workers.largest_elements import LargestElements
+from mirrorc.runtime.workers.sent_part import SentPart
 from mirrorc.runtime.workers.sharded_buckets import ShardedBuckets
 from mirrorc.runtime.workers.team import Team
 
@@ -44,7 +44,6 @@ class Exchanges(Communicator):
         made: the elements of each of these buckets that each device makes.
         rows_of: gives the numbers of rows in a step.
         rank: of this worker.
-        num_workers: how many there are.
         sharded: moves the buckets of which each worker updates a part.
     """
 
@@ -60,13 +59,11 @@ class Exchanges(Communicator):
         made: Mapping[int, Sequence[tuple[int, int]]],
         rows_of: RowsOf,
         rank: int,
-        num_workers: int,
         sharded: ShardedBuckets,
     ) -> None:
         super().__init__(devices, timeout_seconds)
         self._messages, self._made, self._rows_of, self._rank = messages, made, rows_of, rank
-        self._num_workers = num_workers
-        self._largest: dict[int, LargestElements] = {}
+        self._parts: dict[int, SentPart] = {}
         self._joint = JointLaunches(len(devices), buckets, launch, timeout_seconds)
         self._sharded = sharded
         self.release()
@@ -88,7 +85,7 @@ class Exchanges(Communicator):
         }
         self._gatherings: dict[int, Gathering] = {}
         self._to_send: dict[int, torch.Tensor] = {}
-        self._largest = {bucket: own for bucket, own in self._largest.items() if bucket in self._joint.kept}
+        self._parts = {bucket: own for bucket, own in self._parts.items() if bucket in self._joint.kept}
         self._sharded.release()
 
     def keep(self, buckets: Collection[int]) -> None:
@@ -120,17 +117,17 @@ class Exchanges(Communicator):
                 sent = self._to_send.pop(bucket) if whole is None else whole
                 self._joint.send(bucket, (lambda group: group.all_reduce(sent)) if sent.numel() else None)
 
-    def launch_largest(self, bucket: int, replica: int, whole: torch.Tensor, count: int) -> None:
+    def launch_part(self, bucket: int, replica: int, make: Callable[[], SentPart]) -> None:
         """See `Communicator`."""
         with self._joint.lock:
             if self._joint.is_last(bucket):
-                found = self._largest[bucket] = LargestElements(whole, count, self._num_workers)
-                self._joint.send(bucket, lambda group: group.all_gather(found.own, found.gathered))
+                part = self._parts[bucket] = make()
+                self._joint.send(bucket, part.launch)
 
-    def wait_largest(self, bucket: int, replica: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    def wait_part(self, bucket: int, replica: int) -> SentPart:
         """As in the base class; raises as `wait_exchange`."""
         self._joint.wait(bucket, replica, bucket)
-        return self._largest[bucket].of_workers()
+        return self._parts[bucket]
 
     def launch_gather(self, bucket: int, replica: int, own: FactoredBucket) -> None:
         """See `Communicator`."""
@@ -270,7 +267,7 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
     rank, num_workers = team.cluster.rank, team.cluster.num_workers
     dealt = [bucket_of(node) for node in launches if node.target is ops.gather_parameters]
     sharded = ShardedBuckets(number, dealt, rank, num_workers, launch, seconds)
-    exchanges = kind(program.devices, packs, launch, seconds, messages, made, rows_of, rank, num_workers, sharded)
+    exchanges = kind(program.devices, packs, launch, seconds, messages, made, rows_of, rank, sharded)
     exchanges.call_packs_so(are_cut(program.buckets))
     if isinstance(exchanges, ExchangesOfGpus):
         exchanges.end_collectives = team.connections.cut_buckets

@@ -62,21 +62,30 @@ class Lane:
     ) -> None:
         self._group: Group | None = opened_group(store, rank, num_workers, timeout_seconds, device)
         self._launching = threading.Lock()
+        self._takes_turns = False
         self._works: queue.SimpleQueue[tuple[Any, Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_await_works, args=(self._works,), name=name, daemon=True)
         self._thread.start()
 
     def launch(self, collective: Callable[[Any], Any], done: Done) -> None:
-        """Launches a collective, which ``collective`` gives as a work; does not wait for it. If that fails, ``done`` is told."""
+        """Launches a collective, which ``collective`` gives as a work; does not wait for it. If that fails, ``done`` is told.
+
+        From the first work of `SeveralRounds` on, each is launched when those before it are done: then all workers launch the
+        rounds of all of them in one order, too.
+        """
         with self._launching:
-            group = self._group
             try:
-                if group is None:
-                    raise RuntimeError("the connection to the other workers is closed")
-                work = collective(group)
+                work = _InTurn(self._launched, collective) if self._takes_turns else self._launched(collective)
             except RuntimeError as error:
                 work = _Failed(error)
+            self._takes_turns = self._takes_turns or isinstance(work, SeveralRounds)
             self._works.put((work, done))
+
+    def _launched(self, collective: Callable[[Any], Any]) -> Any:
+        group = self._group
+        if group is None:
+            raise RuntimeError("the connection to the other workers is closed")
+        return collective(group)
 
     def call(
         self, collective: Callable[[Any], Any], seconds: float, may_wait_on: Callable[[], bool] = lambda: False
@@ -132,6 +141,24 @@ class Lane:
         if threading.current_thread() is not self._thread:
             self._thread.join(_LONGEST_CLOSING_SECONDS)
         return not self._thread.is_alive()
+
+
+class SeveralRounds:
+    """A work that launches further collectives while it is waited for."""
+
+    def wait(self) -> None:
+        """Returns when all of them are done."""
+        raise NotImplementedError
+
+
+class _InTurn:
+    """A work that is launched when it is waited for."""
+
+    def __init__(self, launched: Callable[[Callable[[Any], Any]], Any], collective: Callable[[Any], Any]) -> None:
+        self._launched, self._collective = launched, collective
+
+    def wait(self) -> None:
+        self._launched(self._collective).wait()
 
 
 class _Failed:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from mirrorc.analysis.compressed_sums import bytes_of_largest, index_dtype
+from mirrorc.torch_internals import GlooGroup
 
 
 class LargestElements:
-    """What a worker sends of a pack, and memory for what all send. What is sent becomes zero in the pack.
+    """What a worker sends of a pack, and memory for what all send. What is sent becomes zero in the pack. It is a `SentPart`.
 
     Args:
         whole: the pack, 1-D, of real numbers. What is not a number counts as the largest.
@@ -24,6 +26,7 @@ class LargestElements:
 
     def __init__(self, whole: torch.Tensor, count: int, num_workers: int) -> None:
         self._count, self._dtype, self._places = count, whole.dtype, index_dtype(whole.numel())
+        self._num_elements = whole.numel()
         size = bytes_of_largest(count, whole.numel(), whole.dtype)
         self.own, *self.gathered = (whole.new_empty(size, dtype=torch.uint8) for _ in range(1 + num_workers))
         chosen = whole.abs().topk(count, sorted=False).indices
@@ -31,6 +34,19 @@ class LargestElements:
         torch.index_select(whole, 0, chosen, out=elements)
         places.copy_(chosen)
         whole.index_fill_(0, chosen, 0)
+
+    def launch(self, group: GlooGroup) -> Any:
+        """Launches the collective that gathers what all send."""
+        return group.all_gather(self.own, self.gathered)
+
+    def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
+        """Adds up what all workers have sent of these elements, in the order of ranks; the rest is in the pack already."""
+        into.zero_()
+        for elements, places in self.of_workers():
+            if stop - start < self._num_elements:
+                is_own = (places >= start) & (places < stop)
+                elements, places = elements[is_own], places[is_own] - start
+            into.index_add_(0, places, elements)
 
     def of_workers(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """The elements that each worker has sent, and their places."""

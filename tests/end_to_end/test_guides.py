@@ -132,6 +132,24 @@ def test_workers_go_on_from_their_last_checkpoint(tmp_path: Path) -> None:
             torch.testing.assert_close(other[name], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_workers_go_on_with_what_they_had_not_sent(tmp_path: Path) -> None:
+    """When one was killed while it saved, bit for bit; and one process more, as what all had is dealt out."""
+    (tmp_path / "killed.py").write_text(KILLED_ONCE)
+    more = ("--compression", "power-sgd")
+    undisturbed = trained_by_workers(tmp_path / "one", *more)
+    killed = trained_by_workers(tmp_path / "two", *more, script=tmp_path / "killed.py")
+    for name, value in undisturbed.items():
+        assert torch.equal(killed[name], value) if isinstance(value, torch.Tensor) else killed[name] == value, name
+    parts = [torch.load(tmp_path / "two" / "step-14" / "parts" / f"{rank}.pt") for rank in range(2)]
+    assert all(own["num_workers"] == 2 and own["num_steps"] == 14 for own in parts)
+    assert any(bool(value.any()) for own in parts for value in own["unsent"].values())
+    (tmp_path / "one" / "last").write_text("step-12")
+    other = trained_by_workers(tmp_path / "one", *more, workers=3)
+    assert other["num_steps."] == 14
+    assert torch.load(tmp_path / "one" / "step-14" / "parts" / "2.pt")["num_workers"] == 3
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/guides.md"])
 def test_every_example_is_on_the_page(page: str) -> None:
     text = (ROOT / page).read_text()

@@ -15,6 +15,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import ALGORITHMS, PASSES, LowerCollectives, OutlineRegions, PlanBuckets, default_pipeline
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.pipeline.specs import format_passes, parse_passes
+from mirrorc.power_sgd import PowerSGD
 from mirrorc.top_k import TopK
 
 
@@ -111,7 +112,7 @@ def test_every_pass_has_its_name() -> None:
     asked |= {"overlap_next_step": True, "compression": "bfloat16", "chooses_checkpoints": True}
     pipelines = [default_pipeline(microbatches=2, all_reduce=algorithm(), **asked) for algorithm in ALGORITHMS.values()]
     pipelines.append(default_pipeline(placement="central"))
-    pipelines.append(default_pipeline(over_workers=True, compression=TopK(0.1)))
+    pipelines += [default_pipeline(over_workers=True, compression=one) for one in (TopK(0.1), PowerSGD(2))]
     names = [[compiler_pass.name for compiler_pass in passes] for passes in pipelines]
     assert all([name for name in PASSES if name in own] == own for own in names)
     assert {name for own in names for name in own} == set(PASSES)

@@ -6,7 +6,7 @@ Long for one file, because it is one table with what its entries need; `mutation
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ from mirrorc.passes import (
     default_pipeline,
 )
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.power_sgd import PowerSGD
 from mirrorc.top_k import TopK
 from mirrorc.verifier.verifier import verify
 
@@ -207,12 +208,15 @@ def take_parameters_before_their_update(graph: fx.Graph) -> None:
 
 
 def over_workers(
-    change: Callable[[Program], Program | None], pass_name: str = "lower-devices", **options: Any
+    change: Callable[[Program], Program | None],
+    pass_name: str = "lower-devices",
+    weights: Sequence[Weight] = WEIGHTS,
+    **options: Any,
 ) -> Mutation:
     """A change of worker 1's program, which has two of the devices of three workers."""
 
     def mutate(_: Program) -> Program:
-        captured = handmade(2, WEIGHTS).evolve(workers=World(3, (1, 2, 1)).worker(1))
+        captured = handmade(2, weights).evolve(workers=World(3, (1, 2, 1)).worker(1))
         program = every_stage(captured, over_workers=True, **CAPS, **options)[pass_name]
         verify(program)
         return change(program) or program
@@ -344,6 +348,17 @@ def decompress_another_bucket(graph: fx.Graph) -> None:
 def sent_in_part(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices") -> Mutation:
     """As `over_workers`, on all devices of a program whose workers send a part of each sum."""
     return over_workers(on_all_devices(change), pass_name, compression=TopK(0.1))
+
+
+def of_low_rank(change: Callable[[fx.Graph], object]) -> Mutation:
+    """As `over_workers`, on all devices of a program whose workers send factors of each matrix."""
+    matrices = [Weight("a", (40, 30)), Weight("b", (30, 40))]
+    return over_workers(on_all_devices(change), weights=matrices, compression=PowerSGD(1))
+
+
+def begin_otherwise(word: str) -> Callable[[fx.Graph], object]:
+    """The last exchange of low rank begins otherwise than the others."""
+    return lambda graph: with_kwargs(targets(graph, ops.exchange_low_rank)[-1], **{word: 7})
 
 
 def use_what_was_not_sent(graph: fx.Graph) -> None:
@@ -1715,7 +1730,10 @@ BAD: dict[str, list[Mutation]] = {
         compressed(lambda graph: repeat(graph, first(graph, ops.compress))),
         compressed(lambda graph: repeat(graph, first(graph, ops.compress)), "compress-exchange"),
     ],
-    "largest_elements_are_of_all_that_is_unsent": [
+    "low_rank_begins_alike": [of_low_rank(begin_otherwise("seed")), of_low_rank(begin_otherwise("start_step"))],
+    "parts_are_of_all_that_is_unsent": [
+        of_low_rank(use_what_was_not_sent),
+        of_low_rank(leave_out_what_was_not_sent),
         sent_in_part(use_what_was_not_sent),
         sent_in_part(leave_out_what_was_not_sent),
         sent_in_part(lambda graph: repeat(graph, first(graph, ops.add_unsent))),

@@ -226,8 +226,13 @@ def favour(given: Mapping[str, Any]) -> None:
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `mirrorc.compile` that a case asks for; ``top_k`` is the part of gradients that is sent."""
-    part = {"compression": mirrorc.TopK(given["top_k"])} if "top_k" in given else {}
+    """The options of `mirrorc.compile` that a case asks for; ``top_k`` is the part of gradients that is sent, ``power_sgd`` has
+    the arguments of `mirrorc.PowerSGD`, and ``scaler`` those of a GradScaler."""
+    part: dict[str, Any] = {"compression": mirrorc.TopK(given["top_k"])} if "top_k" in given else {}
+    if "power_sgd" in given:
+        part = {"compression": mirrorc.PowerSGD(**given["power_sgd"])}
+    if "scaler" in given:
+        part["scaler"] = torch.amp.GradScaler("cpu", **given["scaler"])
     return {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {}), **part}
 
 
@@ -239,6 +244,22 @@ def shaped(model: nn.Module, values: Mapping[str, list[float]]) -> dict[str, tor
 
 def _unsent(step: mirrorc.Step) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in step.unsent_state()["unsent"].items()}
+
+
+def save(step: mirrorc.Step, model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    """Writes all that a later case needs to go on."""
+    own = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "unsent": step.unsent_state()}
+    torch.save(own, f"{given['saves']}/{step.rank}.pt")
+
+
+def load(step: mirrorc.Step, model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    """Reads what all have saved in an earlier case, which has ended when all have joined for this one. ``loads_unsent`` has the
+    ranks that load what was not sent, if these are not all."""
+    states = [torch.load(f"{given['loads']}/{rank}.pt") for rank in range(step.num_workers)]
+    model.load_state_dict(states[step.rank]["model"])
+    optimizer.load_state_dict(states[step.rank]["optimizer"])
+    if step.rank in given.get("loads_unsent", range(step.num_workers)):
+        step.load_unsent_states([state["unsent"] for state in states])
 
 
 def _over_what_is_asked(train: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -261,7 +282,9 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         given: ``model``, ``optimizer``, ``devices`` and ``sizes`` of batches of each worker; ``faults``, lists of a step, a
             rank and what goes wrong there; further ``options`` of `mirrorc.compile`; ``is_whole`` if each worker has the
             batches of all, and takes its part; how many ``batches`` there are, if they are repeated; the seconds of a
-            ``pause``; ``favoured``, the sizes of buckets that are predicted to be best.
+            ``pause``; ``favoured``, the sizes of buckets that are predicted to be best; a folder into which each
+            ``saves`` its state, or from which it ``loads`` that of all, to go on with the step ``first``; the numbers of the
+            calls that ``accumulates`` has, which keep gradients for the next step.
     """
     global _is_full, _ends_there
     favour(given)
@@ -292,9 +315,11 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                     for other, own in enumerate(given["unsent"])
                 ]
             )
+        if "loads" in given:
+            load(step, model, optimizer, given)
         described = [step.rank, step.num_workers, step.num_replicas, step.is_chief]
         torch.manual_seed(5 if rank == 0 else 6)  # the chief's stream is that of all
-        for number in range(given.get("steps", 4)):
+        for number in range(given.get("first", 0), given.get("steps", 4)):
             sizes = given["sizes"][number % len(given["sizes"])]
             x, y = batch(number % given.get("batches", number + 1), rank, sizes[rank])
             if given.get("is_whole"):
@@ -329,7 +354,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             model.train("mode" not in faults)
             began = time.monotonic()
             try:
-                given_back = step(x, target=y)
+                given_back = (step.accumulate if number in given.get("accumulates", ()) else step)(x, target=y)
                 loss, *more = given_back if isinstance(given_back, tuple) else (given_back,)
                 losses.append(float(loss))
                 outputs += [list(one.shape) for one in more]
@@ -341,6 +366,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                     optimizer.param_groups[0]["lr"] /= 2
             if isinstance(losses[-1], str) and given.get("ends", False):
                 break
+        if "saves" in given:
+            save(step, model, optimizer, given)
         is_trained = any(isinstance(loss, float) for loss in losses)
         told = {
             "losses": losses,
@@ -354,7 +381,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             "program": str(step.program) if is_trained else "",
             "buckets": len(step.program.buckets) if is_trained else 0,
             "remarks": [str(remark) for remark in step.program.remarks] if is_trained else [],
-            "unsent": _unsent(step) if "top_k" in given else {},
+            "unsent": _unsent(step),
         }
         if given.get("evaluates"):
             told["evaluated"] = float(step.evaluate(*batch(99, rank, 3)[:1], target=batch(99, rank, 3)[1]))
@@ -399,7 +426,7 @@ def train_until_all_have_left(rank: int, given: dict[str, Any]) -> dict[str, Any
             return {"error": f"{type(error).__name__}: {error}", "losses": losses}
         rate = optimizer.param_groups[0]["lr"]
         told = {"losses": losses, "rate": rate, "values": values_of(model)}
-        told["unsent"] = _unsent(step) if "top_k" in given else {}
+        told["unsent"] = _unsent(step)
         optimizer.param_groups[0]["lr"] = 0.01
         for sizes in given.get("more", ()):
             x, y = batch(len(own), rank, sizes[rank])

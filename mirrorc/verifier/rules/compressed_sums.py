@@ -1,4 +1,4 @@
-"""Rules on sums that workers send in a narrower dtype, rounded for the wire alone, or of which they send the largest elements."""
+"""Rules on sums that workers send in a narrower dtype, rounded for the wire alone, or of which they send a part."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.SCHEDULED)
-def largest_elements_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
-    """What a worker sends the largest elements of has what earlier steps have not sent, on all its replicas; and what has that
-    goes into that exchange of its bucket, or pack, alone, which keeps the rest."""
+def parts_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
+    """What a worker sends a part of, its largest elements or factors of low rank, has what earlier steps have not sent, on all
+    its replicas; and what has that goes into that exchange of its bucket, or pack, alone, which keeps the rest."""
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.add_unsent):
             place = where(replica_of(node))
             for user in node.users:
-                if user.target is not ops.gather_largest or _tag(user) != _tag(node):
+                if user.target not in ops.EXCHANGES_OF_PARTS or _tag(user) != _tag(node):
                     yield Violation(
-                        f"{say(node)} on {place} is for the exchange of its largest elements alone, and {user.name} takes it",
+                        f"{say(node)} on {place} is for the exchange of a part of it alone, and {user.name} takes it",
                         user,
                     )
             if not node.users:
                 yield Violation(f"{say(node)} on {place} is sent to nobody", node)
-        for node in calls_to(graph, ops.gather_largest):
+        for node in calls_to(graph, *ops.EXCHANGES_OF_PARTS):
             for source in node.all_input_nodes:
                 if source.target is not ops.add_unsent:
                     yield Violation(
@@ -73,6 +73,20 @@ def largest_elements_are_of_all_that_is_unsent(program: Program) -> Iterator[Vio
                         "sent",
                         node,
                     )
+
+
+@rule(since=Stage.SCHEDULED)
+def low_rank_begins_alike(program: Program) -> Iterator[Violation]:
+    """All exchanges of low rank of a program begin at one step, from one seed: the steps are counted for all of them together,
+    and factors are kept by the names of variables."""
+    found = [node for graph in program.graphs() for node in calls_to(graph, ops.exchange_low_rank)]
+    for node in found:
+        for word in ("start_step", "seed"):
+            if node.kwargs[word] != found[0].kwargs[word]:
+                yield Violation(
+                    f"{say(node)} has the {word} {node.kwargs[word]}, where {found[0].name} has {found[0].kwargs[word]}",
+                    node,
+                )
 
 
 def _is_total(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,9 @@ from mirrorc import World
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.runtime.state.kept_factors import KeptFactors
+from mirrorc.runtime.state.orthonormal_columns import orthonormal_columns
+from mirrorc.runtime.state.thin_products import products
 from mirrorc.runtime.state.unsent_gradients import UnsentGradients
 from mirrorc.runtime.workers.largest_elements import LargestElements
 from mirrorc.unsent_states import dealt_out
@@ -104,6 +108,64 @@ def test_the_largest_elements_are_sent_and_zero_in_the_rest(dtype: torch.dtype) 
         assert math.isnan(sent.pop(3)) and sent == {1: -4.0, 4: -torch.inf}
 
 
+def test_factors_of_a_step_that_takes_place_begin_the_next_one() -> None:
+    factors, given = KeptFactors(), ("a", 30, 2, 0, torch.float64)
+    first = factors.begin_with(*given)
+    assert torch.equal(first, KeptFactors().begin_with(*given)), "they follow from the seed and the name"
+    assert not torch.equal(first, factors.begin_with("a", 30, 2, 1, torch.float64))
+    assert not torch.equal(first, factors.begin_with("b", 30, 2, 0, torch.float64))
+    drawn = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    factors.begin()
+    factors.new["a"] = drawn
+    assert torch.equal(first, factors.begin_with(*given)) and factors.num_steps == 0, "it has not taken place"
+    factors.begin()
+    factors.new["a"] = drawn
+    factors.finish()
+    factors.finish()  # may be repeated
+    kept = factors.begin_with(*given)
+    assert factors.num_steps == 1 and torch.allclose(kept.T @ kept, torch.eye(2, dtype=torch.float64))
+    assert torch.allclose(kept @ (kept.T @ drawn), drawn)
+
+
+def test_columns_that_are_missing_are_those_of_the_first_step() -> None:
+    drawn = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    first = KeptFactors().begin_with("a", 30, 3, 0, torch.float64)
+    for kept, number in ((drawn, 2), (torch.cat([drawn, drawn[:, :1] * 0], 1), 2), (torch.zeros(30, 3), 0)):
+        found = KeptFactors({"a": kept}, 1).begin_with("a", 30, 3, 0, torch.float64)
+        assert torch.allclose(found.T @ found, torch.eye(3, dtype=torch.float64)), "no column is lost"
+        spanned = drawn if number else first
+        assert torch.allclose(found @ (found.T @ spanned), spanned)
+    assert KeptFactors({"a": drawn}, 1).begin_with("a", 30, 1, 0, torch.float64).shape == (30, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_columns_are_orthonormal_and_those_that_others_span_are_zero(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(37, 3, dtype=dtype, generator=generator) * size for size in (1.0, 1e-30, 1e30)]
+    for matrix, found in zip(matrices, orthonormal_columns(matrices), strict=True):
+        assert torch.allclose(found.T @ found, torch.eye(3, dtype=dtype), atol=1e-6)
+        assert torch.allclose(found @ (found.T @ matrix), matrix, rtol=1e-4)
+    one = matrices[0][:, :1].double()
+    (found,) = orthonormal_columns([torch.cat([one, -2 * one, one * 0], 1)])
+    assert (found != 0).any(0).tolist() == [True, False, False]
+    (found,) = orthonormal_columns([torch.tensor([[1.0, torch.inf], [2.0, 1.0]])])
+    assert found.isnan().any(0).tolist() == [False, True]
+
+
+def test_each_element_of_a_product_is_made_alike_wherever_it_is_cut() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(number, 3, generator=generator) for number in (700, 130))
+    whole = torch.empty(700 * 130)
+    for bounds in ([0, 91_000], [0, 1, 129, 131, 45_003, 91_000]):
+        for start, stop in itertools.pairwise(bounds):
+            for place, values in products(left, right, start, stop):
+                if bounds == [0, 91_000]:
+                    whole[place : place + values.numel()] = values
+                else:
+                    assert torch.equal(whole[place : place + values.numel()], values)
+    assert torch.allclose(whole.view(700, 130), left @ right.T, atol=1e-5)
+
+
 def state_of(rank: int, num_workers: int, **unsent: Any) -> dict[str, Any]:
     return {"rank": rank, "num_workers": num_workers, "unsent": unsent}
 
@@ -111,7 +173,7 @@ def state_of(rank: int, num_workers: int, **unsent: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_what_all_have_together_is_dealt_out(number: int) -> None:
     states = [state_of(rank, 3, a=ONES * (rank + 1)) for rank in (2, 0, 1)]
-    found = [dealt_out(states, rank, number, {"a": ONES}) for rank in range(number)]
+    found = [dealt_out(states, rank, number, {"a": ONES})[0] for rank in range(number)]
     assert sum(own.get("a", ONES * 0) for own in found).tolist() == [6.0] * 300  # type: ignore[union-attr]
     if number == 3:
         assert [own["a"][0].item() for own in found] == [1.0, 2.0, 3.0]
@@ -123,6 +185,11 @@ def test_what_all_have_together_is_dealt_out(number: int) -> None:
         (state_of(0, 1), "states is a dict: give a list of what step.unsent_state"),
         ([{"unsent": {}}], "each of the states is a dict with num_workers, rank, unsent"),
         ([], "of the ranks of nobody"),
+        (
+            [{**state_of(0, 1), "factors": {"b": ONES[:, None]}, "num_steps": 1}],
+            "had factors of 'b', which are none of a par",
+        ),
+        ([{**state_of(0, 2), "num_steps": 1}, state_of(1, 2)], "those of different steps, as their num_steps say"),
         ([state_of(0, 2)], "those of the ranks 0 of runs with 2 workers: give what step.unsent_state"),
         ([state_of(0, 2), state_of(0, 2)], "would be lost or added twice"),
         ([state_of(0, 2), state_of(1, 3)], "of runs with 2, 3 workers"),

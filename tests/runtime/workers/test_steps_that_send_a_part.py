@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import selections
 import torch
+from gradients_of_workers import Gradients, gradients_of_updates
 from torch import nn
 from worker_processes import LazyOutcomes, free_port, told
 from worker_training import batch, made, reference, values_of
@@ -15,8 +16,6 @@ from worker_training import batch, made, reference, values_of
 import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, pack_of
-
-Unsent = dict[str, torch.Tensor]
 
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": {"devices": [1, 1], "sizes": [[4, 4], [4, 2]], "top_k": 0.1},
@@ -41,6 +40,25 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": [[6, 4]],
         "top_k": 0.1,
         "options": {"microbatches": 2, "early_update": False},
+    },
+    "accumulates": {  # and copies that each worker has of all parameters
+        "devices": [1, 1],
+        "sizes": [[4, 4], [3, 0], [2, 5]],
+        "top_k": 0.1,
+        "optimizer": "SGD",
+        "steps": 6,
+        "accumulates": [0, 2, 3],
+        "options": {"placement": "mirrored"},
+    },
+    "scaled": {  # the scale rises and falls between steps
+        "devices": [2, 1],
+        "sizes": [[4, 3]],
+        "top_k": 0.1,
+        "optimizer": "SGD",
+        "steps": 6,
+        "faults": [[3, 1, "not finite"]],
+        "scaler": {"init_scale": 1024.0, "growth_interval": 2},
+        "options": {"clip_grad_norm": 0.1},
     },
     "by itself": {  # an optimizer that does not work element by element
         "devices": [2, 1],
@@ -111,7 +129,7 @@ def parts_sent(case: Mapping[str, Any]) -> list[tuple[list[tuple[str, slice, sli
     return found
 
 
-def simulated(case: Mapping[str, Any]) -> tuple[nn.Module, list[Unsent], Unsent]:
+def simulated(case: Mapping[str, Any]) -> tuple[nn.Module, list[Gradients], Gradients]:
     """Plain PyTorch in one process: the model after all steps, what each worker has not sent, and the sum of all gradients."""
     model, optimizer = made("mlp", case.get("optimizer", "AdamW"), seed=0)
     parts, parameters = parts_sent(case), dict(model.named_parameters())
@@ -120,20 +138,14 @@ def simulated(case: Mapping[str, Any]) -> tuple[nn.Module, list[Unsent], Unsent]
         for name, values in given.items():
             unsent[rank % len(unsent)][name] += torch.tensor(values, dtype=torch.float64)
     of_all = {name: torch.zeros_like(own) for name, own in parameters.items()}
-    failed = [step for step, _, _ in case.get("faults", ())]
-    for number in range(case.get("steps", 4)):
-        if number in failed:
-            continue
-        sizes = case["sizes"][number % len(case["sizes"])]
+    for of_workers in gradients_of_updates(case, model):
         total = {name: torch.zeros_like(own).flatten() for name, own in parameters.items()}
-        for worker, size in enumerate(sizes):
-            x, y = batch(number % case.get("batches", number + 1), worker, size)
-            loss = nn.functional.cross_entropy(model(x), y, reduction="sum") / sum(sizes)
-            for name, own in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
-                unsent[worker][name] += own.flatten()
+        for kept, gradients in zip(unsent, of_workers, strict=True):
+            for name, own in gradients.items():
+                kept[name] += own.flatten()
                 of_all[name] += own
             for pieces, length, count in parts:
-                _send(unsent[worker], pieces, length, count, total)
+                _send(kept, pieces, length, count, total)
         for name, parameter in parameters.items():
             parameter.grad = total[name].view_as(parameter)
         if "clip_grad_norm" in case.get("options", {}):
@@ -142,7 +154,9 @@ def simulated(case: Mapping[str, Any]) -> tuple[nn.Module, list[Unsent], Unsent]
     return model, unsent, of_all
 
 
-def _send(own: Unsent, pieces: Sequence[tuple[str, slice, slice]], length: int, count: int, total: Unsent) -> None:
+def _send(
+    own: Gradients, pieces: Sequence[tuple[str, slice, slice]], length: int, count: int, total: Gradients
+) -> None:
     flat = torch.zeros(length, dtype=torch.float64)
     for name, elements, place in pieces:
         flat[place] = own[name][elements]

@@ -33,6 +33,7 @@ from mirrorc.passes import ChooseCheckpoints, ReserveMemory, ReuseArguments, def
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.placement import for_accumulation, for_evaluation, select_passes
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.power_sgd import PowerSGD
 from mirrorc.top_k import TopK
 
 _WITHOUT_LIMITS = {one.name: one for one in (ReuseArguments(min_bytes=0), ReserveMemory(min_bytes=0))}
@@ -367,6 +368,11 @@ def handmade_sources() -> Iterator[Source]:
             f"pairs, sent in part by worker {n - 1} of 3",
             handmade(n, pairs, buffer=True).evolve(workers=workers),
             over_workers | {"compression": TopK(0.1)},
+        )
+        yield Source(
+            f"matrices, sent with low rank by worker {n - 1} of 3",
+            handmade(n, [Weight("a", (20, 30)), Weight("b", (30, 20)), Weight("c", (5,))]).evolve(workers=workers),
+            caps | {"over_workers": True, "compression": PowerSGD(1)},
         )
         dealt = replace(workers, shards_optimizer=True)
         yield Source(

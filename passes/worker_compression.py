@@ -1,0 +1,103 @@
+"""What all passes have in common that make less of what workers send each other, which changes numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mirrorc.analysis.compressed_sums import num_bytes_sent
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied, insert
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, words_of_pack
+from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.ir.type_inference import set_type
+from mirrorc.printing.values import size_text
+from mirrorc.printing.wording import numbered
+
+
+@dataclass(frozen=True)
+class WorkerCompression:
+    """Replaces exchanges of whole sums, one by one; a subclass says which, by what, and what is remarked.
+
+    Needs: the exchanges of reduce-over-workers, none of which is dealt out or linked yet.
+    Guarantees: what is waited for is the sum over workers of what they have sent, in the bucket's dtype, before anything else
+        takes it.
+    """
+
+    name: str = field(default="", init=False, repr=False)
+    input_stage: Stage = field(default=Stage.SCHEDULED, init=False, repr=False)
+    output_stage: Stage = field(default=Stage.SCHEDULED, init=False, repr=False)
+    changes_bits: str = field(default="", init=False, repr=False)
+    trains_only: ClassVar = True
+    updates_only: ClassVar = True
+    establishes: ClassVar = (Property.COMPRESSED,)
+    precedes: ClassVar = (
+        Property.COMPRESSED,
+        Property.SHARDED,
+        Property.CLIPPED,
+        Property.UNSCALED,
+        Property.CHECKED,
+        Property.LINKED,
+    )
+    does: ClassVar[str]
+    """What it does to the sums that workers send, for a message."""
+
+    def applies_to(self, program: Program, launch: fx.Node) -> bool:
+        """Whether it replaces an exchange."""
+        raise NotImplementedError
+
+    def replace(self, program: Program, launch: fx.Node) -> fx.Node:
+        """Replaces an exchange, and gives what sends in its place."""
+        raise NotImplementedError
+
+    def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
+        """What is told of the exchanges in place of others, which have sent so many bytes of sums ``before``."""
+        raise NotImplementedError
+
+    def run(self, program: Program) -> Program:
+        if not program.workers.are_several:
+            return program.with_remarks("nothing is compressed: there is one worker, and nothing is sent to others")
+        if Property.EXCHANGED not in program.properties:
+            raise PassError(
+                f"pass {self.name!r} {self.does} what is sent to other workers, and nothing is: 'reduce-over-workers' must come "
+                "before it"
+            )
+        program = program.evolve(
+            graph=copied(program.mirrored_graph), properties=(*program.properties, Property.COMPRESSED)
+        )
+        launches = list(calls_to(program.mirrored_graph, ops.exchange))
+        chosen = [launch for launch in launches if self.applies_to(program, launch)]
+        before = sum(num_bytes_sent(program, launch) for launch in chosen)
+        new = [self.replace(program, launch) for launch in chosen]
+        return program.with_remarks(*self.remarks(program, new, before))
+
+
+def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str, Any]) -> fx.Node:
+    """Replaces an exchange by an operation that sends a part of what `add_unsent` gives, and keeps the rest."""
+    of_pack = words_of_pack(*program.packs[pack_of(launch)])
+    own = tuple(
+        insert(program, launch, ops.add_unsent, (given,), {**of_pack, "replica": replica_of(given)})
+        for given in launch.all_input_nodes
+    )
+    new = insert(program, launch, operation, own, {**words, **of_pack, "op": launch.kwargs["op"]})
+    launch.replace_all_uses_with(new)
+    program.mirrored_graph.erase_node(launch)
+    for wait in new.users:
+        set_type(program, wait)
+    return new
+
+
+def said_of_ring(program: Program, num_bytes: int) -> str:
+    """How much each worker sends of a sum of so many bytes, where sums go round."""
+    number = program.workers.num_workers
+    return size_text(round(2 * num_bytes * (number - 1) / number))
+
+
+def others_than(program: Program, new: Sequence[fx.Node]) -> str:
+    """The buckets of which no exchange was replaced, in words; empty for none."""
+    others = sorted({bucket.index for bucket in program.buckets} - {bucket_of(launch) for launch in new})
+    return numbered("bucket", others) if others else ""
