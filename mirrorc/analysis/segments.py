@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ class Segments:
         saved = sum(self._kept_bytes.get(owner, 0) for owner in own - still if owner in inside)
         saved -= sum(num_bytes_of(owner) for owner in still if owner not in self._kept_bytes and owner in inside)
         saved -= sum(self._bytes_from_outside(source) for source, has in outside.items() if has in reached)
-        seconds = sum(self._timeline.seconds[unit] for unit in again)
+        seconds = math.fsum(self._timeline.seconds[unit] for unit in again)  # the same in whatever order
         return Choice(frozenset(units.keys() - again), saved, seconds)
 
     def _bytes_to_keep(self, unit: fx.Node, parts: Sequence[fx.Node]) -> int:
