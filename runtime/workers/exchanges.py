@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class Exchanges(Communicator):
     def keep(self, buckets: Collection[int]) -> None:
         """See `Communicator`."""
         self._sharded.keep(buckets)  # of what is dealt out, parameters are in flight; of all else, sums
-        self._joint.kept = set(buckets) - self._sharded.buckets
+        self._joint.kept = set[Hashable](buckets) - self._sharded.buckets
 
     def let_go(self, bucket: int) -> None:
         """See `Communicator`."""
