@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from mirrorc.ir.workers import Workers
 from mirrorc.passes import CompressExchange, default_pipeline
 from mirrorc.power_sgd import PowerSGD
 from mirrorc.printing.reader import read_program_text
+from mirrorc.runtime.execution.used_variables import UsedVariables
 from mirrorc.top_k import TopK
 
 
@@ -268,3 +270,15 @@ def test_another_part_is_refused(ratio: Any, error: type[Exception]) -> None:
 
 def test_a_part_is_one_element_at_least_and_all_at_most() -> None:
     assert [TopK(ratio).count(10) for ratio in (1e-9, 0.11, 1)] == [1, 2, 10]
+
+
+@pytest.mark.parametrize(("compression", "is_told"), [(TopK(0.1), False), (PowerSGD(2), False), (None, True)])
+def test_what_may_be_of_an_earlier_step_counts_as_used(compression: Any, is_told: bool) -> None:
+    step = step_of(compression=compression, exchange="dense", capture="autograd")
+    program = step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
+    tensors = {slot.variable: torch.zeros(1) for bucket in program.buckets for slot in bucket.slots}
+    kept = SimpleNamespace(used=frozenset(tensors))
+    state: Any = SimpleNamespace(store=SimpleNamespace(tensors=tensors), accumulated=kept)
+    variables = UsedVariables(program, state)
+    variables.begin()
+    assert (variables.tell() is not None) == is_told

@@ -31,7 +31,7 @@ class UsedVariables:
         calls = [node for graph in graphs for node in region_calls(graph)]
         self._steps = OpaqueSteps([program.regions[region_of(node)].graph_module.graph for node in calls])
         self._program, self._state = program, state
-        in_part = {bucket_of(node) for graph in graphs for node in calls_to(graph, ops.gather_largest)}
+        in_part = {bucket_of(node) for graph in graphs for node in calls_to(graph, *ops.EXCHANGES_OF_PARTS)}
         buckets = [b for b in program.buckets if b.rule.may_be_unused and b.index not in in_part]
         self._places = [(b.index, i, slot.variable) for b in buckets for i, slot in enumerate(b.slots)]
         self._begun: UsedParameters | None = None  # of the step that has begun last, until it commits
