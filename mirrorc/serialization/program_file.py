@@ -35,7 +35,7 @@ from mirrorc.serialization.record_data import check_keys, decode_record, encode_
 from mirrorc.torch_internals import lazy_graph_module
 
 FORMAT = "mirrorc program"
-VERSION = 11
+VERSION = 12
 """The version of the format that is written; it increases with every change that older readers would not understand."""
 
 _GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")  # fields of a program that records cannot hold
