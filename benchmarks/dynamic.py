@@ -1,7 +1,8 @@
 """Ragged text: steps of programs with symbolic sizes beside those that were compiled for each size, and beside torch.compile.
 
 A classifier of text of many lengths and some batch sizes is trained: how often it is compiled, and how long first calls take.
-Then steps of the same batches are timed in turns, those of ``dynamic=None`` and ``dynamic=False``, and of `torch.compile`.
+Then steps of the same batches are timed in turns, those of ``dynamic=None`` and ``dynamic=False``, either of them first in every
+other turn, and by themselves those of `torch.compile`, whose threads go on waiting for work for a while after each step.
 """
 
 from __future__ import annotations
@@ -102,9 +103,11 @@ def main() -> None:
         x, y = batch(*size)
         took = seconds(lambda x=x, y=y: static(x, y))  # type: ignore[misc]
         times: dict[str, list[float]] = {"symbolic": [], "static": [], "torch.compile": []}
-        for _ in range(args.rounds):
-            for name, trainer in zip(times, (step, static, by_torch), strict=True):
+        turns = [("symbolic", step), ("static", static)]
+        for turn in range(args.rounds):
+            for name, trainer in turns if turn % 2 else reversed(turns):
                 times[name].append(seconds(lambda trainer=trainer, x=x, y=y: trainer(x, y)))  # type: ignore[misc]
+        times["torch.compile"] = [seconds(lambda x=x, y=y: by_torch(x, y)) for _ in range(args.rounds)]  # type: ignore[misc]
         median = {name: statistics.median(own) * 1e3 for name, own in times.items()}
         ratio = median["symbolic"] / median["static"]
         told = ", ".join(f"{name} {one:.2f} ms" for name, one in median.items())

@@ -13,6 +13,7 @@ from mirrorc.custom_ops import matmul
 from mirrorc.custom_ops.opaque_calls import OPAQUE
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.runtime.codegen.eager import EagerBackend
+from mirrorc.runtime.codegen.unfolded_dims import unfold_dims
 from mirrorc.runtime.devices.current import made_current
 from mirrorc.torch_internals import (
     call_directly,
@@ -69,6 +70,8 @@ class InductorBackend(Backend):
             return EagerBackend().compile(graph_module, name, num_threads)
         for operator, call in _PRODUCTS.items():
             call_directly(operator, call)
+        if unfold_dims(graph_module.graph):
+            graph_module.recompile()
         examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
         tensors = [value for value in examples if isinstance(value, torch.Tensor)]
         devices = {value.device for value in tensors if value.device.type == "cuda"}

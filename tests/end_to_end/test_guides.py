@@ -15,6 +15,7 @@ import finetune_classifier
 import gan_digits
 import lstm_names
 import pytest
+import ragged_names
 import resume_digits
 import settling_digits
 import torch
@@ -51,6 +52,21 @@ def test_a_net_whose_control_flow_depends_on_data() -> None:
 @pytest.mark.slow
 def test_an_lstm_on_ragged_text() -> None:
     assert lstm_names.main([*EAGER, "--epochs", "1", "--per-kind", "24", "--batch", "48"]) > 1 / len(lstm_names.KINDS)
+
+
+@pytest.mark.slow
+def test_text_of_ragged_lengths() -> None:
+    trained = ragged_names.main([*EAGER, "--epochs", "3", "--per-kind", "48", "--batch", "48"])
+    assert trained > 2 / len(ragged_names.KINDS)
+
+
+def test_each_batch_of_ragged_text_is_as_long_as_its_longest_name() -> None:
+    names = [("A" * (3 + i % 17), i % 8) for i in range(60)]
+    batches = ragged_names.batches(names, 16)
+    assert sorted(len(rows) for rows, _ in batches) == [12, 16, 16, 16]
+    assert len({rows.size(1) for rows, _ in batches}) == 4
+    assert all((rows[:, -1] > 0).any() for rows, _ in batches)
+    assert sorted(kind for _, kinds in batches for kind in kinds.tolist()) == sorted(kind for _, kind in names)
 
 
 @pytest.mark.slow
@@ -159,6 +175,7 @@ def test_every_example_is_on_the_page(page: str) -> None:
         finetune_classifier,
         gan_digits,
         lstm_names,
+        ragged_names,
         resume_digits,
         settling_digits,
         train_workers,

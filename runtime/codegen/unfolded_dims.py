@@ -1,0 +1,240 @@
+"""Rewrites copies and views that fold dimensions of symbolic sizes and unfold them later as one permutation of dimensions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir.rearrangements import TRANSPOSITIONS, VIEWS_IN_ORDER
+from mirrorc.torch_internals import is_operator, is_symbolic, schema_of, size_key, sizes_key
+
+aten = torch.ops.aten
+
+_SAME_VALUES = (aten.alias.default, aten.detach.default)
+_SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A factor of the size of a dimension: what no view between two values cuts. Two parts of one size are not equal."""
+
+    size: Any
+
+
+_Dims = tuple[tuple[_Part, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Arrangement:
+    """Where the elements of a value come from.
+
+    Attributes:
+        source: the value that they were first in.
+        parts: the dimensions of that value, without those of size 1, cut as finely as any view on the way cuts them.
+        dims: for each dimension of the value, the parts that it is made of; none for a dimension of size 1.
+        is_copied: whether they were copied, so that they lie in memory in the order of the dimensions.
+        unfolds: whether a dimension that was made of several parts, with a symbol in them, was taken apart again.
+    """
+
+    source: fx.Node
+    parts: tuple[_Part, ...]
+    dims: _Dims
+    is_copied: bool = False
+    unfolds: bool = False
+
+
+def unfold_dims(graph: fx.Graph) -> int:
+    """Rewrites a graph; says how many values are made in another way::
+
+        x: f32[s0, 4, s1, 32]
+        folded = aten.view(x, [4*s0, s1, 32])
+        turned = aten.transpose(folded, 0, 1)         ->    turned = aten.permute(x, [2, 0, 1, 3])
+        copy   = aten.clone(turned)                         copy   = aten.clone(turned)
+        y      = aten.view(copy, [s1, s0, 128])             y      = aten.view(copy, [s1, s0, 128])
+
+    Attention folds batch and heads into one dimension so. Inductor makes one loop of it, and computes for every element where it
+    comes from. With numbers it simplifies that. With symbols there remain divisions by ``4*s0`` and ``s0`` for each element, and
+    the loop is not vectorised.
+
+    Needs: a functional graph with types, in which sizes that are symbols are placeholders.
+    Guarantees: values, strides, and which values share memory stay.
+    """
+    found = dict(_arrangements(graph))
+    nodes_of_sizes = {
+        size_key(node.meta["val"]): node
+        for node in graph.find_nodes(op="placeholder")
+        if is_symbolic(node.meta.get("val"))
+    }
+    ends = [node for node, own in found.items() if own.unfolds and not _is_passed_on(node, found)]
+    num_changed = sum(_rewrite(node, found[node], nodes_of_sizes) for node in ends)
+    if num_changed:
+        for node in reversed(found):
+            if not node.users and found[node].source is not node:
+                graph.erase_node(node)
+    return num_changed
+
+
+def _is_passed_on(node: fx.Node, found: Mapping[fx.Node, _Arrangement]) -> bool:
+    """Whether all users rearrange a value further."""
+    return all(user in found and found[user].source is found[node].source for user in node.users)
+
+
+def _arrangements(graph: fx.Graph) -> Iterator[tuple[fx.Node, _Arrangement]]:
+    written = {value for node in graph.nodes for value in _written(node)}
+    found: dict[fx.Node, _Arrangement] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            continue
+        operand = node.args[0] if node.args else None
+        before = found.get(operand) if isinstance(operand, fx.Node) and operand not in written else None
+        own = None
+        if before is not None and not (before.is_copied and len(operand.users) > 1):  # type: ignore[union-attr]
+            own = _rearranged(node, before, sizes_key(value.shape))
+        if own is None:
+            parts = [_Part(size) for size in sizes_key(value.shape)]
+            dims = tuple(() if part.size == 1 else (part,) for part in parts)
+            own = _Arrangement(node, tuple(part for dim in dims for part in dim), dims)
+        found[node] = own
+        yield node, own
+
+
+def _written(node: fx.Node) -> Iterator[Any]:
+    """The values that an operator writes to."""
+    if node.op != "call_function" or not is_operator(node.target):
+        return
+    for argument, given in zip(schema_of(node.target).arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield given
+
+
+def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
+    """The arrangement of a node that rearranges its first argument; None for one that does something else."""
+    target, rank = node.target, len(before.dims)
+    if target in _SAME_VALUES:
+        return before
+    if target is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format:
+        return replace(before, is_copied=True)
+    if target in VIEWS_IN_ORDER:
+        return _reshaped(before, sizes)
+    if target in TRANSPOSITIONS:
+        dims = _permutation(node, rank)
+        return replace(before, dims=tuple(before.dims[dim] for dim in dims))
+    if target is aten.unsqueeze.default:
+        place = int(node.args[1]) % (rank + 1)  # type: ignore[arg-type]
+        return replace(before, dims=(*before.dims[:place], (), *before.dims[place:]))
+    if target in _SQUEEZES:
+        given: Any = node.args[1]
+        named = {dim % rank for dim in ([given] if isinstance(given, int) else given)}
+        return replace(before, dims=tuple(own for dim, own in enumerate(before.dims) if own or dim not in named))
+    return None
+
+
+def _permutation(node: fx.Node, rank: int) -> list[int]:
+    """For each dimension of a transposed value, the one that it was."""
+    dims = list(range(rank))
+    given: Any = node.args[1:]
+    if node.target is aten.permute.default:
+        return [dim % rank for dim in given[0]]
+    if rank > 1:
+        first, second = given if node.target is aten.transpose.int else (0, 1)
+        dims[first], dims[second] = dims[second], dims[first]
+    return dims
+
+
+def _reshaped(before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
+    """The same elements in the same order, in dimensions of other sizes; None unless factors of the old ones make these."""
+    waiting = deque(part for dim in before.dims for part in dim)
+    cuts: dict[_Part, tuple[_Part, _Part]] = {}
+    dims: list[tuple[_Part, ...]] = []
+    for size in sizes:
+        left, own = size, []
+        while left != 1:
+            if not waiting:
+                return None
+            part = waiting.popleft()
+            more, rest = _quotient(left, part.size), _quotient(part.size, left)
+            if more is not None:
+                own.append(part)
+                left = more
+            elif rest is not None:
+                cuts[part] = _Part(left), _Part(rest)
+                own.append(cuts[part][0])
+                waiting.appendleft(cuts[part][1])
+                left = 1
+            else:
+                return None
+        dims.append(tuple(own))
+    if waiting:
+        return None
+    folded = [dim for dim in before.dims if len(dim) > 1 and not all(isinstance(part.size, int) for part in dim)]
+    unfolds = before.unfolds or any(_cut(dim, cuts) not in dims for dim in folded)
+    return replace(before, parts=_cut(before.parts, cuts), dims=tuple(dims), unfolds=unfolds)
+
+
+def _cut(parts: Sequence[_Part], cuts: Mapping[_Part, tuple[_Part, _Part]]) -> tuple[_Part, ...]:
+    return tuple(one for part in parts for one in (_cut(cuts[part], cuts) if part in cuts else (part,)))
+
+
+def _quotient(size: Any, divisor: Any) -> Any:
+    """What a size is divided by a factor of it, as a number or an expression; None if it is not known to be one."""
+    if size == 0 or divisor == 0:
+        return None
+    if isinstance(size, int) and isinstance(divisor, int):
+        return size // divisor if size % divisor == 0 else None
+    found = size / divisor
+    if not found.is_integer:
+        return None
+    return int(found) if found.is_Integer else found
+
+
+def _rewrite(node: fx.Node, own: _Arrangement, nodes_of_sizes: Mapping[Any, fx.Node]) -> bool:
+    """Makes a value from its source directly, if that is possible, with the same strides; says whether it is."""
+    last = [part for dim in own.dims for part in dim]
+    steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    sizes: Sequence[Any] = sizes_key(own.source.meta["val"].shape)
+    if [part.size for part in own.parts] != list(sizes):
+        steps.append((aten.view.default, ([part.size for part in own.parts],), {}))
+    order = [own.parts.index(part) for part in last]
+    if order != sorted(order):
+        steps.append((aten.permute.default, (order,), {}))
+    if own.is_copied:
+        steps.append((aten.clone.default, (), {"memory_format": torch.contiguous_format}))
+    sizes = sizes_key(node.meta["val"].shape)
+    if [part.size for part in last] != list(sizes):
+        steps.append((aten.view.default, (list(sizes),), {}))
+    keys = [size for target, args, _ in steps if target is aten.view.default for size in args[0]]
+    if not steps or any(not isinstance(key, int) and key not in nodes_of_sizes for key in keys):
+        return False
+    made = own.source
+    with node.graph.inserting_before(node):
+        for target, args, kwargs in steps:
+            given = tuple([nodes_of_sizes.get(item, item) for item in one] for one in args)
+            after = node.graph.call_function(target, (made, *given), kwargs)
+            after.meta = {**node.meta, "val": _value(target, (made, *given), kwargs)}
+            made = after
+    if sizes_key(made.meta["val"].stride()) != sizes_key(node.meta["val"].stride()):
+        _erase_chain(made, own.source)
+        return False
+    node.replace_all_uses_with(made)
+    return True
+
+
+def _erase_chain(node: fx.Node, source: fx.Node) -> None:
+    """Erases a chain of nodes without other uses, back to its source."""
+    while node is not source:
+        before = node.all_input_nodes[0]
+        node.graph.erase_node(node)
+        node = before
+
+
+def _value(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    given = fx.node.map_arg(args, lambda node: node.meta["val"])
+    with given[0].fake_mode:
+        made: torch.Tensor = target(*given, **kwargs)
+    return made
