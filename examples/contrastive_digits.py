@@ -2,6 +2,7 @@
 
 python examples/contrastive_digits.py
 python examples/contrastive_digits.py --devices cpu:0 cpu:1 cpu:2
+torchrun --nproc-per-node=2 examples/contrastive_digits.py     # two workers with two devices each: the batch is that of both
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> float:
     model = Contrastive()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     with mirrorc.compile(model, devices=options.devices, optimizer=optimizer, backend=options.backend) as step:
-        progress = tqdm(range(options.epochs), unit="epoch", dynamic_ncols=True)
+        progress = tqdm(range(options.epochs), unit="epoch", dynamic_ncols=True, disable=not step.is_chief)
         for _ in progress:
             for chosen in torch.randperm(len(upper)).split(options.batch):
-                loss = step(upper[chosen], lower[chosen])
+                loss = step(*step.shard_batch((upper[chosen], lower[chosen])))
             progress.set_postfix_str(f"loss {float(loss):.3f}")
     model.eval()
     with torch.no_grad():
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
     own = torch.arange(64)
     found = [(x @ y.T).argmax(1) == own[: len(x)] for x, y in zip(a.split(64), b.split(64), strict=True)]
     share = float(torch.cat(found).float().mean())
-    print(f"the lower half of an image is found among those of 64 in {share:.0%} of all cases")
+    if step.is_chief:
+        print(f"the lower half of an image is found among those of 64 in {share:.0%} of all cases")
     return share
 
 

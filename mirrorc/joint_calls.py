@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from mirrorc.analysis.sent_factors import no_rows
+from mirrorc.analysis.worker_meetings import RowsElsewhere, no_rows_told, rows_agree, rows_elsewhere
 from mirrorc.announcements import Announcements
 from mirrorc.capture.model_state import ModelState
 from mirrorc.errors import CommunicationError, ExecutionError
@@ -30,6 +31,7 @@ from mirrorc.taken_values import TakenValues
 
 _SLACK_SECONDS = 5.0
 _MOST_MEETINGS = 4  # of one call; the second is after values were taken over, or programs found that go together
+_MOST_TOLD = 4  # times that workers tell each other how many rows they gather
 
 
 class JointCalls:
@@ -56,6 +58,8 @@ class JointCalls:
         team: the workers.
         is_joining: whether this worker is inside of `mirrorc.step.Step.join`.
         has_left: whether it has left its loop there, and takes part in the calls of the others.
+        rows_elsewhere: how many rows the other workers gather in this call where the model asks for those of all; None where
+            no program gathers any, or programs do not go together yet.
     """
 
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
@@ -64,6 +68,8 @@ class JointCalls:
         home = options.devices[0].torch_device
         self.team = Team(options.cluster, options.cluster.new_name(), options.timeout_seconds, home)
         self.is_joining = self.has_left = False
+        self.rows_elsewhere: RowsElsewhere | None = None
+        self._num_told = 0
         self._agreed: Agreement | None = None
         self._num_present = self._num_meetings = self._num_steps = 0
         self._taken = TakenValues(options, state, self.team)
@@ -82,6 +88,7 @@ class JointCalls:
     def call(self) -> Iterator[None]:
         """A block that is one training call, see `Team.call`; what it leaves between two steps is guarded."""
         self._num_meetings, known, had_parted = 0, self._state.torn, self.team.have_parted
+        self._num_told = 0
         try:
             with self.team.call(lambda: self._state.is_whole, self._torn):
                 yield
@@ -133,22 +140,52 @@ class JointCalls:
         is_first = self._num_meetings == 1  # what was taken over in this call was written, but not by the user
         wrote = is_first and (is_stale or self._state.is_behind or self._state.optimizers.user_steps.have_written)
         self._num_present = sum(number > 0 for number in num_examples)
-        counts = self._announcements.facts_of(executor).row_counts if num_examples else no_rows(executor.program)
+        facts, program = self._announcements.facts_of(executor), executor.program
+        counts = facts.row_counts if num_examples else no_rows(program)
+        told = facts.rows_told if num_examples else no_rows_told(program)
         own, details = self._announcements.of_step(
             executor, num_examples, has_written=wrote, num_steps=self._num_steps, has_left=self.has_left
         )
-        self._agreed = agreed = self.team.meet(own, details, counts)
+        self._agreed = agreed = self.team.meet(own, details, counts, told)
+        self.rows_elsewhere = None
         if agreed.is_other and not agreed.takes_over:
             return False
+        if not agreed.takes_over and not self._have_agreeing_rows():
+            return False
         if not agreed.takes_over:
-            self._begin(agreed)
+            self._begin(agreed, meets=facts.meets)
             return True
         assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
         self._taken.take_over(agreed, has_written=wrote)
         return False
 
-    def _begin(self, agreed: Agreement) -> None:
-        """Does what all have agreed to do before the program runs."""
+    def _have_agreeing_rows(self) -> bool:
+        """Whether all programs are those for the rows that all replicas gather, which follow from the batches of all workers.
+
+        Otherwise some workers find other programs, and all meet again.
+
+        Raises:
+            CommunicationError: no programs agree, however often workers tell each other; all raise it.
+        """
+        told = self.team.rows_told
+        if not told[0]:
+            return True
+        self.rows_elsewhere = rows_elsewhere(told, self.team.cluster.rank)
+        if rows_agree(told):
+            return True
+        self._num_told += 1
+        if self._num_told >= _MOST_TOLD:
+            with self.team.words.raising_alike():
+                raise CommunicationError(
+                    "how many rows the model gathers by mirrorc.all_gather on one worker follows from how many it gathers on the "
+                    "others, without end. No parameter was changed. Give all workers as many examples"
+                )
+        return False
+
+    def _begin(self, agreed: Agreement, *, meets: bool) -> None:
+        """Does what all have agreed to do before the program runs, whose replicas meet those of other workers or not."""
+        if meets and not agreed.is_over:
+            self.team.open_values()
         self._num_steps = agreed.num_steps + (agreed.accumulation is not Accumulation.ADDS)
         self._taken.note()
         if agreed.tells_hyperparameters:
@@ -224,7 +261,8 @@ class JointCalls:
     def examples(self, own: int) -> Examples:
         """How many examples the call has that the workers have agreed about, of which this worker has ``own``."""
         kept_elsewhere = self.agreed.num_kept - self._state.accumulated.num_examples
-        return Examples(own, self.agreed.num_examples, kept_elsewhere)
+        before = sum(self.agreed.present[: self.team.cluster.rank])
+        return Examples(own, self.agreed.num_examples, kept_elsewhere, before, self.agreed.num_present)
 
     def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Ends a step that is made: shows buffers as all workers have them; gives the loss of all workers' examples.

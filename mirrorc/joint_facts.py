@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mirrorc.analysis.sent_factors import Counts, row_counts
+from mirrorc.analysis.worker_meetings import rows_told, worker_meetings
 from mirrorc.analysis.worker_schedule import worker_schedule
 from mirrorc.capture.model_state import ModelState
 from mirrorc.custom_ops.opaque_calls import OPAQUE
@@ -22,15 +23,20 @@ from mirrorc.runtime.workers.header import digest
 
 
 class Facts:
-    """What a worker has, by name, and a number made of it; of a program also how many rows the factors have that it sends.
+    """What a worker has, by name, and a number made of it; of a program also the numbers of rows that depend on its batch.
 
     Args:
         said: what it has, by name.
         row_counts: of the program; empty if it is none, or sends none.
+        rows_told: what it tells of the rows that all replicas gather, see `mirrorc.analysis.worker_meetings`.
+        meets: whether its replicas meet those of other workers.
     """
 
-    def __init__(self, said: Mapping[str, str], row_counts: Counts = ()) -> None:
-        self.said, self.digest, self.row_counts = said, digest(repr(said)), row_counts
+    def __init__(
+        self, said: Mapping[str, str], row_counts: Counts = (), rows_told: Counts = (), *, meets: bool = False
+    ) -> None:
+        self.said, self.digest, self.row_counts, self.rows_told = said, digest(repr(said)), row_counts, rows_told
+        self.meets = meets
 
 
 def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
@@ -46,7 +52,9 @@ def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
     runs_plain = any(next(calls_to(graph, *OPAQUE), None) is not None for graph in graphs)
     first = {"forward and backward": "plain PyTorch, as capture='autograd'" if runs_plain else "compiled graphs"}
     more = {"buffers that forward writes": written, "random numbers": str(needs_seed)}
-    return Facts({**first, **lines, **more}, row_counts(program))
+    return Facts(
+        {**first, **lines, **more}, row_counts(program), rows_told(program), meets=bool(worker_meetings(program))
+    )
 
 
 def hyperparameters_of(options: StepOptions) -> dict[str, str]:

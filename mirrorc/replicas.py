@@ -1,4 +1,7 @@
-"""What a model or a loss may ask of all replicas: `all_reduce`, `all_gather`, `replica_id` and `num_replicas` of `mirrorc`."""
+"""What a model or a loss may ask of all replicas: `all_reduce`, `all_gather`, `replica_id` and `num_replicas` of `mirrorc`.
+
+In a training step, they are those of all workers; in an evaluation, which is a worker's own, those of its devices.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def all_gather(value: torch.Tensor) -> torch.Tensor:
 
 
 def replica_id() -> torch.Tensor:
-    """The number of the replica that runs, a scalar of int64; 0 in plain PyTorch.
+    """The place of the replica that runs among those that have examples, a scalar of int64; 0 in plain PyTorch.
 
     It is a tensor, because replicas share one graph: compute with it, or compare it (``torch.where``); Python cannot read it.
     """

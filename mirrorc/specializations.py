@@ -41,11 +41,17 @@ Key = tuple[Any, ...]
 The structure of the call, the types of the shards, then the parts named in `_OTHER_PARTS`.
 """
 
-_OTHER_PARTS = ("the model's attributes", "the optimizer's groups", "torch's modes")
+_OTHER_PARTS = (
+    "the model's attributes",
+    "the optimizer's groups",
+    "torch's modes",
+    "the rows that other workers gather",
+)
 _REMEDIES = (
     "keep attributes that no forward reads, such as counts of steps, outside of the model, and others in buffers",
     "group parameters before training, and change hyperparameters in their groups",
     "call the step under the same settings of torch every time: autocast, precision, default dtype",
+    "give all workers batches of few sizes",
 )
 _REMEDY = "pass numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes"
 

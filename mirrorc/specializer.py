@@ -6,9 +6,11 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
+from mirrorc.analysis.worker_meetings import RowsElsewhere
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_numbers import ChangingNumbers
 from mirrorc.capture.changing_sizes import ChangingSizes
@@ -34,6 +36,8 @@ from mirrorc.torch_internals import attribute_source, torch_modes
 
 logger = logging.getLogger(__name__)
 
+_MOST_KINDS = 4096  # of calls of which it is known how many rows other workers gather
+
 
 class Specializer:
     """Compiles a step for each kind of call, and looks compiled programs up for later calls.
@@ -57,6 +61,7 @@ class Specializer:
         self._interrupts = interrupts
         self._kept = {purpose: Specializations(purpose.value) for purpose in Purpose}
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
+        self._rows_elsewhere: dict[Key, RowsElsewhere] = {}
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self._sizes = ChangingSizes(dynamic=options.dynamic)
         self._symbolic: set[Purpose] = set()  # the purposes for which there are programs with symbolic sizes
@@ -103,9 +108,10 @@ class Specializer:
         kept = self._kept[purpose]
         parts = self._options.microbatches if purpose.trains else 1
         by_twos = functools.partial(split_call, call, len(shards.num_examples), fewest=2, microbatches=parts)
+        shards = self._with_rows(call, shards, purpose)
         key = self._key(call, shards, purpose)
         if shards.have_one_example and key in self._lone:
-            shards = by_twos()
+            shards = self._with_rows(call, by_twos(), purpose)
             key = self._key(call, shards, purpose)
         try:
             self._interrupts.hold()
@@ -183,6 +189,19 @@ class Specializer:
         self._numbers.add([*freed, *kept.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key
 
+    def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
+        """Notes how many rows other workers gather in calls of this kind, from now on: programs have them as shapes."""
+        self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
+        if len(self._rows_elsewhere) > _MOST_KINDS:
+            del self._rows_elsewhere[next(iter(self._rows_elsewhere))]
+
+    def _with_rows(self, call: Call, shards: Shards, purpose: Purpose) -> Shards:
+        """The shards, with what is noted of calls of this kind."""
+        if not self._rows_elsewhere or not purpose.trains:
+            return shards
+        found = self._rows_elsewhere.get(self._key(call, replace(shards, rows_elsewhere=None), purpose))
+        return replace(shards, rows_elsewhere=found)
+
     @property
     def num_programs(self) -> int:
         """How many compiled programs there are."""
@@ -199,4 +218,5 @@ class Specializer:
         devices = self._options.devices
         types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
         of_optimizers = self._options.optimizers.structure() if purpose.trains else ()
-        return call.structure, (*types, shards.microbatches), self._model.fingerprint(), of_optimizers, torch_modes()
+        parts, rows = (*types, shards.microbatches), shards.rows_elsewhere
+        return call.structure, parts, self._model.fingerprint(), of_optimizers, torch_modes(), rows

@@ -368,6 +368,8 @@ class Step(StepReports):
         if self._joint is not None:
             self._shadow_call = without_examples(call)
             if not self._joint.meet(found.executor, shards.num_examples, is_stale=is_stale):
+                if self._joint.rows_elsewhere is not None:
+                    self._specializer.note_rows(call, shards, purpose, self._joint.rows_elsewhere)
                 purpose = Purpose.of_training(self._joint.agreed.accumulation)
                 return self._train(
                     args, kwargs, purpose
@@ -414,6 +416,8 @@ class Step(StepReports):
                 joint.team.finish()
                 return False
             is_stale = self._state.optimizers.is_stale()
+            if joint.rows_elsewhere is not None:
+                self._specializer.note_rows(call, shards, purpose, joint.rows_elsewhere)
             found, shards = find(is_stale=is_stale, purpose=purpose)
             self._calls.check_open()
             joint.take_part(found.executor, last)

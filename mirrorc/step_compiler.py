@@ -36,6 +36,7 @@ from mirrorc.ir.nodes import names_of_called_regions
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.remarks import CAPTURE, Remark
 from mirrorc.ir.variables import Synchronization
+from mirrorc.ir.workers import ALONE
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
 from mirrorc.pipeline.pass_manager import run_passes
@@ -235,6 +236,7 @@ class StepCompiler:
             loss_reduction=options.loss_reduction,
             front_end=front_end,
             symbolic=symbolic,
+            workers=options.program_workers if purpose.trains else ALONE,
         )
         return training_call, captured
 

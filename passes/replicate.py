@@ -12,7 +12,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.identifiers import of_replica
-from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.nodes import calls_to, is_compute, name_of
 from mirrorc.ir.program import ArgumentKind, Program, Stage
 from mirrorc.printing.values import type_of
 from mirrorc.printing.wording import listed, numbered
@@ -31,7 +31,8 @@ class Replicate:
                                                           loss_1  = fwd_0_1[0]
                                                           output {losses: (loss, loss_1)}
 
-    A replica without examples has no nodes here, and None in place of each result.
+    A replica without examples has no nodes here, and None in place of each result. If none of a worker's replicas has any, its
+    first one attends the meetings of the other workers' replicas.
 
     Needs: an outlined graph for each shard shape.
     Guarantees: replica r runs the graph of its shard shape; no edge joins two replicas.
@@ -49,6 +50,8 @@ class Replicate:
             for replica, nodes in enumerate(step):
                 for node in nodes:
                     copies[replica][node] = _copy(graph, node, copies[replica], replica)
+        for node in _attended(program):
+            call(graph, ops.attend, (), _words_of(node)).meta["val"] = None
         outputs: list[Any] = [
             fx.node.map_arg(source.output_node().args[0], copies[replica].__getitem__) if source is not None else None
             for replica, source in enumerate(sources)
@@ -62,6 +65,21 @@ class Replicate:
         graph.output({"losses": losses, "gradients": of_all("gradients"), "writes": of_all("writes")})
         replicated = program.evolve(stage=Stage.REPLICATED, graph=graph, shard_graphs=(), shard_of_replica=())
         return replicated.with_remarks(_remark(program), is_kept=False)
+
+
+def _attended(program: Program) -> list[fx.Node]:
+    """The meetings of the graph that stands in for those of a worker without examples, which others wait for."""
+    if program.present or not program.meets_workers:
+        return []
+    return list(calls_to(program.shard_graphs[0], *ops.MEETINGS))
+
+
+def _words_of(meeting: fx.Node) -> dict[str, Any]:
+    """The keywords of what attends a meeting."""
+    value = meeting if meeting.target is ops.rows_of_replicas else meeting.all_input_nodes[0]
+    found = value.meta["val"]
+    words = {"number": meeting.kwargs["number"], "meeting": name_of(meeting)}
+    return {**words, "shape": tuple(found.shape), "dtype": found.dtype, "replica": 0}
 
 
 def _remark(program: Program) -> str:

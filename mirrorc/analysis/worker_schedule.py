@@ -10,6 +10,7 @@ import hashlib
 
 from torch import fx
 
+from mirrorc.analysis.worker_meetings import worker_meetings
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, calls_to, name_of, pack_of
@@ -17,15 +18,18 @@ from mirrorc.ir.program import Program
 
 
 def worker_schedule(program: Program) -> tuple[str, ...]:
-    """The worker schedule of a program: a line on who takes part, and one for each exchange, in the order of their launches.
+    """The worker schedule of a program: a line on who takes part, one for each meeting of all replicas that the model asks for,
+    in their order, and one for each exchange, in the order of their launches.
 
     A line says all of an exchange that the other workers must have alike: operation, bucket, dtype, the number of elements, the
     variables with their shapes and places, the link, who updates it, and the rows of factors if these are sent. The devices of a
-    worker and their shares are its own.
+    worker and their shares are its own. A line on a meeting says operation, number, dtype and shape, but not how many rows are
+    gathered, of which workers tell each other in each step.
     """
     everyone = " ".join(map(str, program.workers.devices_per_worker))
     launches = calls_to(_first_graph(program), *ops.BETWEEN_WORKERS)
-    return (f"devices of workers: {everyone}", *(_line(program, node) for node in launches))
+    met = (one.line for one in worker_meetings(program))
+    return (f"devices of workers: {everyone}", *met, *(_line(program, node) for node in launches))
 
 
 def schedule_hash(program: Program) -> str:

@@ -1,4 +1,4 @@
-"""Finds how many rows all replicas gather together, which each of their graphs must say."""
+"""Finds how many rows all replicas gather together, those of other workers included, which each of their graphs must say."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from mirrorc.analysis.worker_meetings import RowsElsewhere, meetings_of_rows, rows_of_meeting
 from mirrorc.capture.captured_graph import CapturedGraph
 from mirrorc.custom_ops.replica_values import RowsOfAll
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.printing.values import type_of
 
 _MOST_CAPTURES = 4
@@ -25,14 +26,26 @@ class GatheredRows:
     many. What graphs have then been found to gather replaces it: replicas whose shards are uneven may gather as many rows each.
     Values of one type are told from those of others alone.
 
+    What other workers gather is what they have told; before that, they are taken to gather as many rows with each device as this
+    one does. A worker without examples gathers none, and its graph, which nobody runs, says what the others gather.
+
     Args:
         num_examples: of each replica; those without examples gather nothing.
         runs: for each replica, the graphs that it runs, of which it is asked for the first.
+        workers: whose replicas gather together.
+        elsewhere: what the other workers have told; None if they have told nothing yet.
     """
 
-    def __init__(self, num_examples: Sequence[int], runs: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        num_examples: Sequence[int],
+        runs: Sequence[Sequence[int]],
+        workers: Workers = ALONE,
+        elsewhere: RowsElsewhere | None = None,
+    ) -> None:
         self._sizes = [size for size, own in zip(num_examples, runs, strict=True) if own]
         self._shards = [own[0] for own in runs if own]
+        self._workers, self._elsewhere = workers, elsewhere
         self._known: dict[_Key, int] = {}
 
     def of(self, shard: int, more: int = 0) -> RowsOfAll:
@@ -40,10 +53,11 @@ class GatheredRows:
 
         def rows_of_all(value: torch.Tensor) -> int:
             rows = len(value)
-            if shard not in self._shards:
-                return rows  # of a graph that nobody runs
+            if shard not in self._shards:  # of a graph that nobody runs
+                return rows if more else self._known.get(_key(shard, value), rows)
             num_examples = self._sizes[self._shards.index(shard)] + more
             guess = rows // num_examples * sum(self._sizes) if not rows % num_examples else rows * len(self._sizes)
+            guess += sum(self._guessed_elsewhere(guess))
             return guess if more else self._known.get(_key(shard, value), guess)
 
         return rows_of_all
@@ -57,6 +71,7 @@ class GatheredRows:
         for _ in range(_MOST_CAPTURES):
             captured = capture_all()
             if self._learn(captured, what):
+                self._note_places(captured)
                 return captured
         raise CaptureError(
             f"how many rows {what} gathers by mirrorc.all_gather follows from how many all replicas have gathered before, "
@@ -65,14 +80,19 @@ class GatheredRows:
 
     def _learn(self, captured: Sequence[CapturedGraph], what: str) -> bool:
         """Takes over what graphs gather; gives whether that is what they say."""
-        met = [list(calls_to(one.graph, ops.rows_of_replicas)) for one in captured]
+        met = [meetings_of_rows(one.graph) for one in captured]
+        stands_in = [0] if self._elsewhere is not None else []  # the graph of a worker without examples
+        shards = self._shards or stands_in
         found: dict[_Key, int] = {}
         agrees = True
-        for place in range(min((len(met[shard]) for shard in self._shards), default=0)):
-            nodes = [met[shard][place] for shard in self._shards]
+        for place in range(min((len(met[shard]) for shard in shards), default=0)):
+            nodes = [met[shard][place] for shard in shards]
+            if any(node.target is not ops.rows_of_replicas for node in nodes):
+                continue
             values = [node.all_input_nodes[0].meta["val"] for node in nodes]
-            rows = sum(map(len, values))
-            for shard, value in zip(self._shards, values, strict=True):
+            own = sum(map(len, values)) if self._shards else 0
+            rows = own + sum(self._told_elsewhere(place, len(met[shards[0]]), own))
+            for shard, value in zip(shards, values, strict=True):
                 if found.setdefault(_key(shard, value), rows) != rows:
                     raise CaptureError(
                         f"{what} gathers {type_of(value)} twice on one replica, which is {found[_key(shard, value)]} rows of all "
@@ -82,6 +102,29 @@ class GatheredRows:
             agrees = agrees and all(node.kwargs["rows"] == rows for node in nodes)
         self._known |= found
         return agrees
+
+    def _note_places(self, captured: Sequence[CapturedGraph]) -> None:
+        """Notes in graphs how many rows the workers before this one have."""
+        if not self._workers.are_several:
+            return
+        met = [meetings_of_rows(one.graph) for one in captured]
+        for place in range(min(map(len, met), default=0)):
+            own = sum(rows_of_meeting(met[shard][place]) for shard in self._shards)
+            before, _ = self._told_elsewhere(place, len(met[0]), own)
+            for nodes in met:
+                nodes[place].kwargs = {**nodes[place].kwargs, "before": before}
+
+    def _told_elsewhere(self, place: int, num_meetings: int, own: int) -> tuple[int, int]:
+        """What the workers before this one, and those behind it, have in a meeting; a guess, if they have told nothing."""
+        if self._elsewhere is not None and len(self._elsewhere) == num_meetings:
+            return self._elsewhere[place]
+        return self._guessed_elsewhere(own)
+
+    def _guessed_elsewhere(self, own: int) -> tuple[int, int]:
+        devices, rank = self._workers.devices_per_worker, self._workers.rank
+        if not self._workers.are_several:
+            return 0, 0
+        return own * sum(devices[:rank]) // devices[rank], own * sum(devices[rank + 1 :]) // devices[rank]
 
 
 def _key(shard: int, value: torch.Tensor) -> _Key:

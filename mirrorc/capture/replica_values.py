@@ -147,18 +147,16 @@ def _say(node: fx.Node) -> str:
 
 
 def refuse_over_workers(program: Program) -> None:
-    """Refuses what asks all replicas for values where several workers train.
+    """Refuses what asks the replicas of several workers for values that lie on GPUs.
 
     Raises:
         CaptureError: says why, and the remedy.
     """
-    if not program.workers.are_several:
+    if not program.meets_workers or not any(device.is_asynchronous for device in program.devices):
         return
     met = next((node for graph in program.shard_graphs for node in calls_to(graph, *ops.MEETINGS)), None)
-    asked = {argument.kind for argument in program.arguments} & {*_ARGUMENTS.values()}
-    said = _say(met) if met is not None else next((f"mirrorc.{kind.value}" for kind in sorted(asked)), "")
-    if said:
+    if met is not None:
         raise CaptureError(
-            f"the model calls {said}, which joins the devices of one process, and not several workers yet. Remedy: train it with "
-            "several devices in one process"
+            f"the model calls {_say(met)}, which several workers with GPUs cannot do yet. Remedy: train it on CPU devices, or on "
+            "one GPU in one process"
         )

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch
 
+from mirrorc.analysis.worker_meetings import RowsElsewhere
 from mirrorc.capture.arguments import Call, Leaf
 
 
@@ -20,11 +21,13 @@ class Shards:
         tensors: for each replica, its tensor arguments in order of the call's leaves.
         num_examples: for each replica, how many examples of the batch it has; of a small batch, the last replicas have none.
         microbatches: for each replica, how many examples each of its microbatches has; empty if all run their shards at once.
+        rows_elsewhere: how many rows other workers gather where the model asks for those of all; None if they have not told.
     """
 
     tensors: tuple[tuple[torch.Tensor, ...], ...]
     num_examples: tuple[int, ...]
     microbatches: tuple[tuple[int, ...], ...] = ()
+    rows_elsewhere: RowsElsewhere | None = None
 
     @property
     def fewest_examples(self) -> int:

@@ -51,6 +51,7 @@ from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import LOSS_OUTPUT, Argument, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
+from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.optimizer_groups import OptimizerGroups, hyperparameters_by_label, update_rules
 
 
@@ -102,6 +103,7 @@ def capture_program(
     front_end: FrontEnd | None = None,
     loss_reduction: str = "mean",
     symbolic: SymbolicDims = (),
+    workers: Workers = ALONE,
 ) -> CapturedProgram:
     """Captures one graph for each distinct shape of a shard, or of a microbatch; for shards without examples, one that none runs.
 
@@ -115,6 +117,7 @@ def capture_program(
         decompositions: the decompositions of ATen operators that the backend prefers.
         front_end: traces the model; None for the first one that "auto" tries.
         symbolic: the dimensions of the tensors that are to be symbolic.
+        workers: whose replicas meet where the model asks for values of all.
 
     Raises:
         SizesGivenUp: these cannot be symbolic.
@@ -128,7 +131,7 @@ def capture_program(
     examples = leaves_of(distinct, training_call.data, devices[0].torch_device, what)
     for own in examples:
         mark_symbolic_dims(own, symbolic)
-    rows = GatheredRows(shards.num_examples, runs)
+    rows = GatheredRows(shards.num_examples, runs, workers, shards.rows_elsewhere)
     capture_all = functools.partial(
         _capture_each, front_end, training_call, call, examples, rows, state, optimizers, decompositions
     )

@@ -65,6 +65,7 @@ class Effect(enum.Enum):
     RECEIVES = "takes a value from another replica"
     WAITS = "waits for a pending value"
     MEETS = "waits for a value of every replica that has examples"
+    ATTENDS = "meets the replicas of other workers without a value of its own"
     COMMITS = "decides with all other replicas that the step takes place"
     UPDATES = "writes the parameters of its buckets"
     ACCUMULATES = "adds gradients to those that are kept for a later update"

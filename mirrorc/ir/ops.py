@@ -503,7 +503,7 @@ def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) ->
     """Gives the sum of a value over all replicas that have examples, for which it waits: what `mirrorc.all_reduce` asks for.
 
     Each of them meets the others as often, in the same order, and ``number`` tells these meetings apart. The result lies in
-    memory of its own.
+    memory of its own. In a training step of several workers, the replicas of all of them meet.
     """
 
 
@@ -515,10 +515,11 @@ def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) ->
     stem="rows_{number}",
     value="computed",
 )
-def rows_of_replicas(value: Any, *, number: int, rows: int, replica: int | None = None) -> Any:
+def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
     """Gives the values of all replicas that have examples, one after the other: what `mirrorc.all_gather` asks for.
 
-    It meets the others as `sum_over_replicas` does; ``rows`` is how many rows all of them have together.
+    It meets the others as `sum_over_replicas` does; ``rows`` is how many rows all of them have together, of which ``before`` are
+    those of the workers before this one.
     """
 
 
@@ -530,10 +531,26 @@ def rows_of_replicas(value: Any, *, number: int, rows: int, replica: int | None 
     stem="own_{number}",
     value="computed",
 )
-def own_rows_of_sum(value: Any, *, number: int, rows: int, replica: int | None = None) -> Any:
+def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
     """Gives so many rows of the sum of a value over all replicas that have examples: the gradient of `rows_of_replicas`.
 
-    It meets the others as `sum_over_replicas` does. A replica's rows come behind those of the replicas before it.
+    It meets the others as `sum_over_replicas` does. A replica's rows come behind those of the replicas before it, and behind
+    ``before`` rows of the workers before this one.
+    """
+
+
+@operation(
+    Kind.WAIT,
+    since=Stage.REPLICATED,
+    effects=(Effect.ATTENDS,),
+    gives=nothing,
+    stem="attend_{number}",
+)
+def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, replica: int) -> None:
+    """Meets the replicas of other workers for a worker none of whose replicas has examples, so that they do not wait for it.
+
+    It gives nothing to the sum, or no rows, and takes nothing. ``meeting`` is the operation that the others have under this
+    ``number``, ``shape`` that of what is added up, or of all rows.
     """
 
 
@@ -721,6 +738,9 @@ OF_FORWARD = Selection(lambda found: Effect.CHECKS in found.effects or Effect.GA
 
 MEETINGS = Selection(lambda found: Effect.MEETS in found.effects)
 """Operations in forward and backward at which all replicas that have examples meet, each with a value."""
+
+ATTENDED = Selection(lambda found: bool(found.effects & {Effect.MEETS, Effect.ATTENDS}))
+"""Meetings, and what takes part in those of other workers in place of a replica with examples."""
 
 RESCALING = Selection(lambda found: found.symbol in (scale, clip_value))
 """Operations that change what an update takes, in the memory where it lies."""

@@ -92,7 +92,7 @@ class ArgumentKind(enum.StrEnum):
     SIZE = "size"  # a number that is computed of the sizes of the replica's shard, a Python number
     NUMBER = "number"  # a Python number that may be another one in each step, as a scalar of 64 bits
     SEED = "seed"  # the replica's random stream in this step
-    REPLICA = "replica_id"  # the replica's number, a scalar of int64
+    REPLICA = "replica_id"  # the replica's place among those that have examples, a scalar of int64
     NUM_REPLICAS = "num_replicas"  # how many replicas have examples, a scalar of int64
 
 
@@ -235,6 +235,11 @@ class Program:
     def trains(self) -> bool:
         """Whether it is a training step, and no evaluation."""
         return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
+
+    @property
+    def meets_workers(self) -> bool:
+        """Whether its replicas meet those of other workers, where the model asks for it; an evaluation is a worker's own."""
+        return self.trains and self.workers.are_several
 
     @property
     def accumulates(self) -> bool:

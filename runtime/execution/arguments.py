@@ -11,6 +11,7 @@ from mirrorc.custom_ops.random import mix
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.devices.events import wait_event
 from mirrorc.runtime.devices.host_copies import HostCopies
+from mirrorc.runtime.state.accumulated_gradients import Examples
 
 
 def replica_arguments(
@@ -23,6 +24,7 @@ def replica_arguments(
     seed: int | None,
     numbers: Sequence[int | float] = (),
     sizes: Sequence[int | float] = (),
+    examples: Examples | None = None,
 ) -> list[Any]:
     """The arguments in the order of the program, on the replica's device. A replica without examples takes none.
 
@@ -36,6 +38,7 @@ def replica_arguments(
         seed: of the step's random streams, if the program draws random numbers.
         numbers: the replica's Python numbers, in the order of the step's.
         sizes: those that are computed of the sizes of its shard, likewise.
+        examples: which replicas of other workers have examples; None if they are not asked.
     """
     for event in start:
         wait_event(event)
@@ -52,9 +55,11 @@ def replica_arguments(
             number = numbers[argument.leaf]  # type: ignore[index]
             values.append(torch.tensor(number, dtype=torch.float64 if type(number) is float else torch.int64))
         elif argument.kind is ArgumentKind.REPLICA:
-            values.append(torch.tensor(program.own_replicas[replica], dtype=torch.int64))
+            before = examples.present_before if examples is not None else 0
+            values.append(torch.tensor(before + program.present.index(replica), dtype=torch.int64))
         elif argument.kind is ArgumentKind.NUM_REPLICAS:
-            values.append(torch.tensor(len(program.present), dtype=torch.int64))
+            of_all = examples.num_present if examples is not None else 0
+            values.append(torch.tensor(of_all or len(program.present), dtype=torch.int64))
         else:
             assert seed is not None
             values.append(torch.tensor(mix(seed, program.own_replicas[replica]), dtype=torch.int64))

@@ -39,6 +39,7 @@ from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import MadeShare, UnmadeShare, make_pieces, make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Piece
 from mirrorc.runtime.state.touched_rows import add_up_rows
+from mirrorc.runtime.workers.worker_values import WorkerValues
 from mirrorc.torch_internals import copy_each
 
 binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
@@ -86,7 +87,7 @@ class Binder:
         communicators: Mapping[str, Communicator],
         commit: CommitPoint,
         outputs: StepOutputs,
-        replica_values: ReplicaValues,
+        replica_values: ReplicaValues | WorkerValues,
         progress: UpdateProgress | None = None,
         await_update: Callable[[int, int], object] = lambda _replica, _bucket: None,
         unused: Callable[[int], Set[int]] = lambda _bucket: frozenset(),
@@ -152,7 +153,7 @@ class Binder:
     def _bind_gather(self, replica: int, node: fx.Node) -> Callable[..., None]:
         return self._outputs.part(replica, node)
 
-    @binds(ops.MEETINGS)
+    @binds(ops.ATTENDED)
     def _bind_meeting(self, replica: int, node: fx.Node) -> Meeting:
         values = self._replica_values
         return Meeting(functools.partial(values.arrive, node, replica), functools.partial(values.leave, node, replica))

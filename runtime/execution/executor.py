@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mirrorc.analysis.worker_meetings import worker_meetings
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator, communicators_of
@@ -52,6 +53,7 @@ from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.exchanges import exchanges_of
 from mirrorc.runtime.workers.team import Team
 from mirrorc.runtime.workers.vote import Columns, Vote
+from mirrorc.runtime.workers.worker_values import WorkerValues
 from mirrorc.torch_internals import is_plain_thread
 
 
@@ -97,8 +99,15 @@ class Executor:
         carriers = self._communicators.values()
         self._handover = Handover(program, state, carriers, self._progress, timeout_seconds)
         self.outputs = StepOutputs(program)
-        self._replica_values = ReplicaValues(program, timeout_seconds)
-        self._carriers: tuple[Communicator | ReplicaValues, ...] = (*self._communicators.values(), self._replica_values)
+        self._replica_values = (
+            WorkerValues(program, timeout_seconds, team.launch_value)
+            if team is not None and worker_meetings(program)
+            else ReplicaValues(program, timeout_seconds)
+        )
+        self._carriers: tuple[Communicator | ReplicaValues | WorkerValues, ...] = (
+            *self._communicators.values(),
+            self._replica_values,
+        )
         self._used = UsedVariables(program, state)
         self.commit.settle = self._used.settle
         self._binder = Binder(
@@ -193,7 +202,7 @@ class Executor:
         ]  # what the caller's streams have queued comes first: weights, too
         none = [()] * len(shards)
         each = zip(shards, weighted, numbers or none, sizes or none, strict=True)
-        given = [(r, start, shard, weight, seed, own, of) for r, (shard, weight, own, of) in enumerate(each)]
+        given = [(r, start, shard, weight, seed, own, of, examples) for r, (shard, weight, own, of) in enumerate(each)]
         self.state.begin()
         self.outputs.begin()
         self._used.begin()

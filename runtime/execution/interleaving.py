@@ -42,7 +42,7 @@ def can_interleave(program: Program) -> bool:
     """
     if len(program.devices) == 1 or any(device.is_asynchronous for device in program.devices):
         return False
-    if any(next(calls_to(module.graph, *ops.MEETINGS), None) is not None for module in program.device_graphs.values()):
+    if any(next(calls_to(module.graph, *ops.ATTENDED), None) is not None for module in program.device_graphs.values()):
         return False  # replicas without examples do not meet there
     waits = [list(calls_to(module.graph, ops.wait)) for module in program.device_graphs.values()]
     launches: list[Any] = [wait.args[0] for own in waits for wait in own]

@@ -5,6 +5,7 @@ It is long, as it has a handler for each operation.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -228,11 +229,22 @@ class _Walk:
 
     @accounts(ops.MEETINGS)
     def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The value, and a copy of what this replica leaves for the others, until the end of the step."""
+        """The value; until the end of the step a copy of what this replica leaves for the others, and the sum over workers."""
         (given,) = node.all_input_nodes
         value = given.meta["val"]
         self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(given)}", type_of(value))])
+        if self.program.meets_workers and self.replica == self.program.first_present:
+            whole = node.meta["val"] if node.target is ops.rows_of_replicas else value
+            self.ledger.hold([Block(num_bytes_now(whole), f"sum of {self.names.name(given)}", type_of(whole))])
         return self._new(node), 0
+
+    @accounts(ops.attend)
+    def _attend(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """Zeros that are sent, until the end of the step."""
+        words: Any = node.kwargs
+        num_bytes = math.prod(words["shape"]) * words["dtype"].itemsize
+        self.ledger.hold([Block(num_bytes, node.name, f"{words['dtype']}{list(words['shape'])}")])
+        return (), 0
 
     @accounts(ops.add_accumulated)
     def _add_accumulated(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

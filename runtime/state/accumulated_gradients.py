@@ -23,11 +23,15 @@ class Examples:
         own: of this process.
         of_all: of all workers that make the call together, this one included.
         kept_elsewhere: of earlier calls whose gradients other workers keep.
+        present_before: how many replicas of the workers before this one have examples.
+        num_present: how many replicas of all workers have; 0 where this process asks no others, and its own count.
     """
 
     own: int
     of_all: int
     kept_elsewhere: int = 0
+    present_before: int = 0
+    num_present: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The connections of a team: what workers tell each other goes over one of them, and buckets over the other."""
+"""The connections of a team: what workers tell each other goes over one of them, buckets over another, values over a third."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ _HOST = torch.device("cpu")
 class Connections:
     """A lane for words and one for buckets, which are opened together, at a call, and closed together, by a failure.
 
+    Where the model asks all replicas for values, there is a third lane. A device without examples launches its buckets when it
+    likes, and so it may be before such a value on one worker and after it on another: over one lane, they would be mixed up.
+
     Args:
         store: where the workers of the team meet; nothing else uses its keys.
         cluster: the workers, who have joined.
@@ -36,7 +39,7 @@ class Connections:
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> None:
         self._store, self._cluster, self._timeout_seconds, self._device = store, cluster, timeout_seconds, device
-        self._lanes: list[Lane] = []  # for words, and for buckets; threads look at copies of it
+        self._lanes: list[Lane] = []  # for words, for buckets, and for values; threads look at copies of it
         self.link: LinkSpeed | None = None
 
     @property
@@ -75,6 +78,16 @@ class Connections:
             cut_when_broken(self.buckets, told=self._lanes[0])
         self.link = measured_speed(self.buckets, self._cluster.num_workers, seconds, self._device)
 
+    def open_values(self, call: int) -> None:
+        """Opens the lane for values, if there is none, when all workers have met in a call; raises as `open` does.
+
+        Args:
+            call: its number.
+        """
+        if len(self._lanes) == 2:
+            store = self.part_of_store(f"values of call {call}")
+            self._lanes.append(open_lane("values", store, self._cluster, self._timeout_seconds, _HOST))
+
     def part_of_store(self, name: str) -> Any:
         """A part of the store, over a connection of its own.
 
@@ -106,9 +119,16 @@ class Connections:
 
     def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
         """Launches a collective on a bucket; see `Lane.launch`."""
+        self._launch(1, collective, done)
+
+    def launch_value(self, collective: Callable[[Any], Any], done: Done) -> None:
+        """Launches a collective on a value of the model; see `Lane.launch`."""
+        self._launch(2, collective, done)
+
+    def _launch(self, place: int, collective: Callable[[Any], Any], done: Done) -> None:
         lanes = list(self._lanes)
-        if len(lanes) == 2:
-            lanes[1].launch(collective, done)
+        if len(lanes) > place:
+            lanes[place].launch(collective, done)
         else:
             done(LostConnectionError("the connection to the other workers is closed"))
 
@@ -124,7 +144,7 @@ class Connections:
 
     def cut_buckets(self) -> None:
         """Ends the collectives on buckets with an error, here and on the other workers."""
-        for lane in list(self._lanes)[1:]:
+        for lane in list(self._lanes)[1:2]:
             lane.cut()
 
     def close(self) -> bool:

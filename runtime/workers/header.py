@@ -86,6 +86,7 @@ class Agreement:
     Attributes:
         num_examples: of all workers.
         num_present: how many replicas of all workers have examples.
+        present: how many of each worker, by rank.
         num_kept: of the calls whose gradients any worker keeps.
         num_steps: as that worker counts them whose values the others would take over.
         accumulation: what all programs do with the gradients of several calls.
@@ -102,6 +103,7 @@ class Agreement:
 
     num_examples: int
     num_present: int
+    present: tuple[int, ...]
     num_kept: int
     num_steps: int
     accumulation: Accumulation
@@ -145,6 +147,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
     found = Agreement(
         num_examples=sum(one.num_examples for one in said),
         num_present=sum(one.num_present for one in said),
+        present=tuple(one.num_present for one in said),
         num_kept=sum(one.num_kept for one in said),
         num_steps=said[source].num_steps,
         accumulation=accumulation,

@@ -75,8 +75,8 @@ class JointLaunches:
         else:
             done(None)
 
-    def wait(self, tag: Hashable, replica: int, bucket: int) -> None:
-        """Waits on a device until the other workers' part of a bucket is there.
+    def wait(self, tag: Hashable, replica: int, bucket: int | str) -> None:
+        """Waits on a device until the other workers' part of a bucket is there, or of what is named in place of one.
 
         Raises:
             Aborted: another device, or another worker, has failed.

@@ -51,6 +51,7 @@ class Meetings:
     Attributes:
         row_counts: of each worker by rank, the numbers of rows of the factors that it sends in this step, as
             `mirrorc.analysis.sent_factors.row_counts` gives them.
+        rows_told: likewise, what each tells of the rows that all replicas gather.
     """
 
     def __init__(
@@ -66,14 +67,16 @@ class Meetings:
         self._failures, self._watcher, self._words = failures, watcher, words
         self._known_counts = KnownCounts()
         self.row_counts: Sequence[Counts] = ()
+        self.rows_told: Sequence[Counts] = ()
 
-    def meet(self, own: Header, facts: Mapping[str, Details], counts: Counts = ()) -> Agreement:
+    def meet(self, own: Header, facts: Mapping[str, Details], counts: Counts = (), rows_told: Counts = ()) -> Agreement:
         """Begins a step together with the others.
 
         Args:
             own: what this worker says of its step.
             facts: for fields in which workers may differ, what this worker has in detail.
             counts: the numbers of rows of the factors that this worker sends.
+            rows_told: what it tells of the rows that all replicas gather; as many numbers on all workers whose programs agree.
 
         Raises:
             CommunicationError: workers differ; all raise it, and name who differs in what.
@@ -81,7 +84,8 @@ class Meetings:
             LostConnectionError: the connection broke.
         """
         tell = self._connections.tell
-        own = self._known_counts.noted_in(own, counts)
+        all_counts = (*counts, *rows_told)
+        own = self._known_counts.noted_in(own, all_counts)
         headers = [torch.empty(NUM_FIELDS, dtype=torch.int64) for _ in self._cluster.workers]
         if own.has_left:
             tell(lambda group: group.all_gather(own.to_tensor(), headers, is_patient=True), self._others_live)
@@ -96,7 +100,10 @@ class Meetings:
                 "no worker has examples in this step, which needs at least one: leave the batch out on all workers"
             )
         self._watcher.own = self._watcher.own.met()
-        self.row_counts = self._known_counts.of_all(headers, counts, tell)
+        said = self._known_counts.of_all(headers, all_counts, tell)
+        num_told = len(rows_told)
+        self.row_counts = [one[: len(one) - num_told] for one in said]
+        self.rows_told = [one[len(one) - num_told :] for one in said]
         return found
 
     def _difference(

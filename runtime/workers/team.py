@@ -81,6 +81,11 @@ class Team:
         return self._meetings.row_counts
 
     @property
+    def rows_told(self) -> Sequence[Counts]:
+        """Of each worker by rank, what it tells of the rows that all replicas gather, see `Meetings`."""
+        return self._meetings.rows_told
+
+    @property
     def have_parted(self) -> bool:
         """Whether a step has failed when some workers may have updated, and others not, or in part: before the next, all take
         over the values of one worker."""
@@ -175,9 +180,17 @@ class Team:
 
     # The stages of a call
 
-    def meet(self, own: Header, facts: Mapping[str, Details], counts: Counts = ()) -> Agreement:
+    def meet(self, own: Header, facts: Mapping[str, Details], counts: Counts = (), rows_told: Counts = ()) -> Agreement:
         """Begins a step together with the others; see `Meetings.meet`."""
-        return self._meetings.meet(own, facts, counts)
+        return self._meetings.meet(own, facts, counts, rows_told)
+
+    def open_values(self) -> None:
+        """Opens the lane for values of the model, if it is not open; all workers do so in the same call.
+
+        Raises:
+            LostConnectionError: they could not connect.
+        """
+        self.connections.open_values(self._call.number)
 
     def vote(self, own: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
         """Returns when all workers have done all of the step that can fail; from then on it is decided, for all alike.
@@ -230,6 +243,10 @@ class Team:
         if self.connections.are_open:
             self._watcher.own = self._watcher.own.sent()
         self.connections.launch_bucket(collective, done)
+
+    def launch_value(self, collective: Callable[[Any], Any], done: Done) -> None:
+        """Launches a collective on a value of the model; see `Lane.launch`."""
+        self.connections.launch_value(collective, done)
 
     # The end of the team
 

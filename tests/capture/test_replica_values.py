@@ -12,8 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.analysis.worker_meetings import worker_meetings
+from mirrorc.analysis.worker_schedule import worker_schedule
+from mirrorc.capture.replica_values import refuse_over_workers
 from mirrorc.ir import ops
+from mirrorc.ir.devices import Device
 from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program
 
 
 def test_one_replica_has_copies() -> None:
@@ -98,22 +103,54 @@ def test_microbatches_are_refused() -> None:
         captured_model(Meeting(), 2, 8, microbatches=2)
 
 
+def of_worker(rank: int, rows: int) -> tuple[Program, str]:
+    """The program of one of two workers with two devices each, for so many examples, and its hash."""
+    model = Meeting()
+    options: dict[str, Any] = {"world": mirrorc.World(2, 2), "rank": rank, "backend": "eager", "progress": False}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(model, optimizer=optimizer, loss_fn=F.mse_loss, **options) as step:
+        program = step.prepare(torch.randn(rows, 4), target=torch.randn(rows, 3))
+        return program, step.schedule_hash
+
+
+@pytest.mark.parametrize("rows", [4, 3, 1])
+def test_meetings_of_workers_are_in_their_schedule(rows: int) -> None:
+    """Rows are taken to be as many on the other worker, and behind those of the workers before."""
+    for rank in (0, 1):
+        program, own = of_worker(rank, rows)
+        assert own == of_worker(0, 4)[1]
+        found = {one.name: one for one in worker_meetings(program)}
+        gathered = found["rows_of_replicas"]
+        assert (gathered.rows, gathered.before) == (rows, rank * rows) and gathered.shape[0] == 2 * rows
+        assert [line.split()[:2] for line in worker_schedule(program)[1:5]] == [
+            ["sum_over_replicas", "0"],
+            ["rows_of_replicas", "1"],
+            ["own_rows_of_sum", "2"],
+            ["sum_over_replicas", "3"],
+        ]
+
+
+def test_a_worker_without_examples_attends_the_meetings_of_the_others() -> None:
+    program, own = of_worker(1, 0)
+    assert own == of_worker(0, 4)[1]
+    assert [one.first.target for one in worker_meetings(program)] == [ops.attend] * 4
+    assert "attend(number=1, meeting=rows_of_replicas" in program.to_text()
+    assert not any(next(calls_to(graph, *ops.MEETINGS), None) for graph in program.graphs())
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (Meeting(), r"calls mirrorc.all_reduce at .*, which joins the devices of one process, and not several workers"),
-        (Asking(lambda y: y * mirrorc.num_replicas()), r"calls mirrorc.num_replicas, which joins"),
-        (nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3)), r"calls the SyncBatchNorm '1', which joins"),
+        (Meeting(), r"calls mirrorc.all_reduce at .*, which several workers with GPUs cannot do yet"),
+        (nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3)), r"calls the SyncBatchNorm '1', which several workers"),
     ],
 )
-def test_several_workers_are_refused(model: nn.Module, text: str) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    world: dict[str, Any] = {"world": mirrorc.World(2), "rank": 0, "backend": "eager", "progress": False}
-    with (
-        mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=F.mse_loss, **world) as step,
-        pytest.raises(mirrorc.CaptureError, match=text),
-    ):
-        step.prepare(torch.randn(4, 4), target=torch.randn(4, 3))
+def test_workers_with_gpus_are_refused(model: nn.Module, text: str) -> None:
+    program = captured_model(model, 1, 4).evolve(
+        devices=(Device("cuda:0", torch.device("cuda:0")),), workers=mirrorc.World(2).worker(0)
+    )
+    with pytest.raises(mirrorc.CaptureError, match=text):
+        refuse_over_workers(program)
 
 
 @pytest.mark.parametrize("model", [Meeting(), nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,18 @@ def test_a_classifier_of_hugging_face_with_metrics_clipping_and_a_scheduler() ->
 def test_halves_of_digits_find_each_other() -> None:
     assert contrastive_digits.main([*EAGER, "--epochs", "0"]) < 0.1
     assert contrastive_digits.main([*EAGER, "--epochs", "5"]) > 0.4
+
+
+@pytest.mark.slow
+def test_halves_of_digits_find_each_other_among_those_of_two_workers() -> None:
+    options = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    script = [str(ROOT / "examples" / "contrastive_digits.py"), *EAGER, "--epochs", "5"]
+    environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (share,) = re.findall(r"in (\d+)% of all cases", done.stdout)  # the chief alone says so
+    assert int(share) > 40
 
 
 def test_a_gan() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from asserting import Asserting
-from broken_meetings import meeting_stages
+from broken_meetings import meeting_stages, stages_of_worker
 from saved_programs import HANDMADE
 from tiny_programs import MUON, Gated, Weight, captured_model, every_stage, handmade, run_up_to
 from torch import nn
@@ -86,6 +86,7 @@ def programs() -> list[Program]:
     reserving = [ReserveMemory(min_bytes=0) if one.name == "reserve-memory" else one for one in default_pipeline()]
     found.append(run_passes(captured_model(Gated()), reserving))
     found += meeting_stages().values()
+    found += stages_of_worker(0).values()
     for kind in (Accumulation.ADDS, Accumulation.ENDS):
         found += every_stage(HANDMADE["buffer"]().evolve(accumulation=kind)).values()
     mirrored = handmade(2, [Weight("a", rule=MUON)])

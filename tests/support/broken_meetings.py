@@ -8,8 +8,10 @@ from torch import fx, nn
 
 import mirrorc
 from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import call
 from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program
+from mirrorc.ir.workers import World
 from mirrorc.verifier.verifier import verify
 
 
@@ -32,13 +34,21 @@ def meeting_stages(rows: int = 8, num_devices: int = 2) -> dict[str, Program]:
     return every_stage(captured_model(Meeting(), num_devices, rows), **SMALL_BUCKETS)
 
 
+def stages_of_worker(rows: int = 8) -> dict[str, Program]:
+    """The same of the second of two workers, with two devices each."""
+    workers = World(2, 2).worker(1)
+    return every_stage(captured_model(Meeting(), 2, rows, workers=workers), over_workers=True, **SMALL_BUCKETS)
+
+
 def meeting(
-    change: Callable[[Program], object], pass_name: str = "lower-devices"
+    change: Callable[[Program], object],
+    pass_name: str = "lower-devices",
+    stages: Callable[[], dict[str, Program]] = meeting_stages,
 ) -> tuple[str, Callable[[Program], Program]]:
     """A change of such a program, on two devices, after a pass."""
 
     def mutate(_: Program) -> Program:
-        program = meeting_stages()[pass_name]
+        program = stages()[pass_name]
         verify(program)
         change(program)
         return program
@@ -100,3 +110,56 @@ def waits_before_a_meeting(program: Program) -> None:
     for launch in reversed(targets(there.graph, *ops.COLLECTIVES)):
         if launch < there:
             there.append(launch)
+
+
+def behind_other_rows(program: Program) -> None:
+    """A replica gathers its rows behind others than the other replica does."""
+    node = met_by(program, 1, ops.rows_of_replicas)[0]
+    node.kwargs = {**node.kwargs, "before": 7}
+
+
+def behind_too_many_rows(program: Program) -> None:
+    for replica in (0, 1):
+        for node in met_by(program, replica, ops.rows_of_replicas):
+            node.kwargs = {**node.kwargs, "before": 9}
+
+
+def attend_twice(program: Program) -> None:
+    first, second, *_ = targets(program.graphs()[0], ops.attend)
+    second.kwargs = {**second.kwargs, "number": first.kwargs["number"]}
+
+
+def stay_away(program: Program) -> None:
+    """A worker without examples does not attend a meeting for which the others wait."""
+    graph = program.graphs()[0]
+    graph.erase_node(targets(graph, ops.attend)[0])
+
+
+def attend_besides(program: Program) -> None:
+    """Replicas meet, and one of them attends as well."""
+    node = met_by(program, 0)[0]
+    words = {"number": 9, "meeting": "sum_over_replicas", "shape": (5,), "dtype": torch.float32}
+    with node.graph.inserting_before(node):
+        call(node.graph, ops.attend, (), words).meta["val"] = None
+
+
+def wait_for_workers_before_a_meeting(program: Program) -> None:
+    """A device waits for what it exchanges with the other worker, all of which comes before its last meeting."""
+    last = met_by(program, 0)[-1]
+    launches = targets(last.graph, ops.exchange)
+    behind = [node for node in last.graph.nodes if node > last]
+    end = next(user for user in launches[0].users if user.target is ops.wait)
+    for node in behind[: behind.index(end) + 1]:
+        if node.target is not ops.commit and last not in _needed(node):
+            last.prepend(node)
+
+
+def _needed(node: fx.Node) -> set[fx.Node]:
+    found = {node}
+    todo = [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                todo.append(source)
+    return found

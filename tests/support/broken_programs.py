@@ -12,9 +12,16 @@ from typing import Any
 import torch
 from broken_meetings import (
     alone,
+    attend_besides,
+    attend_twice,
+    behind_other_rows,
+    behind_too_many_rows,
     meeting,
+    stages_of_worker,
+    stay_away,
     under_one_number,
     under_other_numbers,
+    wait_for_workers_before_a_meeting,
     waits_before_a_meeting,
     with_fewer_rows,
 )
@@ -1814,5 +1821,17 @@ BAD: dict[str, list[Mutation]] = {
             for pass_name in ("replicate", "lower-devices")
         ),
         meeting(under_one_number, "replicate"),
+        meeting(behind_other_rows, stages=stages_of_worker),
+        meeting(behind_too_many_rows, stages=stages_of_worker),
     ],
+    "workers_without_examples_attend": [
+        meeting(attend_twice, stages=lambda: stages_of_worker(0)),
+        meeting(attend_besides, stages=stages_of_worker),
+        meeting(attend_besides),
+    ],
+    "meetings_of_workers_are_kept": [
+        meeting(stay_away, pass_name, stages=lambda: stages_of_worker(0))
+        for pass_name in ("replicate", "lower-devices")
+    ],
+    "workers_meet_before_they_wait": [meeting(wait_for_workers_before_a_meeting, stages=stages_of_worker)],
 }

@@ -23,6 +23,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, UpdateRule, Variable
+from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
@@ -203,10 +204,12 @@ def captured_model(
     evaluates: bool = False,
     symbolic: SymbolicDims = (),
     front_end: FrontEnd | None = None,
+    workers: Workers = ALONE,
 ) -> Program:
     """The same of any classifier of so many features; one whose outputs are kept gives logits and more.
 
-    ``evaluates``: as ``step.evaluate`` captures it. ``symbolic``: the dimensions of x and target that are symbolic.
+    ``evaluates``: as ``step.evaluate`` captures it. ``symbolic``: the dimensions of x and target that are symbolic. ``workers``:
+    those that train together, as one of them sees them, which may have no rows.
     """
 
     def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -214,10 +217,11 @@ def captured_model(
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     call = flatten_call(["x"], (torch.randn(rows, columns),), {"target": torch.arange(rows) % 3})
-    shards = split_call(call, num_devices, microbatches=microbatches)
+    shards = split_call(call, num_devices, microbatches=microbatches, may_be_empty=workers.are_several)
     devices = parse_devices([f"cpu:{i}" for i in range(num_devices)])
     kind = EvaluationCall if evaluates else TrainingCall
     training_call = kind(model, loss_fn, call.structure, keeps_outputs=keeps_outputs)
     state, groups = ModelState(model, loss_fn), OptimizerGroups([optimizer])
-    how: dict[str, Any] = {"symbolic": symbolic, "front_end": front_end}
-    return capture_program(training_call, call, shards, devices, state, groups, {}, **how).program
+    how: dict[str, Any] = {"symbolic": symbolic, "front_end": front_end, "workers": workers}
+    captured = capture_program(training_call, call, shards, devices, state, groups, {}, **how)
+    return captured.program.evolve(workers=workers)

@@ -152,6 +152,37 @@ class Swapped(nn.Module):
         return self.one(torch.tanh(self.two(x))) if self.is_swapped else self.two(torch.tanh(self.one(x)))
 
 
+class Coupled(nn.Module):
+    """Normalizes over the whole batch, compares each example with all of them, and counts those of the replicas before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(writes(x))
+        count = mirrorc.all_reduce(h.new_full((), float(len(h))))
+        mean = mirrorc.all_reduce(h.sum(0)) / count
+        h = (h - mean) / (mirrorc.all_reduce(((h - mean) ** 2).sum(0)) / count + 1e-3).sqrt()
+        sizes = mirrorc.all_gather(torch.full((1,), len(h)))
+        places = torch.arange(len(h)) + torch.where(torch.arange(len(sizes)) < mirrorc.replica_id(), sizes, 0).sum()
+        every = mirrorc.all_gather(h)
+        near = torch.softmax(h @ every.T, 1) @ every * (len(sizes) == mirrorc.num_replicas())
+        return self.last(near + h * torch.cos(places.double())[:, None])
+
+
+class Statistics(nn.Sequential):
+    """A normalization by the statistics of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 4))
+
+
+def _synchronized() -> nn.Module:
+    """The same by those of the batch of all workers."""
+    return nn.SyncBatchNorm.convert_sync_batchnorm(Statistics())
+
+
 def _fill() -> None:
     global _is_full
     _is_full = True
@@ -162,8 +193,11 @@ STRIKES: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _fill,
 }
-MODELS = {
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
+    "coupled": Coupled,
+    "statistics": Statistics,
+    "synchronized": _synchronized,
     "table": Table,
     "rows": Rows,
     "tied": Tied,

@@ -1,11 +1,14 @@
 """Replicas that meet in forward and backward: what the verifier says of programs in which they would not."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from broken_meetings import (
     alone,
     meeting_stages,
+    stages_of_worker,
+    stay_away,
     under_one_number,
     under_other_numbers,
     waits_before_a_meeting,
@@ -25,6 +28,20 @@ from mirrorc.verifier.verifier import verify
 def test_programs_whose_replicas_meet_are_valid_after_each_pass(rows: int, num_devices: int) -> None:
     for program in meeting_stages(rows, num_devices).values():
         verify(program)
+
+
+@pytest.mark.parametrize("rows", [8, 1, 0])
+def test_programs_whose_replicas_meet_other_workers_are_valid_after_each_pass(rows: int) -> None:
+    stages = list(stages_of_worker(rows).values())
+    for before, after in pairwise(stages):
+        verify(after, before=before)
+
+
+def test_a_pass_must_not_have_a_worker_stay_away() -> None:
+    before, after = (stages_of_worker(0)["lower-devices"] for _ in range(2))
+    stay_away(after)
+    with pytest.raises(VerifyError, match=r"meetings_of_workers_are_kept.*met the others in sum_over_replicas 0, rows"):
+        verify(after, before=before)
 
 
 OTHER_NUMBERS = r"cpu:1 meets the others in sum_over_replicas 1 with f32\[5\], where cpu:0 does in sum_over_replicas 0"

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import fx
 
+from mirrorc.analysis.worker_meetings import worker_meetings
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, name_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.printing.values import type_of
-from mirrorc.verifier.rule import Order, rule
+from mirrorc.verifier.rule import Order, Scope, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
 
 _Meetings = dict[int, list[fx.Node]]
@@ -53,7 +54,64 @@ def replicas_meet_alike(program: Program) -> Iterator[Violation]:
             )
             return
     for place, node in enumerate(first):
-        yield from _met_otherwise(names, {replica: nodes[place] for replica, nodes in found.items()}, node)
+        yield from _met_otherwise(program, names, {replica: nodes[place] for replica, nodes in found.items()}, node)
+
+
+@rule(since=Stage.REPLICATED, order=Order.OWNERS)
+def workers_without_examples_attend(program: Program) -> Iterator[Violation]:
+    """Only a worker none of whose replicas has examples attends the meetings of other workers' replicas, which it does in a
+    training step, on its first device, each under another number."""
+    numbers: Counter[object] = Counter()
+    for where, graph, _ in scopes(program):
+        for node in calls_to(graph, ops.attend):
+            replica = replica_at(program, node)
+            numbers[node.kwargs["number"]] += 1
+            if program.present or not program.meets_workers:
+                why = "whose replicas meet by themselves" if program.present else "which meets no other worker"
+                yield Violation(f"{node.name} attends a meeting in a program {why}", node)
+            elif replica or numbers[node.kwargs["number"]] > 1:
+                what = f"attends meeting {node.kwargs['number']}"
+                again = "a second time" if not replica else "besides the first device"
+                yield Violation(f"{where(replica)} {what} {again}", node)
+
+
+@rule(since=Stage.SCHEDULED)
+def workers_meet_before_they_wait(program: Program) -> Iterator[Violation]:
+    """Where the replicas of all workers meet, no device waits for what it exchanges with other workers before its last meeting:
+    these launch that behind the same meeting at the latest, so that no two workers wait for each other."""
+    if not program.meets_workers:
+        return
+    for where, graph, _ in scopes(program):
+        waiting: dict[int, fx.Node] = {}
+        for node in graph.nodes:
+            if node.target is ops.wait and node.all_input_nodes[0].target in ops.BETWEEN_WORKERS:
+                waiting.setdefault(replica_at(program, node), node)
+            elif node.target in ops.ATTENDED and (wait := waiting.get(replica_at(program, node))) is not None:
+                yield Violation(
+                    f"{where(replica_at(program, node))} waits for other workers in {wait.name} before it meets them in "
+                    f"{node.name}: they may launch what it waits for behind that meeting",
+                    node,
+                )
+
+
+@rule(scope=Scope.PASS, order=Order.REFERENCES)
+def meetings_of_workers_are_kept(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
+    """A pass keeps the meetings of a worker with the others, and their order: all of them wait there. A worker none of whose
+    replicas has examples attends those of the graph that stands in."""
+    kept, found = _met_with_workers(before), _met_with_workers(after)
+    if kept != found:
+        said = [", ".join(f"{name} {number}" for number, name in own) or "none" for own in (kept, found)]
+        yield Violation(
+            f"this worker met the others in {said[0]} before the pass, and meets them in {said[1]} behind it"
+        )
+
+
+def _met_with_workers(program: Program) -> list[tuple[int, str]]:
+    """The numbers of a worker's meetings with the others, each with the operation that these have, in order."""
+    if program.shard_graphs and program.meets_workers:
+        graph = program.shard_graphs[program.shard_of_replica[program.first_present] or 0]
+        return [tag_of_meeting(node)[::-1] for node in calls_to(graph, *ops.MEETINGS)]
+    return [(one.number, one.name) for one in worker_meetings(program)]
 
 
 def _numbered_twice(program: Program, found: _Meetings) -> Iterator[Violation]:
@@ -66,7 +124,9 @@ def _numbered_twice(program: Program, found: _Meetings) -> Iterator[Violation]:
                 )
 
 
-def _met_otherwise(names: Sequence[str], met: dict[int, fx.Node], first: fx.Node) -> Iterator[Violation]:
+def _met_otherwise(
+    program: Program, names: Sequence[str], met: dict[int, fx.Node], first: fx.Node
+) -> Iterator[Violation]:
     """What differs between replicas in one meeting."""
     own = next(iter(met))
     for replica, node in met.items():
@@ -79,10 +139,22 @@ def _met_otherwise(names: Sequence[str], met: dict[int, fx.Node], first: fx.Node
             )
             return
     whole, parts = _rows(met.values())
+    places = {int(str(node.kwargs.get("before", 0))) for node in met.values()}
+    if len(places) > 1:
+        yield Violation(
+            f"{say_meeting(first)} is behind {' and '.join(map(str, sorted(places)))} rows of other workers", first
+        )
+        return
+    before = places.pop()
+    behind_is_open = program.meets_workers and program.workers.rank < program.workers.num_workers - 1
     for node, rows in whole:
-        if rows != sum(parts):
+        known = before + sum(parts)
+        is_right = known <= rows if behind_is_open else known == rows
+        if not is_right or (before and not (program.meets_workers and program.workers.rank)):
+            others = f", behind {before} of other workers" if before else ""
             yield Violation(
-                f"{say_meeting(node)} is of {rows} rows, and the replicas have {' + '.join(map(str, parts))}", node
+                f"{say_meeting(node)} is of {rows} rows, and the replicas have {' + '.join(map(str, parts))}{others}",
+                node,
             )
 
 

@@ -1,0 +1,152 @@
+"""Models that ask the replicas of all workers for values train as one device does on the batches of all workers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import selections
+from torch import nn
+from worker_processes import LazyOutcomes, free_port, outcomes, told
+from worker_training import made, reference, values_of, whole
+
+EVEN: dict[str, Any] = {"model": "coupled", "devices": [2, 2], "optimizer": "SGD", "sizes": [[4, 4], [7, 1], [3, 0]]}
+CASES: dict[str, dict[str, Any]] = {
+    "2 x 1": {"model": "coupled", "devices": [1, 1], "optimizer": "SGD", "sizes": [[4, 3], [2, 4]], "steps": 3},
+    "2 x 2": EVEN,
+    "3 x (1, 2, 1)": {
+        "model": "coupled",
+        "devices": [1, 2, 1],
+        "optimizer": "SGD",
+        "sizes": [[3, 5, 2], [0, 1, 3]],
+        "evaluates": True,
+    },
+    "synchronized": {"model": "synchronized", "devices": [1, 2], "optimizer": "SGD", "sizes": [[3, 5], [0, 4], [2, 1]]},
+    "bound, packs": {**EVEN, "options": {"packing": 3, "clip_grad_norm": 0.1}},
+    "factors": {**EVEN, "options": {"exchange": "factors"}},
+    "dealt": {**EVEN, "options": {"shard_optimizer": True}},
+    "in flight": {**EVEN, "options": {"overlap_next_step": True}},
+    "inductor": {**EVEN, "options": {"backend": "inductor"}},
+}
+AGAIN = {"again": EVEN}
+FAULTS: dict[str, dict[str, Any]] = {
+    "recovers": {
+        "model": "coupled",
+        "devices": [1, 2],
+        "optimizer": "SGD",
+        "sizes": [[4, 4]],
+        "steps": 3,
+        "faults": [[0, 1, "operator"], [1, 0, "operator"]],
+    }
+}
+JOINS: dict[str, dict[str, Any]] = {
+    "left": {"devices": [1, 1], "sizes": [[3, 5], [2, 0], [3, 0]], "more": [[3, 4]]},
+    "the chief leaves": {"devices": [2, 1], "sizes": [[3, 5], [0, 4]]},
+}
+JOINS = {name: {"model": "coupled", "optimizer": "SGD", "decay": 0.7, **given} for name, given in JOINS.items()}
+ACCUMULATES: dict[str, dict[str, Any]] = {
+    "accumulates": {
+        "model": "coupled",
+        "optimizer": "SGD",
+        "devices": [1, 2],
+        "calls": [["accumulate", [2, 3]], ["step", [4, 2]], ["step", [4, 0]]],
+    }
+}
+FAST = ("2 x 1", "2 x 2", "again", "synchronized", "recovers", "left")
+
+
+def run(kind: str, given: dict[str, Any]) -> list[Any]:
+    size, port = len(given["devices"]), free_port()
+    own = [{"variables": told(rank, size, port), kind: given} for rank in range(size)]
+    return [*own, *[None] * (3 - size)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What came of each case in each process."""
+    cases = {name: run("train", given) for name, given in (CASES | AGAIN | FAULTS).items()}
+    cases |= {name: run("join", given) for name, given in JOINS.items()}
+    cases |= {name: run("calls", given) for name, given in ACCUMULATES.items()}
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
+
+
+def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    assert own.keys() == expected.keys()
+    for name, values in expected.items():
+        assert own[name] == pytest.approx(values, rel=1e-9, abs=1e-11), name
+
+
+@pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
+def test_steps_are_those_of_one_device(found: Mapping[str, Any], case: str) -> None:
+    given = CASES[case]
+    plain = {"synchronized": "statistics"}.get(given["model"], given["model"])
+    losses, values = reference({**given, "model": plain}, range(given.get("steps", 4)))
+    everyone = found[case][: len(given["devices"])]
+    for own in everyone:
+        assert own["losses"] == pytest.approx(losses, rel=1e-9)
+        assert_equal(own["values"], values)
+        assert own["values"] == everyone[0]["values"], "all have the same bits"
+        assert own["schedule"] == everyone[0]["schedule"]
+
+
+def test_two_runs_have_the_same_bits(found: Mapping[str, Any]) -> None:
+    for own, other in zip(found["2 x 2"][:2], found["again"][:2], strict=True):
+        assert (own["values"], own["losses"]) == (other["values"], other["losses"])
+
+
+def test_a_worker_that_fails_wakes_those_that_wait_for_its_values(found: Mapping[str, Any]) -> None:
+    losses, values = reference({**FAULTS["recovers"]}, [2])
+    first, second = found["recovers"][:2]
+    assert "OSError: the disk is full" in second["losses"][0] and "OSError: the disk is full" in first["losses"][1]
+    for own, number, rank in ((first, 0, 1), (second, 1, 0)):
+        assert f"training call {number + 1} has failed: worker {rank} (" in own["losses"][number]
+        assert "No parameter was changed. The step may be called again" in own["losses"][number]
+    for own in (first, second):
+        assert own["losses"][2] == pytest.approx(losses[0], rel=1e-9)
+        assert_equal(own["values"], values)
+
+
+@pytest.mark.parametrize("case", selections.slow_but(FAST, JOINS))
+def test_workers_that_have_left_take_part(found: Mapping[str, Any], case: str) -> None:
+    given = JOINS[case]
+    losses, values = reference(given, range(len(given["sizes"])))
+    everyone = found[case][: len(given["devices"])]
+    for rank, own in enumerate(everyone):
+        assert own["losses"] == pytest.approx(losses[: sum(sizes[rank] > 0 for sizes in given["sizes"])], rel=1e-9)
+        assert_equal(own["values"], values)
+        assert own["last"] == everyone[0]["last"]
+
+
+@pytest.mark.slow
+def test_calls_that_accumulate_ask_all_replicas_of_their_own(found: Mapping[str, Any]) -> None:
+    model, optimizer = made("coupled", "SGD", seed=0)
+    kept = 0
+    for number, (what, sizes) in enumerate(ACCUMULATES["accumulates"]["calls"]):
+        x, y = whole(number, sizes)
+        (nn.functional.cross_entropy(model(x), y) * len(y)).backward()
+        kept += len(y)
+        if what == "step":
+            for parameter in model.parameters():
+                parameter.grad /= kept
+            optimizer.step()
+            optimizer.zero_grad()
+            kept = 0
+    for own in found["accumulates"][:2]:
+        assert_equal(own["values"], values_of(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill in forward", "stop"])
+def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
+    given = {
+        "model": "coupled",
+        "devices": [1, 1, 1],
+        "sizes": [[4, 4, 4]],
+        "faults": [[2, 2, fault]],
+        "ends": True,
+        "options": {"timeout_seconds": 10.0 if fault == "stop" else 60.0},
+    }
+    for own in outcomes(tmp_path, {"it": run("train", given)}, num_ended=1)["it"][:2]:
+        assert re.search(r"training call 3 has failed: worker 2 \(.*No parameter was changed", own["losses"][2])
