@@ -5,60 +5,23 @@ from pathlib import Path
 
 import pytest
 from golden_programs import (
-    CAPTURED,
-    CHECKED,
-    CHECKPOINTS,
-    DEALT,
-    FACTORS,
-    GATHERED,
     GOLDEN,
-    MEETINGS,
+    MADE_BY,
     MODELS,
     NUM_DEVICES,
-    OVERLAP,
-    PACKS,
-    PACKS_OVER_WORKERS,
-    PARTS_OF_FACTORS,
     PLACED,
     UPDATE,
     VERSIONS,
-    WORKER,
-    captured_text,
-    checked_text,
-    checkpoints_text,
-    dealt_text,
     difference,
-    factors_text,
-    gathered_text,
     golden_program,
-    meetings_text,
-    overlap_text,
-    packs_over_workers_text,
-    packs_text,
-    parts_of_factors_text,
     placed_text,
     versions,
-    worker_text,
 )
 
 import mirrorc
 
 SCRIPT = Path(__file__).parent / "support" / "golden_programs.py"
 LOWERED = [f"{name}-{num_devices}.txt" for name in MODELS for num_devices in NUM_DEVICES]
-MADE_BY = {
-    CAPTURED: captured_text,
-    CHECKED: checked_text,
-    CHECKPOINTS: checkpoints_text,
-    DEALT: dealt_text,
-    FACTORS: factors_text,
-    GATHERED: gathered_text,
-    MEETINGS: meetings_text,
-    OVERLAP: overlap_text,
-    PACKS: packs_text,
-    PACKS_OVER_WORKERS: packs_over_workers_text,
-    PARTS_OF_FACTORS: parts_of_factors_text,
-    WORKER: worker_text,
-}
 FILES = [*LOWERED, *PLACED, *MADE_BY]
 SEEDS = ("1", "2")
 

@@ -328,20 +328,8 @@ def golden_texts() -> Iterator[tuple[str, str]]:
             yield f"{name}-{num_devices}.txt", golden_program(name, num_devices).to_text(slots=True, sources=False)
     for file in PLACED:
         yield file, placed_text(file)
-    yield CHECKED, checked_text()
-    yield WORKER, worker_text()
-    yield FACTORS, factors_text()
-    yield DEALT, dealt_text()
-    yield PARTS_OF_FACTORS, parts_of_factors_text()
-    yield OVERLAP, overlap_text()
-    yield DEALT_OVERLAP, overlap_text(shard_optimizer=True)
-    yield PACKS, packs_text()
-    yield PACKS_OVER_WORKERS, packs_over_workers_text()
-    yield GATHERED, gathered_text()
-    yield MEETINGS, meetings_text()
-    yield CAPTURED, captured_text()
-    yield CHECKPOINTS, checkpoints_text()
-    yield CHOSEN, chosen_text()
+    for file, make in MADE_BY.items():
+        yield file, make()
 
 
 def meetings_text() -> str:
@@ -456,6 +444,25 @@ def difference(file: str, text: str) -> str:
         return f"tests/golden/{file} does not exist: make it with {UPDATE}"
     found = diff_texts(path.read_text(encoding="utf-8"), text)
     return f"the program is not as in tests/golden/{file}; if it should be, run {UPDATE}\n\n{found}" if found else ""
+
+
+MADE_BY: Mapping[str, Callable[[], str]] = {
+    CAPTURED: captured_text,
+    CHECKED: checked_text,
+    CHECKPOINTS: checkpoints_text,
+    CHOSEN: chosen_text,
+    DEALT: dealt_text,
+    DEALT_OVERLAP: functools.partial(overlap_text, shard_optimizer=True),
+    FACTORS: factors_text,
+    GATHERED: gathered_text,
+    MEETINGS: meetings_text,
+    OVERLAP: overlap_text,
+    PACKS: packs_text,
+    PACKS_OVER_WORKERS: packs_over_workers_text,
+    PARTS_OF_FACTORS: parts_of_factors_text,
+    WORKER: worker_text,
+}
+"""What makes each file that shows one program of a kind of its own."""
 
 
 def main() -> int:
