@@ -123,7 +123,7 @@ def test_a_step_that_fails_ends_the_collectives_for_which_its_gpu_waits() -> Non
     """Or whoever waits for the GPU to clean up waits for a worker that is gone."""
     dealt_out = ShardedBuckets(1, [], 0, 2, lambda collective, done: None, 60.0)
     made = ExchangesOfGpus(
-        parse_devices(1), [0], lambda collective, done: None, 60.0, {}, {}, lambda bucket: [], 0, 2, dealt_out
+        parse_devices(1), [0], lambda collective, done: None, 60.0, {}, {}, lambda bucket: [], 0, dealt_out
     )
     ended: list[str] = []
     made.end_collectives = lambda: ended.append("ended")
