@@ -95,7 +95,7 @@ class JointCalls:
         finally:
             self._guard_torn(known)
             if self.team.have_parted and not had_parted:
-                self._state.accumulated.clear()  # some workers have used theirs; all go on from a checkpoint
+                self._go_on_from_a_checkpoint()
 
     def _guard_torn(self, known: TornState | None) -> None:
         """Guards what a step has left between two steps; ``known``: what was guarded before."""
@@ -113,7 +113,12 @@ class JointCalls:
         finally:
             self._guard_torn(known)
             if self.team.have_parted and not had_parted:
-                self._state.accumulated.clear()
+                self._go_on_from_a_checkpoint()
+
+    def _go_on_from_a_checkpoint(self) -> None:
+        """Drops what earlier calls have left for later ones: some workers have used theirs, and others not."""
+        self._state.accumulated.clear()
+        self._state.unsent.forget()
 
     def _torn(self) -> str:
         """Which buckets a step has updated that has left parameters between two steps; empty if none has."""
@@ -150,7 +155,7 @@ class JointCalls:
         self.rows_elsewhere = None
         if agreed.is_other and not agreed.takes_over:
             return False
-        if not agreed.takes_over and not self._have_agreeing_rows():
+        if not (agreed.takes_over or agreed.is_over) and not self._have_agreeing_rows():
             return False
         if not agreed.takes_over:
             self._begin(agreed, meets=facts.meets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -97,10 +97,14 @@ class Specializer:
         ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold. An evaluation depends on
         nothing of the optimizer.
         """
+        with self._autocast():
+            return self._found_or_compiled(call, shards, is_stale, purpose)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """The context in which calls are captured, by whose modes they are told apart."""
         if self._options.autocast is None:
-            return self._found_or_compiled(call, shards, is_stale, purpose)
-        with torch.autocast(self._options.devices[0].torch_device.type, self._options.autocast):
-            return self._found_or_compiled(call, shards, is_stale, purpose)
+            return nullcontext()
+        return torch.autocast(self._options.devices[0].torch_device.type, self._options.autocast)
 
     def _found_or_compiled(
         self, call: Call, shards: Shards, is_stale: bool, purpose: Purpose
@@ -191,7 +195,8 @@ class Specializer:
 
     def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
         """Notes how many rows other workers gather in calls of this kind, from now on: programs have them as shapes."""
-        self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
+        with self._autocast():
+            self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
         if len(self._rows_elsewhere) > _MOST_KINDS:
             del self._rows_elsewhere[next(iter(self._rows_elsewhere))]
 

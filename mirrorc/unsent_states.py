@@ -80,7 +80,12 @@ def _check_factors(state: Mapping[str, Any], parameters: Mapping[str, torch.Tens
     """Refuses a state whose factors are those of another model."""
     for name, value in state.get("factors", {}).items():
         own = parameters.get(name)
-        if own is None or not isinstance(value, torch.Tensor) or value.dim() != 2 or own.numel() % value.shape[0]:
+        if (
+            own is None
+            or not isinstance(value, torch.Tensor)
+            or value.dim() != 2
+            or own.numel() % max(value.shape[0], 1)
+        ):
             raise ValueError(
                 f"worker {state['rank']} had factors of {name!r}, which are none of a parameter of this model: give states of a "
                 "run of this model"

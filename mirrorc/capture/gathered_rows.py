@@ -9,6 +9,7 @@ import torch
 
 from mirrorc.analysis.worker_meetings import RowsElsewhere, meetings_of_rows, rows_of_meeting
 from mirrorc.capture.captured_graph import CapturedGraph
+from mirrorc.capture.shard_types import STAND_IN_SIZE
 from mirrorc.custom_ops.replica_values import RowsOfAll
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
@@ -16,6 +17,7 @@ from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.printing.values import type_of
 
 _MOST_CAPTURES = 4
+_DIVIDE = "use batches that divide by the number of devices"
 _Key = tuple[int, tuple[Any, ...], torch.dtype]
 
 
@@ -53,12 +55,17 @@ class GatheredRows:
 
         def rows_of_all(value: torch.Tensor) -> int:
             rows = len(value)
-            if shard not in self._shards:  # of a graph that nobody runs
-                return rows if more else self._known.get(_key(shard, value), rows)
-            num_examples = self._sizes[self._shards.index(shard)] + more
-            guess = rows // num_examples * sum(self._sizes) if not rows % num_examples else rows * len(self._sizes)
-            guess += sum(self._guessed_elsewhere(guess))
-            return guess if more else self._known.get(_key(shard, value), guess)
+            is_run = shard in self._shards  # otherwise nobody runs the graph
+            num_examples = self._sizes[self._shards.index(shard)] if is_run else STAND_IN_SIZE
+            follow = not rows % (num_examples + more)
+            fewer = rows // (num_examples + more) * num_examples if follow else rows
+            known = self._known.get((shard, (fewer, *value.shape[1:]), value.dtype))
+            if known is not None:
+                return known
+            if not is_run:
+                return rows
+            guess = rows // (num_examples + more) * sum(self._sizes) if follow else rows * len(self._sizes)
+            return guess + sum(self._guessed_elsewhere(guess))
 
         return rows_of_all
 
@@ -75,7 +82,7 @@ class GatheredRows:
                 return captured
         raise CaptureError(
             f"how many rows {what} gathers by mirrorc.all_gather follows from how many all replicas have gathered before, "
-            "without end. Remedy: use batches that divide by the number of devices"
+            f"without end. Remedy: {_DIVIDE}"
         )
 
     def _learn(self, captured: Sequence[CapturedGraph], what: str) -> bool:
@@ -94,10 +101,11 @@ class GatheredRows:
             rows = own + sum(self._told_elsewhere(place, len(met[shards[0]]), own))
             for shard, value in zip(shards, values, strict=True):
                 if found.setdefault(_key(shard, value), rows) != rows:
+                    alike = "give each worker as many examples" if self._workers.are_several else _DIVIDE
                     raise CaptureError(
                         f"{what} gathers {type_of(value)} twice on one replica, which is {found[_key(shard, value)]} rows of all "
-                        f"replicas in one place and {rows} in another, and no trace can tell which is which. Remedy: use batches "
-                        "that divide by the number of devices, or give one of the two another dimension"
+                        f"replicas in one place and {rows} in another, and no trace can tell which is which. Remedy: "
+                        f"{alike}, or give one of the two another dimension"
                     )
             agrees = agrees and all(node.kwargs["rows"] == rows for node in nodes)
         self._known |= found

@@ -283,11 +283,14 @@ class _Walk:
     @accounts(ops.exchange_low_rank)
     def _exchange_low_rank(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         """The factors of both rounds, until the end of the step: of the first as they are sent and with orthonormal columns, of
-        the second the worker's own and all workers'. One device has them for all."""
+        the second the worker's own and all workers'; in the first steps the sum of all, if they send that. One device has them
+        for all."""
         if self.replica:
             return (), 0
         left, right = bytes_of_rounds(self.program, node)
-        self.ledger.hold([Block(2 * left + right, self.names.name(node), "factors of low rank")])
+        bucket, pack = self.program.packs[pack_of(node)]
+        whole = pack.num_elements * bucket.dtype.itemsize if node.kwargs["start_step"] else 0
+        self.ledger.hold([Block(max(2 * left + right, whole), self.names.name(node), "factors of low rank")])
         return (), 0
 
     def _bytes_of_products(self, launch: fx.Node) -> int:

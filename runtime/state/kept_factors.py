@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from mirrorc.runtime.state.orthonormal_columns import orthonormal_columns
+
+
+@dataclass(frozen=True)
+class _Now:
+    """What is kept.
+
+    Attributes:
+        kept: by variable.
+        num_steps: see `KeptFactors`.
+        are_made: whether the step that runs makes others.
+    """
+
+    kept: dict[str, torch.Tensor]
+    num_steps: int
+    are_made: bool = False
 
 
 class KeptFactors:
@@ -22,13 +38,18 @@ class KeptFactors:
     """
 
     def __init__(self, kept: Mapping[str, torch.Tensor] | None = None, num_steps: int = 0) -> None:
-        self._kept, self.num_steps = dict(kept or {}), num_steps
+        self._now = _Now(dict(kept or {}), num_steps)
         self.new: dict[str, torch.Tensor] = {}
-        self._runs = False
 
-    def begin(self) -> None:
-        """Called before a step that sends matrices of low rank."""
-        self.new, self._runs = dict(self._kept), True
+    @property
+    def num_steps(self) -> int:
+        """See the class."""
+        return self._now.num_steps
+
+    def begin(self, *, are_made: bool) -> None:
+        """Called before a step; ``are_made``: whether it sends matrices of low rank. Of a step before that has not taken place,
+        nothing is left."""
+        self.new, self._now = dict(self._now.kept), replace(self._now, are_made=are_made)
 
     def begin_with(self, variable: str, columns: int, rank: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
         """The factor [columns, rank] with which a matrix begins; its columns are orthonormal.
@@ -36,7 +57,7 @@ class KeptFactors:
         It is that of the step before. What that has not, as its rank was lower, or gradients did not need it, is that of the
         first step.
         """
-        kept = self._kept.get(variable)
+        kept = self._now.kept.get(variable)
         if kept is None or kept.shape[0] != columns:
             return orthonormal_columns([_drawn(variable, columns, rank, seed)])[0].to(dtype)
         kept = kept[:, :rank].double()
@@ -49,13 +70,12 @@ class KeptFactors:
 
     def finish(self) -> None:
         """Called when the step has taken place. May be repeated. Sums that are in flight then are put into what is kept."""
-        if self._runs:
-            self._kept, self._runs = self.new, False
-            self.num_steps += 1
+        if self._now.are_made:
+            self._now = _Now(self.new, self._now.num_steps + 1)  # at once
 
     def values(self) -> dict[str, torch.Tensor]:
         """What is kept, by variable: copies."""
-        return {name: own.clone() for name, own in self._kept.items()}
+        return {name: own.clone() for name, own in self._now.kept.items()}
 
 
 def _drawn(variable: str, columns: int, rank: int, seed: int) -> torch.Tensor:

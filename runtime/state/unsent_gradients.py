@@ -81,8 +81,7 @@ class UnsentGradients:
     def begin(self, program: Program, scale: float) -> None:
         """Called before a step of a program whose loss is multiplied by a scale."""
         self._unsent = replace(self._unsent, new_scale=scale if program is self._program else None)
-        if program is self._program and self._has_low_rank:
-            self.factors.begin()
+        self.factors.begin(are_made=program is self._program and self._has_low_rank)
 
     def add(self, bucket: int, elements: slice, own: torch.Tensor) -> torch.Tensor:
         """Adds what is kept of these elements of a bucket to a replica's share of the sum; the result lies elsewhere."""
@@ -99,10 +98,10 @@ class UnsentGradients:
         """Called when a step has taken place: what it has not sent is what is kept. May be repeated."""
         unsent = self._unsent
         if unsent.new_scale is not None:
+            self.factors.finish()  # when that is repeated, it does nothing
             self._unsent = replace(
                 unsent, kept=unsent.new, new=unsent.kept, scale=unsent.new_scale, new_scale=None
             )  # at once
-            self.factors.finish()
 
     def values(self) -> dict[str, torch.Tensor]:
         """What is kept, by variable: copies, of gradients of losses that are not scaled."""
@@ -112,6 +111,10 @@ class UnsentGradients:
         """Replaces what is kept by what `values` gave, for variables of the same shapes and dtypes; others have nothing then."""
         self.factors = factors
         self._unsent, self._program = _Unsent(aside={name: own.to(self._device) for name, own in values.items()}), None
+
+    def forget(self) -> None:
+        """Called on all workers when some have made a step and others not: they go on with nothing kept, from a checkpoint."""
+        self.load({}, KeptFactors())
 
     def _of_variables(self) -> dict[str, torch.Tensor]:
         found = dict(self._unsent.aside)

@@ -78,14 +78,11 @@ class Connections:
             cut_when_broken(self.buckets, told=self._lanes[0])
         self.link = measured_speed(self.buckets, self._cluster.num_workers, seconds, self._device)
 
-    def open_values(self, call: int) -> None:
-        """Opens the lane for values, if there is none, when all workers have met in a call; raises as `open` does.
-
-        Args:
-            call: its number.
-        """
+    def open_values(self, call: int, watcher: Watcher, is_over: Callable[[], bool]) -> None:
+        """Opens the lane for values, if there is none, when all workers have met in a call; takes and raises what `open` does."""
         if len(self._lanes) == 2:
             store = self.part_of_store(f"values of call {call}")
+            await_all(store, watcher, self._cluster, self._timeout_seconds, is_over)
             self._lanes.append(open_lane("values", store, self._cluster, self._timeout_seconds, _HOST))
 
     def part_of_store(self, name: str) -> Any:

@@ -16,7 +16,8 @@ from mirrorc.torch_internals import GlooGroup
 
 
 class WholeSum:
-    """A pack that workers add up whole, in its own memory. It is a `SentPart`.
+    """A pack that workers add up whole, in a copy: every device takes from that, while the first makes the pack zero. It is a
+    `SentPart`.
 
     Args:
         whole: the pack, 1-D, with what was not sent before.
@@ -27,15 +28,15 @@ class WholeSum:
 
     def launch(self, group: GlooGroup) -> Any:
         """Launches the collective of it; gives a work."""
-        return group.all_reduce(self._whole)
+        self._sum = self._whole.clone()
+        return group.all_reduce(self._sum)
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
         """Writes these elements of the sum into memory; if it ``keeps_rest``, what was not sent of them replaces them in the
         pack."""
-        own = self._whole[start:stop]
-        into.copy_(own)
+        into.copy_(self._sum[start:stop])
         if keeps_rest:
-            own.zero_()
+            self._whole[start:stop].zero_()
 
 
 class LowRankSum(WholeSum, SeveralRounds):

@@ -190,7 +190,7 @@ class Team:
         Raises:
             LostConnectionError: they could not connect.
         """
-        self.connections.open_values(self._call.number)
+        self.connections.open_values(self._call.number, self._watcher, self._failures.is_any)
 
     def vote(self, own: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
         """Returns when all workers have done all of the step that can fail; from then on it is decided, for all alike.

@@ -261,12 +261,14 @@ def favour(given: Mapping[str, Any]) -> None:
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `mirrorc.compile` that a case asks for; ``top_k`` is the part of gradients that is sent, ``power_sgd`` has
-    the arguments of `mirrorc.PowerSGD`, and ``scaler`` those of a GradScaler."""
+    the arguments of `mirrorc.PowerSGD`, ``scaler`` those of a GradScaler, and ``autocast`` is the name of a dtype."""
     part: dict[str, Any] = {"compression": mirrorc.TopK(given["top_k"])} if "top_k" in given else {}
     if "power_sgd" in given:
         part = {"compression": mirrorc.PowerSGD(**given["power_sgd"])}
     if "scaler" in given:
         part["scaler"] = torch.amp.GradScaler("cpu", **given["scaler"])
+    if "autocast" in given:
+        part["autocast"] = getattr(torch, given["autocast"])
     return {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {}), **part}
 
 

@@ -21,6 +21,7 @@ from mirrorc.runtime.state.orthonormal_columns import orthonormal_columns
 from mirrorc.runtime.state.thin_products import products
 from mirrorc.runtime.state.unsent_gradients import UnsentGradients
 from mirrorc.runtime.workers.largest_elements import LargestElements
+from mirrorc.runtime.workers.low_rank_sums import WholeSum
 from mirrorc.unsent_states import dealt_out
 
 ONES = torch.ones(300)
@@ -62,6 +63,44 @@ def test_a_step_that_fails_changes_nothing() -> None:
     step(unsent, program)
     unsent.finish()
     assert set(sums(unsent).values()) == {2.0}
+
+
+def test_a_step_that_has_failed_leaves_no_factors_to_a_later_one_that_makes_none() -> None:
+    factors = KeptFactors()
+    factors.begin(are_made=True)
+    factors.new["a"] = torch.full((3, 1), torch.nan)
+    factors.begin(are_made=False)
+    factors.finish()
+    assert factors.values() == {} and factors.num_steps == 0
+
+
+def test_what_is_forgotten_is_kept_no_more_and_steps_are_counted_anew() -> None:
+    unsent, program = UnsentGradients(torch.device("cpu")), program_of("a")
+    step(unsent, program)
+    unsent.finish()
+    unsent.factors = KeptFactors({"a": torch.ones(3, 1)}, 4)
+    unsent.forget()
+    assert unsent.values() == {} and unsent.factors.values() == {} and unsent.factors.num_steps == 0
+    unsent.fit(program)
+    assert set(sums(unsent).values()) == {0.0}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_pack_that_is_sent_whole_gives_every_device_all_of_its_sum(num_devices: int) -> None:
+    """Whichever comes first: one of them makes the pack zero."""
+    whole = torch.arange(6.0)
+
+    class Group:
+        def all_reduce(self, sent: torch.Tensor) -> None:
+            sent.mul_(2)
+
+    part = WholeSum(whole)
+    part.launch(Group())  # type: ignore[arg-type]
+    for device in range(num_devices):
+        into = torch.full((6,), -1.0)
+        part.take(0, 6, into, keeps_rest=device == 0)
+        assert into.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert not whole.any()
 
 
 def test_what_is_kept_follows_the_scale_of_the_loss() -> None:
@@ -115,10 +154,10 @@ def test_factors_of_a_step_that_takes_place_begin_the_next_one() -> None:
     assert not torch.equal(first, factors.begin_with("a", 30, 2, 1, torch.float64))
     assert not torch.equal(first, factors.begin_with("b", 30, 2, 0, torch.float64))
     drawn = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    factors.begin()
+    factors.begin(are_made=True)
     factors.new["a"] = drawn
     assert torch.equal(first, factors.begin_with(*given)) and factors.num_steps == 0, "it has not taken place"
-    factors.begin()
+    factors.begin(are_made=True)
     factors.new["a"] = drawn
     factors.finish()
     factors.finish()  # may be repeated

@@ -29,6 +29,12 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"check_replicas_every": 1},
     },
     "packs": {"devices": [1, 2], "sizes": [[4, 4], [0, 5]], "power_sgd": RANK_2, "options": {"packing": 3}},
+    "packs, later": {
+        "devices": [1, 2],
+        "sizes": [[4, 4], [3, 5]],
+        "power_sgd": {**RANK_2, "start_step": 2},
+        "options": {"packing": 3},
+    },
     "starts late": {"devices": [1, 2], "sizes": [[4, 4], [3, 5]], "power_sgd": {**RANK_2, "start_step": 2}},
     "skips": {  # a step whose gradients are not finite
         "devices": [2, 1],

@@ -26,8 +26,10 @@ CASES: dict[str, dict[str, Any]] = {
     "synchronized": {"model": "synchronized", "devices": [1, 2], "optimizer": "SGD", "sizes": [[3, 5], [0, 4], [2, 1]]},
     "bound, packs": {**EVEN, "options": {"packing": 3, "clip_grad_norm": 0.1}},
     "factors": {**EVEN, "options": {"exchange": "factors"}},
+    "autocast": {**EVEN, "devices": [1, 1], "autocast": "bfloat16"},  # which leaves 64 bits as they are
     "dealt": {**EVEN, "options": {"shard_optimizer": True}},
     "in flight": {**EVEN, "options": {"overlap_next_step": True}},
+    "dealt, in flight": {**EVEN, "options": {"overlap_next_step": True, "shard_optimizer": True}},
     "inductor": {**EVEN, "options": {"backend": "inductor"}},
 }
 AGAIN = {"again": EVEN}
