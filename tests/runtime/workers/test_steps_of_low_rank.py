@@ -100,7 +100,7 @@ EXACT = {  # gradients have no higher rank than there are examples
     "optimizer": "SGD",
 }
 RESUMED = {"devices": [1, 2], "sizes": [[4, 4], [3, 5]], "power_sgd": {**RANK_2, "start_step": 1}, "steps": 5}
-SLOW = ("2 x 1", "parts", "by itself")
+SLOW = ("2 x 1", "packs", "starts late", "handed over", "parts", "accumulates", "by itself")
 
 
 def options_of(case: Mapping[str, Any]) -> dict[str, Any]:
