@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from selections import slow
+from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -88,8 +88,14 @@ def trained_on_one_device(
         ),
     ],
 )
-@pytest.mark.parametrize("num_devices", [2, *slow((1,), (3,))])
-@pytest.mark.parametrize("dtype", [torch.float64, *slow((torch.float32,))])
+@pytest.mark.parametrize(
+    ("num_devices", "dtype"),
+    [
+        (2, torch.float64),
+        *slow((1, torch.float64), (3, torch.float64), (2, torch.float32)),
+        *exhaustive((1, torch.float32), (3, torch.float32)),
+    ],
+)
 def test_steps_are_those_of_one_device(
     options: dict[str, Any], bad: float | None, num_devices: int, dtype: torch.dtype
 ) -> None:

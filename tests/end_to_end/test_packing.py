@@ -22,7 +22,7 @@ from references import (
     train_mirrored,
     train_on_one_device,
 )
-from selections import slow, slow_but, thinned
+from selections import exhaustive, slow, slow_but, thinned
 from tiny_models import MODELS
 from torch import nn
 
@@ -68,6 +68,7 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
 }
 OFTEN = ("no packing", "2 packs", "5 packs, reversed", "groups")
 """The plans that `make test` tries."""
+SELDOM = [plan for plan in PLANS if plan not in OFTEN]
 
 LINKS: dict[str, dict[str, Any]] = {
     "shared": {},
@@ -87,7 +88,8 @@ def trained(options: dict[str, Any], num_devices: int, optimizer: OptimizerMaker
     ("plan", "num_devices", "optimizer", "link"),
     [
         *thinned(OFTEN, [1, 2, 3], ["adamw", "adafactor"], list(LINKS)),
-        *slow(*product([plan for plan in PLANS if plan not in OFTEN], [1, 2, 3], ["adamw", "adafactor"], LINKS)),
+        *slow(*product(SELDOM, [3], ["adamw", "adafactor"], LINKS)),
+        *exhaustive(*product(SELDOM, [1, 2], ["adamw", "adafactor"], LINKS)),
     ],
 )
 def test_every_plan_trains_as_one_device(plan: str, num_devices: int, optimizer: str, link: str) -> None:
