@@ -115,8 +115,9 @@ def leaves_of(
     first = {shard_types(part, device): part for part in reversed(data)}
     if any(types not in first for types in distinct):
         raise CaptureError(
-            f"this worker has no examples in the first call, and the front end by which {what} is captured needs some to run it "
-            "once. Remedy: give each worker examples in its first call"
+            f"this worker has no examples in this call, and the front end by which {what} is captured runs it once on "
+            "those of each kind of call. Remedy: give each worker examples in each call, without step.join(), or write it so that "
+            'capture="dynamo" can read it'
         )
     return [first[types] for types in distinct]
 
