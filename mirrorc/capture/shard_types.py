@@ -116,8 +116,8 @@ def leaves_of(
     if any(types not in first for types in distinct):
         raise CaptureError(
             f"this worker has no examples in this call, and the front end by which {what} is captured runs it once on "
-            "those of each kind of call. Remedy: give each worker examples in each call, without step.join(), or write it so that "
-            'capture="dynamo" can read it'
+            "those of each kind of call. Remedy: give each worker examples in each call, without step.join(), or write it so "
+            'that capture="dynamo" can read it'
         )
     return [first[types] for types in distinct]
 
