@@ -112,12 +112,15 @@ class Meeting:
 
     Args:
         arrive, leave: see above.
-        may_end: whether the function returns its output at once if ``leave`` gives False. The time of such a call is marked as
-            its own, and so is that of a call whose value is used; otherwise it belongs to the call after it.
+        may_end: whether the function returns its output at once if ``leave`` gives False.
+        is_timed: whether the time of the call is marked as its own, as that of one that may end the function, and of one whose
+            value is used; otherwise it belongs to the call after it.
     """
 
-    def __init__(self, arrive: Callable[..., None], leave: Callable[[], Any], *, may_end: bool = False) -> None:
-        self.arrive, self.leave, self.may_end = arrive, leave, may_end
+    def __init__(
+        self, arrive: Callable[..., None], leave: Callable[[], Any], *, may_end: bool = False, is_timed: bool = False
+    ) -> None:
+        self.arrive, self.leave, self.may_end, self.is_timed = arrive, leave, may_end, is_timed or may_end
 
 
 class HandOver:
@@ -229,7 +232,7 @@ class _Generator:
         )  # not marked: its time belongs to the wait after it, if there is one
         if bound.may_end:
             self._emit(f"    if {name} is False: return {self._show(self.graph.output_node().args[0])}", node)
-        if bound.may_end or node.users:
+        if bound.is_timed or node.users:
             self._mark(node)
         self._free([n for n in self.dying[node] if n not in self.namespace] + ([] if node.users else [name]))
 

@@ -156,7 +156,8 @@ class Binder:
     @binds(ops.ATTENDED)
     def _bind_meeting(self, replica: int, node: fx.Node) -> Meeting:
         values = self._replica_values
-        return Meeting(functools.partial(values.arrive, node, replica), functools.partial(values.leave, node, replica))
+        arrive, leave = (functools.partial(method, node, replica) for method in (values.arrive, values.leave))
+        return Meeting(arrive, leave, is_timed=True)
 
     @binds(ops.microbatch)
     def _bind_microbatch(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:

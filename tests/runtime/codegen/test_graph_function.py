@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import fx
 
-from mirrorc.runtime.codegen.graph_function import Constant, HandOver, failing_nodes, generate
+from mirrorc.runtime.codegen.graph_function import Constant, HandOver, Meeting, failing_nodes, generate
+from mirrorc.runtime.profiling.clocks import Clock
 
 
 class Value:
@@ -154,6 +155,22 @@ def test_an_exception_from_elsewhere_has_no_failing_node() -> None:
         operator.truediv(1, 0)
     assert list(failing_nodes(caught.value.__traceback__)) == []
     assert list(failing_nodes(None)) == []
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_a_meeting_that_gives_nothing_is_timed_where_it_says_so(is_timed: bool) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    met = graph.call_function(print, (x,))
+    y = graph.call_function(operator.neg, (x,))
+    graph.output(y)
+
+    def bind(node: fx.Node) -> Any:
+        return Meeting(lambda _: None, lambda: None, is_timed=is_timed) if node is met else node.target
+
+    function = generate("test", graph, bind, clock=Clock())
+    assert function.call([2]) == -2
+    assert function.marked == ([met, y] if is_timed else [y])
 
 
 def test_functions_do_not_outlive_their_users() -> None:
