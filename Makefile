@@ -24,11 +24,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: $(VENV)/.installed
 	$(BIN)/python examples/train_text.py
 
-# Every property, on a selection of models, devices and optimizers: six to ten minutes on two cores.
+# Every property, on a selection of models, devices and optimizers: eight to twelve minutes on two cores.
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not exhaustive"
 
-# The same properties on wider selections, and what needs real processes: about twenty minutes.
+# The same properties on wider selections, and what needs real processes: about half an hour.
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m "slow and not exhaustive"
 
