@@ -156,8 +156,11 @@ class Binder:
     @binds(ops.ATTENDED)
     def _bind_meeting(self, replica: int, node: fx.Node) -> Meeting:
         values = self._replica_values
-        arrive, leave = (functools.partial(method, node, replica) for method in (values.arrive, values.leave))
-        return Meeting(arrive, leave, is_timed=True)
+        return Meeting(
+            functools.partial(values.arrive, node, replica),
+            functools.partial(values.leave, node, replica),
+            is_timed=True,
+        )
 
     @binds(ops.microbatch)
     def _bind_microbatch(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
