@@ -1,4 +1,4 @@
-"""Products of thin factors, made in blocks, each element with the same bits on every processor and wherever it is cut."""
+"""Products of thin factors: made in blocks, each element with the same bits on every processor, or taken away from a matrix."""
 
 from __future__ import annotations
 
@@ -30,6 +30,30 @@ def products(left: torch.Tensor, right: torch.Tensor, start: int, stop: int) -> 
             own.add_(torch.mul(block[:, k : k + 1], right[k], out=factor))
         begin, end = max(start, first * columns), min(stop, last * columns)
         yield begin, own.view(-1)[begin - first * columns : end - first * columns]
+
+
+def subtract_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, start: int, stop: int) -> None:
+    """Subtracts ``left @ right.T`` from the elements of a matrix from ``start`` to ``stop``, as it lies row by row, in place.
+
+    Its bits depend on the processor and on where it is cut, so it is for what one worker has alone; it takes a fifth of the time
+    of `products`.
+
+    Args:
+        matrix: [rows, columns].
+        left, right: [rows, rank] and [columns, rank].
+        start, stop: of the elements.
+    """
+    columns = right.shape[0]
+    first, last = -(-start // columns), stop // columns  # of the rows that lie in them whole
+    parts = (
+        [(start, min(stop, first * columns)), (max(start, last * columns), stop)] if first <= last else [(start, stop)]
+    )
+    matrix[first:last].addmm_(left[first:last], right.T, alpha=-1)
+    for begin, end in parts:
+        if begin < end:
+            row = begin // columns
+            own = slice(begin - row * columns, end - row * columns)
+            matrix[row, own].addmv_(right[own], left[row], alpha=-1)
 
 
 def elements_of_blocks(rows: int, columns: int) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.ir.matrices import Matrix
 from mirrorc.runtime.state.orthonormal_columns import orthonormal_columns
-from mirrorc.runtime.state.thin_products import products
+from mirrorc.runtime.state.thin_products import products, subtract_product
 from mirrorc.runtime.workers.lane import SeveralRounds
 from mirrorc.torch_internals import GlooGroup
 
@@ -99,16 +99,16 @@ class LowRankSum(WholeSum, SeveralRounds):
                 into[begin - start : end - start].copy_(sent[begin - first : end - first])
                 if keeps_rest:
                     self._whole[begin:end].zero_()
-        for one, base, of_all, own in zip(self._matrices, self._bases, self._rights, self._own, strict=True):
+        made = zip(self._matrices, self._views, self._bases, self._rights, self._own, strict=True)
+        for one, view, base, of_all, own in made:
             begin, end = max(one.start, start), min(one.stop, stop)
             if begin >= end:
                 continue
             for place, values in products(base, of_all, begin - one.start, end - one.start):
                 at = one.start + place - start
                 into[at : at + values.numel()].copy_(values)
-            for place, values in products(base, own, begin - one.start, end - one.start) if keeps_rest else ():
-                at = one.start + place
-                self._whole[at : at + values.numel()].sub_(values)
+            if keeps_rest:
+                subtract_product(view, base, own, begin - one.start, end - one.start)
 
     def _lefts(self) -> list[torch.Tensor]:
         """The left factors, [rows, rank] each, in the message."""

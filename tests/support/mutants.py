@@ -1,8 +1,9 @@
 """Changes valid programs in every way of `mutations`, and counts what the verifier makes of it.
 
-    python tests/support/mutants.py                         # all models and handmade programs: minutes
-    python tests/support/mutants.py --only handmade pairs   # sources and kinds whose names contain one of these words
-    python tests/support/mutants.py --places 0              # at every place, not a sample of them
+    python tests/support/mutants.py                         # all models and handmade programs: half an hour
+    python tests/support/mutants.py --only handmade pairs   # sources whose names contain one of these words
+    python tests/support/mutants.py --every-program         # so often in the program after every pass, not in some: hours
+    python tests/support/mutants.py --every-program --places 0   # and at every place, not a sample of them
     python tests/support/mutants.py --jobs 1                # in one process; otherwise one for each core
 
 A kind that breaks programs must be refused, by a `VerifyError` and not by an accident, wherever it applies; a harmless one
@@ -36,7 +37,8 @@ from mirrorc.ir.program import Program
 from mirrorc.verifier.verifier import Verify
 
 HANDMADE = "handmade"  # the part of all programs that no model is captured for
-_PLACES = 3  # of a kind in a program, unless told
+_SHARES = 4  # of the handmade ones, each examined by a process
+_PLACES = 3  # of a kind in the programs of a source, or in each of them, unless told
 
 
 @dataclass
@@ -157,10 +159,10 @@ def examine(subjects: Iterable[Subject], kinds: Iterable[Kind], limit: int, repo
                 examiner.examine(kind, place, report.tallies[kind.name])
 
 
-def examine_some(subjects: Sequence[Subject], kinds: Iterable[Kind], quota: int, report: Report) -> None:
-    """Tries each kind in so many of these programs, at a place each; kinds begin at different programs."""
+def examine_some(subjects: Sequence[Subject], kinds: Iterable[Kind], quota: int, report: Report, turn: int = 0) -> None:
+    """Tries each kind in so many of these programs, at a place each; kinds begin at different programs, others in each turn."""
     examiners: dict[int, Examiner] = {}
-    for i, kind in enumerate(kinds):
+    for i, kind in enumerate(kinds, turn * 3):
         tally, wanted = report.tallies[kind.name], report.tallies[kind.name].mutants + quota
         for number in _scattered(len(subjects), i):
             count = sum(1 for _ in kind.places(subjects[number].program)) if tally.mutants < wanted else 0
@@ -215,38 +217,48 @@ def table(report: Report, examples: int = 3) -> str:
     return "\n".join(lines)
 
 
-def _sources(part: str, words: Sequence[str]) -> Iterator[Source]:
-    """The handmade programs, or those of a model, whose names contain one of these words."""
+def _sources(part: str, share: int, words: Sequence[str]) -> Iterator[Source]:
+    """A share of the handmade programs, or all of a model, whose names contain one of these words."""
     is_handmade = part == HANDMADE
-    for source in handmade_sources() if is_handmade else model_sources(part):
+    for source in islice(handmade_sources(), share, None, _SHARES) if is_handmade else model_sources(part):
         name = f"{HANDMADE} {source.name}" if is_handmade else f"model {source.name}"
         if not words or any(word in name for word in words):
             yield source
 
 
-def _examined(part: str, words: Sequence[str], kinds: Sequence[str], limit: int) -> Report:
-    """The report on a part of all programs; runs in a process of its own."""
+def _examined(
+    part: str, share: int, words: Sequence[str], kinds: Sequence[str], limit: int, in_every_program: bool
+) -> Report:
+    """The report on a share of a part of all programs; runs in a process of its own."""
     warnings.simplefilter("ignore")
-    report = Report()
-    for source in _sources(part, words):
-        examine(source.subjects(), [KINDS[name] for name in kinds], limit, report)
+    report, found = Report(), [KINDS[name] for name in kinds]
+    for turn, source in enumerate(_sources(part, share, words)):
+        if in_every_program:
+            examine(source.subjects(), found, limit, report)
+        else:
+            examine_some(list(source.subjects()), found, limit, report, turn)
     return report
 
 
 def main() -> int:
     """Prints the table; 1 if anything was missed or falsely refused."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--places", type=int, default=_PLACES, help="places of a kind in a program; 0 for all")
+    parser.add_argument("--places", type=int, default=_PLACES, help="places of a kind in the programs of a source")
+    parser.add_argument(
+        "--every-program", action="store_true", help="so many places in the program after every pass; 0 places for all"
+    )
     parser.add_argument("--only", nargs="+", default=(), help="words, one of which the name of a program contains")
     parser.add_argument("--kinds", nargs="+", default=(), help="words, one of which the name of a kind contains")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args()
+    if not options.places and not options.every_program:
+        parser.error("--places 0 goes with --every-program")
     kinds = [name for name in KINDS if not options.kinds or any(word in name for word in options.kinds)]
     report, started = Report(), time.perf_counter()
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        parts = {
-            pool.submit(_examined, part, options.only, kinds, options.places): part for part in (HANDMADE, *MODELS)
-        }
+        shares = [*((HANDMADE, share) for share in range(_SHARES)), *((model, 0) for model in MODELS)]
+        given = options.only, kinds, options.places, options.every_program
+        parts = {pool.submit(_examined, *share, *given): share[0] for share in shares}
         for future in as_completed(parts):
             report.add(future.result())
             done = sum(tally.mutants for tally in report.tallies.values())

@@ -18,9 +18,9 @@ from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.state.kept_factors import KeptFactors
 from mirrorc.runtime.state.orthonormal_columns import orthonormal_columns
-from mirrorc.runtime.state.thin_products import products
+from mirrorc.runtime.state.thin_products import products, subtract_product
 from mirrorc.runtime.state.unsent_gradients import UnsentGradients
-from mirrorc.runtime.workers.largest_elements import LargestElements
+from mirrorc.runtime.workers.largest_elements import LargestElements, places_of_largest
 from mirrorc.runtime.workers.low_rank_sums import WholeSum
 from mirrorc.unsent_states import dealt_out
 
@@ -147,6 +147,26 @@ def test_the_largest_elements_are_sent_and_zero_in_the_rest(dtype: torch.dtype) 
         assert math.isnan(sent.pop(3)) and sent == {1: -4.0, 4: -torch.inf}
 
 
+@pytest.mark.parametrize(
+    "kind", ["drawn", "equal", "large where a sample looks", "small where a sample looks", "no numbers"]
+)
+@pytest.mark.parametrize("count", [1, 40, 4_000, 20_000, 40_000])
+def test_a_bound_from_a_sample_leaves_out_none_of_the_largest(kind: str, count: int) -> None:
+    magnitudes = torch.rand(40_000, generator=torch.Generator().manual_seed(count))
+    if kind == "equal":
+        magnitudes.fill_(0.25)
+    elif kind == "large where a sample looks":
+        magnitudes[::61] += 1
+    elif kind == "small where a sample looks":
+        magnitudes[::61] = 0
+    elif kind == "no numbers":
+        magnitudes[::7] = torch.nan
+    places = places_of_largest(magnitudes, count)
+    assert places.unique().numel() == count
+    found, expected = magnitudes[places].sort().values, magnitudes.topk(count).values.sort().values
+    assert torch.equal(found.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+
+
 def test_factors_of_a_step_that_takes_place_begin_the_next_one() -> None:
     factors, given = KeptFactors(), ("a", 30, 2, 0, torch.float64)
     first = factors.begin_with(*given)
@@ -203,6 +223,17 @@ def test_each_element_of_a_product_is_made_alike_wherever_it_is_cut() -> None:
                 else:
                     assert torch.equal(whole[place : place + values.numel()], values)
     assert torch.allclose(whole.view(700, 130), left @ right.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [[], [5], [1, 12, 13], [26, 39], [3, 4, 38, 40, 64]])
+def test_a_product_is_subtracted_wherever_it_is_cut(cuts: list[int]) -> None:
+    matrix, left, right = (torch.rand(*size, dtype=torch.float64) for size in ((5, 13), (5, 2), (13, 2)))
+    expected = matrix - left @ right.T
+    for start, stop in itertools.pairwise([0, *cuts, 65]):
+        before = matrix.flatten()
+        subtract_product(matrix, left, right, start, stop)
+        assert matrix.flatten()[:start].equal(before[:start]) and matrix.flatten()[stop:].equal(before[stop:])
+    torch.testing.assert_close(matrix, expected, rtol=0, atol=1e-12)
 
 
 def state_of(rank: int, num_workers: int, **unsent: Any) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def _repeat(call: fx.Node) -> None:
 
 @keeps
 def compute_for_nobody(program: Program) -> Iterator[Edit]:
-    """An operator of torch gives a value that nobody uses, of one in whose memory no region writes its results."""
+    """An operator of torch gives a value that nobody uses, of one in whose memory nothing is written."""
 
     def edit(node: fx.Node) -> None:
         with node.graph.inserting_after(node):
@@ -242,7 +242,7 @@ def compute_for_nobody(program: Program) -> Iterator[Edit]:
 
     overwritten = overwritten_values(program)
     for timeline in timelines(program):
-        others = (ops.read, ops.argument, ops.add_accumulated, ops.reserved)
+        others = (ops.read, ops.argument, ops.add_accumulated, ops.add_unsent, ops.reserved)
         saved = [n for n in timeline if is_value(n) and n.target not in others and n not in overwritten]
         for node in saved:
             is_gradient = any(user.target is ops.pack or user.op == "output" for user in node.users)
