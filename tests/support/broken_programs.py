@@ -195,11 +195,11 @@ def sharded(change: Callable[[fx.Graph], None]) -> Mutation:
     return "schedule-overlap", mutate
 
 
-def owned(change: Callable[[fx.Graph], None], pass_name: str = "update-at-owner") -> Mutation:
+def owned(change: Callable[[fx.Graph], None], pass_name: str = "update-at-owner", **options: Any) -> Mutation:
     """A change of a program whose buckets have owners: of the graph of the first bucket's owner, once lowered."""
 
     def mutate(_: Program) -> Program:
-        program = every_stage(handmade(2, WEIGHTS), placement="least-loaded", **CAPS)[pass_name]
+        program = every_stage(handmade(2, WEIGHTS), placement="least-loaded", **CAPS, **options)[pass_name]
         verify(program)
         graphs = program.graphs()
         change(graphs[program.buckets[0].owner or 0] if len(graphs) > 1 else graphs[0])
@@ -322,6 +322,11 @@ def clip_by_the_own_norm(graph: fx.Graph) -> None:
     """A device bounds its gradients by the norm of its own shares, and not by that of all workers' parts."""
     factor, own = first(graph, ops.clip_factor), first(graph, ops.norm)
     set_args(factor, (own,))
+
+
+def tell_the_own_norm(graph: fx.Graph) -> None:
+    """A device tells the norm of the buckets that it owns alone, in place of that of all."""
+    set_args(first(graph, ops.tell), (first(graph, ops.norm),))
 
 
 def measure_a_share_twice(graph: fx.Graph) -> None:
@@ -1346,6 +1351,7 @@ BAD: dict[str, list[Mutation]] = {
     ],
     "norms_count_every_element_once": [
         clipped(measure_one_share_less),
+        owned(tell_the_own_norm, "clip-gradients", max_grad_norm=1.0),
         dealt_out(on_all_devices(clip_by_the_own_norm), max_grad_norm=1.0),
         dealt_out(on_all_devices(measure_a_share_twice), max_grad_norm=1.0),
     ],

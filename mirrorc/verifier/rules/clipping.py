@@ -67,8 +67,9 @@ def scaled_losses_are_made_up_for(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
     """What a step tells or scales gradients by is the norm of whole buckets: each element counts once, summed over all
-    replicas. Where workers have parts of sums, all exchange the norms of their parts."""
-    norms = Norms(program)
+    replicas. Where workers have parts of sums, all exchange the norms of their parts. What is told under a name is the norm of
+    the same buckets on all replicas."""
+    norms, told = Norms(program), dict[object, tuple[fx.Node, frozenset[int]]]()
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.tell, ops.clip_factor):
             norm, _ = norm_in(node.args[0])
@@ -84,6 +85,15 @@ def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
                     node,
                 )
                 continue
+            other, others = (
+                told.setdefault(node.kwargs["what"], (node, buckets)) if node.target is ops.tell else (node, buckets)
+            )
+            if others != buckets:
+                yield Violation(
+                    f"{node.name} on {where(replica_of(node))} tells the norm of {numbered('bucket', sorted(buckets))}, "
+                    f"{other.name} that of {numbered('bucket', sorted(others))}, both as {node.kwargs['what']!r}",
+                    node,
+                )
             for bucket in sorted(buckets):
                 if not _is_whole(program, bucket, measured):
                     yield Violation(

@@ -117,7 +117,10 @@ def _moves_later(nodes: list[fx.Node], movable: tuple[object, ...], ordered: tup
 @keeps
 def update_late(program: Program) -> Iterator[Edit]:
     """An update, a store or a write is the last of all operations, or of those before the caller gets its loss."""
+    offered = {bucket_of(node) for graph in program.graphs() for node in calls_to(graph, ops.updated)}
     for node in placed_nodes(program, *_WRITES):
+        if offered & set(written_buckets(node)):
+            continue  # other devices get what was updated
         begins = [begin for begin in calls_to(node.graph, ops.hand_over) if replica_of(begin) == replica_of(node)]
         end = next((begin for begin in begins if node < begin), node.graph.output_node())
         gathered = {bucket_of(launch) for launch in calls_to(node.graph, ops.gather_parameters)}
@@ -242,7 +245,7 @@ def compute_for_nobody(program: Program) -> Iterator[Edit]:
 
     overwritten = overwritten_values(program)
     for timeline in timelines(program):
-        others = (ops.read, ops.argument, ops.add_accumulated, ops.add_unsent, ops.reserved)
+        others = (ops.read, ops.argument, ops.add_accumulated, ops.add_unsent, ops.compress, ops.reserved)
         saved = [n for n in timeline if is_value(n) and n.target not in others and n not in overwritten]
         for node in saved:
             is_gradient = any(user.target is ops.pack or user.op == "output" for user in node.users)
@@ -253,12 +256,13 @@ def compute_for_nobody(program: Program) -> Iterator[Edit]:
 
 @keeps
 def clone_a_bucket_on_its_way(program: Program) -> Iterator[Edit]:
-    """A packed bucket, or a sum, is copied before it is used; of factors that are sent, or made in parts, there is no copy."""
+    """A packed bucket, or a sum, is copied before it is used; there is no copy of what is compressed, or left as factors."""
     for node in placed_nodes(program, ops.pack, ops.wait):
         is_used = any(user.op != "output" for user in node.users)
         is_whole = isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].is_contiguous()
         parameters = node.target is ops.wait and node.args[0].target in (ops.broadcast, ops.recv)  # type: ignore[union-attr]
-        is_unmade = any(u.target is ops.gather_factors or u.kwargs.get("part_elements") for u in node.users)
+        takers = (ops.gather_factors, ops.decompress)
+        is_unmade = any(u.target in takers or u.kwargs.get("part_elements") for u in node.users)
         if is_used and is_whole and not parameters and not is_unmade:
             yield partial(insert_like, node, aten.clone.default)  # type: ignore[arg-type]
 

@@ -67,7 +67,7 @@ def exchange_two_rounds(program: Program) -> Iterator[Edit]:
         with_keywords(one, **tags[1])
         with_keywords(other, **tags[0])
 
-    for timeline in timelines(program):
+    for timeline in timelines(program) if all_of_packs_is_used(program) else ():
         for one, other in combinations(_messages(timeline), 2):
             if all(one.kwargs.get(name) == other.kwargs.get(name) for name in ("bucket", "pack", "destination")):
                 yield partial(edit, one, other)
