@@ -12,6 +12,12 @@ import torch
 Size = Any
 """A size: an int, or a `torch.SymInt` in a fake tensor."""
 
+_NUMBERS = (
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+)  # a tuple, which `isinstance` looks through faster than a union
+
 
 class SizesGivenUp(Exception):
     """Sizes cannot be symbols in a graph; the text says why, in a few words."""
@@ -72,7 +78,7 @@ def raw_sizes_allowed() -> Iterator[None]:
 
 def is_symbolic(value: Any) -> bool:
     """Whether a value is a number that stands for a size, or is computed of sizes."""
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return isinstance(value, _NUMBERS)
 
 
 def has_symbols(value: Any) -> bool:
@@ -160,6 +166,8 @@ def symbols_in(value: Any) -> frozenset[Any]:
     if isinstance(value, list | tuple):
         return frozenset().union(*map(symbols_in, value)) if value else frozenset()
     if isinstance(value, torch.Tensor):
+        if not value._has_symbolic_sizes_strides:  # as a rule: every pass asks this of each node
+            return frozenset()
         return symbols_in([s for s in (*value.shape, *value.stride(), value.storage_offset()) if is_symbolic(s)])
     return frozenset(value.node.expr.free_symbols) if is_symbolic(value) else frozenset()
 
