@@ -135,14 +135,15 @@ def outcomes(
 
 
 class LazyOutcomes(Mapping[str, Any]):
-    """What came of each case in each process, as `outcomes` gives it: of the fast cases together, and of the others together,
-    when one of them is first asked for.
+    """What came of each case in each process, as `outcomes` gives it: of the fast cases together, of the seldom ones, and of the
+    others, when one of them is first asked for.
 
     Args:
         make_folder: makes a folder for files.
         cases: by name, as for `outcomes`.
         fast: the names of those that `make test` looks at.
-        limit_seconds: for each of the two.
+        limit_seconds: for each of the three.
+        seldom: the names of those that `make test-all` alone looks at.
     """
 
     def __init__(
@@ -151,16 +152,20 @@ class LazyOutcomes(Mapping[str, Any]):
         cases: Mapping[str, list[dict[str, Any] | None]],
         fast: Collection[str],
         limit_seconds: float,
+        seldom: Collection[str] = (),
     ) -> None:
-        self._make_folder, self._cases, self._fast, self._limit_seconds = make_folder, cases, fast, limit_seconds
+        self._make_folder, self._cases, self._limit_seconds = make_folder, cases, limit_seconds
+        self._fast, self._seldom = fast, seldom
         self._found: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._found:
-            is_fast = name in self._fast
-            group = {other: given for other, given in self._cases.items() if (other in self._fast) == is_fast}
+            group = {other: given for other, given in self._cases.items() if self._group(other) == self._group(name)}
             self._found |= outcomes(self._make_folder("workers"), group, self._limit_seconds)
         return self._found[name]
+
+    def _group(self, name: str) -> tuple[bool, bool]:
+        return name in self._fast, name in self._seldom
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._cases)

@@ -60,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": "mlp",
         "devices": [1, 2, 1],
         "calls": [
-            *(["accumulate", [3, 4, 2]], ["accumulate", [3, 1, 0]], ["step", [3, 4, 0]], ["accumulate", [3, 4, 0]]),
+            *(["accumulate", [3, 4, 2]], ["accumulate", [3, 4, 0]], ["step", [3, 4, 0]], ["accumulate", [3, 4, 0]]),
             *(["step", [3, 0, 0]], ["step", [3, 0, 0]], ["accumulate", [3, 0, 0]], ["step", [3, 0, 0]]),
         ],
         "joins": True,

@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 THREE = {"devices": [1, 2, 1], "sizes": [[4, 5, 3]], "compression": "bfloat16", "optimizer": "SGD", "steps": 6}
 APART = {"devices": [1, 1], "sizes": [[4, 4]], "compression": "bfloat16", "steps": 1}
-SLOW = ("2 x 1", "bound", "parts", "by itself")
+SLOW = ("2 x 1", "packs", "bound", "parts", "by itself")
 
 
 def given_to_workers(case: Mapping[str, Any], **more: Any) -> dict[str, Any]:

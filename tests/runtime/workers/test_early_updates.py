@@ -50,12 +50,12 @@ def cases(folder: Any, strikes: str, given: dict[str, dict[str, Any]]) -> dict[s
 SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005}
 TRAINED: dict[str, dict[str, Any]] = {
     "2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [5, 2]]},
-    "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[4, 4], [7, 1]], "optimizer": "SGD"},
+    "2 x 2": {"model": "mlp", "devices": [2, 2], "sizes": [[7, 1]], "optimizer": "SGD"},
     "(1, 2, 1)": {"model": "random", "devices": [1, 2, 1], "sizes": [[3, 5, 2], [1, 2, 4]]},
     "factors, 2 x 2": {
         "model": "mlp",
         "devices": [2, 2],
-        "sizes": [[4, 3], [2, 5]],
+        "sizes": [[4, 3]],
         "options": {"exchange": "factors"},
     },
 }

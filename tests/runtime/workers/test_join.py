@@ -14,11 +14,11 @@ CASES: dict[str, dict[str, Any]] = {
     "uneven": {
         "model": "mlp",
         "devices": [1, 2, 1],
-        "sizes": [[3, 5, 2], [1, 4, 2], [3, 4, 0], [3, 0, 0], [1, 0, 0]],
+        "sizes": [[3, 5, 2], [3, 4, 2], [3, 4, 0], [3, 0, 0], [3, 0, 0]],
         "decay": 0.7,
-        "more": [[3, 4, 2]],
+        "more": [[3, 5, 2]],
     },
-    "the chief leaves": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 5], [0, 4], [0, 5]], "decay": 0.7},
+    "the chief leaves": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 5], [0, 5], [0, 5]], "decay": 0.7},
     "factors": {
         "model": "table",
         "devices": [1, 1],
@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
         "prepares": True,
         "options": {"exchange": "factors"},
     },
-    "statistics": {"model": "random", "devices": [1, 1], "sizes": [[4, 6], [4, 0], [6, 0]], "decay": 1.0},
+    "statistics": {"model": "random", "devices": [1, 1], "sizes": [[4, 6], [4, 0], [4, 0]], "decay": 1.0},
     "late": {
         "model": "mlp",
         "devices": [1, 1],

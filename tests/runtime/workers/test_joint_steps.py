@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import pytest
 import selections
 from worker_processes import LazyOutcomes, free_port, outcomes, told
@@ -64,8 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "factors, in parts": {
         "model": "wide",
         "devices": [1, 1],
-        "sizes": [[4, 4], [40, 30], [2, 0]],
-        "steps": 6,
+        "sizes": [[40, 30], [2, 0]],
         **FACTORS,
     },
     "factors, bound": {
@@ -76,7 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "sizes": {"model": "wide", "devices": [1, 2], "sizes": [[4, 4], [0, 3]], "steps": 11, "optimizer": "SGD", **CHOSEN},
     "random": {"model": "random", "devices": [1, 2], "sizes": [[3, 6]], "optimizer": "SGD"},
-    "whole": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[9, 0, 1], [0, 7, 0]], "is_whole": True},
+    "whole": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[9, 0, 1]], "is_whole": True},
     "whole, random": {
         "model": "random",
         "devices": [1, 2, 1],
@@ -87,7 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
     "empty": {
         "model": "mlp",
         "devices": [1, 2, 1],
-        "sizes": [[0, 5, 2], [3, 0, 2], [0, 0, 2]],
+        "sizes": [[0, 0, 2], [3, 5, 2]],
         "options": {"return_outputs": True},
     },
     "empty, random": {"model": "random", "devices": [1, 2], "sizes": [[0, 4]], "optimizer": "SGD", "steps": 1},
@@ -135,8 +135,18 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 SLOW = (
-    *("2 x 2", "table", "bound", "parts", "packs, bound", "packs and factors"),
-    *("factors, 2 x 1", "factors, empty", "factors, tied", "factors, bound"),
+    *(
+        "2 x 2",
+        "checkpointed",
+        "table",
+        "bound",
+        "parts",
+        "plain PyTorch",
+        "packs",
+        "packs, bound",
+        "packs and factors",
+    ),
+    *("factors, 2 x 1", "factors, 2 x 2", "factors, empty", "factors, tied", "factors, bound"),
     "whole, random",
 )
 FAST = (CASES | FAULTS).keys() - set(SLOW)
@@ -160,7 +170,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
     assert own.keys() == expected.keys()
     for name, values in expected.items():
-        assert own[name] == pytest.approx(values, rel=1e-9, abs=1e-11), name
+        numpy.testing.assert_allclose(own[name], values, rtol=1e-9, atol=1e-11, err_msg=name)
 
 
 def test_workers_without_examples_count_for_nothing(found: Mapping[str, Any]) -> None:
@@ -169,7 +179,7 @@ def test_workers_without_examples_count_for_nothing(found: Mapping[str, Any]) ->
         assert own["losses"] == pytest.approx(losses, rel=1e-9)
         assert_equal(own["values"], values)
     for rank, own in enumerate(found["empty"]):
-        sizes = [CASES["empty"]["sizes"][number % 3][rank] for number in range(4)]
+        sizes = [CASES["empty"]["sizes"][number % 2][rank] for number in range(4)]
         assert own["outputs"] == [[size, 4] for size in sizes]
 
 

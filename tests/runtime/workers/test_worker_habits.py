@@ -11,8 +11,8 @@ import torch
 from worker_habits import reference
 from worker_processes import LazyOutcomes, free_port, told
 
-STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [4, 3]], ["step", [1, 2]], ["step", [4, 0]]]
-OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [3, 1, 2]], ["step", [0, 4, 2]], ["step", [3, 5, 2]]]
+STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [1, 3]], ["step", [4, 2]], ["step", [4, 0]]]
+OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [3, 1, 2]], ["step", [0, 5, 2]], ["step", [3, 5, 2]]]
 CASES: dict[str, dict[str, Any]] = {
     "whole, 2 x 1": {"optimizer": "whole", "devices": [1, 1], "calls": [*STEPS, ["accumulate", [2, 1]], STEPS[0]]},
     "whole, 2 x 2": {
