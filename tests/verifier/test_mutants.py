@@ -6,10 +6,11 @@ import pytest
 from mutants import Examiner, Report, Tally, examine_some, sampled, table
 from mutations import KINDS
 from mutations.programs import handmade_sources, model_sources
+from selections import exhaustive, slow
 
 from mirrorc.verifier import verifier
 
-HANDMADE_QUOTA, MODEL_QUOTA = 2, 1  # mutants of a kind, of handmade programs in all and of each model
+MODEL_QUOTA = 1  # mutants of a kind of each model
 SMALL_MODEL, LARGE_MODELS = "mlp", ("conv", "resnet", "gpt2", "bert", "vit")
 
 
@@ -26,21 +27,23 @@ def assert_told_apart(report: Report) -> None:
     assert f"{report.valid} valid programs accepted" in table(report)
 
 
-def test_what_breaks_a_program_is_refused_and_what_keeps_its_meaning_is_accepted() -> None:
+@pytest.mark.parametrize(("num_devices", "quota"), [((2,), 1), *slow(((2, 3), 2))], ids=str)
+def test_what_breaks_a_program_is_refused_and_what_keeps_its_meaning_is_accepted(
+    num_devices: tuple[int, ...], quota: int
+) -> None:
     report = Report()
-    subjects = [subject for source in handmade_sources() for subject in source.subjects()]
-    examine_some(subjects, KINDS.values(), HANDMADE_QUOTA, report)
+    subjects = [subject for source in handmade_sources(num_devices) for subject in source.subjects()]
+    examine_some(subjects, KINDS.values(), quota, report)
     examine_model(SMALL_MODEL, 0, report)
     assert_told_apart(report)
     assert all(tally.mutants for tally in report.tallies.values())
-    assert report.valid >= 150
+    assert report.valid >= 75 * quota
     assert sum(kind.is_harmless for kind in KINDS.values()) >= 12
     assert sum(not kind.is_harmless for kind in KINDS.values()) >= 12
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", LARGE_MODELS)
+@pytest.mark.parametrize("name", [*slow(("conv",), ("bert",)), *exhaustive(("resnet",), ("gpt2",), ("vit",))])
 def test_mutants_of_large_models_are_told_apart_too(name: str) -> None:
     report = Report()
     examine_model(name, LARGE_MODELS.index(name), report)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -268,8 +268,12 @@ def cut_into_packs() -> Iterator[Source]:
         yield Source(f"packs, {algorithm.name} on 3", handmade(3, pairs), summed, since=algorithm.name)
 
 
-def handmade_sources() -> Iterator[Source]:
-    """Several buckets of equal shapes, of one gradient and of more, two dtypes, buffers, an optimizer that runs by itself."""
+def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
+    """Several buckets of equal shapes, of one gradient and of more, two dtypes, buffers, an optimizer that runs by itself.
+
+    Args:
+        num_devices: on how many devices are those that are there on 2 and on 3.
+    """
     pairs = [Weight(name, (200,)) for name in "abcdef"]
     caps = {"first_bucket_mb": 1700 / 2**20, "bucket_cap_mb": 1700 / 2**20}  # two gradients a bucket
     own = [Weight(name, (300,), rule=MUON) for name in "abc"]
@@ -278,7 +282,7 @@ def handmade_sources() -> Iterator[Source]:
         Weight(f"{name}{i}", (100,), dtype) for i, dtype in enumerate((torch.float32, torch.float64)) for name in "ab"
     ]
     small = [Weight(name, (2,)) for name in "abcd"]
-    for n in (2, 3):
+    for n in num_devices:
         yield Source(f"pairs on {n}", handmade(n, pairs, buffer=True), caps)
         yield Source(f"one bucket on {n}, uneven", handmade(n, pairs, uneven=True), {})
         yield Source(f"own optimizer on {n}", handmade(n, own), SMALL_BUCKETS)
