@@ -103,7 +103,7 @@ REHEARSED = {
 SKIPPED = {"recapture", "mlp-8 without synchronization", "memcheck"}
 
 
-@pytest.mark.parametrize("part", [*slow(("correctness",), ("speed",)), *exhaustive(("processes",), ("example",))])
+@pytest.mark.parametrize("part", [*slow(("correctness",)), *exhaustive(("speed",), ("processes",), ("example",))])
 def test_a_rehearsal_runs_every_kind_of_probe(tmp_path: Path, part: str) -> None:
     assert main(["--out", str(tmp_path), "--device", "cpu", "--only", part, "--probes", *REHEARSED[part]]) == 0
     told = json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8"))

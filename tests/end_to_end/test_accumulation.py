@@ -120,9 +120,9 @@ def test_a_step_updates_with_the_mean_over_all_examples_since_the_last_update(
 ) -> None:
     with Both(num_devices, make=make, **options) as both:
         both.train(*batches(4, 4))
-        both.train(*batches(7, 2, 5, seed=1))  # uneven, one with fewer examples than devices
+        both.train(*batches(7, 2, 4, seed=1))  # uneven, one with fewer examples than devices
         both.train(*batches(4, seed=2))
-        both.train(*batches(1, 4, seed=3))
+        both.train(*batches(2, 4, seed=3))
         both.check()
         assert_same_state(both.optimizer, both.plain_optimizer, TOLERANCE)
 

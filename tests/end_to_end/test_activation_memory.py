@@ -24,7 +24,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 class Deep(nn.Module):
     """Blocks with dropout and BatchNorm, around which values go; the first of them may be in checkpoints of the model's own."""
 
-    def __init__(self, width: int = 6, num_blocks: int = 5, num_own: int = 0) -> None:
+    def __init__(self, width: int = 6, num_blocks: int = 3, num_own: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.num_own = num_own
@@ -75,7 +75,7 @@ def batches(*sizes: int, width: int = 6) -> list[dict[str, Any]]:
 
 
 def train(
-    model: nn.Module, num_devices: int, bound: float | None, sizes: tuple[int, ...] = (27, 40, 27), **options: Any
+    model: nn.Module, num_devices: int, bound: float | None, sizes: tuple[int, ...] = (40, 27), **options: Any
 ) -> Trained:
     torch.manual_seed(1)
     width = 36 if isinstance(model, Images) else 6
@@ -153,16 +153,15 @@ def test_a_step_takes_no_more_than_what_is_allowed(model: type[nn.Module], optio
     assert max(peaks(model(), int(0.75 * max(whole)), **options)) <= int(0.75 * max(whole))
 
 
-@pytest.mark.parametrize("bound", [1.0, 2**40])
-def test_a_bound_that_is_kept_anyway_changes_nothing(bound: float) -> None:
+def test_a_bound_that_is_kept_anyway_changes_nothing() -> None:
     (batch,) = batches(40)
     names = []
-    for given in (None, bound):
+    for given in (None, 1.0, 2**40):
         with compiled(Deep(), given, disable_passes=["reserve-memory"]) as step:
             step.prepare(**batch)
             bodies = [region.graph_module.graph.nodes for region in step.program.regions.values()]
             names.append([[node.name for node in nodes] for nodes in bodies])
-    assert names[0] == names[1]
+    assert names[0] == names[1] == names[2]
 
 
 def test_what_was_chosen_is_in_the_program_and_in_the_figures() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,7 +20,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "cut packs in a tree": {"packing": 2, "all_reduce": "tree", "link": "copy"},
     "owners": {"placement": "least-loaded"},
 }
-SIZES = (9, 2, 7, 1, 9, 5)  # some batches have fewer examples than there are devices
+SIZES = (7, 2, 7, 1, 7, 2)  # some batches have fewer examples than there are devices
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -57,7 +58,7 @@ def assert_trained(model: nn.Module) -> None:
         torch.testing.assert_close(parameter.detach(), wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", slow_but(["cut packs in a tree", "owners"], PLANS))
 def test_ragged_batches_are_those_of_one_device(plan: str) -> None:
     model, optimizer = made()
     with compiled(model, optimizer, plan) as step:
@@ -68,7 +69,7 @@ def test_ragged_batches_are_those_of_one_device(plan: str) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("default", "cut packs"), ("owners", "cut packs in a tree"), ("a ring over copies", "owners")],
+    [("default", "cut packs"), ("owners", "cut packs in a tree"), *slow(("a ring over copies", "owners"))],
 )
 def test_two_steps_over_one_model_take_turns(one: str, other: str) -> None:
     model, optimizer = made()
@@ -80,7 +81,7 @@ def test_two_steps_over_one_model_take_turns(one: str, other: str) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("cut packs", "owners"), ("owners", "a ring over copies"), ("cut packs in a tree", "default")],
+    [("cut packs", "owners"), *slow(("owners", "a ring over copies")), ("cut packs in a tree", "default")],
 )
 def test_another_plan_goes_on_with_a_checkpoint(one: str, other: str) -> None:
     model, optimizer = made()

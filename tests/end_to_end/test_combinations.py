@@ -104,9 +104,9 @@ def every_pair(axes: Sequence[Sequence[Any]]) -> list[Combination]:
 
 
 def test_packings_algorithms_and_placements_together() -> None:
-    rows = list(zip(itertools.cycle(PACKINGS), ALGORITHMS, strict=False))  # every algorithm once
+    rows = list(zip(itertools.cycle(PACKINGS), ALGORITHMS, strict=False))[::2]  # every other algorithm once
     check([(packing, name, "auto", 3, None) for packing, name in rows])
-    places = list(zip(itertools.cycle(PACKINGS), reversed(PLACEMENTS), strict=False))  # every placement once
+    places = list(zip(itertools.cycle(PACKINGS), reversed(PLACEMENTS), strict=False))[::2]  # every other placement once
     check([(packing, "native", place, 2, "copy") for packing, place in places])
 
 

@@ -92,7 +92,7 @@ MARKS = {way: [] if way in ("threads", "one thread") else [pytest.mark.slow] for
 @pytest.mark.parametrize(
     ("way", "how", "stride"),
     [
-        *(pytest.param(way, interrupt, 71, marks=MARKS[way]) for way in WAYS),
+        *(pytest.param(way, interrupt, 113, marks=MARKS[way]) for way in WAYS),
         *(  # where a failure of an update is one of the replicas
             pytest.param(way, fail, 101, marks=MARKS[way]) for way in WAYS if way != "one thread"
         ),
@@ -146,7 +146,7 @@ def alarm(frame: Any) -> None:
     too_long(signal.SIGTERM, frame)
 
 
-@pytest.mark.parametrize("stride", [149, pytest.param(19, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stride", [293, pytest.param(19, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("way", [pytest.param("threads", marks=pytest.mark.slow), "one thread"])
 def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> None:
     """It is raised as it is. Only replicas that run in the caller's thread may be torn by it, once committed, and it says so."""

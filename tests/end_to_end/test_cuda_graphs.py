@@ -206,7 +206,7 @@ def test_two_shapes_in_turn_have_a_graph_each(recorder: CallRecorder) -> None:
     assert [graph.num_replays for graph in recorder.graphs] == [7 - NUM_WARM_UP_STEPS] * 2
 
 
-@fuzzed(5)
+@fuzzed(3)
 @given(
     actions=st.lists(
         st.sampled_from([halves_the_rate, loads_the_model, loads_the_optimizer, decays_from_step_6]), max_size=3

@@ -641,6 +641,7 @@ def test_several_optimizers() -> None:
         assert_same_state(one, another, 1e-10)
 
 
+@pytest.mark.slow
 def test_gan() -> None:
     def make() -> tuple[Any, ...]:
         generator, critic = net()[0].double(), net()
@@ -674,6 +675,7 @@ def test_gan() -> None:
     assert_same_state(for_generator, plain_generator, 1e-10)
 
 
+@pytest.mark.slow
 def test_two_losses_in_turn() -> None:
     with Pair() as pair, compiled(pair.model, pair.optimizer, lambda o, y: o.square().mean()) as other:
         for _ in range(2):
@@ -688,6 +690,7 @@ def test_two_losses_in_turn() -> None:
 # Mixed precision and scaling
 
 
+@pytest.mark.slow
 def test_autocast_context() -> None:
     with compiled(net(torch.float32), return_outputs=True) as step:
         with torch.autocast("cpu", torch.bfloat16):
@@ -735,6 +738,7 @@ def test_bfloat16_model() -> None:
 # Buffers, dropout and random numbers
 
 
+@pytest.mark.slow
 def test_batch_norm() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
     plain = copy.deepcopy(model)
@@ -747,6 +751,7 @@ def test_batch_norm() -> None:
         torch.testing.assert_close(model[1].running_mean, (values[0] + values[1]) / 2)
 
 
+@pytest.mark.slow
 def test_sync_batch_norm() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double())
     plain = copy.deepcopy(model)
@@ -1035,6 +1040,7 @@ def test_empty_batch() -> None:
         step(X[:0], target=Y[:0])
 
 
+@pytest.mark.slow
 def test_pack_padded_sequence() -> None:
     class Packing(nn.Module):
         def __init__(self) -> None:
@@ -1055,6 +1061,7 @@ def test_pack_padded_sequence() -> None:
         torch.testing.assert_close(step(x, lengths, target=target), expected)
 
 
+@pytest.mark.slow
 def test_packed_sequence() -> None:
     class Packed(nn.Module):
         def __init__(self) -> None:

@@ -36,7 +36,7 @@ class Words(nn.Module):
         return self.head(torch.tanh(self.wide(words)))
 
 
-def batches(sizes: Sequence[int] = (5, 4, 2)) -> list[dict[str, Any]]:
+def batches(sizes: Sequence[int] = (5, 2, 5)) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     return [
         {
@@ -79,7 +79,7 @@ def gathered(program: Program) -> set[str]:
 @pytest.mark.parametrize(
     ("devices", "is_tied", "options"),
     [
-        (2, False, {}),
+        *selections.slow((2, False, {})),
         (3, True, {"clip_grad_norm": 0.1}),
         *selections.slow((3, False, {"microbatches": 2}), (2, True, {"exchange": "factors"}), (1, False, {})),
     ],

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import train_step, unchanged
+from selections import slow
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -173,9 +174,9 @@ def train(devices: int, num_examples: int) -> dict[str, float]:
         return losses
 
 
-@pytest.mark.parametrize("num_examples", [4, pytest.param(5, marks=pytest.mark.slow)])
-def test_what_changes_is_seen_by_the_next_step(num_examples: int) -> None:
-    expected, found = train(0, num_examples), train(2, num_examples)
+@pytest.mark.parametrize(("num_devices", "num_examples"), [(1, 4), *slow((2, 5))])
+def test_what_changes_is_seen_by_the_next_step(num_devices: int, num_examples: int) -> None:
+    expected, found = train(0, num_examples), train(num_devices, num_examples)
     assert all(abs(a - b) > 1e-2 for a, b in pairwise(expected.values())), "a change that changes nothing"
     wrong = [
         f"{name}: {found[name]}, plain PyTorch {loss}"

@@ -52,6 +52,7 @@ def test_halves_of_digits_find_each_other_among_those_of_two_workers() -> None:
     assert int(share) > 40
 
 
+@pytest.mark.slow
 def test_a_gan() -> None:
     untrained = gan_digits.main([*EAGER, "--epochs", "0"])
     assert gan_digits.main([*EAGER, "--epochs", "3", "--batch", "32"]) < untrained
@@ -145,7 +146,7 @@ def flat(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, state
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_workers_go_on_from_their_last_checkpoint(tmp_path: Path) -> None:
     """When one was killed while it saved, bit for bit; and in one process with as many replicas."""
     (tmp_path / "killed.py").write_text(KILLED_ONCE)

@@ -32,12 +32,12 @@ CASES: list[tuple[int, int, Optimizers, dict[str, Any]]] = [
     (2, 2, two, {"clip_grad_norm": 0.05}),
 ]
 MORE: list[tuple[int, int, Optimizers, dict[str, Any]]] = [
-    (1, 1, two, {}),
     (3, 2, one, UNSHARED),
     (2, 3, one, {"clip_grad_norm": 0.05, "return_outputs": True}),
-    (2, 2, two, {**UNSHARED, "check_finite": True}),
 ]
 OTHERS: list[tuple[int, int, Optimizers, dict[str, Any]]] = [
+    (1, 1, two, {}),
+    (2, 2, two, {**UNSHARED, "check_finite": True}),
     (4, 2, two, {"clip_grad_norm": 0.05}),
     (2, 1, two, UNSHARED),
     (3, 2, two, {"clip_grad_value": 0.01}),

@@ -120,7 +120,7 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[nn.Module, 
 def test_what_forward_gets_is_what_was_passed(devices: int) -> None:
     for i, (name, (make, body)) in enumerate(CONTAINERS.items()):
         plain = OnAnything(body).double()
-        given = mlp_batch(7 if i % 4 == 0 else 6)  # where shards are uneven, two graphs are captured
+        given = mlp_batch(7 if i % 8 == 0 else 6)  # where shards are uneven, two graphs are captured
         batch, target = given["x"].double(), given["target"]
         model, expected = copy.deepcopy(plain), copy.deepcopy(plain)
         optimizer, expected_optimizer = MOMENTUM(model.parameters()), MOMENTUM(expected.parameters())
@@ -200,10 +200,12 @@ def weighted(mlp: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> torch.Te
     return (mlp(x).square().mean(dim=1) * weights).mean()
 
 
+@pytest.mark.slow
 def test_positional_arguments() -> None:
     check_parity(weighted, (X, WEIGHTS))
 
 
+@pytest.mark.slow
 def test_keyword_arguments() -> None:
     check_parity(weighted, (), {"weights": WEIGHTS, "x": X})
 
@@ -236,6 +238,7 @@ def test_one_device() -> None:
     check_parity(weighted, (X, WEIGHTS), num_devices=1)
 
 
+@pytest.mark.slow
 def test_nested_containers() -> None:
     def body(mlp: nn.Module, batch: dict[str, Any], pairs: list[Any]) -> torch.Tensor:
         return weighted(mlp, batch["inner"]["x"] + pairs[0][1], batch["weights"][0])
@@ -243,6 +246,7 @@ def test_nested_containers() -> None:
     check_parity(body, ({"inner": {"x": X}, "weights": (WEIGHTS,)}, [(None, X)]))
 
 
+@pytest.mark.slow
 def test_a_namedtuple() -> None:
     def body(mlp: nn.Module, pair: Pair) -> torch.Tensor:
         return weighted(mlp, pair.features, pair.weights)
@@ -250,6 +254,7 @@ def test_a_namedtuple() -> None:
     check_parity(body, (Pair(X, WEIGHTS),))
 
 
+@pytest.mark.slow
 def test_a_dataclass() -> None:
     def body(mlp: nn.Module, example: Example) -> torch.Tensor:
         return (mlp(example.features).mean(dim=1) ** example.power * example.mask).mean()
@@ -338,7 +343,7 @@ def test_per_replica_and_split_must_agree() -> None:
         step(mirrorc.PerReplica(X.split((1, 4))), WEIGHTS)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "dict", "object"])
+@pytest.mark.parametrize("kind", [*slow(("tensor",), ("dict",)), "object"])
 def test_kinds_of_output(kind: str) -> None:
     def body(mlp: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
         logits = mlp(x)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from branching import SGD, TOLERANCE, Net, batches
 from references import assert_same_training, train_mirrored, train_on_one_device, train_shard_by_shard, unchanged
+from selections import slow_but
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,7 +26,7 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step
     return mirrorc.compile(model, devices, optimizer=SGD(model.parameters()), **given)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_what_dynamo_cannot_read_trains(num_devices: int) -> None:
     data = batches(7, 6, 8, 2)
     expected = train_on_one_device(Net(), SGD, data, F.cross_entropy)

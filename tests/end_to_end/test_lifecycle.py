@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from selections import slow_but
+from selections import exhaustive, slow, slow_but
 from tiny_models import make_mlp, mlp_batch
 
 import mirrorc
@@ -207,8 +207,9 @@ say("parent goes on", bool(step(x, target=y).isfinite()))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("before", ["step(x, target=y)", "pass"], ids=["after a step", "before any step"])
+@pytest.mark.parametrize(
+    "before", [*slow(("step(x, target=y)",)), *exhaustive(("pass",))], ids=["after a step", "before any step"]
+)
 def test_a_step_in_a_forked_process_is_refused(before: str) -> None:
     code, output, errors = run(FORK.format(before=before))
     assert output.splitlines() == ["True True", "exit code 7", "parent goes on True"]

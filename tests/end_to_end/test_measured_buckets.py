@@ -58,7 +58,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Configuration]:
     return casts
 
 
-@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("num_devices", slow_but([2], [2, 3]))
 def test_sizes_are_measured_once_for_a_machine_and_give_the_same_program_ever_after(
     num_devices: int, measured: list[Configuration]
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import train_step
+from selections import exhaustive, slow
 from torch import nn
 
 import mirrorc
@@ -236,8 +237,7 @@ def plain_step(model: nn.Module, optimizer: Any, loss_fn: Any, x: torch.Tensor, 
     return train_step(model, optimizer, {"input": x, "target": target}, loss_fn)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [*slow((2,)), *exhaustive((1,))])
 def test_what_changes_outside_of_the_model_is_seen_by_the_next_step(devices: int) -> None:
     expected = train(0)
     same = [name for (_, a), (name, b) in pairwise(expected.items()) if abs(a - b) < 1e-3]

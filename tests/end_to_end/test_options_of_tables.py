@@ -35,7 +35,7 @@ class Tables(nn.Module):
 def batches(dtype: torch.dtype, bad: float | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of several sizes, with rows that are looked up often, never and as padding; one has a target that is not finite."""
     torch.manual_seed(1)
-    for i, size in enumerate((7, 5, 9, 3, 8)):
+    for i, size in enumerate((5, 8, 5, 8, 5)):
         indices = torch.randint(0, NUM_ROWS, (size, 4))
         indices[:, 0], indices[0, :2], indices[-1, 2] = 17, 3, NUM_ROWS - 1
         target = torch.randn(size, 2, dtype=dtype)
@@ -72,14 +72,16 @@ def trained_on_one_device(
 @pytest.mark.parametrize(
     ("options", "bad"),
     [
-        ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3)}, None),
         ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, 1.0), "clip_grad_value": 1e-5}, None),
         ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, math.inf), "check_finite": "skip"}, math.nan),
-        ({"clip_grad_value": 1e-3}, None),
-        ({"check_finite": "skip"}, math.nan),
-        ({"scaler": 2.0**6}, math.inf),
         ({"scaler": 2.0**6, "clip_grad_norm": mirrorc.ClipGradNorm(1e-2)}, math.nan),
         *slow(
+            ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3)}, None),
+            ({"clip_grad_value": 1e-3}, None),
+            ({"check_finite": "skip"}, math.nan),
+            ({"scaler": 2.0**6}, math.inf),
+        ),
+        *exhaustive(
             ({"clip_grad_norm": mirrorc.ClipGradNorm(1e6)}, None),
             ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3), "clip_grad_value": 1e-5}, None),
             ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, 3.0)}, None),
@@ -92,8 +94,8 @@ def trained_on_one_device(
     ("num_devices", "dtype"),
     [
         (2, torch.float64),
-        *slow((1, torch.float64), (3, torch.float64), (2, torch.float32)),
-        *exhaustive((1, torch.float32), (3, torch.float32)),
+        *slow((3, torch.float32)),
+        *exhaustive((1, torch.float64), (3, torch.float64), (2, torch.float32), (1, torch.float32)),
     ],
 )
 def test_steps_are_those_of_one_device(
@@ -126,12 +128,14 @@ def test_steps_are_those_of_one_device(
 @pytest.mark.parametrize(
     "options",
     [
-        {"clip_grad_norm": 1e6},
         {"clip_grad_norm": 1e-3},
-        {"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, math.inf)},
         {"clip_grad_value": 1e-3},
-        {"check_finite": True},
         {"scaler": 2.0**10},
+        *slow(
+            ({"clip_grad_norm": 1e6},),
+            ({"clip_grad_norm": mirrorc.ClipGradNorm(1e-3, math.inf)},),
+            ({"check_finite": True},),
+        ),
     ],
 )
 def test_no_share_of_a_table_is_looked_at_or_changed_as_a_whole(
@@ -160,4 +164,4 @@ def test_no_share_of_a_table_is_looked_at_or_changed_as_a_whole(
             step(x, target=target)
             parts.append(0)
     of_later_steps = parts[parts.index(0) :]
-    assert max(of_later_steps) <= 2 * 9 * 4 * WIDTH
+    assert max(of_later_steps) <= 2 * 8 * 4 * WIDTH

@@ -40,18 +40,18 @@ NAMED = {"first.weight": "cpu:1", "last.bias": "cpu:1", "*": "central"}
 Placement = str | Mapping[str, str]
 
 
-def model_and_batches(num_examples: int = 7) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """Uneven on two and three devices."""
+def model_and_batches(num_examples: int = 6) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Even on two and three devices: where parameters lie is the same for all sizes of shards."""
     return make_mlp(torch.float64), [mlp_batch(num_examples, torch.float64, seed) for seed in range(3)]
 
 
 def assert_means_the_same(
     placement: Placement, num_devices: int, make_optimizer: Any = ADAMW, **options: Any
 ) -> tuple[Trained, Trained]:
-    """Trains on one device, mirrored and placed; the latter two have the same bits, of the optimizer's state as well."""
+    """Trains in plain PyTorch, mirrored and placed; the latter two have the same bits, of the optimizer's state as well."""
     model, batches = model_and_batches()
     options = {"loss_fn": F.cross_entropy, **SMALL, **options}
-    alone = train_mirrored(model, make_optimizer, batches, 1, **options)
+    alone = train_on_one_device(model, make_optimizer, batches, F.cross_entropy)
     mirrored = train_mirrored(model, make_optimizer, batches, num_devices, placement="mirrored", **options)
     placed = train_mirrored(model, make_optimizer, batches, num_devices, placement=placement, **options)
     assert_same_training(placed, alone, TOLERANCE)
@@ -71,13 +71,11 @@ def assert_same_state_bits(one: Trained, other: Trained) -> None:
 @pytest.mark.parametrize(
     ("placement", "num_devices", "link"),
     [
-        ("central", 2, None),
         ("central", 3, "copy"),
-        ("least-loaded", 2, "copy"),
         ("least-loaded", 3, None),
         (NAMED, 2, None),
-        ("least-loaded", 1, None),
         ("cached", 3, "copy"),
+        *slow(("central", 2, None), ("least-loaded", 2, "copy"), ("least-loaded", 1, None)),
         *slow(("central", 1, None), ("central", 2, "copy"), ("central", 3, None), (NAMED, 3, "copy")),
         *slow(
             ("least-loaded", 2, None), ("least-loaded", 3, "copy"), ("least-loaded", 4, None), ("central", 4, "copy")
@@ -87,9 +85,6 @@ def assert_same_state_bits(one: Trained, other: Trained) -> None:
 )
 def test_a_step_means_the_same(placement: Placement, num_devices: int, link: str | None) -> None:
     alone, placed = assert_means_the_same(placement, num_devices, link=link)
-    model, batches = model_and_batches()
-    plain = train_on_one_device(model, ADAMW, batches, F.cross_entropy)
-    assert_same_training(placed, plain, TOLERANCE)
     assert_same_state(placed.optimizer, alone.optimizer, TOLERANCE)
 
 
@@ -97,7 +92,7 @@ def test_a_step_means_the_same(placement: Placement, num_devices: int, link: str
     ("placement", "options"),
     [
         ("least-loaded", {"clip_grad_norm": 0.1, "microbatches": 2}),
-        ("central", {"check_finite": True, "clip_grad_value": 0.01}),
+        *slow(("central", {"check_finite": True, "clip_grad_value": 0.01})),
         ("least-loaded", {"scaler": 1024.0, "link": "copy"}),
         *slow(
             ("central", {"clip_grad_norm": 0.1, "link": "copy"}),

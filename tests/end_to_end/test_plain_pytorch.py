@@ -23,6 +23,7 @@ from references import (
     train_shard_by_shard,
     unchanged,
 )
+from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -145,13 +146,13 @@ class HooksBackward(Net):
 MODELS = [Branches, Indexes, UsesNumpy, OwnFunction, Penalized, Tied, HooksBackward]
 
 
+@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 @pytest.mark.parametrize("model", MODELS, ids=lambda kind: kind.__name__)
-def test_what_dynamo_cannot_read_equals_one_device(model: Callable[[], nn.Module]) -> None:
-    data = batches(7, 6, 8)
+def test_what_dynamo_cannot_read_equals_one_device(model: Callable[[], nn.Module], num_devices: int) -> None:
+    data = batches(7, 6, 7)
     expected = train_on_one_device(model(), ADAM, data, F.cross_entropy)
-    for num_devices in (1, 2, 3):
-        found = train_mirrored(model(), ADAM, data, num_devices, F.cross_entropy, capture="autograd")
-        assert_same_training(found, expected, TOLERANCE)
+    found = train_mirrored(model(), ADAM, data, num_devices, F.cross_entropy, capture="autograd")
+    assert_same_training(found, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("options", [{"link": "copy"}, {"microbatches": 2}, {"backend": "inductor"}], ids=str)
@@ -251,7 +252,9 @@ def assert_same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimi
             torch.testing.assert_close(own[key][entry], value, rtol=1e-11, atol=1e-13, check_dtype=False)
 
 
-@pytest.mark.parametrize(("kind", "options"), LEAVING_OUT, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"), [*LEAVING_OUT[::3], *slow(*LEAVING_OUT[1::3], *LEAVING_OUT[2::3])], ids=str
+)
 def test_what_no_replica_uses_is_not_updated(kind: Any, options: dict[str, Any]) -> None:
     """Neither by weight decay nor by moments, whose numbers of steps stand still; what was never used has no state."""
     data = of_experts()
@@ -342,7 +345,7 @@ class Normalizes(Net):
         return self.norm(h).relu() * self.never_written
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_buffers_are_those_of_each_shard(num_devices: int) -> None:
     data = batches(7, 6, 8)
     expected = train_shard_by_shard(Normalizes(), SGD, data, num_devices, F.cross_entropy)
@@ -502,7 +505,7 @@ class Reads(nn.Module):
         return self.last(self.layer(x[..., None])[0].mean(1))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", slow_but([nn.LSTM], [nn.LSTM, nn.GRU, nn.RNN]))
 def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     model, data = Reads(kind(1, 4, 2, batch_first=True, bidirectional=True)), batches(5, 4)
     single = train_on_one_device(model, SGD, data, F.cross_entropy)

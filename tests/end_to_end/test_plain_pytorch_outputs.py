@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from branching import SGD, TOLERANCE, Net, batches
+from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,7 +29,8 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "options"), [(1, {}), (2, {}), (3, {}), (2, {"microbatches": 2}), (2, {"backend": "inductor"})]
+    ("num_devices", "options"),
+    [(3, {}), (2, {"microbatches": 2}), *slow((1, {}), (2, {}), (2, {"backend": "inductor"}))],
 )
 def test_outputs_are_those_of_the_whole_batch(num_devices: int, options: dict[str, Any]) -> None:
     model = Net()
@@ -40,7 +42,7 @@ def test_outputs_are_those_of_the_whole_batch(num_devices: int, options: dict[st
             close(loss, F.cross_entropy(before(batch["x"]), batch["target"]))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_evaluations_run_forward_alone(num_devices: int) -> None:
     model, data = Net(), batches(8, 7)
     with compiled(model, num_devices, return_outputs=False) as step:

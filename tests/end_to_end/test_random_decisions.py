@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from references import assert_same_model, train_step
-from selections import slow
+from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -66,7 +66,9 @@ def states() -> tuple[Any, ...]:
     return random.getstate(), str(np.random.get_state())
 
 
-@pytest.mark.parametrize(("num_devices", "backend"), [(2, "eager"), *slow((1, "eager"), (4, "eager"), (2, "inductor"))])
+@pytest.mark.parametrize(
+    ("num_devices", "backend"), [(2, "eager"), *slow((4, "eager")), *exhaustive((1, "eager"), (2, "inductor"))]
+)
 def test_layers_are_left_out_as_on_one_device(num_devices: int, backend: str) -> None:
     torch.manual_seed(0)
     model = LeavesOutLayers().double()

@@ -173,9 +173,11 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("a game", "two memories"),
         ("two optimizers", "one memory"),
-        ("one optimizer, other names", "two memories"),
         *slow(
-            ("a game", "one memory"), ("two optimizers", "two memories"), ("one optimizer, other names", "one memory")
+            ("one optimizer, other names", "two memories"),
+            ("a game", "one memory"),
+            ("two optimizers", "two memories"),
+            ("one optimizer, other names", "one memory"),
         ),
         *slow(*((way, "two memories") for way in list(WAYS)[3:])),
         *exhaustive(*((way, "one memory") for way in list(WAYS)[3:])),

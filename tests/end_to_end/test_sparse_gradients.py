@@ -51,7 +51,7 @@ class Largest(Lookups):
         return super().forward(x, weights) + self.head(self.largest(x))
 
 
-def batches(sizes: Sequence[int] = (5, 4, 3, 5)) -> Iterator[Batch]:
+def batches(sizes: Sequence[int] = (6, 3, 6)) -> Iterator[Batch]:
     """Few different rows, so that some occur several times, and some in one batch alone; one bag has nothing but padding."""
     generator = torch.Generator().manual_seed(3)
     for size in sizes:
@@ -144,7 +144,7 @@ def check(devices: int, name: str, most: float | None = None, **options: Any) ->
 @pytest.mark.parametrize(
     "case",
     selections.slow_but(
-        [(1, "momentum"), (2, "SparseAdam"), (2, "Adagrad"), (3, "SGD")],
+        [(2, "SparseAdam"), (2, "Adagrad"), (3, "momentum")],
         [(devices, name) for devices in (1, 2, 3) for name in MAKERS],
     ),
 )
@@ -167,15 +167,13 @@ OTHERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", selections.slow_but(["bound", "microbatches", "mirrored", "owned", "ring"], list(OTHERS))
-)
+@pytest.mark.parametrize("case", selections.slow_but(["bound", "microbatches", "owned"], list(OTHERS)))
 def test_rows_go_through_all_that_gradients_do(case: str) -> None:
     devices, name, options = OTHERS[case]
     check(devices, name, **options)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", selections.slow_but([3], [1, 3]))
 def test_bags_train_as_on_one_device(devices: int) -> None:
     alone, model = seeded(Largest), seeded(Largest)
     make = MAKERS["momentum"]

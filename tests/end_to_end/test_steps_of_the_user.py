@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_mirrored, assert_same_model, assert_same_state, train_step
-from selections import slow_but
+from selections import slow, slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # before mirrorc is imported
@@ -93,7 +93,7 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
-@pytest.mark.parametrize("options", [{}, {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
+@pytest.mark.parametrize("options", [*slow(({},)), {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
 @pytest.mark.parametrize("is_wrapped", slow_but([True], [False, True]), ids=["adamw", "wrapped"])
 def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
     options: dict[str, Any], is_wrapped: bool
@@ -120,7 +120,7 @@ def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
     assert_same_state(getattr(optimizer, "inner", optimizer), getattr(of_twin, "inner", of_twin), 1e-10)
 
 
-@pytest.mark.parametrize("options", [{}, {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
+@pytest.mark.parametrize("options", [{}, *slow(({"disable_passes": ("share-parameters",)},))], ids=["shared", "copies"])
 def test_fused_steps_of_another_optimizer_over_what_the_step_does_not_train_count(options: dict[str, Any]) -> None:
     """First over other parameters than the step's optimizer holds, then over its own, as many as it held before."""
     model = make_mlp()

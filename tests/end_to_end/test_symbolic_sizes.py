@@ -154,14 +154,15 @@ def quiet() -> Iterator[None]:
 
 QUICK = [(Classifier, 3), (Wide, 2)]
 MODELS = [Tagger, CausalAttention, Classifier, Convolutions, Recurrent, Wide]
-OTHERS = [(model, count) for model in MODELS for count in (1, 2, 3) if (model, count) not in QUICK]
+OTHERS = [(model, 2) for model in MODELS if (model, 2) not in QUICK]
+RARE = [(model, count) for model in MODELS for count in (1, 3) if (model, count) not in QUICK]
 
 
-@pytest.mark.parametrize(("make_model", "num_devices"), [*QUICK, *slow(*OTHERS)])
+@pytest.mark.parametrize(("make_model", "num_devices"), [*QUICK, *slow(*OTHERS), *exhaustive(*RARE)])
 def test_a_step_is_that_of_plain_pytorch_whatever_the_sizes(
     make_model: Callable[[], nn.Module], num_devices: int, quiet: None
 ) -> None:
-    trained_beside_plain_pytorch(make_model, random_sizes(10, num_devices), num_devices)
+    trained_beside_plain_pytorch(make_model, random_sizes(8, num_devices), num_devices)
 
 
 def test_thirty_lengths_and_five_batch_sizes_are_three_compilations() -> None:
@@ -254,7 +255,7 @@ class Returning(nn.Module):
         return {"loss": loss, "logits": logits, "last": logits[:, -1], "mean": logits.mean()}
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", [*slow((1,), (2,)), 3])
 def test_outputs_have_the_sizes_of_the_call(num_devices: int) -> None:
     torch.manual_seed(0)
     model = Returning().double()
@@ -332,7 +333,7 @@ def test_another_dtype_is_another_program() -> None:
 
 
 def test_the_printed_form_has_symbols_and_is_read_back() -> None:
-    _, program = trained_beside_plain_pytorch(Tagger, [(4, 5), (4, 8), (6, 9), (8, 7)], 2)
+    _, program = trained_beside_plain_pytorch(Tagger, [(4, 5), (6, 9)], 2, dynamic=True)
     read = read_program_text(program.to_text(regions=True))
     types = {value.name: value.type for value in read.functions[0].arguments}
     assert types["x"] == "i64[s0, s1]"
@@ -371,7 +372,7 @@ class Random(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten() % 5)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [*slow((1,)), 2])
 @pytest.mark.filterwarnings("error:Raw SymInt")
 def test_random_numbers_are_those_of_programs_for_each_size(num_devices: int) -> None:
     losses = []
@@ -401,6 +402,6 @@ def test_compiled_regions_take_all_sizes(make_model: Callable[[], nn.Module], qu
 
 def test_a_compiled_region_takes_all_sizes() -> None:
     step, _ = trained_beside_plain_pytorch(
-        Classifier, [(4, 5), (4, 8), (4, 17), (6, 9), (8, 30)], 2, backend="inductor"
+        Classifier, [(4, 5), (4, 17), (6, 9), (8, 30)], 2, backend="inductor", dynamic=True
     )
-    assert num_programs(step) == 3
+    assert num_programs(step) == 1

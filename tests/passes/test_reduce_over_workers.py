@@ -203,7 +203,7 @@ def test_a_program_of_several_workers_needs_the_pass() -> None:
         verify(LowerDevices().run(program))
 
 
-@fuzzed(15)
+@fuzzed(8)
 @given(
     per_worker=st.lists(st.integers(1, 4), min_size=2, max_size=4),
     sizes=st.lists(st.integers(0, 700), min_size=1, max_size=6),

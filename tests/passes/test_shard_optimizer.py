@@ -229,7 +229,7 @@ def test_what_is_computed_of_a_sum_is_computed_of_the_part() -> None:
         assert update.all_input_nodes[0].meta["val"].shape == (stop - start,)
 
 
-@fuzzed(15)
+@fuzzed(8)
 @given(
     per_worker=st.lists(st.integers(1, 4), min_size=2, max_size=4),
     sizes=st.lists(st.integers(0, 700), min_size=1, max_size=6),

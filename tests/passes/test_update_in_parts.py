@@ -120,8 +120,7 @@ def test_wrong_sizes_are_refused() -> None:
     "options",
     [
         {"clip_grad_norm": 0.1},
-        {"clip_grad_value": 1e-3},
-        *slow(({"clip_grad_norm": 1e6},), ({"check_finite": True},), ({"scaler": True},)),
+        *slow(({"clip_grad_value": 1e-3},), ({"clip_grad_norm": 1e6},), ({"check_finite": True},), ({"scaler": True},)),
     ],
 )
 def test_shares_that_were_looked_at_are_made_in_parts(options: dict[str, Any]) -> None:
@@ -140,7 +139,7 @@ def test_shares_that_were_looked_at_are_made_in_parts(options: dict[str, Any]) -
             disable_passes=left_out,
             **given,
         ) as step:
-            losses = [step(**batch).item() for batch in batches(8, 9, 8, dtype=torch.float32)]
+            losses = [step(**batch).item() for batch in batches(9, 9, dtype=torch.float32)]
             assert (2**19 in parts_of(step.program)) is not bool(left_out)
         found.append((losses, list(model.parameters())))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
@@ -149,15 +148,21 @@ def test_shares_that_were_looked_at_are_made_in_parts(options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("optimizer", "num_devices"),
     [
-        *((name, 2) for name in ("adamw of several operators", "nadam")),
-        ("adamw", 3),
-        *slow(*((name, 3) for name in ("adamw for lists", "nesterov")), ("sgd", 2), ("adagrad", 2), ("rmsprop", 4)),
+        ("adamw of several operators", 2),
+        *slow(
+            ("nadam", 3),
+            ("adamw", 3),
+            *((name, 3) for name in ("adamw for lists", "nesterov")),
+            ("sgd", 2),
+            ("adagrad", 2),
+            ("rmsprop", 4),
+        ),
         *exhaustive(*((name, n) for name in OPTIMIZERS for n in (2, 3, 4))),
     ],
 )
 def test_training_is_that_of_one_device(optimizer: str, num_devices: int) -> None:
     """From the first step on, in which optimizers make their state; with batches of two sizes in turn."""
-    model, given = net().double(), batches(8, 9, 8, 3, 9, 8)
+    model, given = net().double(), batches(8, 3, 8, 3)
     pipeline, make = default_pipeline(**PARTS), OPTIMIZERS[optimizer]
     found = train_mirrored(model, make, given, num_devices, F.cross_entropy, passes=pipeline)
     assert_same_training(found, train_on_one_device(model, make, given, F.cross_entropy), 1e-11)

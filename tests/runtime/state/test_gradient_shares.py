@@ -74,7 +74,7 @@ def test_shares_are_the_sum_of_all_replicas_gradients(
         torch.testing.assert_close(buckets[0].tensor[place], expected[place])
 
 
-@fuzzed(25)
+@fuzzed(12)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
     which=st.lists(st.sampled_from(["product", "table", "whole"]), min_size=5, max_size=5),
@@ -189,7 +189,7 @@ def test_no_rows_at_all_give_zeros() -> None:
     assert torch.equal(flat[:32], torch.zeros(32))
 
 
-@fuzzed(30)
+@fuzzed(12)
 @given(
     shape=st.tuples(st.integers(1, 60), st.integers(1, 40)),
     batches=st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=4),
