@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.optimizer_groups import hyperparameters_by_label
 from mirrorc.options import StepOptions
 from mirrorc.runtime.workers.header import digest
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class Facts:
@@ -87,7 +90,7 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         **{f"variable {name}": text for name, text in variables.items()},
         **{f"group {number}": f"{kind} of {', '.join(own)}" for number, (kind, own) in enumerate(groups)},
         "backend": options.backend.name,
-        **{f"pass {number}": repr(one) for number, one in enumerate(options.pipeline)},
+        **{f"pass {number}": _text_of_pass(one) for number, one in enumerate(options.pipeline)},
         "microbatches": str(options.microbatches),
         "check_replicas_every": str(options.check_replicas_every),
         "bucket sizes": "given" if options.to_measure is None else "chosen",
@@ -96,6 +99,12 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         "scaler": "none" if options.scaler is None else "one",
         "devices": " ".join(map(str, options.program_workers.devices_per_worker)),
     }
+
+
+def _text_of_pass(one: Any) -> str:
+    """A pass with its options, of which functions and objects without a text of their own are told by their names: where they
+    lie in memory differs from worker to worker. What a plan or an order of theirs gives is compared with the programs."""
+    return _ADDRESS.sub("", repr(one))
 
 
 def _text_of_loss(loss: Any) -> str:

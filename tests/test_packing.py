@@ -17,7 +17,9 @@ from tiny_models import make_mlp, mlp_batch
 from torch import nn
 
 import mirrorc
+from mirrorc.capture.model_state import ModelState
 from mirrorc.errors import PassError
+from mirrorc.joint_facts import facts_of_options
 from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient, equal_ranges, groups_of, in_order
 from mirrorc.passes import OverlapNextStep, PlanBuckets, ReduceOverWorkers, default_pipeline
 
@@ -26,6 +28,29 @@ GRADIENTS = [
     Gradient("b", 0, torch.float32, 1),
     Gradient("c", 9, torch.float64, 2),
 ]
+
+
+def test_workers_tell_plans_and_orders_of_ones_own_by_their_names() -> None:
+    """Each worker has a function of its own, elsewhere in memory."""
+
+    def told(body: str) -> dict[str, str]:
+        names: dict[str, Any] = {}
+        exec(f"def plan(gradients): return {body}\nclass Order:\n    def __call__(self, gradient): return 0", names)
+        model = nn.Linear(2, 2)
+        with mirrorc.compile(
+            model,
+            1,
+            optimizer=torch.optim.SGD(model.parameters()),
+            loss_fn=F.mse_loss,
+            packing=names["plan"],
+            gradient_order=names["Order"](),
+        ) as step:
+            return facts_of_options(step._options, ModelState(model, F.mse_loss))
+
+    kept = told("[]"), told("[]")
+    assert kept[0] == kept[1]
+    assert any("function plan" in text for text in kept[0].values())
+    assert any("Order object" in text for text in kept[0].values())
 
 
 @fuzzed(100)

@@ -61,7 +61,7 @@ class UnsentGradients:
 
         It is made aside and put in place at once, so that a failure changes nothing.
         """
-        if program is self._program or Property.COMPRESSED not in program.properties:
+        if self._is_for(program) or Property.COMPRESSED not in program.properties:
             return
         sent = {bucket_of(node) for graph in program.graphs() for node in calls_to(graph, *ops.EXCHANGES_OF_PARTS)}
         plan = tuple(program.buckets[index] for index in sorted(sent))
@@ -78,10 +78,15 @@ class UnsentGradients:
         self._has_low_rank = any(True for graph in program.graphs() for _ in calls_to(graph, ops.exchange_low_rank))
         self._program = program
 
+    def _is_for(self, program: Program) -> bool:
+        """Whether it is laid out for a program, which may have got other remarks since."""
+        return self._program is not None and program.device_graphs is self._program.device_graphs
+
     def begin(self, program: Program, scale: float) -> None:
         """Called before a step of a program whose loss is multiplied by a scale."""
-        self._unsent = replace(self._unsent, new_scale=scale if program is self._program else None)
-        self.factors.begin(are_made=program is self._program and self._has_low_rank)
+        is_sent = self._is_for(program)
+        self._unsent = replace(self._unsent, new_scale=scale if is_sent else None)
+        self.factors.begin(are_made=is_sent and self._has_low_rank)
 
     def add(self, bucket: int, elements: slice, own: torch.Tensor) -> torch.Tensor:
         """Adds what is kept of these elements of a bucket to a replica's share of the sum; the result lies elsewhere."""

@@ -45,6 +45,15 @@ def sums(unsent: UnsentGradients) -> dict[str, float]:
     return {name: own.mean().item() for name, own in unsent.values().items()}
 
 
+def test_a_program_that_gets_other_remarks_goes_on() -> None:
+    unsent, program = UnsentGradients(torch.device("cpu")), program_of("a")
+    step(unsent, program)
+    unsent.finish()
+    unsent.fit(program.with_remarks("bucket sizes as they were chosen"))
+    unsent.begin(program, 1.0)
+    assert unsent.add(0, slice(0, 1), torch.ones(1)).item() == 2.0
+
+
 def test_a_step_that_takes_place_keeps_what_it_has_not_sent() -> None:
     unsent, program = UnsentGradients(torch.device("cpu")), program_of("a", "b")
     for number in range(1, 4):
