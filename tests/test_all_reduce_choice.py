@@ -47,6 +47,8 @@ def test_an_algorithm_is_given_by_name_with_options_or_as_it_is() -> None:
         ({"all_reduce": "ring{device=1}"}, ValueError, "the pass 'ring' does not take these options"),
         ({"all_reduce": 3}, TypeError, "all_reduce is 3: give one of 'native'"),
         ({"all_reduce": "tree{device=2}"}, ValueError, "all_reduce='tree' cannot be used on cpu:0, cpu:1: device is 2"),
+        ({"all_reduce": ReduceToOne(order=1)}, ValueError, "order is 1: name each device from 0 to 1 once"),  # type: ignore[arg-type]
+        ({"all_reduce": ReduceToOne(order=("a", 0))}, ValueError, r"order is \('a', 0\): name each device"),  # type: ignore[arg-type]
         (
             {"all_reduce": "ring", "passes": ()},
             ValueError,

@@ -12,11 +12,7 @@ import torch
 Size = Any
 """A size: an int, or a `torch.SymInt` in a fake tensor."""
 
-_NUMBERS = (
-    torch.SymInt,
-    torch.SymFloat,
-    torch.SymBool,
-)  # a tuple, which `isinstance` looks through faster than a union
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # `isinstance` is faster with a tuple than with a union
 
 
 class SizesGivenUp(Exception):

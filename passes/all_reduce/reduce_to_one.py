@@ -48,7 +48,7 @@ class ReduceToOne(AllReduceAlgorithm):
         """See the base class."""
         if isinstance(self.device, bool) or not isinstance(self.device, int) or not 0 <= self.device < num_replicas:
             return f"device is {self.device!r}: give a number from 0 to {num_replicas - 1}"
-        if self.order is not None and sorted(self.order) != list(range(num_replicas)):
+        if self.order is not None and not _is_order(self.order, num_replicas):
             return f"order is {self.order!r}: name each device from 0 to {num_replicas - 1} once"
         return ""
 
@@ -74,3 +74,10 @@ def reduced_on(
     of_bucket = traffic.dtype_of(owns[0])
     wide = of_bucket if dtype is None else torch.promote_types(of_bucket, dtype)
     return traffic.cast(traffic.add_all([traffic.cast(value, wide) for value in held]), of_bucket)
+
+
+def _is_order(order: object, num_replicas: int) -> bool:
+    """Whether it is a sequence that names each device once."""
+    if not isinstance(order, Sequence) or any(type(number) is not int for number in order):
+        return False
+    return sorted(order) == list(range(num_replicas))

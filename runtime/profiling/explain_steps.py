@@ -13,7 +13,7 @@ from mirrorc.analysis.sent_factors import factor_bytes, packs_of
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.links import link_named
-from mirrorc.ir.nodes import bucket_of, call_name, is_region_call
+from mirrorc.ir.nodes import bucket_of, call_name, is_region_call, pack_of
 from mirrorc.ir.operation import Kind, Selection
 from mirrorc.ir.program import Program
 from mirrorc.ir.remarks import CAPTURE
@@ -131,6 +131,7 @@ def _bucket_times(
         chunk=collective.chunk,
         round=collective.round,
         pack=collective.pack,
+        uncompressed_bytes=_uncompressed_bytes(program, collective),
         **_means(together),
     )
 
@@ -150,6 +151,16 @@ def _num_bytes(program: Program, collective: Collective) -> int:
         return program.buckets[collective.bucket].num_bytes
     value = sent.all_input_nodes[0].meta["val"]
     return int(value.numel() * value.dtype.itemsize)
+
+
+def _uncompressed_bytes(program: Program, collective: Collective) -> int | None:
+    """What workers would send of a pack in its own dtype; None if they send it so."""
+    first = collective.launches[0].node
+    if first.target not in ops.EXCHANGES_OF_SUMS:
+        return None
+    bucket, pack = program.packs[pack_of(first)]
+    whole = pack.num_elements * bucket.dtype.itemsize
+    return whole if first.target in ops.EXCHANGES_OF_PARTS or num_bytes_sent(program, first) != whole else None
 
 
 def _means(rows: Iterable[Sequence[float]]) -> dict[str, float]:

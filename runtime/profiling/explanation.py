@@ -151,7 +151,22 @@ def _bucket_rows(found: Explanation) -> list[str]:
         heading = now
         row = f"{bucket.label:<{width}}{size_text(bucket.num_bytes):>10}{_row(_bucket_cells(found, bucket))}  {bucket.behind}"
         lines.append(row.rstrip())
-    return lines
+    return [*lines, *_compressed_lines(found)]
+
+
+def _compressed_lines(found: Explanation) -> list[str]:
+    """What workers send of compressed buckets, beside what they would send without compression."""
+    sizes = {
+        bucket.label: (bucket.num_bytes, bucket.uncompressed_bytes)
+        for bucket in found.buckets
+        if bucket.uncompressed_bytes is not None
+    }
+    if not sizes:
+        return []
+    told = {label: f"{size_text(sent)} in place of {size_text(whole)}" for label, (sent, whole) in sizes.items()}
+    total = " in place of ".join(size_text(sum(each)) for each in zip(*sizes.values(), strict=True))
+    each = [f"; {label} {text}" for label, text in told.items()] if len(told) > 1 else []
+    return textwrap.wrap(f"compressed: each worker gives {total}{''.join(each)}", _WIDTH, subsequent_indent="  ")
 
 
 def _bucket_cells(found: Explanation, bucket: BucketTimes) -> Iterator[str]:

@@ -68,6 +68,7 @@ class BucketTimes(FlightTimes):
         devices: the times on each device that takes part.
         chunk, round: those of a send; None if it names none.
         pack: the pack of the bucket, if that is cut into packs; otherwise None.
+        uncompressed_bytes: what would be moved without compression; None if nothing is compressed.
     """
 
     index: int
@@ -79,6 +80,7 @@ class BucketTimes(FlightTimes):
     chunk: int | None
     round: int | None
     pack: int | None = None
+    uncompressed_bytes: int | None = None
 
     @property
     def label(self) -> str:

@@ -21,7 +21,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 class Deep(nn.Module):
     """Blocks with dropout and BatchNorm, or without them; in checkpoints or not."""
 
-    def __init__(self, *, checkpoints: bool, plain: bool = False, width: int = 6) -> None:
+    def __init__(self, *, checkpoints: bool, plain: bool = False, width: int = 6, num_blocks: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.checkpoints = checkpoints
@@ -29,7 +29,7 @@ class Deep(nn.Module):
         after = [] if plain else [nn.BatchNorm1d(width)]
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 8 * width), nn.GELU(), *between, nn.Linear(8 * width, width), *after)
-            for _ in range(2)
+            for _ in range(num_blocks)
         )
         self.head = nn.Linear(width, 3)
         self.double()
@@ -100,7 +100,7 @@ def test_training_is_that_of_one_device(num_devices: int) -> None:
 def activations(*, checkpoints: bool, backend: str) -> int:
     """The bytes of activations of a step."""
     (batch,) = batches(256, width=32)
-    model = Deep(checkpoints=checkpoints, width=32)
+    model = Deep(checkpoints=checkpoints, width=32, num_blocks=4)
     options: Any = {"optimizer": ADAMW(model.parameters()), "loss_fn": F.cross_entropy, "backend": backend}
     with mirrorc.compile(model, 1, **options) as step:
         step.prepare(**batch)

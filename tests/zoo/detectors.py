@@ -241,6 +241,6 @@ MODELS = [
         why=ASSIGNS,
         couples=COUNTS,
         narrow=FLOAT32_WITHIN,
-        run_by="test-all",
+        run_by="test-slow",
     ),
 ]

@@ -251,6 +251,6 @@ MODELS = [
             num_labels=CLASSES,
         ),
         bytes_in,
-        run_by="test-all",
+        run_by="test-slow",
     ),
 ]

@@ -76,7 +76,7 @@ def unmasked_text(num_examples: int, generator: torch.Generator) -> Batch:
 
 MODELS = [
     ZooModel("BERT", hugging_face("BertForSequenceClassification", ENCODER), classified_text, run_by="test-slow"),
-    ZooModel("RoBERTa", hugging_face("RobertaForMaskedLM", ENCODER), text, run_by="test-all"),
+    ZooModel("RoBERTa", hugging_face("RobertaForMaskedLM", ENCODER), text, run_by="test-slow"),
     ZooModel(
         "DistilBERT",
         hugging_face(
@@ -109,7 +109,7 @@ MODELS = [
         "ModernBERT",
         hugging_face("ModernBertForSequenceClassification", ENCODER, cls_token_id=1, sep_token_id=2, local_attention=4),
         classified_text,
-        run_by="test-all",
+        run_by="test-slow",
     ),
     ZooModel("FNet", hugging_face("FNetForSequenceClassification", ENCODER), unmasked_text),
     ZooModel(
@@ -181,7 +181,7 @@ MODELS = [
         "ESM",
         hugging_face("EsmForSequenceClassification", ENCODER, mask_token_id=3),
         classified_text,
-        run_by="test-all",
+        run_by="test-slow",
     ),
     ZooModel("GPT-2", hugging_face("GPT2LMHeadModel", ENCODER), text, run_by="test-slow", narrow=FLOAT32_LOSS),
     ZooModel(
@@ -197,22 +197,22 @@ MODELS = [
         text,
         narrow=FLOAT32_LOSS,
     ),
-    ZooModel("GPT-NeoX", hugging_face("GPTNeoXForCausalLM", ENCODER), text, narrow=FLOAT32_LOSS, run_by="test-all"),
+    ZooModel("GPT-NeoX", hugging_face("GPTNeoXForCausalLM", ENCODER), text, narrow=FLOAT32_LOSS, run_by="test-slow"),
     ZooModel(
         "OPT",
         hugging_face("OPTForCausalLM", ENCODER, ffn_dim=24, word_embed_proj_dim=16),
         text,
         narrow=FLOAT32_LOSS,
-        run_by="test-all",
+        run_by="test-slow",
     ),
     ZooModel(
         "BLOOM",
         hugging_face("BloomForCausalLM", ENCODER, n_layer=1, n_head=2),
         text,
         narrow=FLOAT32_LOSS,
-        run_by="test-all",
+        run_by="test-slow",
     ),
-    ZooModel("Falcon", hugging_face("FalconForCausalLM", ENCODER), text, narrow=FLOAT32_LOSS, run_by="test-all"),
+    ZooModel("Falcon", hugging_face("FalconForCausalLM", ENCODER), text, narrow=FLOAT32_LOSS, run_by="test-slow"),
     ZooModel(
         "MPT",
         hugging_face("MptForCausalLM", ENCODER, d_model=16, n_layers=1, n_heads=2, expansion_ratio=2, max_seq_len=32),
@@ -225,13 +225,13 @@ MODELS = [
         "Gemma 3",
         hugging_face("Gemma3ForCausalLM", DECODER, sliding_window=4, query_pre_attn_scalar=8),
         text,
-        run_by="test-all",
+        run_by="test-slow",
         narrow=FLOAT32_WITHIN,
     ),
-    ZooModel("Qwen 3", hugging_face("Qwen3ForCausalLM", DECODER), text, run_by="test-all", narrow=FLOAT32_WITHIN),
-    ZooModel("Phi-3", hugging_face("Phi3ForCausalLM", DECODER), text, narrow=FLOAT32_WITHIN, run_by="test-all"),
+    ZooModel("Qwen 3", hugging_face("Qwen3ForCausalLM", DECODER), text, run_by="test-slow", narrow=FLOAT32_WITHIN),
+    ZooModel("Phi-3", hugging_face("Phi3ForCausalLM", DECODER), text, narrow=FLOAT32_WITHIN, run_by="test-slow"),
     ZooModel("OLMo 2", hugging_face("Olmo2ForCausalLM", DECODER), text, narrow=FLOAT32_WITHIN),
-    ZooModel("SmolLM 3", hugging_face("SmolLM3ForCausalLM", DECODER), text, narrow=FLOAT32_WITHIN, run_by="test-all"),
+    ZooModel("SmolLM 3", hugging_face("SmolLM3ForCausalLM", DECODER), text, narrow=FLOAT32_WITHIN, run_by="test-slow"),
     ZooModel(
         "T5",
         hugging_face(
@@ -250,7 +250,7 @@ MODELS = [
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
     ),
-    ZooModel("BART", hugging_face("BartForConditionalGeneration", SEQ2SEQ), translated, run_by="test-all"),
+    ZooModel("BART", hugging_face("BartForConditionalGeneration", SEQ2SEQ), translated, run_by="test-slow"),
     ZooModel("Pegasus", hugging_face("PegasusForConditionalGeneration", SEQ2SEQ), translated),
     ZooModel(
         "LED",

@@ -140,7 +140,7 @@ MODELS = [
             chunk_size=5,
         ),
         text,
-        run_by="test-all",
+        run_by="test-slow",
         narrow=FLOAT32_WITHIN,
     ),
     ZooModel(
@@ -154,7 +154,7 @@ MODELS = [
             block_auto_adjust_ff_dim=False,
         ),
         text,
-        run_by="test-all",
+        run_by="test-slow",
         narrow=FLOAT32_WITHIN,
     ),
 ]

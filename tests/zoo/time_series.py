@@ -115,6 +115,6 @@ MODELS = [
         ),
         decisions,
         of_actions,
-        run_by="test-all",
+        run_by="test-slow",
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,6 +131,7 @@ def test_bytes_that_are_sent_are_explained(found: Mapping[str, Any]) -> None:
         assert any("6 exchanges" in text or "exchange in bfloat16" in text for text in own["remarks"])
         elements = sum(map(len, own["values"].values()))
         assert f"{2 * elements / 1024:.1f} KiB" in own["explained"] and "exchange over gloo" in own["explained"]
+        assert re.search(r"compressed: each worker gives [\d.]+ \w+ in\s+place\s+of [\d.]+ \w+", own["explained"])
 
 
 def test_workers_that_compress_otherwise_are_refused_by_all(found: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -281,3 +282,4 @@ def test_bytes_with_and_without_are_explained(found: Mapping[str, Any]) -> None:
     for own in found["three"]:
         assert any("of rank 1, which changes numbers: each of 3 workers sends" in text for text in own["remarks"])
         assert "exchange_low_rank over gloo" in own["explained"]
+        assert re.search(r"compressed: each worker gives [\d.]+ \w+ in\s+place\s+of [\d.]+ \w+", own["explained"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -231,3 +232,4 @@ def test_bytes_with_and_without_are_explained(found: Mapping[str, Any]) -> None:
     for own in found["three"]:
         assert any("of the largest elements, 0.1 of all, which changes numbers" in text for text in own["remarks"])
         assert "gather_largest over gloo" in own["explained"]
+        assert re.search(r"compressed: each worker gives [\d.]+ \w+ in\s+place\s+of [\d.]+ \w+", own["explained"])
