@@ -184,6 +184,7 @@ def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTime
         chunk=None,
         round=None,
         pack=None,
+        uncompressed_bytes=None,
         **times,
     )
 
