@@ -71,13 +71,16 @@ def send_twice(program: Program) -> Iterator[Edit]:
 def drop_a_receipt(program: Program) -> Iterator[Edit]:
     """Parameters are sent that nobody receives; the replica stores the sum of the gradients instead, or nothing."""
 
+    def own_sum(received: fx.Node) -> fx.Node | None:
+        (wait,) = received.users
+        sums = calls_to(received.graph, ops.wait)
+        return next((n for n in sums if n.args[0].target in ops.REDUCTIONS and n.kwargs == wait.kwargs), None)  # type: ignore[union-attr]
+
     def edit(received: fx.Node, does_store: bool) -> None:
         (wait,) = received.users
         (store,) = wait.users  # parameters are stored; sums of gradients are not
         if does_store:
-            sums = calls_to(received.graph, ops.wait)
-            alike = (n for n in sums if n.args[0].target in ops.REDUCTIONS and n.kwargs == wait.kwargs)  # type: ignore[union-attr]
-            with_argument(store, 0, next(alike))
+            with_argument(store, 0, own_sum(received))
         else:
             store.graph.erase_node(store)
         received.graph.erase_node(wait)
@@ -86,7 +89,8 @@ def drop_a_receipt(program: Program) -> Iterator[Edit]:
     for received in placed_nodes(program, ops.recv):
         if all(user.target is ops.store for wait in received.users for user in wait.users):
             is_cut = program.buckets[bucket_of(received)].is_cut  # no wait gives all of the sum
-            yield from (partial(edit, received, does_store) for does_store in ((False,) if is_cut else (True, False)))
+            has_sum = not is_cut and own_sum(received) is not None  # a bucket's owner has it
+            yield from (partial(edit, received, does_store) for does_store in ((True, False) if has_sum else (False,)))
 
 
 @breaks
