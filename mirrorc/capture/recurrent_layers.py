@@ -21,6 +21,8 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
 def _lstm(inputs: _Inputs, states: _Tensors, params: _Tensors, *options: Any) -> tuple[Any, ...]:
+    if isinstance(inputs, PaddedSequences) and inputs.device.type == "cpu":  # as for a GRU
+        return _run(_lstm_layer, inputs, states, params, *options)
     return _run(_lstm_layer, *_as_autocast_has_them(inputs, states, params), *options)
 
 
@@ -54,7 +56,8 @@ def _as_autocast_has_them(inputs: _Inputs, states: _Tensors, params: _Tensors) -
     if not torch.is_autocast_enabled(kind) or inputs.dtype == torch.float64:
         return inputs, states, params
     dtype = torch.get_autocast_dtype(kind)
-    return inputs.to(dtype), [state.to(dtype) for state in states], [param.to(dtype) for param in params]
+    inputs = inputs.of(inputs.values.to(dtype)) if isinstance(inputs, PaddedSequences) else inputs.to(dtype)
+    return inputs, [state.to(dtype) for state in states], [param.to(dtype) for param in params]
 
 
 def _run(
@@ -138,7 +141,12 @@ def _lstm_layer(
     bias = bias_ih + bias_hh if bias_ih is not None and bias_hh is not None else None
     projected = F.linear(inputs, weight_ih, bias)
     projection = params[-1] if has_projection else None
-    return lstm_steps(projected, states[0], states[1], weight_hh, projection, lengths, reverse)[:3]
+    hidden, cell = states
+    if torch.is_autocast_enabled(inputs.device.type):
+        dtype = torch.promote_types(projected.dtype, hidden.dtype)
+        projected, hidden, cell, weight_hh = (one.to(dtype) for one in (projected, hidden, cell, weight_hh))
+        projection = projection.to(dtype) if projection is not None else None
+    return lstm_steps(projected, hidden, cell, weight_hh, projection, lengths, reverse)[:3]
 
 
 def _gru_layer(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import assert_same_training, train_mirrored, train_on_one_device
-from selections import exhaustive, slow
+from selections import exhaustive, slow, slow_but
 from torch import nn
 from torch.nn.utils.rnn import (
     PackedSequence,
@@ -272,3 +272,36 @@ def test_a_length_beyond_the_padded_one_stops_the_step() -> None:
         step(**packed_batches([2, 5, 1, 3], is_sorted=False)[0])
         with pytest.raises(ExecutionError, match="a sequence is said to have 6 items, but the padded tensor has 5"):
             step(**packed_batches([2, 6, 1, 3], is_sorted=False)[0])
+
+
+class Last(nn.Module):
+    """What a recurrent net, of one direction and one layer, gives at the end of each sequence."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = kind(3, 5, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        _, last = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return (last[0] if isinstance(last, tuple) else last)[-1]
+
+
+@pytest.mark.parametrize("kind", slow_but(["LSTM"], KINDS))
+def test_under_autocast_values_have_the_types_of_plain_pytorch(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x, lengths, y = Last(KINDS[kind]), torch.randn(4, TIME, 3), torch.tensor([6, 3, 2, 5]), torch.randn(4, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x, lengths)
+        loss = F.mse_loss(expected.float(), y)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options: dict[str, Any] = {"backend": "eager", "autocast": torch.bfloat16, "return_outputs": True}
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with mirrorc.compile(
+        model, 1, optimizer=optimizer, loss_fn=lambda o, t: F.mse_loss(o.float(), t), **options
+    ) as step:
+        _, found = step(x, lengths, target=y)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.005)
+    for old, new, gradient in zip(before, model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(old - new, gradient, rtol=0.02, atol=0.005)

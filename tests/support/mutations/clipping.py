@@ -137,9 +137,15 @@ def divide_twice(program: Program) -> Iterator[Edit]:
 
 @breaks
 def tell_of_a_part(program: Program) -> Iterator[Edit]:
-    """What is told is the norm of a replica's shares alone."""
-    for timeline in timelines(program):
-        partial_norms = [n for n in timeline if n.target is ops.norm and any(u.target is ops.commit for u in n.users)]
+    """What is told is the norm of a replica's shares alone, where others have some, too."""
+    found = [
+        [n for n in timeline if n.target is ops.norm and any(u.target is ops.commit for u in n.users)]
+        for timeline in timelines(program)
+    ]
+    has_all = (
+        len(found) > 1 and sum(any(norm.args for norm in own) for own in found) == 1
+    )  # its device owns all buckets
+    for timeline, partial_norms in zip(timelines(program), found, strict=True) if not has_all else ():
         for node in (n for n in timeline if n.target is ops.tell):
             for norm in partial_norms[:1]:
                 yield partial(with_argument, node, 0, norm)
