@@ -26,6 +26,7 @@ from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
 from mirrorc.planned_sizes import PlannedSizes
 from mirrorc.purposes import Purpose
+from mirrorc.ready_order import ReadyOrder
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.state.step_state import StepState
@@ -68,24 +69,24 @@ class Specializer:
         self._planned = PlannedSizes(options, num_threads)
         are_several = options.program_workers.are_several
         self.sizes: MeasuredSizes | PlannedSizes = self._planned if are_several else MeasuredSizes(options, num_threads)
-        self.exchange = ExchangeChoice(options, num_threads)
-        self._compiler = StepCompiler(
-            options, model, state, num_threads, self._numbers, self.exchange, self.sizes, self._planned
-        )
+        self.exchange, self._order = ExchangeChoice(options, num_threads), ReadyOrder(options)
+        chosen = (self._order, self.exchange, self.sizes, self._planned)
+        self._compiler = StepCompiler(options, model, state, num_threads, self._numbers, *chosen)
 
     def work_together(self, team: Team) -> None:
         """Compiles for workers that train together from now on."""
-        self._compiler.team = self.exchange.team = self._planned.team = team
+        self._compiler.team = self._order.team = self.exchange.team = self._planned.team = team
 
     @contextmanager
     def asked(self) -> Iterator[None]:
         """A block in which all workers are in a training call, so that what is chosen together can be chosen."""
-        with self.exchange.asked(), self._planned.asked():
+        with self._order.asked(), self.exchange.asked(), self._planned.asked():
             yield
 
     def keeps(self, executor: Executor) -> bool:
         """Whether a program is what all workers choose; it may have been compiled without asking them."""
-        return self.exchange.keeps(executor.program) and self._planned.keeps(executor)
+        program = executor.program
+        return self._order.keeps(program) and self.exchange.keeps(program) and self._planned.keeps(executor)
 
     def specialization_for(
         self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP

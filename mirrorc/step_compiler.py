@@ -45,6 +45,7 @@ from mirrorc.planned_sizes import PlannedSizes
 from mirrorc.printing.wording import counted
 from mirrorc.progress import Progress
 from mirrorc.purposes import Purpose, states_of
+from mirrorc.ready_order import ReadyOrder
 from mirrorc.runtime.codegen.regions import RegionCompiler, RegionFunction
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.execution.executor import Executor
@@ -71,6 +72,7 @@ class StepCompiler:
         state: the state that all programs of the step share.
         num_threads: the number of threads of each device.
         numbers: which Python numbers have changed.
+        order: that of gradients which workers take from plain PyTorch.
         exchange: chooses how workers send gradients.
         sizes: chooses how large buckets are.
         planned: learns from how long programs take.
@@ -87,12 +89,13 @@ class StepCompiler:
         state: StepState,
         num_threads: int,
         numbers: ChangingNumbers,
+        order: ReadyOrder,
         exchange: ExchangeChoice,
         sizes: MeasuredSizes | PlannedSizes,
         planned: PlannedSizes,
     ) -> None:
         self._options, self._model, self._state, self._numbers = options, model, state, numbers
-        self._exchange, self._sizes, self._planned = exchange, sizes, planned
+        self._order, self._exchange, self._sizes, self._planned = order, exchange, sizes, planned
         names = ", ".join(device.name for device in options.devices)
         self._what = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
@@ -278,6 +281,7 @@ class StepCompiler:
         self._warnings.warn_of_notes(captured.notes)
         program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
         refuse_over_workers(program)
+        program = self._order.put_into(program)
         program = with_gathered(self._exchange.put_into(program.with_remarks(*options.remarks)), options)
         progress.enter("bucket sizes")
         program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)

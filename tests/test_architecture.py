@@ -40,6 +40,7 @@ ORDER = (
     "mirrorc/purposes",
     "mirrorc/measured_choices",
     "mirrorc/measured_sizes",
+    "mirrorc/ready_order",  # of workers
     "mirrorc/exchange_choice",  # of workers
     "mirrorc/exchange_costs",  # of workers
     "mirrorc/device_exchange",  # of devices

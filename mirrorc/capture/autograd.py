@@ -1,4 +1,4 @@
-"""The front end that leaves forward and backward to PyTorch's autograd: a graph of two operators that run them."""
+"""The front end that leaves forward and backward to PyTorch's autograd: a graph of operators that run them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.opaque_call import OpaqueCall
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
-from mirrorc.custom_ops.opaque_calls import register_call, run_backward, run_evaluation, run_forward, sizes_of
+from mirrorc.custom_ops.opaque_calls import register_call, run_evaluation, run_forward, sizes_of, take_gradient
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import FakeTensorMode, JointGraph
 
 _REMARK = (
     "forward and backward of a replica run as plain PyTorch (capture='autograd'): no pass looks into them, and no figure of "
-    "memory has what they keep from forward to backward"
+    "memory has what they keep from forward to backward. A region of backward takes its gradients when all of them are there, "
+    "while backward goes on"
 )
 
 
@@ -39,10 +40,12 @@ _FAKE_MODE = FakeTensorMode()  # one, so that graphs of several sizes of microba
 
 
 class AutogradFrontEnd(FrontEnd):
-    """Captures a step as two operators that run forward and backward as plain PyTorch, whatever Python does in them.
+    """Captures a step as operators that run forward and backward as plain PyTorch, whatever Python does in them.
 
-    Runs on the data of all shards tell which buffers are written, and whether random numbers are drawn. What a later run does
-    otherwise is an error of its step. Each run may use other parameters.
+    One operator runs forward, and one takes each gradient, in the order in which backward makes them: so backward is cut where
+    buckets become ready, as that of any captured graph. Runs on the data of all shards tell this order, which buffers are
+    written, and whether random numbers are drawn. What a later run does otherwise is an error of its step. Each run may use
+    other parameters, and make their gradients in another order.
     """
 
     name = "autograd"
@@ -168,11 +171,16 @@ class _Graph:
         node.meta["val"] = like
         return node
 
-    def parts_of(self, target: Any, *args: Any) -> list[fx.Node]:
-        """The parts of what an operator gives."""
+    def result_of(self, target: Any, *args: Any) -> fx.Node:
+        """What an operator gives."""
         node = self.graph.call_function(target, args)
         with _FAKE_MODE:
             node.meta["val"] = target(*fx.node.map_arg(args, lambda one: one.meta["val"]))
+        return node
+
+    def parts_of(self, target: Any, *args: Any) -> list[fx.Node]:
+        """The parts of what an operator gives."""
+        node = self.result_of(target, *args)
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(node.meta["val"]))]
         for part, value in zip(parts, node.meta["val"], strict=True):
             part.meta["val"] = value
@@ -217,8 +225,10 @@ def _joint_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph
     device = next(iter(call.parameters.values())).device
     tangent = built.given("tangent", torch.empty((), dtype=recorded.loss_dtype, device=device))
     loss, token, *others = built.parts_of_forward(run_forward)
-    own = [built.parameters[place] for place in recorded.gradients]
-    gradients = built.parts_of(run_backward, built.number, token, tangent, own)
+    gradients = [
+        built.result_of(take_gradient, built.number, token, tangent, built.parameters[place], place)
+        for place in recorded.gradients
+    ]
     names = [*call.parameters]
     return built.joint(
         (loss, *others, *gradients),

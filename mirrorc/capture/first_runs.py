@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from mirrorc.capture.opaque_call import OpaqueCall
 from mirrorc.capture.opaque_runs import Recorded, Run
 from mirrorc.capture.output_capturing import HOOKS_ARE_INSTALLED
 from mirrorc.capture.passing_attributes import AssignedAttributeError, Attribute, ReadBeforeAssignedError
-from mirrorc.capture.reached_parameters import reached_besides, reached_otherwise
+from mirrorc.capture.reached_parameters import note_reach, reached_otherwise
 from mirrorc.capture.replica_streams import ReplicaStream
 from mirrorc.capture.run_effects import have_same_bits, refused_effects
 from mirrorc.capture.run_outputs import UnreadableOutputError, difference
@@ -86,9 +86,25 @@ def first_runs(
             if list(map(_type_of, part)) == list(map(_type_of, leaves))
         ]
         outputs = _common_outputs([one for one in alike if one is not None], what)
-    common = replace(recorded[0], written=tuple(written), draws=draws, outputs=outputs, passing=frozenset(passing))
+    common = Recorded(
+        recorded[0].loss_dtype,
+        _order(opaque, recorded),
+        tuple(written),
+        draws,
+        outputs,
+        late=frozenset().union(*(one.late for one in recorded)),
+        passing=frozenset(passing),
+    )
     notes = tuple(dict.fromkeys([*(note for one in each for note in one.notes), *_of_passing(passing, what)]))
     return FirstRuns(common, [one for run in each for one in run.written_inputs], notes)
+
+
+def _order(opaque: OpaqueCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
+    """The places of all parameters that can be trained, in the order in which backward has made their gradients; at the end those
+    that no run has used, from the last to the first."""
+    came = [place for one in recorded for place in one.gradients]
+    trained = [place for place, own in enumerate(opaque.parameters.values()) if own.requires_grad]
+    return tuple(dict.fromkeys([*came, *reversed(trained)]))
 
 
 def _type_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -128,8 +144,11 @@ def _first_run(
     loss = _checked_loss(run.loss, call, what)
     notes = _untrained(run, opaque, call, what) if call.trains else ()
     written_inputs, written = _written(run, opaque, (leaves, buffers))
+    came: list[int] = []
     if call.trains:
-        opaque.run_backward(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
+        gradients = opaque.gradients_of(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
+        gradients.run()
+        came = gradients.came
     else:
         opaque.let_go(run)
     for name, parameter in zip(opaque.parameters, run.parameters, strict=True):
@@ -138,12 +157,9 @@ def _first_run(
                 f"the gradient of {name.removeprefix('model.')!r} in {what} is sparse: gradients that run as plain PyTorch are "
                 "dense. Remedy: look it up without sparse=True."
             )
-    from_last = range(
-        len(run.parameters) - 1, -1, -1
-    )  # alike on all workers, and about the order in which backward makes them
-    gradients = tuple(place for place in from_last if run.parameters[place].requires_grad)
+    late = frozenset(place for place in came if place in run.unreached or came.count(place) > 1)
     outputs = run.outputs.told if run.outputs is not None else None
-    recorded = Recorded(loss, gradients, tuple(written), stream.has_advanced(untouched), outputs)
+    recorded = Recorded(loss, tuple(came), tuple(written), stream.has_advanced(untouched), outputs, late)
     return FirstRuns(recorded, written_inputs, notes)
 
 
@@ -214,14 +230,15 @@ def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, what: str) -> t
     Raises:
         CaptureError: one of them is the model's, reached by another way than through the modules.
     """
-    name = reached_otherwise(run, opaque.parameters)
+    besides = note_reach(run)
+    name = reached_otherwise(besides, opaque.parameters)
     if name is not None:
         raise CaptureError(
             f"forward or loss of {what} reaches the parameter {name.removeprefix('model.')!r} by another way than "
             "through the model's modules, as by a global variable or a closure, where each replica has modules of its own. "
             "Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
         )
-    unknown = [one for one in reached_besides(run) if id(one) not in call.trained_elsewhere]
+    unknown = [one for one in besides if id(one) not in call.trained_elsewhere]
     if not unknown:
         return ()
     shapes = ", ".join(str(list(one.shape)) for one in unknown[:3])

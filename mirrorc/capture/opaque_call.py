@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -13,8 +14,9 @@ from torch import nn
 from mirrorc.capture.module_copies import ModuleCopy
 from mirrorc.capture.opaque_runs import Recorded, Run, ThreadModes, parameter_of_run
 from mirrorc.capture.passing_attributes import AssignedAttributeError, Attribute
-from mirrorc.capture.reached_parameters import reached_otherwise
+from mirrorc.capture.reached_parameters import note_reach, reached_otherwise
 from mirrorc.capture.replica_streams import ReplicaStream, generator_states
+from mirrorc.capture.run_gradients import RunGradients
 from mirrorc.capture.run_outputs import UnreadableOutputError, difference, read_run
 from mirrorc.capture.traced_outputs import noted_marks
 from mirrorc.capture.training_call import TrainingCall
@@ -42,10 +44,11 @@ class OpaqueCall:
     def __init__(self, call: TrainingCall, what: str) -> None:
         self.parameters: Mapping[str, nn.Parameter] = dict(call.named_parameters())
         self.buffers: Mapping[str, torch.Tensor] = dict(call.named_buffers())
+        self._originals = [*self.parameters.values()]
         self._call, self._what, self._modes = call, what, ThreadModes.now()
         self._plain = call.plain
         self._free: list[ModuleCopy] = []  # whose runs have ended
-        self._runs: dict[int, Run] = {}  # by token
+        self._runs: dict[int, Run | RunGradients] = {}  # whose gradients are not all taken, by token
         self._tokens = itertools.count()
         self._used = UsedParameters()
 
@@ -116,13 +119,20 @@ class OpaqueCall:
             *(one.to(run.parameters[0].device) for one in outputs),
         ]
 
-    def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients, of the types of their parameters: zeros for one that this replica has not used."""
-        run = self._runs.pop(int(token))
-        self.run_backward(run, tangent)
-        used = zip(self.parameters.values(), run.parameters, strict=True)
-        self._used.note(original for original, own in used if own.grad is not None)
-        return [_as_typed(run.parameters[place]) for place in self.recorded.gradients]
+    def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> RunGradients:
+        """The gradients of a run, whose backward is to be run with this tangent."""
+        run = self._runs[int(token)]
+        if isinstance(run, Run):
+            run = self._runs[int(token)] = self.gradients_of(run, tangent, self.recorded.late)
+        return run
+
+    def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
+        """A parameter's gradient, of its type: zeros if this replica has not used it."""
+        found = self.backward(token, tangent).take(place)
+        original = self._originals[place]
+        if found is not None:
+            self._used.note(original)
+        return _as_typed(found, original)
 
     # Runs
 
@@ -168,8 +178,11 @@ class OpaqueCall:
             raise AssignedAttributeError.of(replaced or assigned[0][1], () if replaced is not None else assigned)
         return run
 
-    def run_backward(self, run: Run, tangent: torch.Tensor) -> None:
-        """Runs backward, which leaves gradients at the run's parameters."""
+    def gradients_of(self, run: Run, tangent: torch.Tensor, late: Set[int] = frozenset()) -> RunGradients:
+        """What runs backward, which leaves gradients at the run's parameters; see `RunGradients`."""
+        return RunGradients(run, functools.partial(self._run_backward, run, tangent), late, self._what)
+
+    def _run_backward(self, run: Run, tangent: torch.Tensor) -> None:
         own = [parameter for parameter in run.parameters if parameter.requires_grad]
         with torch.enable_grad(), self._drawing(run, "backward"), nobody_answers(_not_joined(self._what)):
             run.loss.backward(tangent.reshape(run.loss.shape), inputs=own)
@@ -213,7 +226,7 @@ class OpaqueCall:
             )
 
     def _check_reach(self, run: Run) -> None:
-        name = reached_otherwise(run, self.parameters) if self._call.trains else None
+        name = reached_otherwise(note_reach(run), self.parameters) if self._call.trains else None
         if name is not None:
             raise ExecutionError(
                 f"forward or loss of {self._what} reaches the parameter {_short(name)!r} in this call by another way than "
@@ -268,9 +281,8 @@ def _short(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _as_typed(parameter: nn.Parameter) -> torch.Tensor:
-    """A parameter's gradient, in the layout of the parameter; zeros if this replica has not used it."""
-    gradient, parameter.grad = parameter.grad, None
+def _as_typed(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient in the layout of its parameter; zeros for none."""
     if gradient is not None and gradient.layout is torch.strided and gradient.stride() == parameter.stride():
         return gradient
     laid = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +53,7 @@ class Run:
         versions: of these buffers and parameters, before forward.
         stream: the random numbers that it draws from; None if it draws none.
         loss: with its graph, until backward; without elements if an evaluation has none.
+        unreached: the places of the parameters that this graph does not reach, of a run that trains.
         outputs: what it returns beside the loss, if the call keeps that.
     """
 
@@ -63,6 +64,7 @@ class Run:
     stream: ReplicaStream | None = None
     versions: list[int] = field(default_factory=list)
     loss: torch.Tensor = field(init=False)
+    unreached: Set[int] = frozenset()
     outputs: RunOutputs | None = None
 
     def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -77,10 +79,11 @@ class Recorded:
 
     Attributes:
         loss_dtype: of the loss, a single number; None for an evaluation without one.
-        gradients: the places of the parameters that may get a gradient, in the order in which backward gives them.
+        gradients: the places of the parameters that may get a gradient, in the order in which backward makes them.
         written: the places of the buffers that forward writes.
         draws: whether random numbers are drawn.
         outputs: what runs return beside the loss, if the call keeps that.
+        late: the places of the parameters whose gradients came in several parts, or by another way than the graph of the loss.
         passing: the attributes that forward assigns before it reads them, so that what it leaves there does not count.
     """
 
@@ -89,6 +92,7 @@ class Recorded:
     written: tuple[int, ...]
     draws: bool
     outputs: TracedOutputs | None = None
+    late: frozenset[int] = frozenset()
     passing: frozenset[Attribute] = frozenset()
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,19 @@ from torch import nn
 from mirrorc.capture.opaque_runs import Run
 
 
-def reached_besides(run: Run) -> list[nn.Parameter]:
-    """The parameters in which backward from a run's loss ends, and which the run was not given."""
+def note_reach(run: Run) -> list[nn.Parameter]:
+    """Notes which of its parameters a run has reached; gives those besides in which backward from its loss ends."""
     given = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
-    return [one for one in _leaves_of(run.loss) if isinstance(one, nn.Parameter) and id(one) not in given]
+    leaves = _leaves_of(run.loss)
+    reached = set(map(id, leaves))
+    run.unreached = frozenset(place for place, own in enumerate(run.parameters) if id(own) not in reached)
+    return [one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in given]
 
 
-def reached_otherwise(run: Run, originals: Mapping[str, nn.Parameter]) -> str | None:
-    """The name of a parameter of the user's own that forward reaches by another way than through the modules of the run."""
+def reached_otherwise(besides: Sequence[nn.Parameter], originals: Mapping[str, nn.Parameter]) -> str | None:
+    """The name of a parameter of the user's own that forward has reached by another way than through the modules of a run."""
     names = {id(original): name for name, original in originals.items()}
-    return next((names[id(one)] for one in reached_besides(run) if id(one) in names), None)
+    return next((names[id(one)] for one in besides if id(one) in names), None)
 
 
 def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -43,7 +43,7 @@ from mirrorc.capture.time_axes import refuse_split_time
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.weighted_means import differences_in, remarks_on
-from mirrorc.custom_ops.opaque_calls import run_backward
+from mirrorc.custom_ops.opaque_calls import take_gradient
 from mirrorc.custom_ops.replica_values import gathering
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
@@ -306,7 +306,8 @@ def _variables(
 ) -> dict[str, Variable]:
     read = dict.fromkeys(str(node.kwargs["variable"]) for c in captured for node in calls_to(c.graph, ops.read))
     gradients, writes = _output(captured[0])["gradients"], _output(captured[0])["writes"]
-    is_plain = next(calls_to(captured[0].graph, run_backward), None) is not None  # control flow may leave some out then
+    # Control flow of plain PyTorch may leave some out.
+    is_plain = next(calls_to(captured[0].graph, take_gradient), None) is not None
     sparse = captured[0].sparse
     rules = update_rules(optimizers, state.parameters, list(gradients), sparse, may_be_unused=is_plain)
     others = {name: value for c in captured for name, value in (*c.constants.items(), *c.outside.items())}

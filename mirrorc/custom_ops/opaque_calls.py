@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -25,14 +25,39 @@ class UsedParameters:
         self._used = set[int]()
         self._lock = threading.Lock()
 
-    def note(self, used: Iterable[torch.Tensor]) -> None:
-        """Notes the user's parameters of which one more backward has gradients."""
+    def note(self, used: torch.Tensor) -> None:
+        """Notes a parameter of the user's, of which one more backward has a gradient."""
         with self._lock:
-            self._used.update(map(id, used))
+            self._used.add(id(used))
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Whether any backward has noted it."""
         return id(parameter) in self._used
+
+
+class OpaqueBackward(Protocol):
+    """A backward as plain PyTorch, which makes one gradient after the other."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has, without an error: all gradients are there then."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether what is done while it runs may wait for other replicas; false if it holds what their runs need."""
+
+    def has(self, place: int) -> bool:
+        """Whether the gradient of a parameter may be taken."""
+
+    def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
+        """Runs it, once.
+
+        Args:
+            on_gradient: is called in this thread, within backward, whenever one more gradient is there.
+
+        Raises:
+            BaseException: what backward raises, or ``on_gradient``, which ends it.
+        """
 
 
 class OpaqueRuns(Protocol):
@@ -59,8 +84,11 @@ class OpaqueRuns(Protocol):
     ) -> list[torch.Tensor]:
         """The loss if there is one, new values of the buffers that are written, and outputs."""
 
-    def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients; ``token`` says of which forward, ``tangent`` is the gradient of its loss."""
+    def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
+        """The backward of a forward; ``token`` says of which, ``tangent`` is the gradient of its loss."""
+
+    def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
+        """The gradient of a parameter, once; runs the backward first if nobody has begun it."""
 
 
 _calls: weakref.WeakValueDictionary[int, OpaqueRuns] = weakref.WeakValueDictionary()
@@ -83,7 +111,7 @@ class OpaqueSteps:
     """
 
     def __init__(self, graphs: Sequence[fx.Graph]) -> None:
-        found = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=run_backward)]
+        found = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=take_gradient)]
         self._numbers = sorted({cast("int", node.args[0]) for node in found})
 
     def begin(self) -> UsedParameters:
@@ -92,6 +120,11 @@ class OpaqueSteps:
         for number in self._numbers:
             _call_of(number).begin_step(used)
         return used
+
+
+def backward_of(call: int, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
+    """The backward of which `take_gradient` takes gradients, so that it can be run before."""
+    return _call_of(call).backward(token, tangent)
 
 
 def _call_of(number: int) -> OpaqueRuns:
@@ -162,7 +195,7 @@ _LIBRARY.define(
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIBRARY.define(
-    "run_backward(int call, Tensor token, Tensor tangent, Tensor[] parameters) -> Tensor[]",
+    "take_gradient(int call, Tensor token, Tensor tangent, Tensor parameter, int place) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIBRARY.impl(
@@ -176,12 +209,14 @@ _LIBRARY.impl(
     "CompositeExplicitAutograd",
 )
 _LIBRARY.impl(
-    "run_backward", lambda call, token, tangent, _: _call_of(call).backward(token, tangent), "CompositeExplicitAutograd"
+    "take_gradient",
+    lambda call, token, tangent, _, place: _call_of(call).gradient(token, tangent, place),
+    "CompositeExplicitAutograd",
 )
 torch.library.register_fake("mirrorc::run_forward", _fake_forward, lib=_LIBRARY)
 torch.library.register_fake("mirrorc::run_evaluation", _fake_evaluation, lib=_LIBRARY)
 torch.library.register_fake(
-    "mirrorc::run_backward", lambda call, token, tangent, parameters: _like(parameters), lib=_LIBRARY
+    "mirrorc::take_gradient", lambda call, token, tangent, parameter, place: _like([parameter])[0], lib=_LIBRARY
 )
 
 run_forward = torch.ops.mirrorc.run_forward.default
@@ -193,13 +228,15 @@ contiguous outputs of these dtypes and sizes (`sizes_of`).
 It is a function of its arguments: what Python does in it must not last. A seed is given if random numbers are drawn.
 """
 
-run_backward = torch.ops.mirrorc.run_backward.default
-"""``run_backward(call, token, tangent, parameters)``: the gradients of these parameters, as `OpaqueRuns.backward` gives them.
+take_gradient = torch.ops.mirrorc.take_gradient.default
+"""``take_gradient(call, token, tangent, parameter, place)``: the gradient of this parameter, the one in this place, as
+`OpaqueRuns.gradient` gives it.
 
-It may be called once for each token.
+``token`` is what `run_forward` gave, ``tangent`` the gradient of the loss, the same for all that are taken with a token. Each may
+be taken once, in any order, and while backward makes the others.
 """
 
 run_evaluation = torch.ops.mirrorc.run_evaluation.default
 """Takes the same, and gives the same without a token, as `OpaqueRuns.evaluation` does; no loss if it has no dtype."""
 
-OPAQUE = (run_forward, run_backward, run_evaluation)
+OPAQUE = (run_forward, take_gradient, run_evaluation)

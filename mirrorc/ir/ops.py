@@ -742,5 +742,10 @@ MEETINGS = Selection(lambda found: Effect.MEETS in found.effects)
 ATTENDED = Selection(lambda found: bool(found.effects & {Effect.MEETS, Effect.ATTENDS}))
 """Meetings, and what takes part in those of other workers in place of a replica with examples."""
 
+WAITING = Selection(
+    lambda found: bool(found.effects & {Effect.WAITS, Effect.MEETS, Effect.ATTENDS, Effect.COMMITS, Effect.AWAITS})
+)
+"""Operations that may wait for others: for a sum, for other replicas, or for the step before."""
+
 RESCALING = Selection(lambda found: found.symbol in (scale, clip_value))
 """Operations that change what an update takes, in the memory where it lies."""

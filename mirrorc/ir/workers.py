@@ -70,12 +70,14 @@ class Workers:
         rank: the worker that runs the program.
         sent_as_factors: the variables whose gradients workers send to each other as factors, from which each makes the sum.
         shards_optimizer: whether each worker updates a part of each bucket alone, with that part of the optimizer's state.
+        gradient_order: the variables in the order in which all workers take their gradients, where backward is plain PyTorch.
     """
 
     devices_per_worker: tuple[int, ...] = ()
     rank: int = 0
     sent_as_factors: tuple[str, ...] = ()
     shards_optimizer: bool = False
+    gradient_order: tuple[str, ...] = ()
 
     @property
     def are_several(self) -> bool:

@@ -16,6 +16,7 @@ from mirrorc.analysis.clipping import is_checked, numbers_of
 from mirrorc.analysis.compressed_sums import num_bytes_sent
 from mirrorc.analysis.factored_gradients import Maker, maker_of, stays_factored
 from mirrorc.analysis.slots_of_values import given_slots
+from mirrorc.analysis.taken_gradients import taken_gradients
 from mirrorc.analysis.updates_in_parts import is_made_in_updates
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
@@ -78,6 +79,8 @@ class LineComments:
         if is_forward:
             loss = " and the loss" if _gives_loss(program, call) else ""
             return f"forward of {span}{loss}" if span else f"forward{loss}"
+        if span and taken_gradients(region.graph_module.graph):
+            return f"backward of {span}, as plain PyTorch makes it"
         has_loss = any(_is_loss_weight(program, origin_of(node)) for node in call.all_input_nodes)
         about_what = ", ".join([*(["the loss"] if has_loss else []), *([span] if span else [])])
         return f"backward of {about_what}" if about_what else "backward"

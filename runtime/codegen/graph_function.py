@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from mirrorc.runtime.codegen.bound_calls import WAITS, Asking, Constant, HandOver, Meeting
 from mirrorc.runtime.profiling.clocks import Clock
 
 _serial = itertools.count()
@@ -29,9 +30,11 @@ class GraphFunction:
         marked: if the function has a clock, the nodes whose calls it marks, in order. It marks its own beginning, and the end of
             each of these calls.
         hands_over: whether it is a generator that yields its output before it is done, see `HandOver`.
+        asks: whether it is a generator that yields what it needs before calls, see `Asking`.
+        pauses: whether it is a generator that yields for other reasons.
     """
 
-    hands_over = False
+    hands_over = asks = pauses = False
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ def generate(
     clock: Clock | None = None,
     pauses: Callable[[fx.Node], bool] = lambda _: False,
     told: Mapping[fx.Node, int] = MappingProxyType({}),
+    waits: Callable[[fx.Node], bool] = lambda _: False,
 ) -> GraphFunction:
     """Generates the function of a graph.
 
@@ -79,13 +83,15 @@ def generate(
         title: shown in tracebacks.
         graph: placeholders, calls, and an output.
         bind: returns the function that runs a call; for a call without arguments and with a constant result, a `Constant`;
-            for one in two parts, a `Meeting`; and a `HandOver` where the output is yielded.
+            for one in two parts, a `Meeting`; for one that needs what comes meanwhile, an `Asking`; and a `HandOver` where the
+            output is yielded.
         boxed: whether a call's function takes a list of arguments, which it empties, and returns a sequence to be unpacked.
         clock: marks the end of every call; None for a function without marks.
         pauses: whether the generated function yields before a call, or within a `Meeting`, which makes it a generator.
         told: what a function that hands over yields behind calls after that.
+        waits: whether the function yields `WAITS` before a call.
     """
-    return _Generator(graph, bind, boxed, clock, pauses, told).generate(title)
+    return _Generator(graph, bind, boxed, clock, pauses, told, waits).generate(title)
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -98,35 +104,6 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dying
 
 
-class Constant:
-    """A value that is bound once, instead of being computed by a call in every step."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class Meeting:
-    """A call in two parts: ``arrive`` takes its arguments and never blocks, ``leave`` waits for other graphs' calls.
-
-    A generated function that pauses does so between them.
-
-    Args:
-        arrive, leave: see above.
-        may_end: whether the function returns its output at once if ``leave`` gives False.
-        is_timed: whether the time of the call is marked as its own, as that of one that may end the function, and of one whose
-            value is used; otherwise it belongs to the call after it.
-    """
-
-    def __init__(
-        self, arrive: Callable[..., None], leave: Callable[[], Any], *, may_end: bool = False, is_timed: bool = False
-    ) -> None:
-        self.arrive, self.leave, self.may_end, self.is_timed = arrive, leave, may_end, is_timed or may_end
-
-
-class HandOver:
-    """A call at which the function yields its output, and goes on when it is asked for more; it marks nothing from there on."""
-
-
 class _Generator:
     def __init__(
         self,
@@ -136,9 +113,10 @@ class _Generator:
         clock: Clock | None,
         pauses: Callable[[fx.Node], bool],
         told: Mapping[fx.Node, int],
+        waits: Callable[[fx.Node], bool],
     ) -> None:
         self.graph, self.bind, self.boxed, self.clock, self.pauses = graph, bind, boxed, clock, pauses
-        self.told, self.hands_over = told, False
+        self.told, self.waits, self.hands_over, self.asks, self.has_paused = told, waits, False, False, False
         self.marked: list[fx.Node] = []
         self.lines: list[str] = []
         self.nodes: list[fx.Node | None] = []
@@ -163,7 +141,7 @@ class _Generator:
         for node in self.graph.nodes:
             self._emit_node(node)
         made = GraphFunction(title, "\n".join(self.lines) + "\n", self.nodes, self.namespace, self.marked, self.calls)
-        made.hands_over = self.hands_over
+        made.hands_over, made.asks, made.pauses = self.hands_over, self.asks, self.has_paused
         return made
 
     def _emit(self, line: str, node: fx.Node | None) -> None:
@@ -182,6 +160,11 @@ class _Generator:
                 self.dying[node] = []
                 return
             function = f"f_{name}"
+            if self.waits(node):
+                self.namespace["WAITS"] = WAITS
+                self._emit("    yield WAITS", node)
+            if isinstance(bound, Asking):
+                bound = self._emit_asking(node, name, bound)
             if isinstance(bound, Meeting):
                 self._emit_meeting(node, name, bound)
                 return
@@ -194,8 +177,7 @@ class _Generator:
             if self.boxed(node):
                 self._emit_boxed(node, function)
             else:
-                if self.pauses(node):
-                    self._emit("    yield", None)
+                self._pause(node)
                 arguments = [self._show(a) for a in node.args] + [
                     f"{k}={self._show(v)}" for k, v in node.kwargs.items()
                 ]
@@ -225,8 +207,7 @@ class _Generator:
         self.namespace |= {f"arrive_{name}": bound.arrive, f"leave_{name}": bound.leave}
         self.calls |= {f"arrive_{name}": node, f"leave_{name}": node}
         self._emit(f"    arrive_{name}({', '.join(self._show(argument) for argument in node.args)})", node)
-        if self.pauses(node):
-            self._emit("    yield", None)
+        self._pause(node)
         self._emit(
             f"    {name} = leave_{name}()", node
         )  # not marked: its time belongs to the wait after it, if there is one
@@ -235,6 +216,20 @@ class _Generator:
         if bound.is_timed or node.users:
             self._mark(node)
         self._free([n for n in self.dying[node] if n not in self.namespace] + ([] if node.users else [name]))
+
+    def _emit_asking(self, node: fx.Node, name: str, bound: Asking) -> Callable[..., Any]:
+        """Yields what a call needs; gives its function."""
+        self.asks = True
+        for number, (ask, places) in enumerate(bound.asks):
+            self.namespace[f"ask{number}_{name}"] = ask
+            arguments = ", ".join(self._show(node.args[place]) for place in places)
+            self._emit(f"    yield ask{number}_{name}({arguments})", node)
+        return bound.call
+
+    def _pause(self, node: fx.Node) -> None:
+        if self.pauses(node):
+            self.has_paused = True
+            self._emit("    yield", None)
 
     def _mark(self, node: fx.Node) -> None:
         if self.clock is not None:

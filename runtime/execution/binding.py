@@ -24,7 +24,7 @@ from mirrorc.ir.nodes import bucket_of, is_compute, pack_of
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import route_of
-from mirrorc.runtime.codegen.graph_function import Constant, HandOver, Meeting
+from mirrorc.runtime.codegen.bound_calls import Constant, HandOver, Meeting
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.communication.replica_values import ReplicaValues
@@ -33,6 +33,7 @@ from mirrorc.runtime.execution.finite_checks import CheckedCommit, Examined, Exa
 from mirrorc.runtime.execution.late_shares import LateShare, leaving, what_is_left
 from mirrorc.runtime.execution.outputs import StepOutputs
 from mirrorc.runtime.execution.packs import pack_of_cut_bucket, side_by_side
+from mirrorc.runtime.execution.plain_backwards import asking
 from mirrorc.runtime.execution.update_progress import UpdateProgress, is_noted
 from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, visitors_of
 from mirrorc.runtime.state.accumulation_state import ProgramState
@@ -122,7 +123,7 @@ class Binder:
     def bind(self, replica: int, node: fx.Node) -> Any:
         """The function that runs a node on a replica; it ignores arguments that only the compiler needs."""
         if node.op == "call_module":
-            return self.regions[replica][str(node.target)]
+            return asking(self.program, node, self.regions[replica][str(node.target)])
         if node.target is operator.getitem or is_compute(node):
             return node.target
         bound = binds.of(node.target)(self, replica, node)

@@ -13,6 +13,7 @@ from mirrorc.ir.program import Program
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
 from mirrorc.runtime.execution.binding import Binder
 from mirrorc.runtime.execution.interleaving import pauses_at
+from mirrorc.runtime.execution.plain_backwards import driven, waits_between
 from mirrorc.runtime.profiling.recorder import Recorder
 
 
@@ -55,7 +56,7 @@ class BoundFunctions:
     def _generate(self, pauses: Callable[[fx.Node], bool] = lambda _: False) -> list[GraphFunction]:
         clocks = self._recorder.clocks if self._recorder is not None else [None] * self._program.num_replicas
         bind = self._binder.bind
-        return [
+        functions = [
             generate(
                 name,
                 module.graph,
@@ -64,6 +65,11 @@ class BoundFunctions:
                 clock=clocks[r],
                 pauses=pauses,
                 told={node: bucket for bucket, node in handed_over(module.graph).items()},
+                waits=waits_between(self._program, module.graph).__contains__,
             )
             for r, (name, module) in enumerate(self._program.device_graphs.items())
         ]
+        for function in functions:
+            if function.asks:
+                function.call = driven(function)
+        return functions

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from mirrorc.analysis.taken_gradients import taken_gradients
 from mirrorc.custom_ops.opaque_calls import OPAQUE
 from mirrorc.errors import ExecutionError, MirrorcError, NonFiniteError
 from mirrorc.ir.program import Program
@@ -39,7 +40,8 @@ def explain_failure(
         else ""
     )
     line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
-    if not line and any(node.target in OPAQUE for node in nodes):
+    runs_plain = any(_runs_plain(program, node) for node in nodes)
+    if not line and runs_plain:
         line = raising_line(error)
     at = f", at {line}" if line else ""
     state = f"It had committed. {_what_may_be_torn(program, torn)}" if has_committed else "No parameter was changed."
@@ -51,10 +53,17 @@ def explain_failure(
     else:
         explained = ExecutionError(
             f"replica {replica} on {devices[replica]} failed{where}{at}: {type(error).__name__}: {error}. All devices "
-            f"stopped. {state} {_advice(nodes, line)}"
+            f"stopped. {state} {_advice([] if runs_plain else nodes, line)}"
         )
     explained.__cause__ = error
     return explained
+
+
+def _runs_plain(program: Program, node: fx.Node) -> bool:
+    """Whether a node runs plain PyTorch, or is a region's that takes gradients of it."""
+    is_region = node.op == "call_module" and node.target in program.regions
+    body = program.regions[str(node.target)].graph_module.graph if is_region else None
+    return node.target in OPAQUE or (body is not None and bool(taken_gradients(body)))
 
 
 def _advice(nodes: Sequence[fx.Node], line: str) -> str:

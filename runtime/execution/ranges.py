@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ def seen(function: GraphFunction) -> Callable[[list[Any]], Any]:
         return function.call
     if function.hands_over:
         return functools.partial(_handed_over_in_ranges, function)
-    return functools.partial(_paused_in_ranges if inspect.isgeneratorfunction(function.call) else _in_ranges, function)
+    return functools.partial(_paused_in_ranges if function.pauses else _in_ranges, function)
 
 
 def _in_ranges(function: GraphFunction, values: list[Any]) -> Any:

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from mirrorc.custom_ops.opaque_calls import register_call, run_backward, run_evaluation, run_forward, sizes_of
+from mirrorc.custom_ops.opaque_calls import register_call, run_evaluation, run_forward, sizes_of, take_gradient
 from mirrorc.torch_internals import FakeTensorMode
 
 
@@ -27,7 +27,7 @@ def test_types_follow_from_arguments() -> None:
         )
         results = ([torch.int64, torch.float16], sizes_of([(), (2, 3)]))
         count, logits = run_evaluation(999, None, [], [weight], [], None, [], *results)
-        (gradient,) = run_backward(999, token, loss, [weight])
+        gradient = take_gradient(999, token, loss, weight, 0)
     assert (loss.shape, loss.dtype, token.dtype, written.dtype) == ((), torch.bfloat16, torch.int64, torch.int64)
     assert (count.shape, count.dtype, logits.shape, logits.dtype) == ((), torch.int64, (2, 3), torch.float16)
     assert gradient.shape == (2, 3) and gradient.stride() == weight.stride()

@@ -45,9 +45,10 @@ from torch import fx, nn
 from mirrorc.analysis.dying_arguments import reserved_argument
 from mirrorc.analysis.slots_of_values import gradient_of
 from mirrorc.capture.autograd import AutogradFrontEnd
+from mirrorc.custom_ops.opaque_calls import take_gradient
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements, Pack
-from mirrorc.ir.nodes import bucket_of, is_region_call, region_calls, region_of, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, region_calls, region_of, replica_of
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, placeholders_of
 from mirrorc.ir.variables import Placement, Synchronization, UpdateRule, Variable
 from mirrorc.ir.workers import Workers, World
@@ -536,6 +537,45 @@ def leave_out(is_left_out: bool, program: Program) -> Program:
     }
     buckets = tuple(dataclasses.replace(bucket, rule=changed(bucket.rule)) for bucket in program.buckets)
     return program.evolve(variables=variables, buckets=buckets)
+
+
+def first_take(program: Program) -> fx.Node:
+    """The first operator of regions that takes a gradient of plain PyTorch."""
+    graphs = [region.graph_module.graph for region in program.regions.values()]
+    return next(node for graph in graphs for node in calls_to(graph, take_gradient))
+
+
+def take_a_gradient_again(program: Program) -> None:
+    """Takes a gradient for nobody before it is taken."""
+    node = first_take(program)
+    with node.graph.inserting_before(node):
+        node.graph.call_function(take_gradient, node.args).meta.update(node.meta)
+
+
+def call_a_region_again(program: Program) -> None:
+    """Calls a region that takes gradients once more, for nobody."""
+    call = next(node for node in region_calls(program.shard_graphs[0]) if region_of(node).startswith("bwd"))
+    with call.graph.inserting_before(call):
+        call.graph.node_copy(call)
+
+
+def begin_with_another_tangent(program: Program) -> None:
+    """Takes a gradient of a backward that begins with another gradient of the loss than for those taken behind it."""
+    node = first_take(program)
+    with node.graph.inserting_before(node):
+        other = node.graph.call_function(torch.ops.aten.neg.default, (node.args[2],))
+    other.meta.update(node.args[2].meta)  # type: ignore[union-attr]
+    node.args = (*node.args[:2], other, *node.args[3:])
+
+
+def compute_of_which_backward(program: Program) -> None:
+    """Copies within a region what says of which backward it takes gradients."""
+    node = first_take(program)
+    with node.graph.inserting_before(node):
+        token = node.graph.call_function(torch.ops.aten.clone.default, (node.args[1],))
+    token.meta.update(node.args[1].meta)  # type: ignore[union-attr]
+    for taking in calls_to(node.graph, take_gradient):
+        taking.args = (taking.args[0], token, *taking.args[2:])
 
 
 def gather_a_copy(graph: fx.Graph) -> None:
@@ -1800,6 +1840,13 @@ BAD: dict[str, list[Mutation]] = {
         ("plan-buckets", functools.partial(leave_out, True)),
         ("lower-devices", functools.partial(leave_out, True)),
     ],
+    "a_gradient_is_taken_once": [
+        plain(take_a_gradient_again),
+        plain(take_a_gradient_again, "outline-regions"),
+        plain(call_a_region_again, "outline-regions"),
+        plain(begin_with_another_tangent),
+    ],
+    "who_takes_gradients_says_of_which_backward": [plain(compute_of_which_backward)],
     "rows_have_a_bucket_of_their_own": [
         gathering(plan_otherwise(lambda bucket: with_rule(bucket, elementwise=True))),
         gathering(

@@ -70,6 +70,7 @@ PLACED = {"digits-2-mirrored.txt": 2, "digits-2-least-loaded.txt": 2, "digits-3-
 PACKS = "digits-2-packs.txt"  # the file with the program of two devices, whose one bucket is cut into three packs
 PACKS_OVER_WORKERS = "digits-worker-0-of-2-packs.txt"  # the same of one of two workers
 MEETINGS = "meetings-2.txt"  # the file with a program whose replicas meet in forward and backward
+PLAIN = "digits-worker-1-of-2-plain.txt"  # the file with that of one of two workers whose backward is plain PyTorch
 NUM_DEVICES = (1, 2, 4)
 UPDATE = "python tests/support/golden_programs.py --update"
 
@@ -460,6 +461,7 @@ MADE_BY: Mapping[str, Callable[[], str]] = {
     PACKS: packs_text,
     PACKS_OVER_WORKERS: packs_over_workers_text,
     PARTS_OF_FACTORS: parts_of_factors_text,
+    PLAIN: functools.partial(_text_of_worker, capture="autograd"),
     WORKER: worker_text,
 }
 """What makes each file that shows one program of a kind of its own."""

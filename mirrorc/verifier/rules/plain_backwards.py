@@ -1,13 +1,16 @@
-"""Rules on backwards that run as plain PyTorch, where a parameter may have no gradient in a step."""
+"""Rules on backwards that run as plain PyTorch: a parameter may have no gradient, and gradients are taken as they come."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
-from mirrorc.custom_ops.opaque_calls import run_backward
-from mirrorc.ir.nodes import calls_to
+from mirrorc.analysis.taken_gradients import taken_gradients
+from mirrorc.custom_ops.opaque_calls import take_gradient
+from mirrorc.ir.nodes import calls_to, is_region_call, region_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation
@@ -17,12 +20,61 @@ from mirrorc.verifier.rules.programs import Violation
 def updates_leave_out_what_is_unused(program: Program) -> Iterator[Violation]:
     """Where backward runs as plain PyTorch, updates leave out the parameters that no replica has used; in any other program each
     gradient is there in each step."""
-    runs_plain = any(next(calls_to(graph, run_backward), None) is not None for graph in _bodies(program))
+    runs_plain = any(next(calls_to(graph, take_gradient), None) is not None for graph in _bodies(program))
     for bucket in program.buckets:
         if bucket.rule.may_be_unused is not runs_plain:
             why = "is updated as if each step used all of it" if runs_plain else "may be left out of a step"
             what = "runs as plain PyTorch" if runs_plain else "makes each gradient in each step"
             yield Violation(f"bucket {bucket.index} {why}, but backward {what}")
+
+
+@rule(since=Stage.CAPTURED)
+def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
+    """Of a backward that runs as plain PyTorch, each gradient is taken once, by who has it alone then, and all are taken with one
+    gradient of the loss, of the forward that gives the token."""
+    for graph in program.graphs():
+        taken, begun = set[tuple[Any, ...]](), dict[Any, Any]()
+        for node, of in _takes(program, graph):
+            call, token, tangent, place = of
+            if (token, place) in taken:
+                yield Violation(f"{node.name} takes gradient {place} of a backward from which it is taken before", node)
+            if begun.setdefault(token, (call, tangent)) != (call, tangent):
+                yield Violation(
+                    f"{node.name} takes a gradient of a backward that has begun with another gradient of the loss", node
+                )
+            taken.add((token, place))
+
+
+@rule(since=Stage.OUTLINED)
+def who_takes_gradients_says_of_which_backward(program: Program) -> Iterator[Violation]:
+    """A region that takes gradients of a backward that runs as plain PyTorch is given what says of which one: so whoever calls
+    the region can wait until they are there."""
+    for region in program.regions.values():
+        for taken in taken_gradients(region.graph_module.graph):
+            if any(value.op != "placeholder" for value in (taken.token, taken.tangent)):
+                yield Violation(
+                    f"region {region.name} computes by itself of which backward it takes gradients", taken.nodes[0]
+                )
+
+
+def _takes(program: Program, graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
+    """The nodes that take gradients in a graph, the calls of their regions among them, with what each takes."""
+    for node in graph.nodes:
+        if node.target is take_gradient:
+            call, token, tangent, _, place = node.args
+            yield node, (call, _part(token), tangent, place)
+        elif is_region_call(node) and region_of(node) in program.regions:
+            body = program.regions[region_of(node)].graph_module.graph
+            given = dict(zip(body.find_nodes(op="placeholder"), node.args, strict=True))
+            for taken in taken_gradients(body):
+                token, tangent = (given.get(value, value) for value in (taken.token, taken.tangent))
+                for place in taken.places:
+                    yield node, (taken.call, _part(token), tangent, place)
+
+
+def _part(value: Any) -> Any:
+    """A value, or which part of which result it is."""
+    return tuple(value.args) if isinstance(value, fx.Node) and value.target is operator.getitem else value
 
 
 def _bodies(program: Program) -> Iterator[fx.Graph]:

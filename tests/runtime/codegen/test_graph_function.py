@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import fx
 
-from mirrorc.runtime.codegen.graph_function import Constant, HandOver, Meeting, failing_nodes, generate
+from mirrorc.runtime.codegen.bound_calls import Constant, HandOver, Meeting
+from mirrorc.runtime.codegen.graph_function import failing_nodes, generate
 from mirrorc.runtime.profiling.clocks import Clock
 
 

@@ -33,9 +33,9 @@ CASES: dict[str, dict[str, Any]] = {
     "parts": {"model": "mlp", "devices": [1, 1], "sizes": [[6, 4]], "options": {"microbatches": 2}},
     "plain PyTorch": {
         "model": "branching",
-        "devices": [1, 2],
+        "devices": [2, 2],
         "sizes": [[4, 3], [3, 5]],
-        "options": {"capture": "autograd"},
+        "options": {"capture": "autograd", "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
     },
     "experts": {
         "model": "mixture",

@@ -12,9 +12,10 @@ from torch import fx
 
 from mirrorc.analysis.clipping import is_checked
 from mirrorc.analysis.slots_of_values import slot_of
+from mirrorc.analysis.taken_gradients import taken_gradients
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
-from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, replica_of
+from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, region_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.verifier.rules.programs import written_buckets
 from mutations.places import (
@@ -220,11 +221,12 @@ def exchange_neighbors_of_two_replicas(program: Program) -> Iterator[Edit]:
 
 @keeps
 def repeat_a_region_for_nobody(program: Program) -> Iterator[Edit]:
-    """A region that writes into nothing runs twice; nobody uses what it gives the second time."""
+    """A region that writes into nothing, and takes nothing, runs twice; nobody uses what it gives the second time."""
     for graph in program.graphs() if program.stage >= Stage.OUTLINED else ():
         for call in region_calls(graph.nodes):
             given = call.all_input_nodes
-            if not any(one.target in ops.GIVEN_MEMORY or slot_of(one) is not None for one in given):
+            takes = taken_gradients(program.regions[region_of(call)].graph_module.graph)
+            if not takes and not any(one.target in ops.GIVEN_MEMORY or slot_of(one) is not None for one in given):
                 yield partial(_repeat, call)
 
 

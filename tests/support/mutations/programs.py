@@ -17,6 +17,7 @@ from torch import fx, nn
 import mirrorc
 from mirrorc.all_reduce_algorithms import ALGORITHMS, Ring, Tree
 from mirrorc.capture.arguments import flatten_call
+from mirrorc.capture.autograd import AutogradFrontEnd
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
@@ -132,6 +133,16 @@ def _captured(tiny: TinyModel) -> Program:
     return capture_program(
         training_call, call, split_call(call, 2), devices, state, OptimizerGroups([optimizer]), {}
     ).program
+
+
+class Branching(nn.Sequential):
+    """Goes another way for each example, by its values, which no graph does."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.stack([row if row.sum().item() > 0 else -2 * row for row in x]))
 
 
 class Products(nn.Module):
@@ -327,6 +338,9 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
     yield Source("pairs, clipped on 1", handmade(1, pairs), caps | {"max_grad_norm": 1.0})
     yield Source("pairs, checked on 1", handmade(1, pairs), caps | {"check_finite": True})
     yield Source("asserts, checked on 2", captured_model(Asserting(), 2), SMALL_BUCKETS | {"check_finite": True})
+    yield Source("plain PyTorch on 2", captured_model(Branching(), 2, front_end=AutogradFrontEnd()), SMALL_BUCKETS)
+    uneven = captured_model(Branching(), 3, rows=7, front_end=AutogradFrontEnd())
+    yield Source("plain PyTorch on 3, uneven", uneven, SMALL_BUCKETS)
     yield Source("meetings on 2", captured_model(Meeting(), 2), SMALL_BUCKETS)
     yield Source("meetings on 3, uneven", captured_model(Meeting(), 3, rows=7), SMALL_BUCKETS)
     yield Source("meetings, ragged on 3", captured_model(Meeting(), 3, rows=2), SMALL_BUCKETS)

@@ -1,0 +1,153 @@
+"""Goes on with a replica's function while a backward of plain PyTorch runs from which it takes gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.taken_gradients import Taken, places_of_arguments, taken_gradients
+from mirrorc.custom_ops.opaque_calls import backward_of
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import region_calls, region_of
+from mirrorc.ir.program import Program
+from mirrorc.runtime.codegen.bound_calls import WAITS, Asking
+from mirrorc.runtime.codegen.graph_function import GraphFunction
+
+
+class Asked:
+    """The gradients that a region takes, for which a replica's function asks before it calls the region.
+
+    Args:
+        taken: what the region takes.
+        token, tangent: what says of which backward.
+        are_last: whether no region takes more of this backward: then it must have ended, so that what it raises is raised before
+            the function goes on.
+    """
+
+    def __init__(self, taken: Taken, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:
+        self.backward = backward_of(taken.call, token, tangent)
+        self._are_last, self._missing = are_last, list(reversed(taken.places))
+
+    def are_there(self) -> bool:
+        """Whether all may be taken."""
+        backward = self.backward
+        if backward.has_ended or self._are_last:
+            return backward.has_ended
+        while self._missing and backward.has(self._missing[-1]):
+            self._missing.pop()
+        return not self._missing
+
+
+def asking(program: Program, node: fx.Node, call: Callable[..., Any]) -> Any:
+    """The function of a call of a region: an `Asking` if the region takes gradients from backwards."""
+    graph = program.regions[region_of(node)].graph_module.graph
+    asks = []
+    for taken in taken_gradients(graph):
+        places = places_of_arguments(graph, [taken.token, taken.tangent])
+        token = node.args[places[0]]
+        assert isinstance(token, fx.Node)
+        are_last = not any(node < user for user in token.users)
+        asks.append((functools.partial(Asked, taken, are_last), places))
+    return Asking(call, asks) if asks else call
+
+
+def waits_between(program: Program, graph: fx.Graph) -> set[fx.Node]:
+    """The calls that may wait for other replicas, among those that may be made while a backward runs."""
+    takes = [
+        node for node in region_calls(graph) if taken_gradients(program.regions[region_of(node)].graph_module.graph)
+    ]
+    return {node for node in graph.nodes if node.target in ops.WAITING and node < takes[-1]} if takes else set()
+
+
+def driven(function: GraphFunction) -> Callable[[list[Any]], Any]:
+    """The call of a function that asks for gradients.
+
+    It runs the backwards itself, each where it is first asked for, in the same thread. Within a backward, whenever one more
+    gradient is there, it goes on with the function as far as all is there that this asks for. So buckets are launched while
+    backward goes on, in the order of the program. Where backward holds what runs of other replicas need, the function waits for
+    none of these meanwhile.
+    """
+    call: Any = function.call
+    if function.pauses or function.hands_over:
+        return functools.partial(_steps, call)  # what it yields besides, it yields
+    return functools.partial(_in_one_go, call)
+
+
+def _in_one_go(call: Callable[[list[Any]], Generator[Any, None, Any]], values: list[Any]) -> Any:
+    steps = _steps(call, values)
+    try:
+        next(steps)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a function that does not pause has paused")
+
+
+def _steps(call: Callable[[list[Any]], Generator[Any, None, Any]], values: list[Any]) -> Generator[Any, None, Any]:
+    driven = _Driven(call(values))
+    try:
+        driven.go_on()
+        while not driven.has_ended:
+            found = driven.found
+            if isinstance(found, Asked) and not found.are_there():
+                driven.run_backward(found)
+            elif not isinstance(found, Asked) and found is not WAITS:
+                yield found
+                driven.go_on()
+            else:
+                driven.go_on()
+        return driven.result
+    finally:
+        driven.function.close()
+
+
+class _Driven:
+    """A replica's function, and what it has yielded last.
+
+    Args:
+        function: as generated.
+    """
+
+    def __init__(self, function: Generator[Any, None, Any]) -> None:
+        self.function = function
+        self.found: Any = None
+        self.result: Any = None
+        self.has_ended = False
+        self._failure: BaseException | None = None
+
+    def go_on(self) -> None:
+        """Goes on until it yields again, or ends."""
+        self.found = None  # with the run of its backward
+        try:
+            self.found = next(self.function)
+        except StopIteration as end:
+            self.found, self.result, self.has_ended = None, end.value, True
+
+    def run_backward(self, asked: Asked) -> None:
+        """Runs a backward that the function asks for, and goes on with the function meanwhile.
+
+        Raises:
+            BaseException: what backward raises, as if the function had raised it where it asks; or what the function raises.
+        """
+        try:
+            asked.backward.run(functools.partial(self._go_on_within, asked))
+        except BaseException as error:
+            if self._failure is not None:
+                raise self._failure from None
+            self.function.throw(error)
+            raise
+
+    def _go_on_within(self, of: Asked) -> None:
+        def may_go_on() -> bool:
+            found = self.found
+            return found.are_there() if isinstance(found, Asked) else found is WAITS and of.backward.may_wait
+
+        while may_go_on():
+            try:
+                self.go_on()
+            except BaseException as error:
+                self._failure = error
+                raise

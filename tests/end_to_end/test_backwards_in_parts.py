@@ -1,0 +1,281 @@
+"""Backwards of plain PyTorch give one gradient after the other: buckets begin meanwhile, and what fails reaches the user."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from references import assert_same_training, train_mirrored, train_on_one_device, unchanged
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+from mirrorc import ExecutionError
+from mirrorc.runtime.communication.shared_memory import SharedMemoryCommunicator
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ONE_EACH = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}  # a bucket for each gradient, or nearly
+TOLERANCE = 1e-12
+
+
+def batches(*sizes: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "x": torch.randn(size, 6, generator=generator, dtype=torch.float64),
+            "target": torch.randint(0, 4, (size,), generator=generator),
+        }
+        for size in sizes
+    ]
+
+
+class Tells(torch.autograd.Function):
+    """What is given, and tells when backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tell: Callable[[], None]) -> torch.Tensor:
+        ctx.tell = tell
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.tell()
+        return gradient, None
+
+
+class Layers(nn.Module):
+    """Three layers, with a branch for each example between them, of which backward tells when it has come to each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).double()
+        self.tell: Callable[[int], None] = lambda number: None
+
+    def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row.tanh() if row.sum().item() > 0 else 2 * row for row in h])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            told = Tells.apply(layer(x), partial(self.tell, number))  # type: ignore[no-untyped-call]
+            x = self.branch(number, told)
+        return x
+
+
+class Shares(Layers):
+    """Uses the first layer at the end, too, so that its gradient is the last one."""
+
+    def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
+        return super().branch(number, self.layers[0](h) if number == 2 else h)
+
+
+class Skips(Layers):
+    """Leaves the middle layer out for most examples, and so for some shards."""
+
+    def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
+        h = super().branch(number, h)
+        return torch.stack([row + self.layers[1](row) if number == 2 and row.sum().item() > 3 else row for row in h])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (0, 2):
+            x = self.branch(number, self.layers[number](x))
+        return x
+
+
+class Looks(Layers):
+    """Goes through a graph in forward that it retains, and that backward goes through again."""
+
+    def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(h.square().sum(), h, retain_graph=True)
+        return super().branch(number, h * slope.detach().sigmoid())
+
+
+class Comes(torch.autograd.Function):
+    """A layer whose backward comes in a backward of its own, as that of reversible networks does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+class Reverses(Layers):
+    """Has two uses of a layer whose backward comes within backward: one part of its gradient after the other."""
+
+    def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
+        return super().branch(number, Comes.apply(h, self.layers[1]) if number != 1 else h)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("kind", [Layers, Shares, Skips, Looks, Reverses], ids=lambda kind: kind.__name__)
+def test_buckets_of_one_gradient_each_equal_one_device(kind: type[Layers]) -> None:
+    data = batches(7, 6, 5)
+    expected = train_on_one_device(kind(), SGD, data, F.cross_entropy)
+    for num_devices in (1, 2, 3):
+        found = train_mirrored(kind(), SGD, data, num_devices, F.cross_entropy, capture="autograd", **ONE_EACH)
+        assert_same_training(found, expected, TOLERANCE)
+
+
+WAYS: list[dict[str, Any]] = [
+    {"microbatches": 2},
+    {"link": "copy"},
+    {"placement": "mirrored", "all_reduce": "ring"},
+    {"clip_grad_norm": 1e6},
+    {"packing": 3},
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_options_that_wait_and_send_between_regions(options: dict[str, Any]) -> None:
+    data, own = batches(8, 6), {} if "packing" in options else ONE_EACH
+    expected = train_on_one_device(Skips(), SGD, data, F.cross_entropy)
+    found = train_mirrored(Skips(), SGD, data, 2, F.cross_entropy, capture="autograd", **own, **options)
+    assert_same_training(found, expected, TOLERANCE)
+
+
+def compiled(model: Layers, devices: int = 2, **options: Any) -> mirrorc.Step:
+    optimizer = SGD(model.parameters())
+    asked: dict[str, Any] = {"capture": "autograd", "backend": "eager", **ONE_EACH, **options}
+    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.cross_entropy, **asked)
+
+
+class Events:
+    """What a replica's thread does, in order: the layers that backward comes to, and the buckets that are launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of: dict[int, list[str]] = {}
+        launch = SharedMemoryCommunicator.launch_reduce_scatter
+
+        def noted(communicator: Any, bucket: int, *given: Any) -> Any:
+            self.note(f"launch {bucket}")
+            return launch(communicator, bucket, *given)
+
+        monkeypatch.setattr(SharedMemoryCommunicator, "launch_reduce_scatter", noted)
+
+    def note(self, event: str) -> None:
+        self.of.setdefault(threading.get_ident(), []).append(event)
+
+    def note_layer(self, number: int) -> None:
+        self.note(f"layer {number}")
+
+
+def test_buckets_are_launched_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Layers(), batches(6)[0]
+    events = Events(monkeypatch)
+    with compiled(model) as step:
+        step(**batch)
+        events.of.clear()
+        model.tell = events.note_layer
+        step(**batch)
+        layers = [sorted({slot.variable.split(".")[1] for slot in b.slots}) for b in step.program.buckets]
+    assert layers == [["2"], ["2"], ["1"], ["1"], ["0"], ["0"]]
+    expected = ["layer 2", "launch 0", "launch 1", "layer 1", "launch 2", "launch 3", "layer 0", "launch 4", "launch 5"]
+    assert list(events.of.values()) == [expected, expected]
+
+
+def test_a_parameter_that_a_call_does_not_use_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sometimes(Layers):
+        uses_it = torch.tensor(True)
+
+        def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
+            return h * self.scale if number == 2 and self.uses_it else h
+
+    model, batch = Sometimes(), batches(6)[0]
+    events = Events(monkeypatch)
+    model.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+    with compiled(model) as step:
+        step(**batch)
+        assert [slot.variable for slot in step.program.buckets[0].slots] == ["scale"]
+        events.of.clear()
+        model.tell, model.uses_it = events.note_layer, torch.tensor(False)
+        step(**batch)
+    for found in events.of.values():
+        assert found[:3] == ["layer 2", "launch 0", "launch 1"]
+
+
+def test_replicas_that_draw_wait_for_nobody_meanwhile() -> None:
+    """One at a time draws from the generators of the process, so that the others could not come."""
+
+    class Drops(Layers):
+        def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
+            return F.dropout(super().branch(number, h), 0.1)
+
+    data = batches(6, 6)
+    waits = {"all_reduce": "ring", "placement": "mirrored"}
+    for options in (waits, {}):
+        torch.manual_seed(1)
+        found = train_mirrored(
+            Drops(), SGD, data, 2, F.cross_entropy, capture="autograd", timeout_seconds=20, **ONE_EACH, **options
+        )
+        if options:
+            first = found
+    torch.testing.assert_close(found.losses, first.losses, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("where", [2, 1, 0])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_backward_that_fails_in_the_middle_changes_nothing(devices: int, where: int) -> None:
+    model, batch = Layers(), batches(6)[0]
+
+    def fail(number: int) -> None:
+        if number == where:
+            raise KeyError("no gradient of this layer")
+
+    with compiled(model, devices) as step:
+        before = step(**batch)
+        for _ in range(2):
+            model.tell = fail
+            words = rf"replica \d on cpu:\d failed in bwd_{2 * (2 - where)}, at .*KeyError.*no gradient.*No parameter was changed"
+            with unchanged(model), pytest.raises(ExecutionError, match=words):
+                step(**batch)
+            model.tell = lambda number: None
+        assert step(**batch).item() < before.item()
+
+
+def test_a_replica_that_fails_alone_stops_the_others_in_their_backward() -> None:
+    model, batch = Layers(), batches(6)[0]
+    failing = threading.Event()
+
+    def fail_once(number: int) -> None:
+        if number == 1 and not failing.is_set():
+            failing.set()
+            raise KeyError("no gradient of this layer")
+
+    with compiled(model, 2, all_reduce="ring", placement="mirrored", timeout_seconds=20) as step:
+        step(**batch)
+        model.tell = fail_once
+        with unchanged(model), pytest.raises(ExecutionError, match=r"KeyError.*No parameter was changed"):
+            step(**batch)
+        step(**batch)
+
+
+def test_a_gradient_that_is_added_to_behind_the_others_is_refused() -> None:
+    """The first call has used the layer once, in the graph itself."""
+
+    class Later(Layers):
+        is_on = torch.tensor(False)
+
+        def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
+            return Comes.apply(h, self.layers[2]) if number == 0 and self.is_on else h  # type: ignore[no-untyped-call]
+
+    model, batch = Later(), batches(6)[0]
+    with compiled(model) as step:
+        step(**batch)
+        model.is_on = torch.tensor(True)
+        with unchanged(model), pytest.raises(ExecutionError, match=r"has added to a gradient, .*that was complete"):
+            step(**batch)
+        model.is_on = torch.tensor(False)
+        step(**batch)

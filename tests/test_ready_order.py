@@ -1,0 +1,114 @@
+"""Workers take gradients of plain PyTorch in the chief's order, told at the first training call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_programs import captured_model
+from torch import nn
+
+from mirrorc.capture.autograd import AutogradFrontEnd
+from mirrorc.capture.front_ends import front_end_named
+from mirrorc.custom_ops.opaque_calls import take_gradient
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program
+from mirrorc.ir.workers import World
+from mirrorc.passes import PlanBuckets
+from mirrorc.ready_order import ReadyOrder
+from mirrorc.verifier.verifier import verify
+
+READY = ("2.bias", "2.weight", "0.bias", "0.weight")
+OTHER = ("0.weight", "2.weight", "2.bias", "0.bias")
+
+
+class Words:
+    """Tells what the chief says, and keeps what it is told."""
+
+    def __init__(self, chief: Sequence[str]) -> None:
+        self.chief, self.told = chief, list[str]()
+
+    def kept_texts(self, about: str, text: str) -> list[str]:
+        assert about == "the order of gradients"
+        self.told.append(text)
+        return [json.dumps(self.chief), text]
+
+
+def plain(*, evaluates: bool = False, front_end: Any = None) -> Program:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    front_end = AutogradFrontEnd() if front_end is None else front_end
+    return captured_model(model, 1, front_end=front_end, evaluates=evaluates, workers=World(2).worker(1))
+
+
+def order_with(chief: Sequence[str] | None) -> tuple[ReadyOrder, Words]:
+    order = ReadyOrder(SimpleNamespace(program_workers=World(2).worker(1)))  # type: ignore[arg-type]
+    words = Words(chief or ())
+    if chief is not None:
+        order.team = SimpleNamespace(words=words)  # type: ignore[assignment]
+    return order, words
+
+
+def taken(program: Program) -> tuple[str, ...]:
+    """The variables whose gradients are taken, in the order of the graph."""
+    (graph,) = program.shard_graphs
+    names = {node: name for name, node in graph.output_node().args[0]["gradients"].items()}  # type: ignore[union-attr, index, call-overload]
+    assert list(names) == [node for node in graph.nodes if node in names], "the output lists them in program order"
+    return tuple(names[node] for node in calls_to(graph, take_gradient))
+
+
+def test_gradients_are_in_the_order_in_which_backward_makes_them() -> None:
+    assert [name.removeprefix("model.") for name in taken(plain())] == list(READY)
+
+
+def test_all_go_by_the_chief() -> None:
+    order, words = order_with(OTHER)
+    with order.asked():
+        program = order.put_into(plain())
+        assert order.put_into(plain()).workers.gradient_order == OTHER
+    assert taken(program) == program.workers.gradient_order == OTHER
+    assert words.told == [json.dumps(READY)], "each tells its own order once"
+    verify(program)
+    slots = [slot.variable for bucket in PlanBuckets().run(program).buckets for slot in bucket.slots]
+    assert slots == list(OTHER)
+
+
+def test_what_was_compiled_before_workers_could_be_asked_is_kept_if_it_is_in_order() -> None:
+    for chief in (OTHER, READY):
+        order, words = order_with(chief)
+        early = order.put_into(plain())
+        assert (taken(early), words.told) == (READY, [])
+        assert order.keeps(early)
+        with order.asked():
+            assert order.keeps(early) is (chief == READY)
+            assert order.keeps(order.put_into(plain()))
+        assert len(words.told) == 1
+
+
+def test_what_the_chief_does_not_name_comes_behind_in_an_order_that_all_have() -> None:
+    """As parameters that were frozen when it told, whatever the order of this worker's run."""
+    others, _ = order_with(OTHER)
+    order, _ = order_with(["2.bias"])
+    with others.asked(), order.asked():
+        own = others.put_into(plain())
+        assert taken(own) == OTHER
+        assert taken(order.put_into(own)) == ("2.bias", "2.weight", "0.bias", "0.weight")
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_other_programs_stay_as_they_are_and_those_that_train_tell_all_the_same(evaluates: bool) -> None:
+    order, words = order_with(OTHER)
+    program = plain(evaluates=evaluates, front_end=front_end_named("dynamo"))
+    with order.asked():
+        assert order.put_into(program) is program and order.keeps(program)
+    assert len(words.told) == (0 if evaluates else 1)
+
+
+def test_a_world_that_is_not_there_has_the_order_of_its_own_run() -> None:
+    order, _ = order_with(None)
+    with order.asked():
+        assert taken(order.put_into(plain())) == READY
