@@ -44,8 +44,13 @@ def measure_less(program: Program) -> Iterator[Edit]:
 def measure_one_twice(program: Program) -> Iterator[Edit]:
     """A norm counts one of the sums twice."""
     for node in placed_nodes(program, ops.norm):
-        if all(operand.target is not ops.commit for operand in node.all_input_nodes):
+        if all(operand.target is not ops.commit and _has_elements(operand) for operand in node.all_input_nodes):
             yield partial(setattr, node, "args", (*node.args, node.args[0]))
+
+
+def _has_elements(value: fx.Node) -> bool:
+    """Whether there is anything to measure; a replica that owns nothing has a share without elements."""
+    return bool(value.meta["val"].numel())
 
 
 @breaks
@@ -93,7 +98,8 @@ def clip_otherwise_on_one_replica(program: Program) -> Iterator[Edit]:
     for node in placed_nodes(program, ops.clip_factor, ops.clip_value) if program.num_replicas > 1 else ():
         (bound,) = (key for key in ("max_norm", "max_value") if key in node.kwargs)
         updated = {replica_of(n) for n in placed_nodes(program, *ops.RESCALING)}
-        if len(updated) > 1 or program.device_graphs:
+        clip = [any(n.target in (ops.clip_factor, ops.clip_value) for n in line) for line in timelines(program)]
+        if len(updated) > 1 or (program.device_graphs and sum(clip) > 1):
             yield partial(with_keywords, node, **{bound: float(node.kwargs[bound]) / 2})  # type: ignore[arg-type]
 
 
@@ -137,18 +143,18 @@ def divide_twice(program: Program) -> Iterator[Edit]:
 
 @breaks
 def tell_of_a_part(program: Program) -> Iterator[Edit]:
-    """What is told is the norm of a replica's shares alone, where others have some, too."""
-    found = [
-        [n for n in timeline if n.target is ops.norm and any(u.target is ops.commit for u in n.users)]
-        for timeline in timelines(program)
-    ]
-    has_all = (
-        len(found) > 1 and sum(any(norm.args for norm in own) for own in found) == 1
-    )  # its device owns all buckets
-    for timeline, partial_norms in zip(timelines(program), found, strict=True) if not has_all else ():
-        for node in (n for n in timeline if n.target is ops.tell):
-            for norm in partial_norms[:1]:
+    """What is told is the norm of a replica's shares alone, which are not all."""
+    lines = [[*timeline] for timeline in timelines(program)]
+    partial_norms = [[n for n in line if n.target is ops.norm and _is_exchanged(n)] for line in lines]
+    measure = [any(_has_elements(value) for norm in norms for value in norm.all_input_nodes) for norms in partial_norms]
+    for line, norms, measures in zip(lines, partial_norms, measure, strict=True):
+        for node in (n for n in line if n.target is ops.tell):
+            for norm in norms[:1] if sum(measure) > measures or program.deals_out else ():
                 yield partial(with_argument, node, 0, norm)
+
+
+def _is_exchanged(norm: fx.Node) -> bool:
+    return any(user.target is ops.commit for user in norm.users)
 
 
 @keeps
