@@ -26,6 +26,7 @@ from mirrorc.capture.replica_values import refuse_over_workers
 from mirrorc.capture.shard_types import SymbolicDims, shard_types
 from mirrorc.capture.shards import Shards
 from mirrorc.capture.specialize import CapturedProgram, capture_program
+from mirrorc.capture.trace_history import TraceHistory
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture_warnings import CaptureWarnings
 from mirrorc.device_exchange import with_gathered
@@ -101,6 +102,7 @@ class StepCompiler:
         self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home, options.timeout_seconds) if options.cuda_graphs else None
+        self._traces = TraceHistory(has_other=len(options.ladder.names) > 1)
         self._warnings = CaptureWarnings(len(options.devices))
         self._most_activations = 0  # of a device, in programs that keep everything for backward
         self.states = states_of(state)
@@ -228,6 +230,7 @@ class StepCompiler:
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
         training_call.numbers, training_call.trained_elsewhere = self._numbers, parameters_in_training()
+        training_call.history = self._traces
         captured = capture_program(
             training_call,
             call,

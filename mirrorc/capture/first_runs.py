@@ -95,7 +95,7 @@ def first_runs(
         late=frozenset().union(*(one.late for one in recorded)),
         passing=frozenset(passing),
     )
-    notes = tuple(dict.fromkeys([*(note for one in each for note in one.notes), *_of_passing(passing, what)]))
+    notes = tuple(dict.fromkeys([*(note for one in each for note in one.notes), *notes_on_passing(passing, what)]))
     return FirstRuns(common, [one for run in each for one in run.written_inputs], notes)
 
 
@@ -253,7 +253,7 @@ def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, what: str) -> t
     )
 
 
-def _of_passing(passing: Set[Attribute], what: str) -> list[Note]:
+def notes_on_passing(passing: Set[Attribute], what: str) -> list[Note]:
     """A note on attributes that forward assigns, which the user's modules do not get."""
     if not passing:
         return []

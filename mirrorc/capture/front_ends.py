@@ -194,7 +194,7 @@ def capture(
             f"the front end {front_end.name!r} traces training steps alone, and not evaluations: evaluate the model itself, "
             "under torch.no_grad(), or compile with another front end (capture=)"
         )
-    with _tracing(call) as stack:
+    with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
     what, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})
     check_outside_writes(traced.joint, names, what)
@@ -222,12 +222,12 @@ def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names
 
 def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
     """What a step on shards of another size would return beside its loss; None if that is not known."""
-    with _tracing(call):
+    with tracing(call):
         return front_end.trace_outputs(call, leaves)
 
 
 @contextlib.contextmanager
-def _tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
+def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
     """A block in which a front end may trace a call, and after which the model is as it was."""
     with _one_at_a_time(), kept_as_it_is(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))

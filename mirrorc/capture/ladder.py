@@ -40,18 +40,20 @@ class Climbed(Generic[T]):
             return ""
         first, why = self.failed[0]
         name = self.front_end.name
+        by_data = "Each replica goes by the values of its own shard. " if self.front_end.needs_data else ""
         return (
-            f"{what} trains with capture={name!r}: {self.front_end.words}, because {first.name!r} cannot capture it{why}. Each "
-            f"replica goes by the values of its own shard. Say capture={name!r} to have that without this warning, or "
-            f"capture={first.name!r} for an error that says what to change"
+            f"{what} trains with capture={name!r}: {self.front_end.words}, because {first.name!r} cannot capture it{why}. "
+            f"{by_data}Say capture={name!r} to have that without this warning, or capture={first.name!r} for an error that says "
+            "what to change"
         )
 
 
 class Ladder:
     """Front ends, those of the fastest programs first.
 
-    A front end that cannot read a model's Python, or a branch that depends on data, leaves it to the next one. What is refused
-    for its meaning, such as a loss that is no scalar, is refused by the first.
+    The first leaves to the others what it cannot read: Python that it does not know, or a branch that depends on data. What is
+    refused for its meaning, such as a loss that is no scalar, is refused by the first. Whatever one of the others refuses, the
+    next one tries.
 
     Args:
         front_ends: one or more.
@@ -84,27 +86,28 @@ class Ladder:
         Raises:
             CaptureError: none can: that of the first, with the reason of the last; or the model is refused for its meaning.
         """
-        errors: list[tuple[FrontEnd, UnreadableError]] = []
+        errors: list[tuple[FrontEnd, CaptureError]] = []
         for front_end in self._front_ends:
             try:
                 found = attempt(front_end)
-            except UnreadableError as error:
-                if len(self._front_ends) == 1:
+            except CaptureError as error:
+                if len(self._front_ends) == 1 or not (errors or isinstance(error, UnreadableError)):
                     raise
                 errors.append((front_end, error))
-            except CaptureError as error:
-                if not errors:
-                    raise
-                raise _joined(errors[0][1], front_end, error) from None
             else:
-                return Climbed(found, front_end, tuple((one, error.why) for one, error in errors))
-        raise _joined(errors[0][1], *errors[-1])
+                return Climbed(found, front_end, tuple((one, _why(error)) for one, error in errors))
+        raise _joined(errors[0][1], *errors[-1]) from None
 
 
-def _joined(first: UnreadableError, front_end: FrontEnd, last: CaptureError) -> CaptureError:
+def _why(error: CaptureError) -> str:
+    return error.why if isinstance(error, UnreadableError) else f": {error}"
+
+
+def _joined(first: CaptureError, front_end: FrontEnd, last: CaptureError) -> CaptureError:
     """The error of the first front end, with that of the last; of the kind that has a remedy of its own."""
     kind = LoneExampleError if isinstance(last, LoneExampleError) else CaptureError
-    return kind(f"{first.refusal} With capture={front_end.name!r}, which was tried next: {last}")
+    refusal = first.refusal if isinstance(first, UnreadableError) else first
+    return kind(f"{refusal} With capture={front_end.name!r}, which was tried last: {last}")
 
 
 def ladder_named(name: object) -> Ladder:

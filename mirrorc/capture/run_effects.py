@@ -18,12 +18,16 @@ from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
 
 
+class SharedEffectError(CaptureError):
+    """A run changes what all replicas share."""
+
+
 @contextlib.contextmanager
 def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
     """A block that must not draw of Python's or numpy's generators, nor change lists, dicts or tensors that replicas share.
 
     Raises:
-        CaptureError: names what it has done.
+        SharedEffectError: names what it has done.
     """
     before = random.getstate(), np.random.get_state(legacy=False)
     random.seed()  # a state that no seed of forward's own leads back to
@@ -42,20 +46,20 @@ def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
     try:
         yield
         if random.getstate() != python or not _is_same_state(np.random.get_state(legacy=False), of_numpy):
-            raise CaptureError(
+            raise SharedEffectError(
                 f"forward or loss of {what} draws from Python's random or numpy's, which all replicas share, and each would draw "
                 "other numbers in every run. Remedy: draw with torch, as in torch.rand(()).item(), or draw before the step and "
                 "pass what was drawn as an argument"
             )
         changed = next((key for key, value, content in contents if not is_same(value, content)), None)
         if changed is not None:
-            raise CaptureError(
+            raise SharedEffectError(
                 f"forward or loss of {what} changes {changed!r}, a collection that all replicas share, and whose order would "
                 "follow their threads. Remedy: collect it with the plain model between steps, or keep it in a buffer and write "
                 "that in place (self.x.copy_(value))"
             )
         if not all(have_same_bits(*pair) for pair in kept):  # a normalization does not count its writes as versions
-            raise CaptureError(
+            raise SharedEffectError(
                 f"forward or loss of {what} writes a buffer of a module that neither model nor loss holds as a submodule, so "
                 "that all replicas would write the same memory. Remedy: make the module a submodule, or put it into eval mode"
             )

@@ -11,6 +11,7 @@ from torch import nn
 
 from mirrorc.capture.arguments import Structure, paths_of_containers, rebuild_call
 from mirrorc.capture.changing_numbers import ChangingNumbers
+from mirrorc.capture.trace_history import TraceHistory
 
 
 class TrainingCall(nn.Module):
@@ -27,6 +28,7 @@ class TrainingCall(nn.Module):
         numbers: the Python numbers that a front end may make inputs of its graph.
         trained_elsewhere: the ids of the parameters that open steps train.
         data: the tensors of all shards or microbatches of the batch, if a front end needs data.
+        history: what became of the step's traces in Python.
         drawn: the numbers that forward and loss draw from Python's random, for guards and graphs.
     """
 
@@ -44,6 +46,7 @@ class TrainingCall(nn.Module):
         super().__init__()
         self.numbers = ChangingNumbers(can_be_inputs=False)
         self.trained_elsewhere: Set[int] = frozenset()
+        self.history = TraceHistory()
         self.drawn: list[int | float] = []
         self.data: Sequence[Sequence[torch.Tensor]] | None = None
         self.model = model

@@ -144,12 +144,21 @@ def _signature(argument: Any) -> Any:
 
 
 def _run_fake(node: fx.Node) -> Any:
-    args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
-    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
+    mode = any_value(node.graph).fake_mode
+    args: Any = fx.node.map_arg(node.args, lambda n: _in_mode(n.meta["val"], mode))
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: _in_mode(n.meta["val"], mode))
     try:
-        with any_value(node.graph).fake_mode, torch.no_grad(), quiet_fake_tensors():
+        with mode, torch.no_grad(), quiet_fake_tensors():
             target: Any = node.target
             return target(*args, **kwargs)
     except Exception as error:  # whatever the operator's own check raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TypeError(f"{node.target} cannot take these arguments: {reason}") from error
+
+
+def _in_mode(value: Any, mode: Any) -> Any:
+    """A fake tensor of the mode like this one, which may be of the graph of another shape of a shard."""
+    if getattr(value, "fake_mode", mode) is mode or has_symbols_in((tuple(value.shape),)):
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

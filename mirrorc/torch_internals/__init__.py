@@ -37,7 +37,7 @@ from mirrorc.torch_internals.graphs import (
 from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange
 from mirrorc.torch_internals.host_numbers import NumbersGivenUp, attribute_source, is_ordinary
 from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
-from mirrorc.torch_internals.joint_graph import JointGraph, ToldNumber
+from mirrorc.torch_internals.joint_graph import JointGraph, ToldNumber, take_constants
 from mirrorc.torch_internals.kernel_files import fresh_kernel_files
 from mirrorc.torch_internals.made_leaves import made_leaves
 from mirrorc.torch_internals.nccl import NcclGroup
@@ -57,6 +57,14 @@ from mirrorc.torch_internals.operators import (
 )
 from mirrorc.torch_internals.profiled_threads import is_profiled, seen_by_profiler
 from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
+from mirrorc.torch_internals.python_traces import (
+    KeptCaches,
+    LeftTensors,
+    RefusedRunError,
+    is_data_dependent,
+    is_traced_tensor,
+    recorded_run,
+)
 from mirrorc.torch_internals.recurrent_weights import renew_recurrent_weights
 from mirrorc.torch_internals.source_words import SourceWords, in_users_words, source_words
 from mirrorc.torch_internals.state import (
@@ -103,6 +111,7 @@ from mirrorc.torch_internals.symbolic_sizes import (
 from mirrorc.torch_internals.tracing import (
     export_forward_graph,
     export_joint_graph,
+    export_run,
     failing_node,
     guards_of,
     is_users_file,
@@ -123,11 +132,14 @@ __all__ = [
     "GlooGroup",
     "GuardsChange",
     "JointGraph",
+    "KeptCaches",
+    "LeftTensors",
     "NcclGroup",
     "NumbersGivenUp",
     "PythonCall",
     "PythonWrite",
     "ReadVariable",
+    "RefusedRunError",
     "SizesGivenUp",
     "SizesOfArguments",
     "SourceWords",
@@ -150,6 +162,7 @@ __all__ = [
     "environment_of",
     "export_forward_graph",
     "export_joint_graph",
+    "export_run",
     "failing_node",
     "fresh_kernel_files",
     "give_values",
@@ -166,6 +179,7 @@ __all__ = [
     "inductor_decompositions",
     "inductor_wrapper",
     "is_composite",
+    "is_data_dependent",
     "is_dense",
     "is_drawn",
     "is_operator",
@@ -174,6 +188,7 @@ __all__ = [
     "is_profiled",
     "is_structured_trace_on",
     "is_symbolic",
+    "is_traced_tensor",
     "is_users_file",
     "kept_tracing_state",
     "kernels_compiled_together",
@@ -202,6 +217,7 @@ __all__ = [
     "raw_symbols",
     "read_from_module",
     "reading_names",
+    "recorded_run",
     "renew_recurrent_weights",
     "replaced_operators",
     "results_with_stand_ins",
@@ -218,6 +234,7 @@ __all__ = [
     "storage_key",
     "subtract_each",
     "symbols_in",
+    "take_constants",
     "takes_divisor",
     "text_of_size",
     "torch_modes",

@@ -81,6 +81,10 @@ class DynamoGuards:
             return False
         return not self._zeros or all(repr(eval(code, self._scope)) == text for code, text in self._zeros)
 
+    def confirm(self) -> bool:
+        """`hold` has seen all that was read."""
+        return True
+
     @property
     def draws(self) -> Sequence[Any]:
         """What Python and numpy draw for each step, in order."""
@@ -160,11 +164,6 @@ def _has_zero(value: Any) -> bool:
     return isinstance(value, float) and value == 0.0
 
 
-def _name(guard: Any) -> str:
-    """The expression that reads what a guard watches, in terms of ``L`` (locals) and ``G`` (globals)."""
-    return str(guard.name)
-
-
 def traced_globals(module: nn.Module) -> dict[str, Any]:
     """The globals of the function that Dynamo traces for a call of a module; Dynamo adds names of its own to them."""
     from torch._dynamo.convert_frame import get_traced_fn
@@ -229,7 +228,7 @@ def build_guards(
 
     captured = output.graph_capture_output
     guards = captured.output_graph.guards
-    kept = [guard for guard in guards if _is_kept(_name(guard), guard.create_fn_name())]
+    kept = [guard for guard in guards if _is_kept(guard.name, guard.create_fn_name())]
     scope = scope_of_guards(module)
     variables = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     _empty(guards)
@@ -239,7 +238,7 @@ def build_guards(
             continue
         # the graph has this very tensor in it, not one of its type
         guards.add(_identity(guard), collect_debug_stack=False)
-        if not any(id(tensor) in variables for tensor in _evaluated(_name(guard), scope)):
+        if not any(id(tensor) in variables for tensor in _evaluated(guard.name, scope)):
             guards.add(guard, collect_debug_stack=False)
     try:
         with (
@@ -252,7 +251,7 @@ def build_guards(
     except AssertionError as error:
         raise GuardsChange(in_users_words(str(error).rpartition("reason: ")[2], scope)) from error
     return DynamoGuards(
-        manager, module, captured.traced_code, list(dict.fromkeys(_name(guard) for guard in kept)), inputs, drawn
+        manager, module, captured.traced_code, list(dict.fromkeys(guard.name for guard in kept)), inputs, drawn
     )
 
 
@@ -281,7 +280,7 @@ def _identity(guard: Any) -> Any:
     """A guard on the identity of what a guard watches."""
     from torch._dynamo.guards import GuardBuilder
 
-    is_array = _name(guard).startswith("___from_numpy(")  # it makes a tensor whenever it is evaluated
+    is_array = guard.name.startswith("___from_numpy(")  # it makes a tensor whenever it is evaluated
     source = guard.originating_source.base if is_array else guard.originating_source
     identity = source.make_guard(GuardBuilder.ID_MATCH)
     identity.user_stack = guard.user_stack

@@ -199,7 +199,7 @@ def export_joint_graph(
     outputs: Sequence[str] = (),
 ) -> JointGraph:
     """The functional forward-and-backward graph of what `trace_full_graph` gave: a loss, and outputs with these names."""
-    joint, (loss, *others) = _exported(stack, traced, leaves, decompositions, 1 + len(outputs))
+    joint, (loss, *others) = _exported(stack, traced, leaves, decompositions)
     joint.loss, joint.outputs = loss, dict(zip(outputs, others, strict=True))
     return joint
 
@@ -213,17 +213,29 @@ def export_forward_graph(
 ) -> JointGraph:
     """The functional graph of what `trace_full_graph` gave with gradients switched off: outputs with these names."""
     with torch.no_grad():
-        joint, found = _exported(stack, traced, leaves, decompositions, len(outputs))
+        joint, found = _exported(stack, traced, leaves, decompositions)
     joint.outputs = dict(zip(outputs, found, strict=True))
     return joint
 
 
-def _exported(
+def export_run(
     stack: contextlib.ExitStack,
-    traced: fx.GraphModule,
+    module: nn.Module,
     leaves: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
-    num_outputs: int,
+    *,
+    trains: bool,
+) -> tuple[JointGraph, list[fx.Node]]:
+    """The functional graph of a module that runs in Python, without backward unless it trains; and its results."""
+    with torch.set_grad_enabled(trains):
+        return _exported(stack, module, leaves, decompositions)
+
+
+def _exported(
+    stack: contextlib.ExitStack,
+    traced: Any,
+    leaves: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[JointGraph, list[fx.Node]]:
     """A functional graph, without backward where gradients are switched off; and the nodes of the outputs, in order."""
     from torch._functorch._aot_autograd import descriptors as d
@@ -259,7 +271,7 @@ def _exported(
             joint.gradients[desc.grad_of.target] = node
         elif isinstance(desc, d.InputMutationAOTOutput):
             _note_mutation(joint, node, desc.mutated_input, d.TangentAOTInput(desc) in placeholders, d)
-    return joint, [by_index[index] for index in range(num_outputs)]
+    return joint, [by_index[index] for index in range(len(by_index))]
 
 
 def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient: bool, d: Any) -> None:

@@ -83,8 +83,8 @@ def test_a_step_is_captured_by_the_front_end_that_is_asked_for(front_end: Counti
     with mirrorc.compile(model, 2, capture="counting", **options) as step:  # type: ignore[arg-type]
         step(batch["x"], target=batch["target"])
     assert front_end.shapes == [(3, 6), (2, 6)]
-    with pytest.raises(ValueError, match="capture is 'trace': choose one of auto, dynamo, autograd, counting"):
-        mirrorc.compile(model, 2, capture="trace", **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="capture is 'traced': choose one of auto, dynamo, autograd, trace, counting"):
+        mirrorc.compile(model, 2, capture="traced", **options)  # type: ignore[arg-type]
 
 
 def test_a_front_end_for_training_alone_is_said_to_be_that(front_end: CountingFrontEnd) -> None:
@@ -110,7 +110,7 @@ def test_a_front_end_for_training_alone_is_said_to_be_that(front_end: CountingFr
 def test_names_are_taken_once_and_unknown_ones_refused(front_end: CountingFrontEnd) -> None:
     with pytest.raises(ValueError, match="there is a front end 'counting' already: give this one another name"):
         register_front_end(CountingFrontEnd())
-    with pytest.raises(ValueError, match="capture is 'no-such': choose one of auto, dynamo, autograd, counting"):
+    with pytest.raises(ValueError, match="capture is 'no-such': choose one of auto, dynamo, autograd, trace, counting"):
         front_end_named("no-such")
 
 

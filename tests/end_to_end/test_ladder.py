@@ -95,7 +95,7 @@ class Assigns(Net):
 
 def test_what_no_front_end_takes_is_refused_with_both_reasons() -> None:
     model = Assigns()
-    words = r"row.sum\(\) > 0.*Remedy: .* With capture='autograd', which was tried next: .*assigns an attribute, 'last_seen'"
+    words = r"row.sum\(\) > 0.*Remedy: .* With capture='autograd', which was tried last: .*assigns an attribute, 'last_seen'"
     with compiled(model) as step:
         for _ in range(2):
             with unchanged(model), pytest.raises(CaptureError, match=words):
@@ -153,5 +153,21 @@ def test_the_ladder_and_its_names() -> None:
 
     with pytest.raises(LoneExampleError, match=r"Remedy: none. With capture='autograd', .*two examples or more"):
         both.climb(attempt)
-    with pytest.raises(ValueError, match="capture is 'trace': choose one of auto, dynamo, autograd"):
-        ladder_named("trace")
+    with pytest.raises(ValueError, match="capture is 'traced': choose one of auto, dynamo, autograd, trace"):
+        ladder_named("traced")
+
+
+def test_whatever_a_front_end_in_between_refuses_the_next_one_tries() -> None:
+    def attempt(front_end: Any) -> str:
+        if front_end.name == "dynamo":
+            raise UnreadableError("cannot capture it. Remedy: none.", ": why")
+        if front_end.name == "trace":
+            raise CaptureError("a loss that is no scalar")
+        return front_end.name
+
+    climbed = Ladder([front_end_named(name) for name in ("dynamo", "trace", "autograd")]).climb(attempt)
+    assert climbed.found == "autograd" and [why for _, why in climbed.failed] == [": why", ": a loss that is no scalar"]
+    first, second = climbed.remarks("Net")
+    assert (
+        "because 'dynamo' cannot capture Net: why" in first and "because 'trace' cannot capture Net: a loss" in second
+    )
