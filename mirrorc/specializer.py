@@ -158,7 +158,8 @@ class Specializer:
     def _compiled(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
         """Compiles, with symbols for sizes that change; without, if the model or torch does not take them."""
         about = (purpose, len(shards.num_examples))
-        symbolic, why = self._sizes.symbolic_dims(call, about), self._why_numbers()
+        is_lone = shards.have_one_example
+        symbolic, why = self._sizes.symbolic_dims(call, about, has_one_example=is_lone), self._why_numbers()
         if symbolic and why:
             return self._compiler.compile(call, shards, what_is_new, purpose, why_static=why)
         if symbolic:
@@ -177,10 +178,10 @@ class Specializer:
             new = self._compiler.compile(
                 call, shards, what_is_new, purpose, why_static=why
             )  # raises, if that is no reason
-            if not shards.have_one_example:  # a size of 1 is no symbol, so that this says nothing about other batches
-                self._sizes.give_up(call, about, why)
+            self._sizes.give_up(call, about, why, has_one_example=is_lone)
             return new
-        return self._compiler.compile(call, shards, what_is_new, purpose, why_static=self._sizes.why_not(call, about))
+        why = self._sizes.why_not(call, about, has_one_example=is_lone)
+        return self._compiler.compile(call, shards, what_is_new, purpose, why_static=why)
 
     def _why_numbers(self) -> str:
         """Why sizes are numbers, whatever the model is; empty if they may be symbols."""

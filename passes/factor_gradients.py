@@ -23,7 +23,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
-from mirrorc.torch_internals import add_node, lazy_graph_module, num_bytes_now
+from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, num_bytes_now
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class _Split:
     Attributes:
         kept: the former indices of the results that stay, in order.
         results: the body's new results: those that stay, then the factors.
-        arguments: the former indices of the arguments that are still used.
+        arguments: the former indices of the arguments that are still used, and of the sizes of what is left.
         factored: the factors of each gradient that became factors, by the former index of its result.
         given: for each former placeholder of the body, the arguments that the calls pass for it.
     """
@@ -254,9 +254,9 @@ def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Map
     results += dict.fromkeys(factor for factor in factors if factor not in given and factor not in results)
     body.output_node().args = (tuple(results),)
     remove_unused(body)
-    arguments = [i for i, placeholder in enumerate(given) if placeholder.users]
-    for placeholder in given:
-        if not placeholder.users:
+    arguments = [i for i, one in enumerate(given) if one.users or (results and is_symbolic(one.meta["val"]))]
+    for i, placeholder in enumerate(given):
+        if i not in arguments:
             body.erase_node(placeholder)
     body.lint()
     return _Split(kept, results, arguments, factored, given)

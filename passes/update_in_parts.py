@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -26,6 +26,7 @@ from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
+from mirrorc.torch_internals import is_symbolic, size_now
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class UpdateInParts:
         return is_left((-(-num_rows // num_shares), width, num_inner), wait.meta["val"].dtype)
 
 
+def _fewest(size: Any) -> int:
+    """A size; of a symbol no more than are added up in parts, as each step looks at it again when it knows its size."""
+    return min(int(size_now(size)), MOST_INNER) if is_symbolic(size) else int(size)
+
+
 def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
     """The sizes of the products of each bucket that devices make from factors.
 
@@ -113,7 +119,7 @@ def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
         for gradient in left_to_shares(pack):
             if gradient.target is ops.product and not program.buckets[bucket_of(pack)].is_sent_as_factors:
                 variable = str(gradient.kwargs["variable"])
-                inner[variable] += sum(left.shape[1] for left, _ in factor_values(gradient))
+                inner[variable] += sum(_fewest(left.shape[1]) for left, _ in factor_values(gradient))
                 products[variable] = bucket_of(pack), gradient
     for variable, (index, gradient) in products.items():
         num_rows, width = gradient.meta["val"].shape

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from mirrorc.analysis.aliases import ViewedVariables, origins
 from mirrorc.analysis.region_gradients import calls_by_region, gradient_places
 from mirrorc.ir.gradient_forms import FORMS, FactoredGradient, recognize
 from mirrorc.ir.program import Program
+from mirrorc.torch_internals import assume_num_elements, num_elements_now
 
 
 class FactorsOfRegions:
@@ -127,10 +129,24 @@ def _are_smaller(
         if is_due:
             continue
         factors = [factor.meta["val"] for _, gradient in found for factor in gradient.factors]
-        if not first.form.is_worth_it(result.meta["val"], factors):
+        is_worth_it = first.form.is_worth_it(result.meta["val"], factors)
+        _keep_to_such_sizes(factors, result.meta["val"], are_chosen=is_worth_it)
+        if not is_worth_it:
             whole[variable] = "no larger than their factors"
             return False
     return True
+
+
+_MUCH = 4  # with symbols: how many times larger or smaller factors may become than their gradient, and the choice stays
+
+
+def _keep_to_such_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:
+    """Has a graph with symbolic sizes be right for those alone with which the choice would be much the same."""
+    whole = num_elements_now(gradient)
+    if are_chosen:
+        assume_num_elements(factors, most=whole * _MUCH)
+    else:
+        assume_num_elements(factors, least=whole / _MUCH)
 
 
 def _of_no_form() -> str:

@@ -58,13 +58,16 @@ class ChangingSizes:
     def __init__(self, *, dynamic: bool | None) -> None:
         self._dynamic = dynamic
         self._seen: dict[Hashable, list[list[_Seen]]] = {}
-        self._given_up: dict[Hashable, str] = {}
+        self._given_up: dict[Hashable, str] = {}  # why, by the kind of a call and whether a shard has one example
         self._num_programs: dict[Hashable, int] = {}
 
-    def symbolic_dims(self, call: Call, purpose: Hashable) -> SymbolicDims:
-        """The dimensions of a call's tensors that are to be symbolic in the program that it needs; empty for none."""
+    def symbolic_dims(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> SymbolicDims:
+        """The dimensions of a call's tensors that are to be symbolic in the program that it needs; empty for none.
+
+        Calls with a shard of one example are apart: its size is a number, so that what is found out of it says nothing of others.
+        """
         key = _kind(call, purpose)
-        if key in self._given_up:
+        if (key, has_one_example) in self._given_up:
             return ()
         seen = self._seen.setdefault(key, [[_Seen() for _ in range(_rank(leaf))] for leaf in call.leaves])
         for leaf, dims in zip(call.leaves, seen, strict=True):
@@ -84,16 +87,18 @@ class ChangingSizes:
         key = _kind(call, purpose)
         self._num_programs[key] = self._num_programs.get(key, 0) + 1
         if self._num_programs[key] >= _MOST_PROGRAMS:
-            self.give_up(call, purpose, f"each of {_MOST_PROGRAMS} programs with symbols was right for few sizes alone")
+            why = f"each of {_MOST_PROGRAMS} programs with symbols was right for few sizes alone"
+            self.give_up(call, purpose, why)
+            self.give_up(call, purpose, why, has_one_example=True)
 
-    def give_up(self, call: Call, purpose: Hashable, why: str) -> None:
+    def give_up(self, call: Call, purpose: Hashable, why: str, *, has_one_example: bool = False) -> None:
         """Notes that the sizes of such calls cannot be symbols."""
         logger.info("sizes of arguments are numbers in each program: %s", why)
-        self._given_up.setdefault(_kind(call, purpose), why)
+        self._given_up.setdefault((_kind(call, purpose), has_one_example), why)
 
-    def why_not(self, call: Call, purpose: Hashable) -> str:
+    def why_not(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> str:
         """Why the sizes of such calls cannot be symbols; empty if they can."""
-        return self._given_up.get(_kind(call, purpose), "")
+        return self._given_up.get((_kind(call, purpose), has_one_example), "")
 
 
 def _warn_of_marked(path: str, dim: int, size: int) -> None:

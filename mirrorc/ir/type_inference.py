@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -14,7 +15,7 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.rearrangements import VIEWS_IN_ORDER
 from mirrorc.ir.type_rules import any_value, noted_type, of_part, of_region, region_results
 from mirrorc.ir.value_types import Pending, ValueType, has_symbols_in, is_same_type, value_type
-from mirrorc.torch_internals import quiet_fake_tensors, size_of_key
+from mirrorc.torch_internals import knowledge_of, quiet_fake_tensors, size_of_key, symbols_dispatched
 
 
 def set_type(program: Program, node: fx.Node) -> None:
@@ -118,18 +119,24 @@ _seen: dict[Any, ValueType] = {}
 """A cache: the types that operators give for the types of their arguments. Deep models repeat a few of these many times."""
 
 
+_seen_of_symbols: WeakKeyDictionary[Any, dict[Any, ValueType]] = WeakKeyDictionary()
+"""The same for types with symbols, by their environment: what is known of symbols is not the same in every graph."""
+
+
 def _operator_type(node: fx.Node) -> ValueType:
-    key = (node.target, _signature(node.args), _signature(node.kwargs))
-    if has_symbols_in(key[1:]):  # what is known of symbols is not the same in every graph
-        return value_type(_run_fake(node))
+    key: Any = (node.target, _signature(node.args), _signature(node.kwargs))
+    seen = _seen
+    if has_symbols_in(key[1:]):
+        environment, known_by_now = knowledge_of(any_value(node.graph))
+        seen, key = _seen_of_symbols.setdefault(environment, {}), (known_by_now, key)
     try:
-        known = _seen.get(key, key)
+        known = seen.get(key, key)
     except TypeError:  # an argument cannot be hashed
         return value_type(_run_fake(node))
     if known is key:
-        if len(_seen) >= _MOST_SEEN:
-            _seen.clear()
-        known = _seen[key] = value_type(_run_fake(node))
+        if len(seen) >= _MOST_SEEN:
+            seen.clear()
+        known = seen[key] = value_type(_run_fake(node))
     return known
 
 
@@ -148,7 +155,8 @@ def _run_fake(node: fx.Node) -> Any:
     args: Any = fx.node.map_arg(node.args, lambda n: _in_mode(n.meta["val"], mode))
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: _in_mode(n.meta["val"], mode))
     try:
-        with mode, torch.no_grad(), quiet_fake_tensors():
+        dispatched = symbols_dispatched(*(given.meta["val"] for given in node.all_input_nodes))
+        with mode, torch.no_grad(), quiet_fake_tensors(), dispatched:
             target: Any = node.target
             return target(*args, **kwargs)
     except Exception as error:  # whatever the operator's own check raises

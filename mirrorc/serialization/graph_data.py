@@ -1,10 +1,11 @@
 """Converts graphs to data for JSON, and back.
 
-All graphs of a program share five tables, in which each item occurs once::
+All graphs of a program share six tables, in which each item occurs once::
 
     operators   names of what nodes call, see `mirrorc.serialization.operator_names`
     types       of tensors, see `TensorType`
     tensors     for each distinct fake tensor, the index of its type
+    symbols     for each environment of symbolic sizes, its symbols, see `SizeSymbol`
     lines       of the user's source, as ``file.py:14  code``; empty for a stack trace that has none
     modules     of the user's model, as [path, class]
 
@@ -15,7 +16,8 @@ A graph is the list of its nodes, in order; nodes refer to earlier ones by their
          | ["placeholder", TARGET] | ["call_module", REGION] | ["output", "output"]
 
 Arguments have the form that is described in `mirrorc.serialization.plain_data`. Values have the same form, in which [INDEX] is a
-tensor and ["pending", value] is a value in flight. An entry that a node's ``meta`` lacks is left out.
+tensor, ["size", TEXT, INDEX] a size of an environment, and ["pending", value] a value in flight. An entry that a node's ``meta``
+lacks is left out.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch import fx
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
 from mirrorc.ir.ops import Pending
 from mirrorc.ir.source_lines import last_users_line
+from mirrorc.serialization.environments import EnvironmentWriter, decode_size, decode_symbols
 from mirrorc.serialization.operator_names import find_operator, operator_name
 from mirrorc.serialization.plain_data import (
     DataError,
@@ -41,9 +44,9 @@ from mirrorc.serialization.plain_data import (
 )
 from mirrorc.serialization.record_data import check_keys, decode_record, encode_record
 from mirrorc.serialization.tensor_types import TensorType
-from mirrorc.torch_internals import FakeTensor, FakeTensorMode
+from mirrorc.torch_internals import FakeTensor, FakeTensorMode, is_symbolic
 
-_TABLES = {"operators": str, "types": dict, "tensors": int, "lines": str, "modules": list}
+_TABLES = {"operators": str, "types": dict, "tensors": int, "symbols": list, "lines": str, "modules": list}
 _OTHER_OPS = ("placeholder", "call_module", "output")
 _META = {"val", "line", "module", "checkpoint"}
 _LINE = re.compile(r"(.*?):(\w+)(?:  (.*))?", re.DOTALL)
@@ -56,6 +59,7 @@ class GraphWriter:
     def __init__(self) -> None:
         self._tables: dict[str, dict[Any, int]] = {name: {} for name in _TABLES}
         self._tensor_types: list[int] = []
+        self._environments = EnvironmentWriter()
         self._known: dict[Any, int] = {}  # the index in its table of each target, tensor (by its id) and stack trace
 
     def encode(self, graph: fx.Graph, where: str, regions: Collection[str] = ()) -> list[Any]:
@@ -93,7 +97,11 @@ class GraphWriter:
         """The tables of all graphs so far."""
         types = [encode_record(kind, TensorType, "a type") for kind in self._tables["types"]]
         tables: dict[str, Any] = {name: list(table) for name, table in self._tables.items()}
-        return tables | {"types": types, "tensors": self._tensor_types}
+        return tables | {
+            "types": types,
+            "tensors": self._tensor_types,
+            "symbols": self._environments.table(),
+        }
 
     def _call(self, node: fx.Node, regions: Collection[str]) -> Any:
         if node.op == "call_function":
@@ -127,12 +135,15 @@ class GraphWriter:
     def _value(self, value: Any) -> Any:
         if isinstance(value, Pending):
             return ["pending", encode_argument(value.value, self._value)]
+        if is_symbolic(value):
+            return self._environments.encode(value)
         if not isinstance(value, FakeTensor):
             raise DataError(f"its value is of type {type(value).__name__}, which cannot be saved")
         index = self._known.get(id(value))
         if index is None:
+            kind = TensorType.of(value, *self._environments.of(value.fake_mode.shape_env))
             index = self._known[id(value)] = len(self._tensor_types)
-            self._tensor_types.append(self._number("types", TensorType.of(value)))
+            self._tensor_types.append(self._number("types", kind))
         return [index]
 
     def _number(self, table: str, item: Any) -> int:
@@ -170,6 +181,7 @@ class GraphReader:
         self._fake_mode = FakeTensorMode(
             allow_non_fake_inputs=True
         )  # as capture's: Inductor mixes constants with values
+        self._sizes = [decode_symbols(own, f"symbols[{i}]") for i, own in enumerate(tables["symbols"])]
         self._tensors: dict[int, torch.Tensor] = {}
 
     def decode(self, data: Any, where: str, regions: Collection[str] = ()) -> fx.Graph:
@@ -232,11 +244,14 @@ class GraphReader:
     def _value(self, data: list[Any]) -> Any:
         if data[:1] == ["pending"] and len(data) == 2:
             return Pending(decode_argument(data[1], self._value))
+        if data[:1] == ["size"] and len(data) == 3:
+            return decode_size(data[1], entry(self._sizes, data[2], "environment"))
         index: Any = data[0] if len(data) == 1 else None
         kind: TensorType = entry(self._types, entry(self._tensor_types, index, "tensor"), "type")
         if index not in self._tensors:
+            saved = None if kind.symbols is None else entry(self._sizes, kind.symbols, "environment")
             try:
-                self._tensors[index] = kind.make(self._fake_mode)
+                self._tensors[index] = kind.make(saved.fake_mode if saved is not None else self._fake_mode, saved)
             except Exception as error:
                 raise DataError(f"there is no tensor of {kind}") from error
         return self._tensors[index]

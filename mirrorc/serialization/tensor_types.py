@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mirrorc.serialization.plain_data import DataError
-from mirrorc.torch_internals import FakeTensor, FakeTensorMode, lazily_negative
+from mirrorc.torch_internals import FakeTensor, FakeTensorMode, SavedSizes, has_symbols, lazily_negative, size_now
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,9 @@ class TensorType:
         offset: the offset of its first element in its memory, counted in elements.
         is_conjugated: whether it is a lazy conjugate, ``tensor.is_conj()``.
         is_negated: whether it is a lazy negative, ``tensor.is_neg()``.
+        symbols: the index of the symbols of the environment that it belongs to; None if that has none.
+        sizes: its shape, its strides and its offset as texts, if a symbol is in them. The numbers above are then those that they
+            were when the graph was captured.
     """
 
     dtype: torch.dtype
@@ -31,23 +34,36 @@ class TensorType:
     offset: int
     is_conjugated: bool
     is_negated: bool
+    symbols: int | None = None
+    sizes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorType:
-        """The type of a fake tensor."""
+    def of(cls, tensor: torch.Tensor, symbols: int | None = None, saved: SavedSizes | None = None) -> TensorType:
+        """The type of a fake tensor; ``saved`` writes the sizes of its environment, which has these symbols."""
         if tensor.layout is not torch.strided:
             raise DataError(f"its value has the layout {tensor.layout}, and only strided tensors can be saved")
-        shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-        if not isinstance(offset, int) or any(type(number) is not int for number in (*shape, *strides)):
-            raise DataError(f"its value has the symbolic shape {shape}, and only fixed shapes can be saved")
-        return cls(tensor.dtype, tensor.device, shape, strides, offset, tensor.is_conj(), tensor.is_neg())
+        found = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+        texts: tuple[str, ...] = ()
+        if has_symbols(tensor):
+            try:
+                texts = tuple(saved.text(size) for size in found) if saved is not None else ()
+            except ValueError as error:
+                raise DataError(f"its value has the symbolic shape {tuple(tensor.shape)}: {error}") from error
+        numbers = tuple(map(size_now, found))
+        if any(type(number) is not int for number in numbers) or (has_symbols(tensor) and not texts):
+            raise DataError(f"its value has the symbolic shape {tuple(tensor.shape)}, of sizes that follow from values")
+        rank = tensor.dim()
+        layout = (numbers[:rank], numbers[rank:-1], numbers[-1])
+        return cls(tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg(), symbols, texts)
 
-    def make(self, fake_mode: FakeTensorMode) -> FakeTensor:
+    def make(self, fake_mode: FakeTensorMode, saved: SavedSizes | None = None) -> torch.Tensor:
         """Makes a fake tensor of this type, in memory of its own. It bypasses the mode's dispatcher, which is five times as slow.
 
         Raises:
             Exception: torch has no such tensors; the exception is torch's.
         """
+        if self.sizes:
+            return self._made_of_symbols(saved)
         if self.offset:
             extent = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1
             memory = torch.empty(self.offset + max(extent, 0), dtype=self.dtype, device="meta")
@@ -57,3 +73,19 @@ class TensorType:
         tensor = tensor.conj() if self.is_conjugated else tensor
         tensor = lazily_negative(tensor) if self.is_negated else tensor
         return FakeTensor(fake_mode, tensor, self.device)
+
+    def _made_of_symbols(self, saved: SavedSizes | None) -> torch.Tensor:
+        rank = len(self.shape)
+        if saved is None or len(self.sizes) != 2 * rank + 1:
+            raise ValueError("it has symbols of no environment")
+        *sizes, offset = map(saved.size, self.sizes)
+        shape, strides = sizes[:rank], sizes[rank:]
+        with saved.fake_mode:
+            if type(offset) is int and not offset:
+                tensor = torch.empty_strided(shape, strides, dtype=self.dtype, device=self.device)
+            else:
+                extent = sum(((size - 1) * stride for size, stride in zip(shape, strides, strict=True)), start=1)
+                memory = torch.empty(offset + extent, dtype=self.dtype, device=self.device)
+                tensor = memory.as_strided(shape, strides, offset)
+            tensor = tensor.conj() if self.is_conjugated else tensor
+            return lazily_negative(tensor) if self.is_negated else tensor

@@ -36,7 +36,12 @@ from mirrorc.torch_internals.graphs import (
 )
 from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange
 from mirrorc.torch_internals.host_numbers import NumbersGivenUp, attribute_source, is_ordinary
-from mirrorc.torch_internals.inductor import compile_with_inductor, has_cpp_compiler, inductor_decompositions
+from mirrorc.torch_internals.inductor import (
+    compile_with_inductor,
+    has_cpp_compiler,
+    inductor_decompositions,
+    keep_small_loops_small,
+)
 from mirrorc.torch_internals.joint_graph import JointGraph, ToldNumber, take_constants
 from mirrorc.torch_internals.kernel_files import fresh_kernel_files
 from mirrorc.torch_internals.made_leaves import made_leaves
@@ -66,6 +71,8 @@ from mirrorc.torch_internals.python_traces import (
     recorded_run,
 )
 from mirrorc.torch_internals.recurrent_weights import renew_recurrent_weights
+from mirrorc.torch_internals.saved_sizes import SavedSizes, SizeSymbol, symbols_of_environment
+from mirrorc.torch_internals.size_assumptions import assume_num_elements, knowledge_of
 from mirrorc.torch_internals.source_words import SourceWords, in_users_words, source_words
 from mirrorc.torch_internals.state import (
     UncountedHook,
@@ -104,6 +111,7 @@ from mirrorc.torch_internals.symbolic_sizes import (
     sizes_key,
     sizes_now,
     storage_bytes_now,
+    symbols_dispatched,
     symbols_in,
     text_of_size,
     with_sizes_now,
@@ -140,6 +148,8 @@ __all__ = [
     "PythonWrite",
     "ReadVariable",
     "RefusedRunError",
+    "SavedSizes",
+    "SizeSymbol",
     "SizesGivenUp",
     "SizesOfArguments",
     "SourceWords",
@@ -149,6 +159,7 @@ __all__ = [
     "add_node",
     "asked_for_class",
     "assert_true",
+    "assume_num_elements",
     "attribute_source",
     "bare_name",
     "bare_step",
@@ -190,8 +201,10 @@ __all__ = [
     "is_symbolic",
     "is_traced_tensor",
     "is_users_file",
+    "keep_small_loops_small",
     "kept_tracing_state",
     "kernels_compiled_together",
+    "knowledge_of",
     "lazily_negative",
     "lazy_graph_module",
     "leaf_of_placeholder",
@@ -233,8 +246,10 @@ __all__ = [
     "storage_bytes_now",
     "storage_key",
     "subtract_each",
+    "symbols_dispatched",
     "symbols_in",
     "take_constants",
+    "symbols_of_environment",
     "takes_divisor",
     "text_of_size",
     "torch_modes",

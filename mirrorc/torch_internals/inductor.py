@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 from mirrorc.torch_internals.graphs import traced_on_fake_tensors
+from mirrorc.torch_internals.size_assumptions import assume_num_elements
+from mirrorc.torch_internals.symbolic_sizes import has_symbols, num_elements_now, sizes_key
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -85,6 +87,29 @@ def compile_with_inductor(
         # a part of the cache's key, of which neither the line above is one nor what `call_directly` was told
         graph_module.meta["mirrorc"] = "all outputs keep their strides, and some operators are called directly"
         return compile_fx_inner(graph_module, list(example_inputs))
+
+
+_LARGER = 16
+
+
+def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
+    """Has a graph with symbolic sizes be right for small ones alone where a loop is too short now for several threads.
+
+    Inductor decides by the sizes of the compilation whether a loop on the CPU runs in parallel. Loops may become 16 times as long
+    as the shortest that would, which costs little.
+    """
+    from torch._inductor import config
+
+    if num_threads < 2:
+        return
+    fewest, seen = config.cpp.min_chunk_size * num_threads, set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and has_symbols(value):
+            key = sizes_key(value.shape)
+            if key not in seen and num_elements_now(value) < fewest:
+                assume_num_elements([value], most=fewest * _LARGER)
+            seen.add(key)
 
 
 @contextlib.contextmanager

@@ -38,38 +38,21 @@ def dims_marked_by_user(tensor: torch.Tensor) -> frozenset[int]:
 
 
 @contextlib.contextmanager
-def symbols_by_number() -> Iterator[None]:
-    """While a call is traced, names symbols ``s0``, ``s1``, ... in the order of the arguments, and gives each size its own.
-
-    Otherwise Dynamo names them by a hash, and gives sizes that happen to be equal one symbol.
-    """
-    from torch.fx.experimental import _config
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    before: Any = getattr(ShapeEnv, "_generate_unique_id", None)
-
-    def next_id(self: Any, source_name: str) -> int:
-        number = len(self.unique_ids)
-        self.unique_ids.add(number)
-        return number
-
-    if before is not None:
-        ShapeEnv._generate_unique_id = next_id  # type: ignore[method-assign]
-    try:
-        with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-            yield
-    finally:
-        if before is not None:
-            ShapeEnv._generate_unique_id = before  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
 def raw_sizes_allowed() -> Iterator[None]:
     """A block in which nodes may be made with sizes as they are: torch warns of that, and they become inputs before anything
     runs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Raw SymInt value")
         yield
+
+
+def symbols_dispatched(*values: Any) -> contextlib.AbstractContextManager[None]:
+    """A block in which operators take these values, as in a trace: some take symbolic sizes by their Python kernels alone."""
+    if not any(map(has_symbols, values)):
+        return contextlib.nullcontext()
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
 
 
 def is_symbolic(value: Any) -> bool:
@@ -255,7 +238,10 @@ class SizesOfArguments:
         """
         if self._check is None:
             self._check = self._made_check(keys)
-        return self._check(*tensors)
+        try:
+            return self._check(*tensors)
+        except ArithmeticError:  # a size divides by another one, which is zero here
+            return None
 
     def _made_check(self, keys: Sequence[Any]) -> Callable[..., Any]:
         from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP

@@ -39,12 +39,12 @@ from mirrorc.torch_internals.python_effects import PythonEffects, observed_effec
 from mirrorc.torch_internals.python_numbers import traced_numbers
 from mirrorc.torch_internals.random_draws import observed_draws, observed_kept_draws
 from mirrorc.torch_internals.source_words import source_words
+from mirrorc.torch_internals.symbol_names import symbols_by_number
 from mirrorc.torch_internals.symbolic_sizes import (
     SizesGivenUp,
     SizesOfArguments,
     is_marked,
     is_symbolic,
-    symbols_by_number,
 )
 
 

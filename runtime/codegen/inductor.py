@@ -21,6 +21,7 @@ from mirrorc.torch_internals import (
     fresh_kernel_files,
     has_cpp_compiler,
     inductor_decompositions,
+    keep_small_loops_small,
     kernels_compiled_together,
     prepare_cpp_compiler,
 )
@@ -72,6 +73,7 @@ class InductorBackend(Backend):
             call_directly(operator, call)
         if unfold_dims(graph_module.graph):
             graph_module.recompile()
+        keep_small_loops_small(graph_module.graph, num_threads)
         examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
         tensors = [value for value in examples if isinstance(value, torch.Tensor)]
         devices = {value.device for value in tensors if value.device.type == "cuda"}

@@ -7,6 +7,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from mirrorc.errors import MirrorcError
 from mirrorc.ir.program import Program
 from mirrorc.printing.reader import read_program_text
 from mirrorc.purposes import Purpose
+from mirrorc.verifier.verifier import verify
 
 WORDS = 40
 TOLERANCE = 1e-12
@@ -340,8 +342,33 @@ def test_the_printed_form_has_symbols_and_is_read_back() -> None:
     assert types["x"] == "i64[s0, s1]"
     assert types["s1"] == "size[s1]"
     assert "size[s0*s1]" in types.values()
-    with pytest.raises(ValueError, match=r"the symbolic shape \(s0, s1\), and only fixed shapes can be saved"):
-        program.save("/nowhere/program.json")
+
+
+def test_a_program_with_symbols_is_saved_and_loaded(tmp_path: Path) -> None:
+    _, program = trained_beside_plain_pytorch(CausalAttention, [(4, 5), (4, 8), (6, 9), (8, 7)], 2)
+    program.save(tmp_path / "program.json")
+    loaded = Program.load(tmp_path / "program.json")
+    verify(loaded)
+    assert "s0*s1" in loaded.to_text()
+    assert loaded.to_text(regions=True) == program.to_text(regions=True)
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "program.json").read_bytes()
+
+
+def test_gradients_stay_factors_for_sizes_with_which_they_would(quiet: None) -> None:
+    """A product's factors of 130 words on each device are four times as large as `Wide.up`'s gradient."""
+    step, program = trained_beside_plain_pytorch(Wide, [(4, 5), (4, 8), (4, 100)], 2)
+    assert num_programs(step) == 2
+    assert not told(program, "no larger than their factors")
+    step(*text(4, 130))
+    assert num_programs(step) == 3
+    assert told(step.prepare(*text(4, 130)), "1 no larger than their factors")
+    step(*text(4, 90))
+    assert num_programs(step) == 3
+
+
+def told(program: Program, remark: str) -> bool:
+    return any(remark in str(one) for one in program.remarks)
 
 
 def test_memory_is_told_for_the_sizes_of_the_compilation() -> None:

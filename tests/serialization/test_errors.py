@@ -78,7 +78,10 @@ UNSAVABLE: dict[str, tuple[Callable[[], Program], str]] = {
     "key": (lambda: one_call(aten.relu.default, ({1.5: 1},)), "a dict has the key 1.5"),
     "real value": (lambda: one_call(aten.relu.default, val=torch.zeros(2)), "its value is of type Tensor"),
     "layout": (lambda: one_call(aten.relu.default, val=sparse_value()), "its value has the layout torch.sparse_coo"),
-    "symbolic": (lambda: one_call(aten.relu.default, val=symbolic_value()), "its value has the symbolic shape"),
+    "symbolic": (
+        lambda: one_call(aten.relu.default, val=symbolic_value()),
+        "its value has the symbolic shape .*, of sizes that follow from values",
+    ),
     "table": (lambda: handmade().evolve(shard_of_replica=(0, 0.5)), r"shard_of_replica\[1\] is 0.5, not of type int"),
 }
 

@@ -106,3 +106,40 @@ def test_numbers_that_follow_from_values_are_given_up(joint: JointGraph) -> None
     assert joint.sizes is not None
     with pytest.raises(SizesGivenUp, match="follows from the values of tensors"):
         joint.sizes.add(unknown)
+
+
+def test_a_graph_may_be_right_for_so_many_elements_alone(joint: JointGraph) -> None:
+    assert joint.sizes is not None
+    x = next(value for value in values_of(joint) if value.dim() == 3)
+    before = len(joint.fake_mode.shape_env.guards)
+    internals.assume_num_elements([torch.zeros(5)], most=3)  # what has no symbols is as it is
+    assert len(joint.fake_mode.shape_env.guards) == before
+    environment, known = internals.knowledge_of(x)
+    assert environment is joint.fake_mode.shape_env
+    internals.assume_num_elements([x, torch.zeros(5)], least=20, most=95)
+    assert internals.knowledge_of(x)[1] != known
+    keys = joint.sizes.symbols
+    assert joint.sizes.numbers_for([torch.zeros(5, 6, 3)], keys) == (5, 6)
+    assert joint.sizes.numbers_for([torch.zeros(6, 6, 3)], keys) is None
+    assert joint.sizes.numbers_for([torch.zeros(2, 2, 3)], keys) is None
+
+
+def test_loops_that_are_short_for_several_threads_stay_so(joint: JointGraph) -> None:
+    """60 numbers are for one thread; 16 times as many as four threads want, 512 each, are 32,768."""
+    assert joint.sizes is not None
+    graph = joint.graph_module.graph
+    before = len(joint.fake_mode.shape_env.guards)
+    internals.keep_small_loops_small(graph, 1)
+    assert len(joint.fake_mode.shape_env.guards) == before
+    internals.keep_small_loops_small(graph, 4)
+    keys = joint.sizes.symbols
+    assert joint.sizes.numbers_for([torch.zeros(90, 100, 3)], keys) == (90, 100)
+    assert joint.sizes.numbers_for([torch.zeros(90, 122, 3)], keys) is None
+
+
+def test_a_size_that_divides_by_zero_is_that_of_no_graph(joint: JointGraph) -> None:
+    assert joint.sizes is not None
+    x = next(value for value in values_of(joint) if value.dim() == 3)
+    key = internals.size_key(x.shape[0] // (x.shape[1] - 4))
+    assert joint.sizes.numbers_for([torch.zeros(6, 6, 3)], [key]) == (3,)
+    assert joint.sizes.numbers_for([torch.zeros(6, 4, 3)], [key]) is None

@@ -1,0 +1,71 @@
+"""Converts symbolic sizes, and the symbols of the environments that they are of, to data for JSON, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mirrorc.serialization.plain_data import DataError, expect
+from mirrorc.serialization.record_data import decode_record, encode_record
+from mirrorc.torch_internals import SavedSizes, SizeSymbol, symbols_of_environment
+
+
+class EnvironmentWriter:
+    """Numbers the environments of one program's values, and turns sizes into data."""
+
+    def __init__(self) -> None:
+        self._symbols: list[tuple[SizeSymbol, ...]] = []
+        self._sizes: list[SavedSizes] = []  # of these symbols
+        self._places: dict[int, int | None] = {}  # by the environment's id
+
+    def of(self, environment: Any) -> tuple[int | None, SavedSizes | None]:
+        """The number of an environment, and what writes its sizes; neither for one without symbols, and for None."""
+        if id(environment) not in self._places:
+            symbols = symbols_of_environment(environment)
+            self._places[id(environment)] = len(self._symbols) if symbols else None
+            if symbols:
+                self._symbols.append(symbols)
+                self._sizes.append(SavedSizes(symbols))
+        place = self._places[id(environment)]
+        return place, self._sizes[place] if place is not None else None
+
+    def encode(self, size: Any) -> list[Any]:
+        """A size as data.
+
+        Raises:
+            DataError: it is no size of arguments, or computed of them in a way that cannot be written.
+        """
+        place, saved = self.of(size.node.shape_env)
+        if saved is None:
+            raise DataError(f"its value is the number {size}, which follows from values of tensors")
+        try:
+            return ["size", saved.text(size), place]
+        except ValueError as error:
+            raise DataError(f"its value is a number of symbols: {error}") from error
+
+    def table(self) -> list[list[Any]]:
+        """The symbols of all environments so far."""
+        return [[encode_record(one, SizeSymbol, "a symbol") for one in own] for own in self._symbols]
+
+
+def decode_symbols(data: list[Any], where: str) -> SavedSizes:
+    """An environment with the symbols of an entry of `EnvironmentWriter.table`.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        return SavedSizes(tuple(decode_record(one, SizeSymbol, where) for one in data))
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def decode_size(text: Any, saved: SavedSizes) -> Any:
+    """The size of an environment that has this text.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        return saved.size(expect(text, str, "a size"))
+    except ValueError as error:
+        raise DataError(str(error)) from error
