@@ -12,15 +12,12 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from mirrorc.torch_internals import FakeTensorMode, export_run
-from mirrorc.torch_internals.python_traces import (
-    KeptCaches,
-    LeftTensors,
-    RefusedRunError,
-    is_data_dependent,
-    is_traced_tensor,
-    recorded_run,
-)
+from mirrorc import torch_internals as internals
+from mirrorc.torch_internals import FakeTensorMode, KeptCaches, LeftTensors, RefusedRunError, export_run
+
+
+def _may_be_read(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or internals.is_traced_tensor(tensor)
 
 
 class Run(nn.Module):
@@ -33,7 +30,9 @@ class Run(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         modules = {id(module): name for name, module in self.named_modules()}
-        with recorded_run(modules, {}, lambda tensor: isinstance(tensor, nn.Parameter) or is_traced_tensor(tensor)):
+        with internals.recorded_run(
+            modules, {}, lambda tensor: isinstance(tensor, nn.Parameter) or internals.is_traced_tensor(tensor)
+        ):
             return self.deed(self, self.layer(x)).sum()
 
 
@@ -79,7 +78,7 @@ def test_a_checkpoint_with_a_policy_is_refused() -> None:
 
 
 def test_checks_of_distributions_are_asserts() -> None:
-    graph = graph_of(lambda run, h: torch.distributions.Normal(h, h.exp()).log_prob(h))
+    graph = graph_of(lambda run, h: torch.distributions.Normal(h, h.exp(), validate_args=True).log_prob(h))
     assert nodes_of(graph, "assert") != []
 
 
@@ -119,7 +118,7 @@ def test_other_tensors_are_refused() -> None:
 def test_questions_for_values_are_known(asks: Callable[[torch.Tensor], Any]) -> None:
     with FakeTensorMode() as mode, pytest.raises(Exception) as caught:
         asks(mode.from_tensor(torch.ones(())) if asks is not torch.Tensor.nonzero else mode.from_tensor(torch.ones(2)))
-    assert is_data_dependent(caught.value) and not is_data_dependent(ValueError("other"))
+    assert internals.is_data_dependent(caught.value) and not internals.is_data_dependent(ValueError("other"))
 
 
 def test_tensors_that_are_kept_are_seen() -> None:
@@ -128,7 +127,11 @@ def test_tensors_that_are_kept_are_seen() -> None:
     graph_of(lambda run, h: h.tanh())
     assert not left.are_there()
     graph_of(lambda run, h: (kept.append(h), h)[1])
-    assert left.are_there() and all(map(is_traced_tensor, kept)) and not is_traced_tensor(torch.ones(1))
+    assert (
+        left.are_there()
+        and all(map(internals.is_traced_tensor, kept))
+        and not internals.is_traced_tensor(torch.ones(1))
+    )
 
 
 def test_caches_that_have_grown_are_emptied() -> None:
@@ -145,3 +148,15 @@ def test_caches_that_have_grown_are_emptied() -> None:
     cached(2), other(1)
     kept.empty()
     assert cached.cache_info().currsize == 0 and other.cache_info().currsize == 1
+
+
+def test_what_a_trace_has_met_becomes_a_constant_of_its_graph() -> None:
+    with contextlib.ExitStack() as stack:
+        joint = export_run(stack, Run(lambda run, h: h.sin()), [torch.ones(2, 3)], {}, trains=True)[0]
+    (weight,) = [node for node, name in joint.variable_of.items() if name == "layer.weight"]
+    held, num_users = torch.ones(4, 3), len(weight.users)
+    joint.variable_of[weight] = "met"
+    internals.take_constants(joint, {"met": held})
+    (constant,) = [node for node in joint.graph_module.graph.nodes if node.op == "get_attr"]
+    assert joint.constant(constant) is held and len(constant.users) == num_users > 0
+    assert weight not in joint.variable_of and "met" not in joint.variable_of.values()
