@@ -19,6 +19,7 @@ from mirrorc.runtime.workers.team import Team
 from mirrorc.taken_values import TakenValues
 
 _SENT = "steps of compression=mirrorc.PowerSGD(...)"
+_LOADED = "calls of step.load_unsent_states()"
 
 
 class Announcements:
@@ -61,7 +62,12 @@ class Announcements:
         if tensors.keys() != self._variables.said.keys():
             self._variables = Facts(shapes(tensors))
         facts, is_fresh = self.facts_of(executor), self._taken.lack_any()
-        sent = self._state.unsent.factors.num_steps  # the first steps of PowerSGD may send whole sums
+        unsent = self._state.unsent
+        sent = {
+            _SENT: unsent.factors.num_steps,
+            _LOADED: unsent.num_loads,
+        }  # the first steps of PowerSGD may send whole sums
+        has_sent = any(sent.values())
         updated = set(updated_as_a_whole(program))
         by_itself = {name: tensor for name, tensor in tensors.items() if name in updated}
         deals_anew = self._state.optimizers.are_dealt_otherwise(self._state.store.in_store(program).buckets)
@@ -69,7 +75,7 @@ class Announcements:
             call=self._team.num_calls,
             is_fresh=is_fresh,
             has_written=has_written,
-            schedule=digest(f"{facts.digest} {sent}") if sent else facts.digest,
+            schedule=digest(f"{facts.digest} {sent}") if has_sent else facts.digest,
             variables=self._variables.digest,
             hyperparameters=digest(repr(hyperparameters_of(self._options))),
             modes=digest(self._model.modes()),
@@ -86,7 +92,11 @@ class Announcements:
         )
         return own, {
             **self._details(facts),
-            **({"schedule": lambda: {**facts.said, _SENT: str(sent)}} if sent else {}),
+            **(
+                {"schedule": lambda: {**facts.said, **{name: str(n) for name, n in sent.items() if n}}}
+                if has_sent
+                else {}
+            ),
             "kind": lambda: {"the call": "step.accumulate()" if program.accumulates else "the step itself"},
             "parameters": lambda: checksums_of(by_itself),
             "deals_anew": lambda: {

@@ -47,11 +47,13 @@ class UnsentGradients:
 
     Attributes:
         factors: with which matrices begin that are sent with low rank; all workers have the same.
+        num_loads: how often it was replaced by what `values` gave; likewise.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.factors = KeptFactors()
+        self.num_loads = 0
         self._unsent = _Unsent()
         self._program: Program | None = None  # for which it is laid out
         self._has_low_rank = False  # that program
@@ -114,12 +116,16 @@ class UnsentGradients:
 
     def load(self, values: Mapping[str, torch.Tensor], factors: KeptFactors) -> None:
         """Replaces what is kept by what `values` gave, for variables of the same shapes and dtypes; others have nothing then."""
+        self._replace(values, factors)
+        self.num_loads += 1
+
+    def _replace(self, values: Mapping[str, torch.Tensor], factors: KeptFactors) -> None:
         self.factors = factors
         self._unsent, self._program = _Unsent(aside={name: own.to(self._device) for name, own in values.items()}), None
 
     def forget(self) -> None:
         """Called on all workers when some have made a step and others not: they go on with nothing kept, from a checkpoint."""
-        self.load({}, KeptFactors())
+        self._replace({}, KeptFactors())
 
     def _of_variables(self) -> dict[str, torch.Tensor]:
         found = dict(self._unsent.aside)

@@ -344,7 +344,9 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     with mirrorc.compile(
         model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **options
     ) as step:
-        if "unsent" in given:  # of an earlier run's workers
+        if "unsent" in given and step.rank in given.get(
+            "loads_unsent", range(step.num_workers)
+        ):  # of an earlier run's workers
             step.load_unsent_states(
                 [
                     {"rank": other, "num_workers": len(given["unsent"]), "unsent": shaped(model, own)}

@@ -101,6 +101,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What came of each case in each process."""
     cases = {name: run(case) for name, case in (CASES | {"goes on": GOES_ON, "many": MANY}).items()}
     cases["leaves"] = run(LEAVES, "join")
+    cases["one loads"] = run({**GOES_ON, "loads_unsent": [0]})
     return LazyOutcomes(tmp_path_factory.mktemp, cases, cases.keys() - set(SLOW), limit_seconds=250)
 
 
@@ -218,6 +219,11 @@ def test_a_failed_step_leaves_all_as_it_was(found: Mapping[str, Any]) -> None:
     for own in found["recovers"][:2]:
         assert [isinstance(loss, float) for loss in own["losses"]] == [True, True, False, True]
         assert "the disk is full" in own["losses"][2]
+
+
+def test_workers_of_which_one_has_loaded_no_state_are_refused_by_all(found: Mapping[str, Any]) -> None:
+    for own in found["one loads"][:2]:
+        assert "CommunicationError" in own["losses"][0] and "calls of step.load_unsent_states()" in own["losses"][0]
 
 
 def test_a_worker_that_has_left_sends_what_it_had_not(found: Mapping[str, Any]) -> None:
