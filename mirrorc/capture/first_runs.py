@@ -26,6 +26,15 @@ from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import is_users_file
 
+_OF_REENTRANT = (
+    "give torch.utils.checkpoint use_reentrant=False, which computes the same; a Hugging Face model takes "
+    "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+)
+_OF_DATA = (
+    "give the batch, and each part of it, the shapes and values that model and loss take: plain PyTorch, by which this model is "
+    "run, raises this on the data of one shard"
+)
+
 
 @dataclass(frozen=True)
 class FirstRuns:
@@ -217,11 +226,8 @@ def _explained(what: str) -> Iterator[None]:
             f' at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: "{frames[-1].line}"' if frames else ""
         )
         kind = LoneExampleError if "more than 1 value per channel" in str(error) else CaptureError
-        raise kind(
-            f"cannot capture {what}{where}: {type(error).__name__}: {error}. Remedy: give the batch, and each part of it, the "
-            "shapes and values that model and loss take: plain PyTorch, by which this model is run, raises this on the data of "
-            "one shard."
-        ) from error
+        remedy = _OF_REENTRANT if "use_reentrant=True" in str(error) else _OF_DATA
+        raise kind(f"cannot capture {what}{where}: {type(error).__name__}: {error}. Remedy: {remedy}.") from error
 
 
 def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, what: str) -> tuple[Note, ...]:
