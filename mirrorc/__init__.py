@@ -20,6 +20,7 @@ from mirrorc.errors import (
 )
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import World
+from mirrorc.joins import join
 from mirrorc.loss_check.check import LossCheck, check_loss
 from mirrorc.pipeline.placement import Placed, after, before
 from mirrorc.power_sgd import PowerSGD
@@ -54,6 +55,7 @@ __all__ = [
     "check_loss",
     "cluster",
     "compile",
+    "join",
     "num_replicas",
     "packing",
     "replica_id",

@@ -13,7 +13,7 @@ from mirrorc.options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.copies import checksums_of, updated_as_a_whole
-from mirrorc.runtime.workers.header import BESIDES, Header, digest, kind_of
+from mirrorc.runtime.workers.header import BESIDES, TURN, Header, digest, kind_of
 from mirrorc.runtime.workers.meetings import Details
 from mirrorc.runtime.workers.team import Team
 from mirrorc.taken_values import TakenValues
@@ -126,6 +126,20 @@ class Announcements:
             kind=BESIDES,
         )
         return own, {**self._details(facts), "kind": lambda: facts.said}
+
+    def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
+        """Before a call of one of several steps of a block, of which this one is the first.
+
+        Args:
+            number: of the step, in the block.
+            has_left: whether this worker makes no calls of its own any more, and so says nothing of it.
+        """
+        num_examples = 0 if has_left else 1  # a call without any would be refused
+        own = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
+        return own, {
+            "kind": lambda: {"the call": "one of a step inside of mirrorc.join() of several"},
+            "turn": lambda: {"the step": f"number {number} of those that mirrorc.join() was given, counted from 0"},
+        }
 
     def _details(self, facts: Facts) -> dict[str, Details]:
         return {

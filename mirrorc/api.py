@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from mirrorc.activation_memory import checked_activation_memory
 from mirrorc.all_reduce_choice import checked_all_reduce
 from mirrorc.bucket_options import check_bucket_sizes, checked_packing, with_default_cap
 from mirrorc.capture.ladder import ladder_named
-from mirrorc.capture.model_state import ModelState, check_model
+from mirrorc.capture.model_check import check_model
+from mirrorc.capture.model_state import ModelState
 from mirrorc.clipping import ClipNorms, clipping
-from mirrorc.cluster import Cluster, find_place, join
 from mirrorc.communication_options import CommunicationOptions, with_communication_options
 from mirrorc.compression import check_compression
 from mirrorc.dynamic_sizes import check_dynamic
 from mirrorc.ir.links import check_link
 from mirrorc.ir.workers import World
+from mirrorc.joint_compilation import JointCompilation
 from mirrorc.microbatches import checked_microbatches
 from mirrorc.mixed_precision import checked_autocast, checked_scaler
 from mirrorc.next_step import check_overlap
@@ -43,7 +45,6 @@ from mirrorc.option_kinds import (
 from mirrorc.options import (
     StepOptions,
     check_cuda_graphs,
-    check_early_update,
     check_exchange,
     check_finite_option,
     check_loss_function,
@@ -53,6 +54,7 @@ from mirrorc.options import (
     wait_seconds,
     why_replicas_are_not_compared,
 )
+from mirrorc.own_pipelines import check_beside_pipeline, check_whole
 from mirrorc.packing import GradientOrder, Packing
 from mirrorc.passes import AllReduceAlgorithm, PlanBuckets, default_pipeline, told_of_sharing
 from mirrorc.pipeline.placement import Placed, check_pass_names, in_exact_order, select_passes
@@ -112,7 +114,7 @@ def compile(
     compression: Compression | TopK | PowerSGD | None = None,
     shard_optimizer: bool = False,
     overlap_next_step: bool = False,
-    placement: PlacementName | Mapping[str, str] = "auto",
+    placement: PlacementName | Mapping[str, str | torch.device] = "auto",
     dynamic: bool | None = False,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
@@ -130,7 +132,8 @@ def compile(
         dump: a directory for one file per pass, its diff and an index; also the environment variable MIRRORC_DUMP.
         print_after: names of passes after which the program is printed, on standard error.
         print_after_all: print it after each pass.
-        passes: a pipeline of your own, instead of `mirrorc.passes.default_pipeline`.
+        passes: a pipeline of your own, instead of `mirrorc.passes.default_pipeline`. What its passes have options for, such as
+            bucket sizes and the link, is given to them, and refused here.
         add_passes: passes of your own, each placed by `mirrorc.before` or `mirrorc.after` a pass of the pipeline.
         disable_passes: names of passes to leave out.
         bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults; but over several
@@ -203,7 +206,8 @@ def compile(
         exchange: how several workers, or devices that do not share parameters, send gradients to each other: "dense" for the sum
             of each whole bucket; "factors" for the factors of all gradients that have some (the two matrices of a linear layer's
             product, rows and indices of a table), from which each makes the sum, or its part of it; "auto" for what takes least
-            time at the first call, or between devices for what moves fewer bytes, for each gradient.
+            time at the first call, or between devices for what moves fewer bytes, for each gradient. Where nothing is sent, a
+            remark says that it has no effect.
         early_update: over several workers, update each bucket as soon as its own sum is there, while others are in flight. If a
             connection is lost meanwhile, parameters are left between two steps, and nothing uses them until model and optimizer
             are restored. False commits when all sums are there, so that a failure leaves those before or after the step.
@@ -225,7 +229,8 @@ def compile(
             where that is possible, else the second. "central" leaves all sums, updates and the optimizer's state to the first
             device, and "least-loaded" deals parameters out to devices by their bytes, the largest first: each is summed up
             and updated on the device that owns it, and all others write a copy, once a step. A dict names owners,
-            ``{"embedding.weight": "cpu:0"}``, with a rule ("central", "least-loaded", "cached" or a device) for all others
+            ``{"embedding.weight": "cpu:0"}``, a device's name or a `torch.device`, with a rule ("central", "least-loaded",
+            "cached" or a device) for all others
             under ``"*"``. "cached" deals out large parameters alone, and leaves small ones to the first device. Numbers are
             the same but for the last bits, where the order of additions or the cuts of compiled regions differ.
         dynamic: False to compile each new size of an argument. None for symbols in place of sizes that change: where a call
@@ -234,133 +239,120 @@ def compile(
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
-        CommunicationError: a worker does not come, or does not compile the same step; all that are there raise it.
+        PassError: what `passes`, `add_passes` and `disable_passes` give is no pipeline of a whole step; says why, and the remedy.
+        CommunicationError: a worker does not come, does not compile the same step, or raises any other error; all that are there
+            raise it.
     """
     asked = dict(locals())  # the arguments
-    check_kinds(asked)
-    asked = with_communication_options(asked, compile)
-    bucket_cap_mb, first_bucket_mb, link = asked["bucket_cap_mb"], asked["first_bucket_mb"], asked["link"]
-    timeout_seconds = asked["timeout_seconds"]
-    check_loss_function(loss_fn)
-    longest_wait = wait_seconds(timeout_seconds)
-    chosen_backend, ladder = backend_named(backend), ladder_named(capture)
-    check_bucket_sizes(bucket_cap_mb, first_bucket_mb, passes, disable_passes)
-    planned = checked_packing(asked)
-    check_early_update(early_update, passes)
-    dump_to = dump_directory(dump)
-    program_workers = workers_of(world, rank)
-    parsed = worker_devices(program_workers, devices)
-    cluster = _joined(workers, process_group, longest_wait) if world is None else None
-    if cluster is not None:
-        program_workers = joined_workers(cluster, parsed, longest_wait)
-    check_world(program_workers, parsed, asked)
-    program_workers = sharding(program_workers, parsed, asked)
-    check_overlap(program_workers, parsed, asked)
-    check_compression(program_workers, parsed, asked)
-    check_link(link, parsed)
-    algorithm = checked_all_reduce(program_workers, parsed, asked)
-    check_cuda_graphs(cuda_graphs, parsed)
-    check_model(model)
-    is_measured = bucket_cap_mb == "auto"
-    objection = chosen_backend.objection(parsed[0].torch_device)
-    if objection:
-        warnings.warn(f"{objection}: backend='eager' is used instead of {backend!r}", stacklevel=2)
-        chosen_backend = backend_named("eager")
-    preferred: dict[str, Any] = {**chosen_backend.preferences(parsed[0].torch_device)}
-    model_state = ModelState(model, loss_fn)
-    model_state.check_memory()
-    optimizers = check_optimizers(optimizer, model_state.parameters)
-    used_scaler = checked_scaler(scaler, asked, model_state.parameters)
-    casts_to = checked_autocast(autocast, parsed)
-    parts = checked_microbatches(microbatches, passes, disable_passes)
-    most_activations = checked_activation_memory(asked)
-    if most_activations is not None:  # memory that is reserved would be taken beside them
-        preferred["reserves_memory"] = False
-    bounds = clipping(clip_grad_norm, clip_grad_value, optimizers, passes, disable_passes)
-    placed = placing(model_state, program_workers, parsed, asked)
-    base = passes
-    if base is None:
-        base = default_pipeline(
-            **with_default_cap(planned, program_workers, parsed, asked),
-            link=link,
-            all_reduce=algorithm,
-            microbatches=parts,
-            chooses_checkpoints=most_activations is not None,
-            **bounds,
-            scales_loss=used_scaler is not None,
-            fused_groups=optimizers.fused(parsed[0].torch_device.type),
-            check_finite=check_finite,
-            over_workers=program_workers.are_several,
-            early_update=early_update,
-            compression=compression,
-            overlap_next_step=overlap_next_step,
-            shard_optimizer=shard_optimizer,
-            **{**placed, **preferred},
-        )
-    pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
-    check_finite_option(check_finite, passes, disable_passes, pipeline, cuda_graphs)
-    every = check_replicas_option(check_replicas_every)
-    is_within_process = every and not program_workers.are_several
-    why = why_replicas_are_not_compared(parsed, pipeline) if is_within_process else ""
-    remarks = [why] if why else []
-    if exact_order:
-        pipeline, remark = in_exact_order(pipeline)
-        remarks += [remark] if remark else []
-    check_exchange(exchange, program_workers, parsed, pipeline)
-    check_pass_names("print_after", print_after, pipeline)
-    chosen = StepOptions(
-        model=model,
-        optimizers=optimizers,
-        loss_fn=loss_fn,
-        loss_reduction=loss_reduction,
-        backend=chosen_backend,
-        ladder=ladder,
-        devices=parsed,
-        pipeline=pipeline,
-        to_measure=next(p for p in base if isinstance(p, PlanBuckets)) if is_measured else None,
-        dump=dump_to,
-        print_after=tuple(print_after),
-        print_after_all=print_after_all,
-        timeout_seconds=longest_wait,
-        record=record,
-        cuda_graphs=cuda_graphs,
-        return_outputs=return_outputs,
-        microbatches=parts,
-        activation_memory=most_activations,
-        progress=progress,
-        scaler=used_scaler,
-        autocast=casts_to,
-        check_replicas_every=every,
-        program_workers=program_workers,
-        cluster=cluster,
-        exchange=exchange,
-        overlap_next_step=overlap_next_step and program_workers.are_several,
-        dynamic=dynamic,
-        remarks=tuple(remarks),
-    )
-    check_dynamic(chosen)
-    step = Step(chosen, model_state)
-    if example_inputs is not None:
-        args, kwargs = example_call(example_inputs)
-        step.prepare(*args, **kwargs)
-    return step
-
-
-def _joined(workers: Workers, process_group: Any, timeout_seconds: float) -> Cluster | None:
-    """The workers that this process trains with, when all have come; None if it trains alone.
-
-    Raises:
-        TypeError, ValueError: what describes the workers is wrong; or a group is given to a process that is to train alone.
-        CommunicationError: see `mirrorc.cluster.join`.
-    """
-    if workers is None:
-        if process_group is not None:
-            raise ValueError(
-                "process_group= names workers, and workers=None trains without others: leave out one of them"
+    with JointCompilation(asked) as joint:
+        check_kinds(asked)
+        check_beside_pipeline(asked, compile)
+        asked = with_communication_options(asked, compile)
+        bucket_cap_mb, first_bucket_mb, link = asked["bucket_cap_mb"], asked["first_bucket_mb"], asked["link"]
+        timeout_seconds = asked["timeout_seconds"]
+        check_loss_function(loss_fn)
+        longest_wait = wait_seconds(timeout_seconds)
+        chosen_backend, ladder = backend_named(backend), ladder_named(capture)
+        check_bucket_sizes(bucket_cap_mb, first_bucket_mb, disable_passes)
+        planned = checked_packing(asked)
+        dump_to = dump_directory(dump)
+        program_workers = workers_of(world, rank)
+        parsed = worker_devices(program_workers, devices)
+        if joint.round is not None:
+            program_workers = joined_workers(joint.round, parsed, longest_wait)
+        check_world(program_workers, parsed, asked)
+        program_workers = sharding(program_workers, parsed, asked)
+        check_overlap(program_workers, parsed, asked)
+        check_compression(program_workers, parsed, asked)
+        check_link(link, parsed)
+        algorithm = checked_all_reduce(program_workers, parsed, asked)
+        check_cuda_graphs(cuda_graphs, parsed)
+        check_model(model)
+        is_measured = bucket_cap_mb == "auto"
+        objection = chosen_backend.objection(parsed[0].torch_device)
+        if objection:
+            warnings.warn(f"{objection}: backend='eager' is used instead of {backend!r}", stacklevel=2)
+            chosen_backend = backend_named("eager")
+        preferred: dict[str, Any] = {**chosen_backend.preferences(parsed[0].torch_device)}
+        model_state = ModelState(model, loss_fn)
+        model_state.check_memory()
+        optimizers = check_optimizers(optimizer, model_state.parameters)
+        used_scaler = checked_scaler(scaler, asked, model_state.parameters)
+        casts_to = checked_autocast(autocast, parsed)
+        parts = checked_microbatches(microbatches, passes, disable_passes)
+        most_activations = checked_activation_memory(asked)
+        if most_activations is not None:  # memory that is reserved would be taken beside them
+            preferred["reserves_memory"] = False
+        bounds = clipping(clip_grad_norm, clip_grad_value, optimizers, passes, disable_passes)
+        placed = placing(model_state, program_workers, parsed, asked)
+        base = passes
+        if base is None:
+            base = default_pipeline(
+                **with_default_cap(planned, program_workers, parsed, asked),
+                link=link,
+                all_reduce=algorithm,
+                microbatches=parts,
+                chooses_checkpoints=most_activations is not None,
+                **bounds,
+                scales_loss=used_scaler is not None,
+                fused_groups=optimizers.fused(parsed[0].torch_device.type),
+                check_finite=check_finite,
+                over_workers=program_workers.are_several,
+                early_update=early_update,
+                compression=compression,
+                overlap_next_step=overlap_next_step,
+                shard_optimizer=shard_optimizer,
+                **{**placed, **preferred},
             )
-        return None
-    try:
-        place = find_place(process_group)
-    except ValueError as error:
-        raise ValueError(f"{error}; or give workers=None, to train in this process alone") from None
-    return join(process_group, timeout_seconds=timeout_seconds) if place.num_workers > 1 else None
+        pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
+        check_finite_option(check_finite, passes, disable_passes, pipeline, cuda_graphs)
+        every = check_replicas_option(check_replicas_every)
+        is_within_process = every and not program_workers.are_several
+        why = why_replicas_are_not_compared(parsed, pipeline) if is_within_process else ""
+        remarks = [why] if why else []
+        if exact_order:
+            pipeline, remark = in_exact_order(pipeline)
+            remarks += [remark] if remark else []
+        check_whole(pipeline, program_workers, parsed, asked)
+        check_exchange(exchange, program_workers, parsed, pipeline, link)
+        check_pass_names("print_after", print_after, pipeline)
+        chosen = StepOptions(
+            model=model,
+            optimizers=optimizers,
+            loss_fn=loss_fn,
+            loss_reduction=loss_reduction,
+            backend=chosen_backend,
+            ladder=ladder,
+            devices=parsed,
+            pipeline=pipeline,
+            to_measure=next(p for p in base if isinstance(p, PlanBuckets)) if is_measured else None,
+            dump=dump_to,
+            print_after=tuple(print_after),
+            print_after_all=print_after_all,
+            timeout_seconds=longest_wait,
+            record=record,
+            cuda_graphs=cuda_graphs,
+            return_outputs=return_outputs,
+            microbatches=parts,
+            activation_memory=most_activations,
+            progress=progress,
+            scaler=used_scaler,
+            autocast=casts_to,
+            check_replicas_every=every,
+            program_workers=program_workers,
+            cluster=joint.cluster,
+            compilation=joint.round,
+            exchange=exchange,
+            overlap_next_step=overlap_next_step and program_workers.are_several,
+            dynamic=dynamic,
+            remarks=tuple(remarks),
+        )
+        check_dynamic(chosen)
+        example = None if example_inputs is None else example_call(example_inputs)
+        step = Step(chosen, model_state)
+        if example is not None:
+            with ExitStack() as closing:
+                closing.push(step)  # nobody has a step that could not be prepared
+                step.prepare(*example[0], **example[1])
+                closing.pop_all()
+        return step

@@ -10,7 +10,7 @@ from mirrorc.ir.workers import Workers
 from mirrorc.packing import CAP_BETWEEN_HOSTS_MB, ByBytes, check_order, plan_of
 
 
-def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, passes: Any, disable_passes: Sequence[str]) -> None:
+def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, disable_passes: Sequence[str]) -> None:
     """Refuses "auto" as a bucket size where it cannot choose.
 
     Raises:
@@ -18,11 +18,6 @@ def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, passes: Any, di
     """
     if bucket_cap_mb != "auto":
         return
-    if passes is not None:
-        raise ValueError(
-            "bucket_cap_mb='auto' has no part in a pipeline given with passes=: give PlanBuckets its numbers there, or use "
-            "add_passes and disable_passes in place of passes"
-        )
     if "plan-buckets" in disable_passes:
         raise ValueError(
             "bucket_cap_mb='auto' chooses for the pass 'plan-buckets', which disable_passes leaves out: leave out one of them"
@@ -54,10 +49,6 @@ def checked_packing(asked: Mapping[str, Any]) -> dict[str, Any]:
                 "cap_mb, first_mb): give one of both"
             )
     for option in given:
-        if asked["passes"] is not None:
-            raise ValueError(
-                f"{option}= has no part in a pipeline given with passes=: give mirrorc.passes.PlanBuckets its {option} there"
-            )
         if "plan-buckets" in asked["disable_passes"]:
             raise ValueError(
                 f"{option}= is for the pass 'plan-buckets', which disable_passes leaves out: leave out one of them"

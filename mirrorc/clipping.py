@@ -14,6 +14,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.optimizer_groups import OptimizerGroups
+from mirrorc.pipeline.protocol import Pass
 from mirrorc.printing.wording import counted
 
 
@@ -89,6 +90,22 @@ def clipping(
     elif (bound := _bound(clip_grad_norm)) is not None:
         given |= {"max_grad_norm": float(bound.max_norm), "grad_norm_type": float(bound.norm_type)}
     return given
+
+
+def check_bounds_of_groups(pipeline: Sequence[Pass], groups: OptimizerGroups) -> None:
+    """Refuses bounds of groups that are not those which the optimizers have now.
+
+    Raises:
+        ValueError: a group was added or removed since the step was made.
+    """
+    given = next((getattr(one, "max_norm", None) for one in pipeline if one.name == "clip-gradients"), None)
+    if isinstance(given, tuple) and len(given) != len(groups):
+        who = "optimizers have" if len(groups.optimizers) > 1 else "optimizer has"
+        raise ValueError(
+            f"clip_grad_norm has {counted(len(given), 'bound')}, one for each group, but the {who} "
+            f"{counted(len(groups), 'group')} now: close this step and compile one with a bound, or None, for each group, or "
+            "with one number for all gradients together"
+        )
 
 
 def _bound(value: Any) -> ClipGradNorm | None:

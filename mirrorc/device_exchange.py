@@ -11,7 +11,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.links import Link, best_link, carrier_of, link_named, why_memory_is_not_shared
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.options import StepOptions
-from mirrorc.passes import FactorGradients, UpdateAtOwner
+from mirrorc.passes import FactorGradients, ShareParameters, UpdateAtOwner
 from mirrorc.printing.values import size_text
 
 
@@ -38,21 +38,23 @@ def with_gathered(program: Program, options: StepOptions) -> Program:
     gradient is gathered as factors where that moves fewer bytes.
     """
     factoring = next((one for one in options.pipeline if isinstance(one, FactorGradients)), None)
-    is_for_one = program.num_replicas == 1 or program.workers.are_several
-    if factoring is None or is_for_one or not program.trains or program.accumulation is not Accumulation.NONE:
+    if program.workers.are_several or not program.trains or program.accumulation is not Accumulation.NONE:
         return program
-    is_shared = not why_memory_is_not_shared(program.devices) and factoring.parameters_are_shared is not False
+    if why := _why_nothing_is_sent(program, options, factoring):
+        asks = options.exchange != "auto"
+        return program.with_remarks(_no_effect(options, why)) if asks else program
+    why = _why_all_is_whole(program, options, factoring)
+    if why or factoring is None or options.exchange == "dense":
+        return _told(program, options, why)
+    if options.exchange == "auto" and factoring.all_reduce is not None:
+        return program
     link = factoring.link or best_link(program.devices)[0]
-    has_owners = any(isinstance(one, UpdateAtOwner) for one in options.pipeline)
-    is_sent_whole = options.exchange == "dense" or (options.exchange == "auto" and factoring.all_reduce is not None)
-    if is_shared or has_owners or is_sent_whole or options.cuda_graphs or not _is_carried(link):
-        return program
     fewest = factoring.min_elements if options.exchange == "auto" else 1
     found = list(_gatherable(program, link, fewest))
     is_asked = options.exchange == "factors"
     chosen = [one for one in found if is_asked or one.factor_bytes < one.whole_bytes]
     if not found:
-        return program
+        return _told(program, options, "no gradient is a product, or rows of a table, that they could gather")
     why = "asked for" if is_asked else "chosen by bytes alone"
     told = [
         f"{one.variable} {'as factors' if one in chosen else 'whole'} ({size_text(one.factor_bytes)} against "
@@ -63,6 +65,44 @@ def with_gathered(program: Program, options: StepOptions) -> Program:
         f"how devices send gradients ({why}; as factors against whole, to each device): {', '.join(told)}; others whole"
     )
     return program.evolve(gathered=tuple(one.variable for one in chosen)).with_remarks(remark)
+
+
+def _why_nothing_is_sent(program: Program, options: StepOptions, factoring: FactorGradients | None) -> str:
+    """Why no device sends a gradient to another one; an empty text if devices do."""
+    if program.num_replicas == 1:
+        return "one device sends no gradient"
+    is_shared = any(isinstance(one, ShareParameters) for one in options.pipeline)
+    if factoring is not None and factoring.parameters_are_shared is not None:
+        is_shared = factoring.parameters_are_shared
+    if is_shared and not why_memory_is_not_shared(program.devices):
+        return "devices share their parameters, and read gradients in the memory that they share, so nothing is sent"
+    return ""
+
+
+def _why_all_is_whole(program: Program, options: StepOptions, factoring: FactorGradients | None) -> str:
+    """Why devices cannot send factors; an empty text if they can."""
+    if any(isinstance(one, UpdateAtOwner) for one in options.pipeline):
+        return "each gradient is added up whole, by the device that owns its variable"
+    if factoring is None:
+        return "the pass 'factor-gradients' is not in the pipeline"
+    link = factoring.link or best_link(program.devices)[0]
+    if not _is_carried(link):
+        return f"the link {link} gathers no factors"
+    return "a CUDA graph sends whole gradients" if options.cuda_graphs else ""
+
+
+def _told(program: Program, options: StepOptions, why: str) -> Program:
+    """A program of which all is sent whole but rows of tables, with a remark if the user has asked for something else."""
+    rows = [name for name, one in program.variables.items() if one.update is not None and one.update.takes_rows]
+    if options.exchange == "factors" and not rows:
+        return program.with_remarks(_no_effect(options, why))
+    if options.exchange == "dense" and rows:
+        return program.with_remarks(_no_effect(options, f"devices gather rows of {', '.join(rows)} for the optimizer"))
+    return program
+
+
+def _no_effect(options: StepOptions, why: str) -> str:
+    return f"exchange={options.exchange!r} has no effect: {why}"
 
 
 def _is_carried(link: str) -> bool:

@@ -7,10 +7,8 @@ from mirrorc.options import StepOptions
 
 def why_sizes_are_numbers(options: StepOptions) -> str:
     """Why the sizes of arguments cannot be symbols in the programs of a step; empty if they can."""
-    if options.program_workers.are_several:
-        return "several workers agree on the sizes of what they exchange"
-    if options.microbatches > 1:
-        return "microbatches are parts of a shard of known size"
+    if options.program_workers.are_several and options.exchange != "dense" and not sends_whole(options):
+        return "workers may send each other factors of gradients, of which they know how many there are"
     if options.activation_memory is not None:
         return "activation_memory bounds what a step of known size takes"
     if options.cuda_graphs:
@@ -22,6 +20,11 @@ def why_sizes_are_numbers(options: StepOptions) -> str:
     if options.ladder.names[0] == "trace":
         return "capture='trace' runs Python once for each size"
     return ""
+
+
+def sends_whole(options: StepOptions) -> bool:
+    """Whether workers send gradients whole where they could choose, as programs with symbols do not know numbers of factors."""
+    return options.program_workers.are_several and options.exchange == "auto" and options.dynamic is not False
 
 
 def check_dynamic(options: StepOptions) -> None:

@@ -1,4 +1,5 @@
-"""Chooses how workers send each gradient: the sum of a worker whole, or the factors from which every worker makes the sum.
+"""Chooses how workers send each gradient: the sum of a worker whole, or the factors from which every worker makes the sum; and
+how they multiply factors of sums of low rank.
 
 It is long, as what is chosen, by which figures, and what is said of it stand together.
 """
@@ -14,9 +15,10 @@ import torch
 
 from mirrorc.analysis.aliases import ViewedVariables
 from mirrorc.analysis.sent_factors import fake_rows, sendable, sent_factors
-from mirrorc.exchange_costs import Candidate, Figures, chosen
+from mirrorc.dynamic_sizes import sends_whole
+from mirrorc.exchange_costs import Candidate, Figures, chosen, why_bits_differ
 from mirrorc.ir import ops
-from mirrorc.ir.links import carries_between_workers
+from mirrorc.ir.links import carries_between_workers, why_no_factors_for_workers
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.options import StepOptions
 from mirrorc.passes import CompressExchange, FactorGradients, SendLargest, SendLowRank
@@ -24,6 +26,11 @@ from mirrorc.passes.compress_exchange import NARROW
 from mirrorc.runtime.devices.machine import product_facts, seconds_per_multiplication
 from mirrorc.runtime.workers.team import Team
 from mirrorc.torch_internals import size_now
+
+_WHOLE_FOR_SYMBOLS = (
+    "workers send gradients whole, none as factors, because sizes of arguments may become symbols: how many factors there are is "
+    "part of a program; dynamic=False, or exchange='factors', makes a program for each size and sends factors"
+)
 
 
 class ExchangeChoice:
@@ -48,6 +55,7 @@ class ExchangeChoice:
         self._found: Sequence[Candidate] | None = None  # at the first capture
         self._names: tuple[str, ...] = ()
         self._remark = ""
+        self._why_unlike = ""  # why a product may have other bits on other workers
         self._is_held = False
         self._told: Figures | None = None
         self._loaded: tuple[str, ...] | None = None
@@ -86,11 +94,12 @@ class ExchangeChoice:
             return self._taken_as_rows(program) == program.workers.sent_as_factors
         if not self._is_held and self._is_in_call and self._found is not None:
             self._choose(self._found)
-        return program.workers.sent_as_factors == self._names_for(program)
+        own = program.workers
+        return (own.sent_as_factors, own.multiply_alike) == (self._names_for(program), self._multiply_alike)
 
     def _concerns(self, program: Program) -> bool:
         """Whether it is for a training call, in the first of which all workers tell each other what they have."""
-        return self._may_send_factors and program.trains
+        return (self._may_send_factors or self._multiplies) and program.trains
 
     def _names_for(self, program: Program) -> tuple[str, ...]:
         """The variables whose gradients a program sends as factors; gradients that are accumulated are whole."""
@@ -123,11 +132,24 @@ class ExchangeChoice:
         return self._options.program_workers.are_several and self._factoring is not None
 
     @property
+    def _multiplies(self) -> bool:
+        """Whether all workers multiply factors of sums of low rank."""
+        are_several = self._options.program_workers.are_several
+        return are_several and any(isinstance(one, SendLowRank) for one in self._options.pipeline)
+
+    @property
+    def _multiply_alike(self) -> bool:
+        return self._multiplies and not self._why_unlike
+
+    @property
     def _factoring(self) -> FactorGradients | None:
         """The pass that leaves gradients as factors, if anything may be sent so."""
-        if self._options.exchange == "dense" or not carries_between_workers(self._options.devices, ops.gather_factors):
+        if self._options.exchange == "dense" or sends_whole(self._options):
             return None
-        return next((one for one in self._options.pipeline if isinstance(one, FactorGradients)), None)
+        found = next((one for one in self._options.pipeline if isinstance(one, FactorGradients)), None)
+        if found is None or why_no_factors_for_workers(found.link, self._options.devices):
+            return None
+        return found
 
     def put_into(self, program: Program) -> Program:
         """Notes in a captured program of a training step which gradients are sent as factors, and adds a remark.
@@ -135,15 +157,29 @@ class ExchangeChoice:
         Raises:
             CommunicationError: factors are asked for, and the workers would make different gradients of them; on all workers.
         """
+        if sends_whole(self._options) and program.trains and program.accumulation is Accumulation.NONE:
+            program = program.with_remarks(_WHOLE_FOR_SYMBOLS)
         if not self._concerns(program):
             rows = self._taken_as_rows(program)
             return program.evolve(workers=replace(program.workers, sent_as_factors=rows)) if rows else program
         if not self._is_held:
-            self._found = list(self._candidates(program))
+            self._found = list(self._candidates(program)) if self._may_send_factors else []
             self._choose(self._found)
-        workers = replace(program.workers, sent_as_factors=self._names_for(program))
-        says = self._remark and program.accumulation is Accumulation.NONE
-        return program.evolve(workers=workers).with_remarks(*([self._remark] if says else []))
+        workers = replace(
+            program.workers, sent_as_factors=self._names_for(program), multiply_alike=self._multiply_alike
+        )
+        told = [one for one in (self._remark, self._said_of_products()) if one]
+        return program.evolve(workers=workers).with_remarks(
+            *(told if program.accumulation is Accumulation.NONE else ())
+        )
+
+    def _said_of_products(self) -> str:
+        """A remark on who makes sums of low rank; empty if there are none."""
+        if not self._multiplies:
+            return ""
+        if self._why_unlike:
+            return f"sums of low rank are made element by element: {self._why_unlike}, and bits of a product may depend on it"
+        return "sums of low rank are products of the library, which has the same bits on all workers: their machines are alike"
 
     def _choose(self, found: Sequence[Candidate]) -> None:
         """Chooses by the figures of all workers, or as if all had this one's where they cannot be asked, and keeps the former."""
@@ -158,6 +194,7 @@ class ExchangeChoice:
             ]
         with self.team.words.raising_alike() if self.team is not None else nullcontext():
             self._names, self._remark = chosen(found, everyone, workers, self._options.exchange)
+        self._why_unlike = why_bits_differ(everyone, workers.devices_per_worker)
         if self._remark and not is_asked:
             self._remark += "; taken as if all workers had as many examples as this one"
         self._is_held = self.team is None or is_asked

@@ -69,7 +69,7 @@ def chosen(
     if not found:
         return (), ""
     is_dealt = workers.shards_optimizer
-    if not is_dealt and (why_not := _why_bits_differ(everyone, workers.devices_per_worker)):
+    if not is_dealt and (why_not := why_bits_differ(everyone, workers.devices_per_worker)):
         if exchange == "factors":
             raise CommunicationError(
                 f"exchange='factors' cannot be used by these workers: {why_not}, so that each would make other bits of one "
@@ -89,7 +89,7 @@ def chosen(
     return tuple(one.variable for one in as_factors), _remark(found, as_factors, everyone, exchange, is_dealt=is_dealt)
 
 
-def _why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
+def why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
     """Why workers would make different bits of the same product; empty if they would not."""
     other = next((rank for rank, number in enumerate(devices_per_worker) if number != devices_per_worker[0]), None)
     if other is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mirrorc.errors import ExecutionError
+from mirrorc.runtime.devices.thread_pool import is_thread_of_device
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.state.callers import Callers
 
@@ -55,11 +56,7 @@ class ExclusiveCalls:
         try:
             running = callers.setdefault("now", own)
             if running is not own:
-                which = "the step" if running[1] is self else "another step over the same parameters"
-                raise ExecutionError(
-                    f"{which} is running in another thread: one step changes all parameters, so steps run one after the other; "
-                    "call it from one thread, or guard it with a lock"
-                )
+                raise ExecutionError(self._why_not(running))
             self.check_open()
             guard.begin()
             return function()
@@ -71,6 +68,19 @@ class ExclusiveCalls:
                     end_threads()
                     self._has_ended.set()
                 guard.end()
+
+    def _why_not(self, running: tuple[int, object]) -> str:
+        """Why no call may begin beside the one that runs."""
+        which = "the step" if running[1] is self else "another step over the same parameters"
+        if is_thread_of_device() or running[0] == threading.get_ident():
+            return (
+                f"{which} is running, and calls this one, in a hook or a method of the optimizer perhaps, where parameters are "
+                "between two steps: call step, evaluate or accumulate in the loop, when the step has returned"
+            )
+        return (
+            f"{which} is running in another thread: one step changes all parameters, so steps run one after the other; call it "
+            "from one thread, or guard it with a lock"
+        )
 
     @property
     def is_any_running(self) -> bool:

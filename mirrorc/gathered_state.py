@@ -18,7 +18,7 @@ def gather_state(joint: JointCalls, state: StepState) -> None:
         ExecutionError: this worker is inside of `mirrorc.step.Step.join`, where others may have left.
         CommunicationError: another worker makes another call, or has loaded state where others have not.
     """
-    if joint.is_joining:
+    if joint.before_call is not None:
         raise ExecutionError(
             "step.gather_optimizer_state() was called inside of step.join(), where a worker that has left makes no calls of its "
             "own: call it on all workers after the block"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,7 +14,7 @@ from mirrorc.announcements import Announcements
 from mirrorc.capture.model_state import ModelState
 from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.ir.program import Accumulation, Program
-from mirrorc.joint_facts import facts_of_options
+from mirrorc.joint_facts import facts_of_options, written_buffers
 from mirrorc.joint_results import show_buffers, total_loss
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.options import StepOptions
@@ -56,18 +56,19 @@ class JointCalls:
 
     Attributes:
         team: the workers.
-        is_joining: whether this worker is inside of `mirrorc.step.Step.join`.
+        before_call: what the block of `mirrorc.join` does before each call of the step; None if this worker is in none.
         has_left: whether it has left its loop there, and takes part in the calls of the others.
         rows_elsewhere: how many rows the other workers gather in this call where the model asks for those of all; None where
             no program gathers any, or programs do not go together yet.
     """
 
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
-        assert options.cluster is not None, "several workers have joined"
+        assert options.cluster is not None and options.compilation is not None, "several workers have joined"
         self._options, self._state = options, state
         home = options.devices[0].torch_device
-        self.team = Team(options.cluster, options.cluster.new_name(), options.timeout_seconds, home)
-        self.is_joining = self.has_left = False
+        self.team = Team(options.cluster, options.compilation.name, options.timeout_seconds, home)
+        self.before_call: Callable[[], object] | None = None
+        self.has_left = False
         self.rows_elsewhere: RowsElsewhere | None = None
         self._num_told = 0
         self._agreed: Agreement | None = None
@@ -76,7 +77,7 @@ class JointCalls:
         self._announcements = Announcements(options, model, state, self.team, self._taken)
         try:
             facts = facts_of_options(options, model)
-            options.cluster.check_same(
+            options.compilation.check_same(
                 "the arguments of mirrorc.compile", facts, timeout_seconds=options.timeout_seconds
             )
         except BaseException as error:
@@ -90,7 +91,7 @@ class JointCalls:
         self._num_meetings, known, had_parted = 0, self._state.torn, self.team.have_parted
         self._num_told = 0
         try:
-            with self.team.call(lambda: self._state.is_whole, self._torn):
+            with self.team.call(lambda: self._state.is_whole, self._torn, has_left=self.has_left):
                 yield
         finally:
             self._guard_torn(known)
@@ -208,8 +209,15 @@ class JointCalls:
         """
         return self.team.meet(*self._announcements.besides(what, has_changed=has_changed))
 
-    def compare_replicas(self) -> None:
+    def meet_before(self, number: int) -> Agreement:
+        """Meets the others before a call of one of several steps, of which this worker calls that of the number, if any."""
+        return self.team.meet(*self._announcements.of_turn(number, has_left=self.has_left))
+
+    def compare_replicas(self, program: Program) -> None:
         """Compares what all workers have copies of, where the step that begins is due for that.
+
+        Buffers that the program writes are none: each step makes them alike, and an evaluation between two may write one
+        worker's.
 
         Raises:
             CommunicationError: two workers have different copies; all raise it, again until copies are written anew.
@@ -217,13 +225,14 @@ class JointCalls:
         every = self._options.check_replicas_every
         if not every or self._num_steps % every:
             return
-        tensors = self._state.store.tensors
+        own = {variable.name for variable in written_buffers(program)}
+        tensors = {name: tensor for name, tensor in self._state.store.tensors.items() if name not in own}
         facts = checksums_of(tensors)
         if not self._state.optimizers.is_dealt:  # of state that is dealt out there are no copies
             facts |= checksums_of_state(self.optimizers.optimizers, tensors.items())
         remedy = (
-            "Memory has gone bad, or something has written to one copy alone: load a checkpoint of model and optimizer on all "
-            "workers, which writes all copies anew"
+            "Memory has gone bad, or something has written to one copy alone, as step.evaluate() on one worker writes buffers: "
+            "load a checkpoint of model and optimizer on all workers, which writes all copies anew"
         )
         try:
             self.team.words.compare("the copies of variables and optimizer state", facts, remedy)

@@ -95,6 +95,7 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         "check_replicas_every": str(options.check_replicas_every),
         "bucket sizes": "given" if options.to_measure is None else "chosen",
         "exchange": options.exchange,
+        "dynamic": str(options.dynamic),
         "autocast": str(options.autocast),
         "scaler": "none" if options.scaler is None else "one",
         "devices": " ".join(map(str, options.program_workers.devices_per_worker)),

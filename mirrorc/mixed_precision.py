@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mirrorc.ir.devices import Device
+from mirrorc.runtime.state.loss_scale import is_in_use
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -22,7 +23,8 @@ def checked_scaler(scaler: Any, options: Mapping[str, Any], parameters: Mapping[
 
     Raises:
         TypeError: it is no `torch.amp.GradScaler`.
-        ValueError: it contradicts another option, or cannot be used with a parameter; names it and the remedy.
+        ValueError: another step has it, or it contradicts another option, or cannot be used with a parameter; names it and the
+            remedy.
     """
     if scaler is None:
         return None
@@ -30,6 +32,12 @@ def checked_scaler(scaler: Any, options: Mapping[str, Any], parameters: Mapping[
         raise TypeError(f"scaler is {scaler!r}: give a torch.amp.GradScaler, or None")
     if not scaler.is_enabled():
         return None
+    if is_in_use(scaler):
+        raise ValueError(
+            "scaler= is the GradScaler of another step, and each step counts and changes its scale as scaler.update() does, "
+            "which a loop over several optimizers calls once: give each step a GradScaler of its own, close() the other step, or "
+            "train both optimizers in one step, optimizer=[first, second]"
+        )
     if options["check_finite"]:
         raise ValueError(
             f"scaler= skips each step whose gradients are not finite, and check_finite={options['check_finite']!r} says what "

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from numbers import Number
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 
 from mirrorc.ir.variables import UpdateRule, Variable
-from mirrorc.optimizers import check_gradient_of, is_elementwise, is_fused, state_signature
+from mirrorc.optimizers import check_gradient_of, is_elementwise, is_fused, state_signature, writes_rows
 from mirrorc.torch_internals import has_step_hooks, has_torchs_step
 
 
@@ -78,6 +81,12 @@ class OptimizerGroups:
         if len(self.optimizers) > 1 and any(has_step_hooks(o) or not has_torchs_step(o) for o in self.optimizers):
             return (False,) * len(self.optimizers)
         return tuple(is_elementwise(optimizer) for optimizer in self.optimizers)
+
+    def write_rows(self) -> tuple[bool, ...]:
+        """For each group, by its number, whether a step writes of its tables those rows alone that their sparse gradients have.
+        What the user has put into the step of one of several optimizers may write the tables of all."""
+        are_torchs = all(has_torchs_step(o) and not has_step_hooks(o) for o in self.optimizers)
+        return tuple(are_torchs and writes_rows(*self[number]) for number in range(len(self)))
 
     def structure(self) -> tuple[Any, ...]:
         """What a program depends on: which parameters are in which group, and how each optimizer runs."""
@@ -152,6 +161,11 @@ def _check_kind(what: str, optimizer: Any) -> None:
             f"{what} is a {type(optimizer).__name__}: give a torch.optim.Optimizer over model.parameters()"
             f"{', or a list of several' if what == 'optimizer' else ''}"
         )
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise ValueError(
+            f"{type(optimizer).__name__} deals parameters out to processes and exchanges them by itself: give the optimizer that "
+            "it wraps, over model.parameters(), and shard_optimizer=True"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
@@ -182,6 +196,7 @@ def update_rules(
     """
     elementwise = dict(zip(map(id, groups.optimizers), groups.are_elementwise(), strict=True))
     number_of = {id(p): number for number in range(len(groups)) for p in _group(groups, number)["params"]}
+    write_rows = groups.write_rows() if sparse else ()
     classes: dict[int, dict[Any, int]] = {}  # of each group, so that a group's do not follow from the state of others
     rules = {}
     for name in updated:
@@ -194,8 +209,8 @@ def update_rules(
         if is_flat and not may_be_unused:
             known = classes.setdefault(number, {})
             state_class = known.setdefault(state_signature(optimizer.state.get(parameter, {})), len(known))
-        kinds = {"takes_rows": name in sparse, "may_be_unused": may_be_unused}
-        rules[name] = UpdateRule(_label(groups, number), number, state_class, is_flat, **kinds)
+        rows = (name in sparse, name in sparse and write_rows[number])
+        rules[name] = UpdateRule(_label(groups, number), number, state_class, is_flat, *rows, may_be_unused)
     return rules
 
 
@@ -211,8 +226,8 @@ def _label(groups: OptimizerGroups, number: int) -> str:
 def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
     """What each group of the optimizers holds now, for people: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
 
-    Entries that hold nothing (None) or are switched off (False) are left out; tensors of one element are told as numbers, and
-    what is neither a number nor text by its class.
+    Entries that hold nothing (None) or are switched off (False) are left out; tensors of one element are told as numbers,
+    others by their shape and a checksum, and what is neither a number nor text by its class.
     """
     return {
         _label(groups, number): ", ".join(
@@ -225,13 +240,24 @@ def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
 
 
 def _text_of(value: Any) -> str:
-    """A hyperparameter as text that is the same in every run."""
+    """A hyperparameter as text that is the same in every run, and another one for another value of a number or a tensor."""
     if isinstance(value, torch.Tensor):
-        return repr(value.item()) if value.numel() == 1 else f"a tensor {list(value.shape)}"
+        return repr(value.item()) if value.numel() == 1 else _text_of_tensor(value)
     if type(value) in (tuple, list):
         inner = ", ".join(map(_text_of, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
-    return repr(value) if type(value) in (bool, int, float, str) else type(value).__name__
+    if isinstance(value, np.generic):
+        return repr(value.item())
+    return repr(value) if isinstance(value, bool | int | float | str | Number) else type(value).__name__
+
+
+def _text_of_tensor(value: torch.Tensor) -> str:
+    """Its shape, and of what lies in memory element by element, the first digits of a checksum."""
+    what = f"a tensor {list(value.shape)}"
+    if value.layout is not torch.strided or value.is_meta or not value.numel():
+        return what
+    values = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{what} of {hashlib.sha256(values.numpy().tobytes()).hexdigest()[:8]}"
 
 
 def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable]) -> None:

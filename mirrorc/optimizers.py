@@ -23,6 +23,7 @@ _REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # entries of 
 ELEMENTWISE = tuple(_REQUIRED)
 """Optimizers that update each element independently of all others, so that they may run on whole buckets."""
 
+_WRITE_ROWS = (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD)
 _FUSED_ON_CPUS = (torch.float32, torch.float64)
 _FUSED_ON_GPUS = (*_FUSED_ON_CPUS, torch.float16, torch.bfloat16)
 
@@ -96,6 +97,22 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def writes_rows(optimizer: torch.optim.Optimizer, index: int) -> bool:
+    """Whether all that a step writes of a table, given a sparse gradient, are the rows that the gradient has.
+
+    It is so for these classes of torch's, but for SGD with momentum, which writes every row of which there is momentum. What is
+    put into the step, by a hook or in place of it, may write anything.
+
+    Args:
+        optimizer: the user's.
+        index: of the table's group.
+    """
+    kind, momentum = type(optimizer), optimizer.param_groups[index].get("momentum", 0)
+    if kind not in _WRITE_ROWS or not isinstance(momentum, int | float) or momentum != 0:
+        return False
+    return has_torchs_step(optimizer) and not has_step_hooks(optimizer)
 
 
 def check_gradient_of(

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from mirrorc.capture.ladder import Ladder
-from mirrorc.cluster import Cluster
-from mirrorc.ir import ops, workers
+from mirrorc.cluster import Cluster, Round
+from mirrorc.ir import workers
 from mirrorc.ir.devices import Device
-from mirrorc.ir.links import carries_between_workers, why_memory_is_not_shared
+from mirrorc.ir.links import why_memory_is_not_shared, why_no_factors_for_workers
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.option_kinds import Exchange, LossReduction
 from mirrorc.passes import FactorGradients, ShareParameters
@@ -51,6 +51,7 @@ class StepOptions:
     check_replicas_every: int  # 0 for never
     program_workers: workers.Workers  # the joined ones, those of world=, or none besides this process
     cluster: Cluster | None  # the workers that have joined
+    compilation: Round | None  # in which workers compile this step together
     exchange: Exchange  # how workers send gradients
     overlap_next_step: bool  # whether a step of several workers may return with buckets in flight
     dynamic: bool | None  # whether sizes of arguments become symbols; None if they do when they change
@@ -133,14 +134,25 @@ def check_finite_option(
 
 
 def check_exchange(
-    exchange: Exchange, program_workers: workers.Workers, devices: Sequence[Device], pipeline: Sequence[Pass]
+    exchange: Exchange,
+    program_workers: workers.Workers,
+    devices: Sequence[Device],
+    pipeline: Sequence[Pass],
+    link: str | None,
 ) -> None:
     """Refuses to send factors where that cannot be.
 
     Raises:
         ValueError: says why, and the remedy.
     """
-    if exchange != "factors" or not program_workers.are_several:
+    if exchange != "factors":
+        return
+    if not any(isinstance(one, FactorGradients) for one in pipeline):
+        raise ValueError(
+            "exchange='factors' needs the pass 'factor-gradients', which this pipeline leaves out (as exact_order=True does): "
+            "put it in, or give exchange='auto'"
+        )
+    if not program_workers.are_several:
         return
     if not (program_workers.are_alike or program_workers.shards_optimizer):
         raise ValueError(
@@ -148,28 +160,9 @@ def check_exchange(
             "of one product; give all workers the same number, or exchange='auto', or let each make its part alone with "
             "shard_optimizer=True"
         )
-    if not carries_between_workers(devices, ops.gather_factors):
+    if why := why_no_factors_for_workers(link, devices):
         raise ValueError(
-            f"exchange='factors' cannot be used on {', '.join(map(str, devices))}: what joins workers there adds up whole "
-            "buckets, and gathers no factors; give exchange='auto'"
-        )
-    if not any(isinstance(one, FactorGradients) for one in pipeline):
-        raise ValueError(
-            "exchange='factors' needs the pass 'factor-gradients', which this pipeline leaves out (as exact_order=True does): "
-            "put it in, or give exchange='auto'"
-        )
-
-
-def check_early_update(early_update: bool, passes: Any) -> None:
-    """Refuses an option that would have no effect.
-
-    Raises:
-        ValueError: a pipeline is given; names the remedy.
-    """
-    if not early_update and passes is not None:
-        raise ValueError(
-            "early_update=False has no part in a pipeline given with passes=: put "
-            "mirrorc.passes.ReduceOverWorkers(early_update=False) there"
+            f"exchange='factors' cannot be used on {', '.join(map(str, devices))}: {why}; give exchange='auto'"
         )
 
 

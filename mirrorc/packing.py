@@ -195,7 +195,7 @@ def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, regis
         registered: the names of the parameters, as the model registers them.
 
     Raises:
-        ValueError: a key function fails, or gives keys that cannot be compared.
+        ValueError: a key function fails, or gives keys that cannot be compared, or have no order.
     """
     if gradient_order == "ready":
         return list(gradients)
@@ -207,12 +207,24 @@ def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, regis
         keys = [gradient_order(one) for one in gradients]
     except Exception as error:
         raise _of_the_users("gradient_order", "takes a", error) from error
+    for one, key in zip(gradients, keys, strict=True):
+        if why := _why_no_key(key):
+            raise ValueError(f"gradient_order gives {why} for {one.name!r}: give numbers, texts or tuples of them")
     try:
         return [one for _, one in sorted(zip(keys, gradients, strict=True), key=lambda pair: pair[0])]
-    except TypeError as error:
+    except Exception as error:
         raise ValueError(
             f"gradient_order gives keys that cannot be compared ({error}): give numbers, texts or tuples of them"
         ) from error
+
+
+def _why_no_key(key: Any) -> str:
+    """What a key is that has no order among numbers; an empty text if it may have one."""
+    if isinstance(key, torch.Tensor):
+        return f"a tensor ({list(key.shape)}, {key.dtype})"
+    if isinstance(key, float) and math.isnan(key):
+        return "nan"
+    return next(filter(None, map(_why_no_key, key)), "") if isinstance(key, tuple) else ""
 
 
 def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradient]]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from mirrorc.capture.model_state import ModelState
+from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import why_memory_is_not_shared
 from mirrorc.ir.workers import Workers
 from mirrorc.packing import may_cut
-from mirrorc.passes import CACHED, CENTRAL, LEAST_LOADED
+from mirrorc.passes import CACHED, CENTRAL, LEAST_LOADED, PlaceVariables
+from mirrorc.pipeline.protocol import Pass
 from mirrorc.printing.wording import listed
 
 REST = "*"
@@ -88,13 +92,14 @@ def _check_owned(placement: Any, workers: Workers, asked: Mapping[str, Any]) -> 
             raise ValueError(f"placement={placement!r} cannot be used with {option}= as it is given: {why}")
 
 
-def _named(placement: Mapping[str, str], model: ModelState, devices: Sequence[Device]) -> dict[str, Any]:
+def _named(placement: Mapping[str, str | torch.device], model: ModelState, devices: Sequence[Device]) -> dict[str, Any]:
     """The rule and the owners that a dict says; tied parameters may be named by any of their names."""
     known = [device.name for device in devices]
     owners: dict[str, str] = {}
-    for name, device in placement.items():
+    for name, given in placement.items():
         if name == REST:
             continue
+        device = _device_name(given)
         variable = model.names.get(f"model.{name}", model.names.get(name, name))
         if variable not in model.parameters:
             close = difflib.get_close_matches(str(name), list(model.parameters), n=1, cutoff=0.0)
@@ -104,17 +109,38 @@ def _named(placement: Mapping[str, str], model: ModelState, devices: Sequence[De
             )
         if device not in known:
             raise ValueError(
-                f"placement gives {name!r} to {device!r}, which is none of the devices: name one of {', '.join(known)}"
+                f"placement gives {name!r} to {given!r}, which is none of the devices: name one of {', '.join(known)}"
             )
         if owners.setdefault(variable, device) != device:
             raise ValueError(
                 f"placement gives {name!r} to {device!r} and {variable!r} to {owners[variable]!r}, which are one parameter: "
                 "name one device for it"
             )
-    rule = placement.get(REST, LEAST_LOADED)
+    given = placement.get(REST, LEAST_LOADED)
+    rule = _device_name(given)
     if rule not in (CENTRAL, LEAST_LOADED, CACHED, *known):
         raise ValueError(
-            f"placement gives {REST!r}, all parameters that are not named, to {rule!r}: say {CENTRAL!r}, "
+            f"placement gives {REST!r}, all parameters that are not named, to {given!r}: say {CENTRAL!r}, "
             f"{LEAST_LOADED!r}, {CACHED!r} or one of the devices {', '.join(known)}"
         )
     return {"placement": rule, "owners": tuple(owners.items())}
+
+
+def _device_name(given: Any) -> Any:
+    """The name of a device that is given as one of torch's; anything else as it is."""
+    return f"{given.type}:{given.index or 0}" if isinstance(given, torch.device) else given
+
+
+def check_owned_names(pipeline: Sequence[Pass], known: Collection[str]) -> None:
+    """Refuses a pipeline whose pass 'place-variables' names what a step has nowhere; a call may leave out what it names.
+
+    Args:
+        pipeline: the passes of the step.
+        known: the names of its parameters, and of the variables of the program that is compiled.
+
+    Raises:
+        PassError: says which name.
+    """
+    for name in (name for one in pipeline if isinstance(one, PlaceVariables) for name, _ in one.owners):
+        if name not in known:
+            raise PassError(f"pass 'place-variables' names {name!r}, which is no variable of the step")

@@ -65,10 +65,12 @@ class RestOfStep:
         if self.is_left:
             self._guards.put_on()
 
-    def finish_unless(self, executor: Executor) -> None:
-        """Does it, unless the program that is to run goes on with it. Raises as `finish`."""
-        if self._last is not None and self._last[0] is not executor:
-            self.finish()
+    def finish_unless(self, executor: Executor) -> bool:
+        """Does it, unless the program that is to run goes on with it; says whether it did. Raises as `finish`."""
+        if self._last is None or self._last[0] is executor:
+            return False
+        self.finish()
+        return True
 
     def finish(self) -> None:
         """Does what is left, if anything is; within a call of the step, or of another one over its variables, or between calls.

@@ -54,6 +54,7 @@ _REMEDIES = (
     "give all workers batches of few sizes",
 )
 _REMEDY = "pass numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes"
+_REMEDY_FOR_SHAPES = ", or compile with dynamic=None, with which one more program serves all sizes"
 
 _MOST_SHOWN = 3  # attributes, and values of one
 _MOST_CHARACTERS = 40  # of one value
@@ -115,27 +116,22 @@ class Specialization:
 
     def sizes_of(self, shards: Shards) -> list[tuple[int | float, ...]]:
         """For each replica, the numbers that its program takes for the sizes of its shard."""
-        found = self.sizes.of_shards(shards.tensors, shards.num_examples) if self.sizes is not None else []
+        found = self.sizes.of_shards(shards) if self.sizes is not None else []
         assert found is not None, "the program was found for these shards"
         return found
 
     def fits(self, shards: Shards) -> bool:
         """Whether a program with symbolic sizes is that of shards of these sizes."""
-        if self.sizes is None or shards.microbatches:
-            return False
-        return self.sizes.of_shards(shards.tensors, shards.num_examples) is not None
+        return self.sizes is not None and self.sizes.of_shards(shards) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
         """For each replica, the Python numbers that its program takes, as the guards have found them last."""
         of_graphs = self.guards.numbers_by_graph()
-        if self.executor.program.microbatches and len(set(of_graphs)) > 1:
-            raise ValueError(
-                "forward makes other Python numbers of what it is given for microbatches of different sizes, and a step takes "
-                "one for all of them: give batches that divide evenly, or compile without microbatches"
-            )
-        return (
-            [of_graphs[shard or 0] for shard in self.shard_of_replica] if any(of_graphs) else []
-        )  # absent ones read none
+        if not any(of_graphs):
+            return []
+        if self.executor.program.microbatches:  # a replica may run any of the graphs
+            return [self.guards.numbers] * len(self.shard_of_replica)
+        return [of_graphs[shard or 0] for shard in self.shard_of_replica]  # absent ones read none
 
     def trained(self, loss: torch.Tensor, call: Call, shards: Shards) -> Any:
         """What a training step that has run gives: its loss, and its outputs if they are kept."""
@@ -186,10 +182,11 @@ class Specializations:
 
     Args:
         what: the word for what was compiled.
+        has_numbers_as_sizes: whether each size has a program because nothing else was asked for.
     """
 
-    def __init__(self, what: str = "step") -> None:
-        self._what = what
+    def __init__(self, what: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
+        self._what, self._has_numbers_as_sizes = what, has_numbers_as_sizes
         self._by_key: OrderedDict[Key, list[Specialization]] = OrderedDict()  # both in the order of their last use
         self._homes: dict[Key, Key] = {}  # from the keys of calls to those of programs with symbolic sizes
         self._numbers = itertools.count()
@@ -327,7 +324,9 @@ class Specializations:
         attributes = _changing_attributes([one.attributes for one in first])
         parts = (attributes or _OTHER_PARTS[0], *_OTHER_PARTS[1:])
         others = [i for i in range(len(parts)) if len({key[i + 2] for key in keys}) > 1]
-        remedies = [_REMEDY] if changing or self._read or not others else []
+        are_shapes = self._has_numbers_as_sizes and len({kind.shapes for kind in kinds}) > 1
+        remedy = _REMEDY + _REMEDY_FOR_SHAPES if are_shapes else _REMEDY
+        remedies = [remedy] if changing or self._read or not others else []
         remedies += [_REMEDIES[i] for i in others]
         changing += [parts[i] for i in others]
         if self._read:

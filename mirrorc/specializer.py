@@ -60,7 +60,8 @@ class Specializer:
         self._options = options
         self._model = model
         self._interrupts = interrupts
-        self._kept = {purpose: Specializations(purpose.value) for purpose in Purpose}
+        are_numbers = options.dynamic is False and not why_sizes_are_numbers(replace(options, dynamic=None))
+        self._kept = {purpose: Specializations(purpose.value, has_numbers_as_sizes=are_numbers) for purpose in Purpose}
         self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
         self._rows_elsewhere: dict[Key, RowsElsewhere] = {}
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
@@ -159,7 +160,9 @@ class Specializer:
         """Compiles, with symbols for sizes that change; without, if the model or torch does not take them."""
         about = (purpose, len(shards.num_examples))
         is_lone = shards.have_one_example
-        symbolic, why = self._sizes.symbolic_dims(call, about, has_one_example=is_lone), self._why_numbers()
+        counts_parts = bool(shards.microbatches)
+        symbolic = self._sizes.symbolic_dims(call, about, has_one_example=is_lone, counts_parts=counts_parts)
+        why = self._why_numbers(shards)
         if symbolic and why:
             return self._compiler.compile(call, shards, what_is_new, purpose, why_static=why)
         if symbolic:
@@ -183,8 +186,10 @@ class Specializer:
         why = self._sizes.why_not(call, about, has_one_example=is_lone)
         return self._compiler.compile(call, shards, what_is_new, purpose, why_static=why)
 
-    def _why_numbers(self) -> str:
+    def _why_numbers(self, shards: Shards) -> str:
         """Why sizes are numbers, whatever the model is; empty if they may be symbols."""
+        if shards.have_unequal_parts:
+            return "microbatches of a shard have different numbers of examples, and each number has a graph"
         if self._numbers.inputs:
             return "numbers that Python computes are arguments, and one graph does not take both"
         return why_sizes_are_numbers(self._options)

@@ -26,7 +26,13 @@ from mirrorc.gathered_state import gather_state
 from mirrorc.gradient_habits import GradientHabits
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import users_stack_level
-from mirrorc.joined_calls import until_all_have_left, without_examples
+from mirrorc.joined_calls import (
+    JoinedStep,
+    begin_call,
+    refuse_within_others,
+    until_all_have_left,
+    without_examples,
+)
 from mirrorc.joint_calls import JointCalls
 from mirrorc.kept_gradients import KeptGradients
 from mirrorc.measured_choices import MeasuredChoices
@@ -62,6 +68,14 @@ class Step(StepReports):
     """
 
     def __init__(self, options: StepOptions, model: ModelState) -> None:
+        self._signature = Signature(
+            options.model,
+            options.loss_fn,
+            len(options.devices),
+            keeps_plain_apart=options.ladder.guards_plain_values,
+            microbatches=options.microbatches,
+            are_several=options.program_workers.are_several,
+        )
         held = held_state(model.tensors, options.devices, options.optimizers, is_captured=options.cuda_graphs)
         hold = held.hold(model.tensors, options.optimizers, type(options.model).__name__)
         groups = hold.optimizers.groups  # they have one count for all steps with them
@@ -84,20 +98,16 @@ class Step(StepReports):
         self._pool: DevicePool | None = None
         self._shadow_call: Call | None = None  # the last training call, without its examples
         self._last_joint: Executor | None = None  # of that call, or of the last one in which this worker has taken part
-        self._joint = JointCalls(options, model, self._state) if options.cluster is not None else None
+        try:
+            self._joint = JointCalls(options, model, self._state) if options.cluster is not None else None
+        except BaseException:  # the others do not compile this step
+            self._state.close()
+            raise
         self._rest: RestOfStep | None = None
         if self._joint is not None:
             self._specializer.work_together(self._joint.team)
             if options.overlap_next_step:
                 self._rest = RestOfStep(options, self._state, self._joint, self.synchronize, self._is_in_flight)
-        self._signature = Signature(
-            options.model,
-            options.loss_fn,
-            len(options.devices),
-            keeps_plain_apart=options.ladder.guards_plain_values,
-            microbatches=options.microbatches,
-            are_several=options.program_workers.are_several,
-        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains on one batch: forward, backward, all-reduce, update.
@@ -114,8 +124,7 @@ class Step(StepReports):
             CaptureError: the model cannot be captured; nothing has changed.
             ExecutionError: a device failed, or the step is closed or in use.
         """
-        refuse_to_run(self._options.program_workers, self._options.cluster)
-        return self._exclusively(lambda: self._train_jointly(args, kwargs, self._purpose_of_step()))
+        return self._called(args, kwargs, self._purpose_of_step)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward on one batch, and keeps its gradients for the next training call.
@@ -134,13 +143,12 @@ class Step(StepReports):
         Raises:
             As a training call; nothing has changed then.
         """
-        refuse_to_run(self._options.program_workers, self._options.cluster)
         if self._options.cuda_graphs:
             raise ExecutionError(
                 "step.accumulate() cannot be used with cuda_graphs=True: a graph replays the weights of one number of examples; "
                 "compile with cuda_graphs=False"
             )
-        return self._exclusively(lambda: self._train_jointly(args, kwargs, Purpose.ACCUMULATION))
+        return self._called(args, kwargs, lambda: Purpose.ACCUMULATION)
 
     def synchronize(self) -> None:
         """Returns when nothing of the last call is left to do: with ``overlap_next_step=True``, when all buckets are updated.
@@ -171,14 +179,22 @@ class Step(StepReports):
         What is raised in the block ends the next call of the other workers.
 
         Raises:
-            ExecutionError: at the beginning, if it is inside of another one; at the end, if this worker has never called the
+            ExecutionError: at the beginning, if it is inside of another one, also of another step's, and for calls of other
+                steps over workers inside of it, see `mirrorc.join`; at the end, if this worker has never called the
                 step, so that it does not know what it would take part in.
             CommunicationError: at the end, if another worker fails; the update that was under way was not made.
         """
+        return until_all_have_left(self.joined())
+
+    def joined(self) -> list[JoinedStep]:
+        """What `mirrorc.join` needs of this step; nothing of one in a process on its own. Nothing is in flight then."""
         refuse_to_run(self._options.program_workers, self._options.cluster)
         self.synchronize()
+        if self._joint is None:
+            return []
         take_part = functools.partial(self._exclusively, self._take_part)
-        return until_all_have_left(self._joint, take_part, lambda: self._calls.is_closed)
+        is_closed = functools.partial(getattr, self._calls, "is_closed")
+        return [JoinedStep(self._joint, take_part, self._exclusively, self.synchronize, is_closed)]
 
     def gather_optimizer_state(self) -> None:
         """Makes the optimizer's state whole in the user's optimizers, on all workers, until the next training call.
@@ -188,12 +204,13 @@ class Step(StepReports):
         lets go what other workers have.
 
         Raises:
-            ExecutionError: it is called inside of `join`, or the step is closed.
+            ExecutionError: it is called inside of `join`, also of another step's, or the step is closed.
             CommunicationError: another worker fails, or makes another call.
         """
         refuse_to_run(self._options.program_workers, self._options.cluster)
         self.synchronize()
         if self._joint is not None and self._options.program_workers.shards_optimizer:
+            refuse_within_others(self._joint, "step.gather_optimizer_state() was called")
             self._exclusively(functools.partial(gather_state, self._joint, self._state))
 
     def zero_grad(self) -> None:
@@ -268,6 +285,11 @@ class Step(StepReports):
                 "given: compile with compression=mirrorc.TopK(...) or mirrorc.PowerSGD(...), or leave it out"
             )
         values, kept = dealt_out(states, self.rank, self.num_workers, self._model.parameters)
+        if self.num_workers == 1 and any(one.count_nonzero() for one in values.values()):
+            raise ValueError(
+                "step.load_unsent_states() was given what several workers had not sent, but one worker alone sends nothing, and "
+                "would never add it: go on with several workers, or leave the call out; then that part of their gradients is lost"
+            )
         self._exclusively(lambda: self._state.unsent.load(values, KeptFactors(*kept)))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,6 +360,13 @@ class Step(StepReports):
     def _purpose_of_step(self) -> Purpose:
         return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
 
+    def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:
+        """Makes a training call; what it is for is asked when no other call runs."""
+        refuse_to_run(self._options.program_workers, self._options.cluster)
+        if self._joint is not None:
+            begin_call(self._joint)
+        return self._exclusively(lambda: self._train_jointly(args, kwargs, purpose()))
+
     def _train_jointly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
         if self._joint is None:
             return self._train(args, kwargs, purpose)
@@ -361,10 +390,14 @@ class Step(StepReports):
             self._habits.refuse_gradients_of_others()
         call, shards = self._signature.split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
-        found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale, purpose=purpose)
+        specialized = functools.partial(
+            self._specializer.specialization_for, call, shards, is_stale=is_stale, purpose=purpose
+        )
+        found, shards = specialized()
         self._calls.check_open()  # compiling takes long
-        if self._rest is not None:
-            self._rest.finish_unless(found.executor)
+        if self._rest is not None and self._rest.finish_unless(found.executor):
+            # Which parameters were updated how often, by which buckets are planned, is known now.
+            found, shards = specialized()
         if self._joint is not None:
             self._shadow_call = without_examples(call)
             if not self._joint.meet(found.executor, shards.num_examples, is_stale=is_stale):
@@ -384,7 +417,7 @@ class Step(StepReports):
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program, is_stale=is_stale)
         if self._joint is not None and purpose.updates:
-            self._joint.compare_replicas()
+            self._joint.compare_replicas(executor.program)
         self._last_trained, self._last_joint = executor if purpose.updates else self._last_trained, executor
         loss = self._run(found, shards)
         assert loss is not None, "a training step has a loss"

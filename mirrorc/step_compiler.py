@@ -29,19 +29,22 @@ from mirrorc.capture.specialize import CapturedProgram, capture_program
 from mirrorc.capture.trace_history import TraceHistory
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture_warnings import CaptureWarnings
+from mirrorc.clipping import check_bounds_of_groups
 from mirrorc.device_exchange import with_gathered
-from mirrorc.errors import CaptureError, PassError
+from mirrorc.errors import CaptureError
 from mirrorc.exchange_choice import ExchangeChoice
 from mirrorc.instruments import instruments_for
 from mirrorc.ir.nodes import names_of_called_regions
-from mirrorc.ir.program import Accumulation, Program, Stage
+from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.remarks import CAPTURE, Remark
 from mirrorc.ir.variables import Synchronization
 from mirrorc.ir.workers import ALONE
 from mirrorc.measured_sizes import MeasuredSizes
 from mirrorc.options import StepOptions
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.pass_order import check_end
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.placements import check_owned_names
 from mirrorc.planned_sizes import PlannedSizes
 from mirrorc.printing.wording import counted
 from mirrorc.progress import Progress
@@ -59,7 +62,7 @@ from mirrorc.runtime.state.unfinished_step import finish_all_steps
 from mirrorc.runtime.workers.team import Team
 from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.specializations import Specialization
-from mirrorc.torch_internals import is_dense
+from mirrorc.torch_internals import SizesGivenUp, is_dense
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +182,11 @@ class StepCompiler:
         logger.info("compiling %s, for a shard of %s", what, CallKind.of(call, types))
         if purpose.trains:
             self._options.optimizers.check(self._model.parameters)
+            check_bounds_of_groups(self._options.pipeline, self._options.optimizers)
         self._regions.prepare(self._home)
         training_call, captured = self._captured(call, shards, progress, purpose, symbolic)
+        if captured.sizes is not None and self._options.program_workers.are_several:
+            _refuse_counted_rows(captured.program)
         if why_static:
             told = captured.program.with_remarks(f"sizes of arguments are numbers: {why_static}")
             captured = dataclasses.replace(captured, program=told)
@@ -282,6 +288,7 @@ class StepCompiler:
             check_captured_program(captured.program, options.optimizers)
         self._warnings.warn_of_differences(captured.differences)
         self._warnings.warn_of_notes(captured.notes)
+        check_owned_names(options.pipeline, {*self._model.parameters, *captured.program.variables})
         program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
         refuse_over_workers(program)
         program = self._order.put_into(program)
@@ -296,11 +303,7 @@ class StepCompiler:
         progress.enter("passes", len(pipeline))
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
         program = run_passes(program, pipeline, [*instruments, progress])
-        if program.stage is not Stage.LOWERED:
-            raise PassError(
-                f"the pipeline ends with a {program.stage.name} program, which cannot run: it must end at LOWERED, as "
-                "'lower-devices' gives it"
-            )
+        check_end(program.stage)
         return program
 
     def _compiled_regions(self, program: Program, progress: Progress) -> list[dict[str, RegionFunction]]:
@@ -345,6 +348,19 @@ class StepCompiler:
         moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
         constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
         refuse_shared_memory({**self._model.tensors, **captured.outside, **constants}, moving)
+
+
+def _refuse_counted_rows(program: Program) -> None:
+    """Has a program with symbols made without, if workers send rows in it.
+
+    Raises:
+        SizesGivenUp: names the variable.
+    """
+    for name, variable in program.variables.items():
+        if variable.update is not None and variable.update.takes_rows:
+            raise SizesGivenUp(
+                f"workers send each other rows of the gradient of {name!r}, of which they know how many there are"
+            )
 
 
 def _refuse_rows(program: Program) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.cluster import Cluster
+from mirrorc.cluster import Cluster, Round
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.links import why_memory_is_not_shared
@@ -28,7 +28,7 @@ def workers_of(world: World | None, rank: int | None) -> Workers:
     return world.worker(rank or 0)
 
 
-def joined_workers(cluster: Cluster, devices: Sequence[Device], timeout_seconds: float) -> Workers:
+def joined_workers(compilation: Round, devices: Sequence[Device], timeout_seconds: float) -> Workers:
     """The workers that have joined, when each has told how many devices it has.
 
     Raises:
@@ -36,22 +36,23 @@ def joined_workers(cluster: Cluster, devices: Sequence[Device], timeout_seconds:
         CommunicationError: a worker told nothing in time.
     """
     (kind,) = {device.torch_device.type for device in devices}
-    said = cluster.all_say(f"{len(devices)} {kind}", timeout_seconds=timeout_seconds)
+    workers = compilation.workers
+    said = compilation.all_say(f"{len(devices)} {kind}", timeout_seconds=timeout_seconds)
     numbers, kinds = zip(*(each.split() for each in said), strict=True)
     other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
     if other is not None:
         raise ValueError(
-            f"{cluster.workers[0]} has devices of the type {kinds[0]!r}, {cluster.workers[other]} of the type {kinds[other]!r}: "
+            f"{workers[0]} has devices of the type {kinds[0]!r}, {workers[other]} of the type {kinds[other]!r}: "
             "nothing joins them; give all workers devices of one type"
         )
     several = next((rank for rank, number in enumerate(numbers) if kinds[0] != "cpu" and number != "1"), None)
     if several is not None:
         raise ValueError(
-            f"{cluster.workers[several]} has {numbers[several]} GPUs: a worker of several exchanges the gradients of one GPU; "
+            f"{workers[several]} has {numbers[several]} GPUs: a worker of several exchanges the gradients of one GPU; "
             "start a worker for each GPU (torchrun --nproc-per-node=gpu), and give each its own, "
             "devices=[f'cuda:{mirrorc.cluster.find_place().local_rank}']"
         )
-    return Workers(tuple(map(int, numbers)), cluster.rank)
+    return Workers(tuple(map(int, numbers)), compilation.rank)
 
 
 def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
@@ -89,6 +90,12 @@ def check_world(workers: Workers, devices: Sequence[Device], asked: Mapping[str,
         raise ValueError(
             f"this worker, one of several, has {len(devices)} devices, and {why}: a worker would send each gradient as often as "
             "it has devices; give each worker one device"
+        )
+    if len(devices) > 1 and "share-parameters" in asked["disable_passes"]:
+        raise ValueError(
+            f"disable_passes leaves out 'share-parameters', and this worker, one of several, has {len(devices)} devices: these "
+            "need to share their parameters, so that a worker sends each sum once; leave the pass in, or give each worker one "
+            "device"
         )
     reasons = {
         "cuda_graphs": (asked["cuda_graphs"], "a graph does not replay what joins workers"),

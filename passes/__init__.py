@@ -37,6 +37,7 @@ from mirrorc.passes.scale_in_updates import ScaleInUpdates
 from mirrorc.passes.schedule_overlap import ScheduleOverlap
 from mirrorc.passes.send_largest import SendLargest
 from mirrorc.passes.send_low_rank import SendLowRank
+from mirrorc.passes.send_rows import SendRows
 from mirrorc.passes.shard_optimizer import ShardOptimizer
 from mirrorc.passes.share_parameters import ShareParameters
 from mirrorc.passes.spread_copies import SpreadCopies
@@ -84,6 +85,7 @@ __all__ = [
     "ScheduleOverlap",
     "SendLargest",
     "SendLowRank",
+    "SendRows",
     "ShardOptimizer",
     "ShareParameters",
     "SpreadCopies",
@@ -127,6 +129,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "clip-gradients": ClipGradients,
     "unscale-gradients": UnscaleGradients,
     "check-finite": CheckFinite,
+    "send-rows": SendRows,
     "spread-copies": SpreadCopies,
     "lower-collectives": LowerCollectives,
     **ALGORITHMS,
@@ -240,6 +243,7 @@ def default_pipeline(
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
         *unscaling,
         *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite and not scales_loss else []),
+        SendRows(),
         *([SpreadCopies(link=link)] if has_owners else []),
         LowerCollectives(link=link),
         *([all_reduce] if all_reduce is not None else []),

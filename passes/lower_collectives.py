@@ -12,6 +12,7 @@ from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.links import Span, best_link, carrier_of, check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
+from mirrorc.printing.values import size_text
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class LowerCollectives:
             else:
                 own = between if node.target in ops.BETWEEN_WORKERS else link
                 node.kwargs = {**node.kwargs, "link": carrier_of(own, node.target)}
-        lowered = program.evolve(stage=Stage.SCHEDULED, graph=graph)
+        lowered = program.evolve(stage=Stage.SCHEDULED, graph=graph).with_remarks(*_of_whole_buckets(program))
         if not collectives:
             return lowered.with_remarks("no link: there is no collective", is_kept=False)
         if is_exchanged:
@@ -73,6 +74,22 @@ class LowerCollectives:
             return self.link, f"link {self.link}: asked for"
         link, why = best_link(program.devices)
         return link, why or f"link {link}: the best for these devices"
+
+
+def _of_whole_buckets(program: Program) -> list[str]:
+    """What optimizers that run by themselves, on one device, have it send of parameters; rows of a table are much fewer bytes."""
+    said = []
+    for node in calls_to(program.mirrored_graph, ops.broadcast):
+        bucket = program.buckets[bucket_of(node)]
+        if bucket.rule.elementwise or node.all_input_nodes[0].target is ops.updated_rows:
+            continue
+        others = f"each of {program.num_replicas - 1} other devices" if program.num_replicas > 2 else "the other device"
+        rows = ", though the optimizer has rows alone of the gradient" if bucket.rule.takes_rows else ""
+        said.append(
+            f"bucket {bucket.index}: {bucket.rule.label} runs on one device, which sends all new parameters, "
+            f"{size_text(bucket.num_bytes)}, to {others} in a step{rows}"
+        )
+    return said
 
 
 def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:

@@ -1,4 +1,7 @@
-"""Cuts the captured graph into regions: the forward, whole or in pieces, and one piece of backward for each bucket."""
+"""Cuts the captured graph into regions: the forward, whole or in pieces, and one piece of backward for each bucket.
+
+It is long, as where a graph is cut and what becomes of the pieces stand together.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from mirrorc.analysis.meeting_cuts import Cut, cut_at_meetings, source_of_part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, are_cut
 from mirrorc.ir.graph_edits import call, copy_node
-from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.identifiers import identifier, unlike
 from mirrorc.ir.nodes import calls_to, region_title
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.printing.wording import counted, numbered
@@ -264,8 +267,11 @@ def _call(
     for node in nodes:
         inputs.update(dict.fromkeys(n for n in node.all_input_nodes if n not in members))
     inputs.update(dict.fromkeys(_sizes_in([*inputs, *nodes])))
+    taken: set[str] = set()
     for source in inputs:
-        inside[source] = body.placeholder(_argument_name(source))
+        name = unlike(taken, _argument_name(source))
+        inside[source] = body.placeholder(name)
+        taken.add(name)
         inside[source].meta["val"] = source.meta["val"]
     for node in nodes:
         inside[node] = copy_node(body, node, inside)

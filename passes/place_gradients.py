@@ -19,7 +19,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.gradient_forms import matrix_product
 from mirrorc.ir.graph_edits import call, copied, remove_unused
-from mirrorc.ir.identifiers import identifier
+from mirrorc.ir.identifiers import identifier, unlike
 from mirrorc.ir.nodes import region_of
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.ir.type_inference import set_type
@@ -192,9 +192,12 @@ def _place(region: Region, places: Mapping[int, Slot]) -> Region:
     with any_value(graph).fake_mode:
         like = [(slot, results[index].meta["val"]) for index, slot in places.items()]
         values = [torch.empty_strided(s.shape, s.strides, dtype=v.dtype, device=v.device) for s, v in like]
+    taken = {str(node.target) for node in graph.find_nodes(op="placeholder")}
     for (index, slot), value in zip(places.items(), values, strict=True):
+        name = unlike(taken, f"slot_{identifier(slot.variable)}")
+        taken.add(name)
         with graph.inserting_after(last_placeholder[0]) if last_placeholder else graph.inserting_before():
-            argument = graph.placeholder(f"slot_{identifier(slot.variable)}")
+            argument = graph.placeholder(name)
         last_placeholder = [argument]
         argument.meta["val"] = value
         results[index] = _write(graph, results[index], argument)

@@ -76,16 +76,14 @@ class PlaceVariables:
         return program.evolve(buckets=buckets).with_remarks(*self._remarks(program, buckets, owner_of))
 
     def _owners(self, program: Program) -> dict[str, int]:
-        """The owner of each variable that is in a bucket.
+        """The owner of each variable that is in a bucket; names of others have none, as of a layer that this call leaves out.
 
         Raises:
-            PassError: a name is that of no device or of no variable, or an owner cannot be kept.
+            PassError: a name is that of no device, or an owner cannot be kept.
         """
         replicas = {device.name: replica for replica, device in enumerate(program.devices)}
         named = dict(self.owners)
         for name, device in named.items():
-            if name not in program.variables:
-                raise PassError(f"pass 'place-variables' names {name!r}, which is no variable of the program")
             if device not in replicas:
                 raise PassError(_unknown(f"{device!r}, as the owner of {name!r}", replicas))
         sizes = {slot.variable: (bucket, slot) for bucket in program.buckets for slot in bucket.slots}

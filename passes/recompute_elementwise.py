@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from mirrorc.analysis.aliases import viewed
 from mirrorc.analysis.backward import first_of_backward
+from mirrorc.analysis.dying_arguments import PRODUCTS
+from mirrorc.analysis.elementwise import is_cheap, is_fused
+from mirrorc.analysis.recomputed_values import num_bytes_of, owner_of
+from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
-from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.wording import counted
-from mirrorc.torch_internals import num_bytes_now
 
-aten, prims = torch.ops.aten, torch.ops.prims
+_MOST_OPERATORS = 16
+"""How many operators are run again for one value at most."""
 
-_RECOMPUTED = frozenset(
-    {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.alias.default, prims.convert_element_type.default}
-)
-"""Elementwise operators that take less time than reading their result from memory."""
-
-_FUSED = _RECOMPUTED | {aten.exp.default, aten.sum.dim_IntList, aten.amax.default, aten.gather.default}
-"""Operators that a backend fuses with the elementwise operators before them, whose result is then stored nowhere."""
-
-_STORED = frozenset(
-    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
-)
-"""Operators that no backend fuses with what reads their result, which is stored in any case."""
-
-_LEAST_RATIO = 16
-"""How many times smaller than the recomputed value the other operands must be, which are stored for it."""
+_SMALL = 8
+"""How many times smaller than a value those are whose memory does not count, such as a number for each of its rows."""
 
 
 @dataclass(frozen=True)
 class RecomputeElementwise:
-    """Computes again in backward what follows from a stored value by a few elementwise operators::
+    """Computes again in backward what follows from other values by a few elementwise operators::
 
         mm   = aten.mm(x, w)                               mm    = aten.mm(x, w)
         lse  = ...                                         lse   = ...
@@ -46,7 +35,13 @@ class RecomputeElementwise:
 
     Forward has ``mm`` in memory in any case; ``sub`` it would write for backward alone, which is a pass over all its elements.
     Fused with what reads it, it costs backward nothing, since ``mm`` is as large. So it is with the logarithm of a softmax over
-    many classes.
+    many classes, with what RMSNorm multiplies by its weight, with a SiLU that gates another value, and with the places of maxima
+    that pooling finds: 64-bit numbers, made of the 8 bits that say where in its window each one is.
+
+    A value is computed again if forward stores it for nothing but backward, and backward then moves fewer bytes: to keep it,
+    it is written and read; to compute it, other values are read, of which those that are not in memory anyway are written
+    first. Forward keeps no more memory than before, but for small values. Each operator of backward gets a copy of its own,
+    with which it is fused.
 
     Needs: a captured graph.
     Guarantees: every value is the same expression, bit for bit.
@@ -76,66 +71,94 @@ class RecomputeElementwise:
 def _recompute(program: Program, graph: fx.Graph) -> list[str]:
     """Lets the backward of a graph recompute what it can; the names of these values."""
     first = first_of_backward(program, graph)
-    if first is None:
-        return []
-    backward, is_backward = set[fx.Node](), False
-    for node in graph.nodes:
-        is_backward = is_backward or node is first
-        if is_backward:
-            backward.add(node)
-    done = []
-    for value in [node for node in graph.nodes if node not in backward and node.target in _RECOMPUTED]:
-        users = [user for user in value.users if user in backward and is_compute(user)]
-        chain = _chain(value, backward)
-        if users and chain and all(_is_fused(user, backward) for node in chain for user in node.users):
-            for user in users:
-                user.replace_input_with(value, _again(graph, chain, user))
-            done.append(value.name)
-    remove_unused(graph)
-    return done
+    return [value.name for value in _Recomputing(graph, first).run()] if first is not None else []
 
 
-def _is_fused(user: fx.Node, backward: set[fx.Node]) -> bool:
-    """Whether the use of a value does not make a backend store it."""
-    return user.target in _FUSED if user not in backward else is_compute(user)
+class _Recomputing:
+    """Looks at the values of a forward in their order, so that what each is made of has been decided."""
 
+    def __init__(self, graph: fx.Graph, first_of_backward: fx.Node) -> None:
+        nodes = list(graph.nodes)
+        self._graph = graph
+        self._place = {node: i for i, node in enumerate(nodes)}
+        self._backward = set(nodes[self._place[first_of_backward] :])
+        self._sharing: dict[
+            fx.Node, list[fx.Node]
+        ] = {}  # for a value of forward, those in its memory, itself the first
+        for node in nodes[: self._place[first_of_backward]]:
+            self._sharing.setdefault(owner_of(node), []).append(node)
 
-def _chain(value: fx.Node, backward: set[fx.Node]) -> list[fx.Node]:
-    """The operators that make a value from one that is stored anyway, in order; none if they would take more to be stored."""
-    chain: list[fx.Node] = []
-    node = value
-    while node.target in _RECOMPUTED:
-        chain.insert(0, node)
-        whole = [source for source in dict.fromkeys(node.all_input_nodes) if not _is_small(source, value)]
-        if len(whole) != 1:
-            return []
-        node = whole[0]
-    is_kept = any(user in backward for user in node.users) or node.op == "placeholder"
-    return chain if is_kept or (_is_product(node) and _num_bytes(node) <= _num_bytes(value)) else []
+    def run(self) -> list[fx.Node]:
+        """Changes the graph; the values that backward computes again."""
+        done = [value for value in self._sharing if self._moves_to_backward(value)]
+        remove_unused(self._graph)
+        return done
 
+    def _moves_to_backward(self, value: fx.Node) -> bool:
+        """Lets backward compute a value again if that is better."""
+        if not is_cheap(value) or not self._is_stored_for_backward_alone(value):
+            return False
+        sources = self._sources(self._operators(value))
+        if not self._is_better(value, sources):
+            return False
+        for user, shared in list(self._uses_in_backward(value)):
+            user.replace_input_with(shared, self._again(self._operators(shared), user))
+        return True
 
-def _is_product(node: fx.Node) -> bool:
-    found: fx.Node | None = node
-    while found is not None:
-        if found.target in _STORED:
-            return True
-        found = viewed(found) if is_compute(found) else None
-    return False
+    def _uses_in_backward(self, value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """The nodes of backward that use a value or a view of it in forward, and what they use."""
+        return ((user, shared) for shared in self._sharing[value] for user in shared.users if user in self._backward)
+
+    def _is_stored_for_backward_alone(self, value: fx.Node) -> bool:
+        users = {user for shared in self._sharing[value] for user in shared.users}.difference(self._sharing[value])
+        return not self._backward.isdisjoint(users) and all(map(is_fused, users))
+
+    def _operators(self, value: fx.Node) -> list[fx.Node]:
+        """What has to be run again for a value, in order: cheap operators and their views, back to what is in memory."""
+        own, found, waiting = owner_of(value), {value}, [value]
+        while waiting:
+            for source in waiting.pop().all_input_nodes:
+                owner = owner_of(source)
+                is_run = owner is own or (is_cheap(owner) and not self._is_kept(owner) and not _is_small(owner, own))
+                if source not in found and is_run and len(found) < _MOST_OPERATORS:
+                    found.add(source)
+                    waiting.append(source)
+        return sorted(found, key=self._place.__getitem__)
+
+    def _is_kept(self, value: fx.Node) -> bool:
+        """Whether a value is in memory when backward needs it, whatever else is computed again."""
+        return self._is_given(value) or next(self._uses_in_backward(owner_of(value)), None) is not None
+
+    @staticmethod
+    def _is_given(value: fx.Node) -> bool:
+        owner = owner_of(value)
+        return owner.op == "placeholder" or owner.target is ops.read
+
+    @staticmethod
+    def _sources(operators: list[fx.Node]) -> list[fx.Node]:
+        """The values that these operators read from memory, each memory once."""
+        read = (source for node in operators for source in node.all_input_nodes if source not in operators)
+        return list(dict.fromkeys(map(owner_of, read)))
+
+    def _is_better(self, value: fx.Node, sources: list[fx.Node]) -> bool:
+        """Whether to read these sources takes less time than to store and read a value, and no more memory."""
+        kept, moved = 0, 0
+        for source in sources:
+            num_bytes = num_bytes_of(source)
+            is_kept = self._is_kept(source)
+            kept += 0 if is_kept or _is_small(source, value) else num_bytes
+            moved += num_bytes if is_kept or source.target in PRODUCTS else 2 * num_bytes
+        return moved < 2 * num_bytes_of(value) and kept <= num_bytes_of(value)
+
+    def _again(self, operators: list[fx.Node], user: fx.Node) -> fx.Node:
+        """Copies operators to the place of a user in backward; the value of the last one."""
+        values: dict[fx.Node, fx.Node] = {}
+        with self._graph.inserting_before(user):
+            for node in operators:
+                given = {source: values.get(source, source) for source in node.all_input_nodes}
+                values[node] = copy_node(self._graph, node, given, name=f"{node.name}_again")
+        return values[operators[-1]]
 
 
 def _is_small(source: fx.Node, value: fx.Node) -> bool:
-    return _num_bytes(source) * _LEAST_RATIO <= _num_bytes(value)
-
-
-def _num_bytes(node: fx.Node) -> int:
-    return num_bytes_now(node.meta["val"])
-
-
-def _again(graph: fx.Graph, chain: list[fx.Node], user: fx.Node) -> fx.Node:
-    """Copies operators to the place of a user in backward; the value of the last one."""
-    values: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(user):
-        for node in chain:
-            given = {source: values.get(source, source) for source in node.all_input_nodes}
-            values[node] = copy_node(graph, node, given, name=f"{node.name}_again")
-    return values[chain[-1]]
+    return num_bytes_of(source) * _SMALL <= num_bytes_of(value)

@@ -17,6 +17,7 @@ from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, users_of_sum, words_of_pack
 from mirrorc.ir.program import Accumulation, Program, Property, Stage
+from mirrorc.ir.routes import replica_at
 from mirrorc.ir.type_inference import set_type
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted, listed, numbered
@@ -147,10 +148,13 @@ def _sums(program: Program) -> list[list[fx.Node]]:
     """What each replica has of each pack's sum over this worker's replicas, in their order."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
-        return [
-            [node for node in calls_to(graph, ops.wait) if pack_of(node) == pack.number and _is_sum(node)]
-            for _, pack in program.packs
-        ]
+        found: list[list[fx.Node]] = [[] for _ in program.packs]
+        waits = filter(_is_sum, calls_to(graph, ops.wait))
+        for node in sorted(
+            waits, key=lambda node: replica_at(program, node)
+        ):  # where one device waits for all, it does so last
+            found[pack_of(node)].append(node)
+        return found
     ends = program.accumulation is Accumulation.ENDS
     packs = {pack_of(node): node for node in calls_to(graph, ops.add_accumulated if ends else ops.pack)}
     for taker in gradient_takers(graph):

@@ -27,7 +27,7 @@ class SendLowRank(WorkerCompression):
 
         x_0     = exchange(sum_0, bucket=0, op=sum)           own_0   = add_unsent(sum_0, bucket=0, replica=0)
         commit(early=True, replica=0)                         x_0     = exchange_low_rank(own_0, rank=4, matrices=('1.weight',),
-        total_0 = wait(x_0, bucket=0, replica=0)        ->                  start_step=0, seed=0, bucket=0, op=sum)
+        total_0 = wait(x_0, bucket=0, replica=0)        ->                start_step=0, seed=0, by_library=True, bucket=0, op=sum)
         update(total_0, bucket=0, replica=0)                  commit(early=True, replica=0)
                                                               total_0 = wait(x_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
@@ -36,7 +36,8 @@ class SendLowRank(WorkerCompression):
     added what the worker has not sent in earlier steps. Of that matrix M, the workers send ``P = M Q`` and ``Q = P' M``, as
     `mirrorc.PowerSGD` says; each keeps ``M - P Q'`` with its own Q. So over all steps each worker sends its gradients' sum but
     for what it still keeps. Norms, bounds, checks and the optimizer take the sum over workers of ``P Q'``. What is not a number,
-    or infinite, on any worker makes the whole matrix so on all.
+    or infinite, on any worker makes the whole matrix so on all. The library makes that product where it has the same bits on all
+    workers (`mirrorc.ir.workers.Workers.multiply_alike`); elsewhere it is made element by element.
 
     A matrix is sent so if its factors are shorter, by `mirrorc.PowerSGD.min_compression_rate` at least. It must lie in one pack,
     and have the dtype float32 or float64. All other gradients of its bucket are sent whole in the message of the left factors;
@@ -83,7 +84,13 @@ class SendLowRank(WorkerCompression):
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
         """See the base class."""
         names = tuple(one.variable for one in self._chosen(program, pack_of(launch)))
-        words = {"rank": self.rank, "matrices": names, "start_step": self.start_step, "seed": self.seed}
+        words = {
+            "rank": self.rank,
+            "matrices": names,
+            "start_step": self.start_step,
+            "seed": self.seed,
+            "by_library": program.workers.multiply_alike,
+        }
         return send_part(program, launch, ops.exchange_low_rank, words)
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:

@@ -31,8 +31,8 @@ def compiled(model: nn.Module, **options: object) -> mirrorc.Step:
 
 @pytest.mark.parametrize("name", ["plan-buckets", "lower-collectives", "lower-devices"])
 def test_a_pipeline_that_cannot_run_is_refused_by_an_error_of_mirrorc(name: str) -> None:
-    with compiled(nn.Linear(3, 2), disable_passes=[name]) as step, pytest.raises(mirrorc.MirrorcError):
-        step(torch.ones(4, 3), target=torch.zeros(4, 2))
+    with pytest.raises(mirrorc.MirrorcError):
+        compiled(nn.Linear(3, 2), disable_passes=[name])
 
 
 @pytest.mark.parametrize("name", ["place-gradients", "share-parameters", "schedule-overlap"])

@@ -19,6 +19,7 @@ ORDER = (
     "mirrorc/cli",
     "mirrorc/__init__",
     "mirrorc/api",
+    "mirrorc/joins",
     "mirrorc/step",
     "mirrorc/joined_calls",
     "mirrorc/rest_of_step",  # over several workers
@@ -48,11 +49,13 @@ ORDER = (
     "mirrorc/size_predictions",
     "mirrorc/instruments",
     "mirrorc/progress",
+    "mirrorc/own_pipelines",
     "mirrorc/bucket_options",
     "mirrorc/dynamic_sizes",
     "mirrorc/options",
     "mirrorc/option_kinds",
     "mirrorc/all_reduce_algorithms",
+    "mirrorc/joint_compilation",  # by workers
     "mirrorc/communication_options",
     "mirrorc/all_reduce_choice",
     "mirrorc/clipping",

@@ -247,14 +247,14 @@ def test_operators_of_the_users_are_imported(tmp_path: Path) -> None:
     relu = next(node for node in graph.nodes if node.target is torch.ops.aten.relu.default)
     relu.target = torch.ops.of_the_command_line.halve.default
     program.save(tmp_path / "saved.json")
-    for command in (["diff", "saved.json", "saved.json"], ["opt", "saved.json", "--passes", "plan-buckets"]):
-        done = in_folder(tmp_path, *command)
-        assert done.returncode in (1, 2) and done.stderr.endswith(
-            "the operator 'of_the_command_line.halve.default' is unknown here; import the library that registers it first (on "
-            "the command line: --import MODULE)\n"
-        )
-        done = in_folder(tmp_path, *command, "--import", "my_operators")
-        assert done.returncode == 0, done.stderr
+    command = ["opt", "saved.json", "--passes", "plan-buckets"]
+    done = in_folder(tmp_path, *command)
+    assert done.returncode in (1, 2) and done.stderr.endswith(
+        "the operator 'of_the_command_line.halve.default' is unknown here; import the library that registers it first (on "
+        "the command line: --import MODULE)\n"
+    )
+    done = in_folder(tmp_path, *command, "--import", "my_operators")
+    assert done.returncode == 0, done.stderr
     assert "of_the_command_line.halve" in in_folder(tmp_path, "show", "saved.json", "--import", "my_operators").stdout
 
 

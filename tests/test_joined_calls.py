@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 import mirrorc
 from mirrorc.capture.arguments import flatten_call
-from mirrorc.joined_calls import until_all_have_left, without_examples
+from mirrorc.joined_calls import JoinedStep, until_all_have_left, without_examples
 from mirrorc.optimizer_groups import OptimizerGroups
 
 
@@ -18,9 +20,13 @@ def made() -> tuple[Any, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
     told: list[BaseException] = []
     team = SimpleNamespace(abandon=told.append, told=told)
-    return SimpleNamespace(
-        is_joining=False, has_left=False, team=team, optimizers=OptimizerGroups([optimizer])
-    ), optimizer
+    joint = SimpleNamespace(before_call=None, has_left=False, team=team, optimizers=OptimizerGroups([optimizer]))
+    return joint, optimizer
+
+
+def block(joint: Any, take_part: Callable[[], Any], *, is_closed: bool = False) -> AbstractContextManager[None]:
+    """One around the calls of one step."""
+    return until_all_have_left([JoinedStep(joint, take_part, lambda call: call(), lambda: None, lambda: is_closed)])
 
 
 def test_a_worker_takes_part_until_all_have_left_and_keeps_its_hyperparameters() -> None:
@@ -32,33 +38,33 @@ def test_a_worker_takes_part_until_all_have_left_and_keeps_its_hyperparameters()
         optimizer.param_groups[0]["lr"] = rates.pop()
         return bool(rates)
 
-    with until_all_have_left(joint, take_part, lambda: False):
-        assert joint.is_joining and not joint.has_left
+    with block(joint, take_part):
+        assert joint.before_call is not None and not joint.has_left
     assert not rates and optimizer.param_groups[0]["lr"] == 0.5
-    assert not joint.is_joining and not joint.has_left
+    assert joint.before_call is None and not joint.has_left
 
 
 def test_an_error_in_the_block_is_told_to_the_others() -> None:
     joint, _ = made()
-    with pytest.raises(OSError, match="gone"), until_all_have_left(joint, pytest.fail, lambda: False):
+    with pytest.raises(OSError, match="gone"), block(joint, pytest.fail):
         raise OSError("the data is gone")
-    assert [str(error) for error in joint.team.told] == ["the data is gone"] and not joint.is_joining
+    assert [str(error) for error in joint.team.told] == ["the data is gone"] and joint.before_call is None
 
 
 def test_a_block_in_a_block_is_refused() -> None:
     joint, _ = made()
-    inner = until_all_have_left(joint, lambda: False, lambda: False)
-    with until_all_have_left(joint, lambda: False, lambda: False):
+    inner = block(joint, lambda: False)
+    with block(joint, lambda: False):
         with pytest.raises(mirrorc.ExecutionError, match=r"step.join\(\) was entered inside of step.join\(\)"), inner:
             pass
-        assert joint.is_joining
+        assert joint.before_call is not None
 
 
 def test_a_closed_step_takes_part_in_nothing() -> None:
     joint, _ = made()
-    with until_all_have_left(joint, pytest.fail, lambda: True):
+    with block(joint, pytest.fail, is_closed=True):
         pass
-    assert not joint.is_joining
+    assert joint.before_call is None
 
 
 def test_in_a_process_on_its_own_the_block_does_nothing() -> None:

@@ -50,7 +50,7 @@ def test_regions_stay_as_they_are_where_a_cut_would_round_otherwise() -> None:
     for overlaps in (True, False):
         given = {"over_workers": True, "overlap_next_step": overlaps, "cuts_for_next_step": False}
         passes = default_pipeline(bucket_cap_mb=0.01, **given)
-        program = prepared(passes=passes, overlap_next_step=overlaps, bucket_cap_mb=25.0)
+        program = prepared(passes=passes, overlap_next_step=overlaps, bucket_cap_mb=None)
         names[overlaps] = (program.buckets, [str(region.graph_module.graph) for region in program.regions.values()])
         assert ("hand_over()" in str(program)) == overlaps
     assert names[True] == names[False]
@@ -122,7 +122,7 @@ def test_a_pipeline_without_the_pass_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"which the pipeline given with passes= has not: put mirrorc.passes.OverlapNextStep"
     ):
-        step_of(passes=default_pipeline(over_workers=True))
+        step_of(passes=default_pipeline(over_workers=True), bucket_cap_mb=None)
     with pytest.raises(ValueError, match="which disable_passes leaves out"):
         step_of(disable_passes=("overlap-next-step",))
 

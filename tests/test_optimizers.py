@@ -1,19 +1,23 @@
 import inspect
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from mirrorc.optimizer_groups import OptimizerGroups, check_optimizers, update_rules
+from mirrorc.optimizer_groups import OptimizerGroups, check_optimizers, hyperparameters_by_label, update_rules
 from mirrorc.optimizers import (
     ELEMENTWISE,
     check_state,
     is_elementwise,
     is_fused,
     required_state,
+    sparse_gradient,
     state_signature,
+    writes_rows,
 )
 
 
@@ -82,6 +86,64 @@ def test_torchs_fused_kernels_are_chosen_by_dtype_and_device() -> None:
 
 class MySGD(torch.optim.SGD):
     pass
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: torch.optim.SparseAdam(p, lr=0.1), True),
+        (lambda p: torch.optim.SparseAdam(p, lr=0.1, maximize=True), True),
+        (lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5), True),
+        (lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=True), True),
+        (lambda p: torch.optim.SGD(p, lr=0.1), True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, dampening=0.5, maximize=True), True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, foreach=True), True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), False),
+    ],
+)
+def test_a_step_of_which_it_is_said_writes_the_rows_of_its_gradient_alone(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], expected: bool
+) -> None:
+    table = nn.Parameter(torch.randn(9, 3))
+    optimizer = make([table])
+    assert writes_rows(optimizer, 0) is expected
+    touched: list[int] = []
+    for rows in ([0, 4], [7], [4, 8], []):
+        before = table.detach().clone()
+        table.grad = sparse_gradient(torch.tensor(rows, dtype=torch.int64), torch.randn(len(rows) * 3), (9, 3))
+        optimizer.step()
+        touched += rows
+        written = (table != before).any(1).nonzero().squeeze(1).tolist()
+        assert written == (rows if expected else sorted({*touched}))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: MySGD(p, lr=0.1),
+        lambda p: hooked(p, "register_step_pre_hook"),
+        lambda p: hooked(p, "register_step_post_hook"),
+        lambda p: torch.optim.Adafactor(p),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=torch.tensor(0.0)),  # type: ignore[arg-type]
+    ],
+    ids=["subclass", "pre-hook", "post-hook", "adafactor", "tensor"],
+)
+def test_of_others_it_is_not_said_which_rows_they_write(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> None:
+    optimizer = make([nn.Parameter(torch.randn(3, 2))])
+    assert not writes_rows(optimizer, 0)
+
+
+def test_a_hook_of_one_of_several_optimizers_may_write_the_tables_of_all() -> None:
+    one, other = (torch.optim.SGD([nn.Parameter(torch.randn(3, 2))], lr=0.1) for _ in range(2))
+    other.add_param_group({"params": [nn.Parameter(torch.randn(3, 2))], "momentum": 0.9})
+    groups = OptimizerGroups([one, other])
+    assert groups.write_rows() == (True, True, False)
+    hook = other.register_step_post_hook(lambda *_: None)
+    assert groups.write_rows() == (False, False, False)
+    hook.remove()
+    assert groups.write_rows() == (True, True, False)
 
 
 def hooked(parameters: list[nn.Parameter], register: str) -> torch.optim.Optimizer:
@@ -203,3 +265,13 @@ def test_required_state_is_what_torch_looks_for() -> None:
                 optimizer.state[parameter][entry] = kept
                 tried += 1
     assert tried > 30
+
+
+@pytest.mark.parametrize("kind", [float, np.float64, np.float32, Fraction, lambda value: torch.tensor([value, 1.0])])
+def test_what_groups_hold_is_told_by_value(kind: Callable[[float], Any]) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    told = []
+    for value in (0.25, 0.5, 0.25):
+        optimizer.param_groups[0]["own"] = kind(value)
+        told.append(hyperparameters_by_label(OptimizerGroups([optimizer])))
+    assert told[0] == told[2] != told[1]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirrorc
+from mirrorc import all_reduce_algorithms, packing
 
 MODEL = nn.Linear(2, 1)
 
@@ -50,7 +51,7 @@ def values() -> dict[str, Any]:
         "list of number": [1],
         "list of None": [None],
         "list of pass": [mirrorc.passes.Replicate()],
-        "list of name": ["replicate"],
+        "list of name": ["schedule-overlap"],
         "list of device": ["cpu:0"],
         "tuple of text": ("30",),
         "no tuple": (),
@@ -79,7 +80,7 @@ TAKEN: dict[str, set[str]] = {
     "dump": {"None", "no text", "a text", "a path", "'auto'", "'mean'", "'skip'", "'copy'", "'eager'", "'cpu:0'"},
     "print_after": NO_NAMES,
     "print_after_all": BOOLS,
-    "passes": {"None", "no list", "no tuple", "list of pass"},
+    "passes": {"None"},
     "add_passes": {"no list", "no tuple"},
     "disable_passes": NO_NAMES,
     "bucket_cap_mb": {"None", "0", "1", "2.5", "inf", "numpy's 2.5", "'auto'"},
@@ -131,7 +132,7 @@ def fault(option: str, name: str, value: Any) -> str:
     """What is wrong with the answer to one value of one option; else empty."""
     try:
         compiled(**{option: value}).close()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, mirrorc.PassError) as error:
         text, parts = str(error), list(value) if isinstance(value, list | tuple | dict | numpy.ndarray) else []
         shown = (
             *map(repr, [value, *parts]),
@@ -140,6 +141,7 @@ def fault(option: str, name: str, value: Any) -> str:
             "is empty",
             "the class",
             "unknown device",
+            "no pipeline of a whole step",
         )
         is_named = any(word in text for word in CALLED.get(option, (option,))) and any(one in text for one in shown)
         return "refused" if name in TAKEN[option] else "" if is_named else f"{type(error).__name__}: {text}"
@@ -159,6 +161,60 @@ def test_a_step_may_wait_without_a_bound() -> None:
             assert step(torch.ones(4, 2), target=torch.ones(4, 1)).isfinite()
 
 
-def test_early_updates_of_a_given_pipeline_are_its_own_matter() -> None:
-    with pytest.raises(ValueError, match=r"early_update=False has no part in a pipeline given with passes=: put "):
-        compiled(early_update=False, passes=mirrorc.passes.default_pipeline())
+NUMBERS = {"1", "2.5", "inf", "numpy's 2.5"}
+FIELDS: dict[str, tuple[Any, dict[str, Any], str, set[str]]] = {
+    "Auto.small_bytes": (all_reduce_algorithms.Auto, {}, "all_reduce", {"0", "1"}),
+    "Auto.exact_order": (all_reduce_algorithms.Auto, {}, "all_reduce", BOOLS),
+    "ReduceToOne.device": (all_reduce_algorithms.ReduceToOne, {}, "all_reduce", {"0", "1"}),
+    "ReduceToOne.order": (all_reduce_algorithms.ReduceToOne, {}, "all_reduce", {"None"}),
+    "ReduceToOne.dtype": (all_reduce_algorithms.ReduceToOne, {}, "all_reduce", {"None"}),
+    "RoundRobin.num_devices": (all_reduce_algorithms.RoundRobin, {}, "all_reduce", {"None", "1"}),
+    "HierarchicalCopy.groups": (all_reduce_algorithms.HierarchicalCopy, {}, "all_reduce", set()),
+    "Tree.device": (all_reduce_algorithms.Tree, {}, "all_reduce", {"0", "1"}),
+    "ByBytes.cap_mb": (packing.ByBytes, {}, "packing", {*NUMBERS, "0"}),
+    "ByBytes.first_mb": (packing.ByBytes, {}, "packing", NUMBERS),
+    "EqualPacks.num_packs": (packing.EqualPacks, {}, "packing", {"0", "1"}),
+    "EqualSplits.num_splits": (packing.EqualSplits, {}, "packing", {"1"}),
+    "TopK.ratio": (mirrorc.TopK, {}, "compression", {"1"}),
+    "PowerSGD.rank": (mirrorc.PowerSGD, {}, "compression", {"1"}),
+    "PowerSGD.min_compression_rate": (mirrorc.PowerSGD, {"rank": 1}, "compression", NUMBERS - {"inf"}),
+    "PowerSGD.start_step": (mirrorc.PowerSGD, {"rank": 1}, "compression", {"0", "1"}),
+    "PowerSGD.seed": (mirrorc.PowerSGD, {"rank": 1}, "compression", {"0", "1"}),
+    "ClipGradNorm.max_norm": (mirrorc.ClipGradNorm, {}, "clip_grad_norm", {*NUMBERS, "0"}),
+    "ClipGradNorm.norm_type": (mirrorc.ClipGradNorm, {"max_norm": 1}, "clip_grad_norm", NUMBERS),
+    "CommunicationOptions.bytes_per_pack": (
+        mirrorc.CommunicationOptions,
+        {},
+        "communication_options",
+        {"0", "1"},
+    ),
+    "CommunicationOptions.timeout_seconds": (
+        mirrorc.CommunicationOptions,
+        {},
+        "communication_options",
+        {*NUMBERS, "None"},
+    ),
+    "CommunicationOptions.implementation": (mirrorc.CommunicationOptions, {}, "communication_options", {"'auto'"}),
+}
+"""Of each class that an option takes: its other arguments, the option, and which values are taken."""
+
+
+def test_classes_of_options_refuse_values_of_a_wrong_kind_by_name() -> None:
+    """Where the object is made, or where it is given to `mirrorc.compile`."""
+    faults = {}
+    for path, (kind, besides, option, taken) in FIELDS.items():
+        name = path.partition(".")[2]
+        for label, value in values().items():
+            try:
+                compiled(**{option: kind(**{**besides, name: value})}).close()
+            except (TypeError, ValueError) as error:
+                if label in taken or name not in str(error) or repr(value) not in str(error):
+                    faults[f"{path}={label}"] = f"{type(error).__name__}: {error}"
+            else:
+                if label not in taken:
+                    faults[f"{path}={label}"] = "accepted"
+    assert faults == {}
+    classes = {kind for kind, *_ in FIELDS.values()}
+    assert {*all_reduce_algorithms.ALGORITHMS.values()} - classes <= {
+        all_reduce_algorithms.ALGORITHMS[name] for name in ("native", "ring", "halving-doubling")
+    }

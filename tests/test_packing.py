@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,6 +102,16 @@ def test_gradients_are_put_in_the_order_that_is_asked_for() -> None:
     assert [one.name for one in in_order(GRADIENTS, lambda one: one.elements, registered)] == ["b", "a", "c"]
     with pytest.raises(ValueError, match="gradient_order gives keys that cannot be compared"):
         in_order(GRADIENTS, lambda one: one.name if one.elements else 1, registered)
+    for key, said in (
+        (torch.ones(2), r"a tensor \(\[2\], torch.float32\)"),
+        (torch.tensor(1.0), r"a tensor \(\[\]"),
+        (math.nan, "nan"),
+        ((1, math.nan), "nan"),
+    ):
+        with pytest.raises(ValueError, match=f"gradient_order gives {said}.* for 'a': give numbers, texts or tuples"):
+            in_order(GRADIENTS, lambda one, key=key: key, registered)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="gradient_order gives keys that cannot be compared"):
+        in_order(GRADIENTS, lambda one: numpy.ones(2), registered)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +147,13 @@ def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exce
         (
             {"packing": 2, "passes": default_pipeline()},
             ValueError,
-            "packing= has no part in a pipeline given with passes=",
+            "packing=2 has no part in a pipeline given with passes=",
         ),
-        ({"gradient_order": "reversed", "passes": []}, ValueError, "gradient_order= has no part in a pipeline"),
+        (
+            {"gradient_order": "reversed", "passes": []},
+            ValueError,
+            "gradient_order='reversed' has no part in a pipeline",
+        ),
         ({"packing": 2, "disable_passes": ["plan-buckets"]}, ValueError, "which disable_passes leaves out"),
         ({"packing": "all"}, TypeError, "packing is 'all'"),
         ({"gradient_order": "last"}, ValueError, "gradient_order is 'last'"),

@@ -154,6 +154,18 @@ def test_sharing_is_refused_where_devices_have_memories_of_their_own() -> None:
         placing(ModelState(Tied(), None), ALONE, gpus, asked)
 
 
+def test_owners_may_be_devices_of_torch() -> None:
+    owners = {"body.weight": torch.device("cpu", 1), "*": torch.device("cpu")}
+    program = step_of(owners).prepare(torch.tensor([0, 1]), target=torch.tensor([0, 1]))
+    found = {slot.variable: bucket.owner for bucket in program.buckets for slot in bucket.slots}
+    assert found.pop("body.weight") == 1 and set(found.values()) == {0}
+    said = r"placement gives 'body.weight' to device\(type='cpu', index=7\), which is none of the devices: name one of cpu:0"
+    with pytest.raises(ValueError, match=said):
+        step_of({"body.weight": torch.device("cpu", 7)})
+    with pytest.raises(ValueError, match=r"to device\(type='cuda', index=1\): say 'central', 'least-loaded'"):
+        step_of({"*": torch.device("cuda", 1)})
+
+
 def test_another_kind_of_value_is_refused() -> None:
     with pytest.raises(TypeError, match=re.escape("placement is 3: say 'auto', 'mirrored'")):
         step_of(3)

@@ -200,6 +200,10 @@ def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
         ({"devices": ["cpu:0"]}, "devices names 1 device, but worker 1 of the world has 2: leave devices out"),
         ({"cuda_graphs": True}, "cuda_graphs=True"),
         (
+            {"disable_passes": ["share-parameters"]},
+            "leaves out 'share-parameters', and this worker, one of several, has 2 devices: these need to share",
+        ),
+        (
             {"bucket_cap_mb": "auto"},
             "chooses sizes by the times of their first steps, and a world that is not there makes none: give numbers",
         ),
@@ -264,7 +268,7 @@ def test_a_line_tells_what_other_workers_have(world: World, told: str) -> None:
 
 
 class SaidAlready:
-    """`mirrorc.cluster.Cluster`, of which all other workers have told their devices."""
+    """`mirrorc.cluster.Round`, in which all other workers have told their devices."""
 
     rank, workers = 0, ("worker 0", "worker 1", "worker 2")
 

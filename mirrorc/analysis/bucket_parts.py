@@ -20,7 +20,7 @@ from mirrorc.ir.nodes import bucket_of, is_computed, pack_of, target_name
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import replica_at, route_of, sends_in
 
-GRADIENTS, PARAMETERS = "gradients", "parameters"
+GRADIENTS, PARAMETERS, ROWS = "gradients", "parameters", "rows of parameters"
 _SAME_ELEMENTS = (torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 """Operators that give the same elements, in the same memory or in their own."""
 _CAST = torch.ops.aten._to_copy.default
@@ -47,7 +47,7 @@ class Part:
     """The elements of a bucket that a 1-D value holds.
 
     Attributes:
-        kind: what the elements are: GRADIENTS or PARAMETERS.
+        kind: what the elements are: GRADIENTS or PARAMETERS; or ROWS, parameters of those rows alone that the gradient has.
         bucket: the bucket's number.
         spans: ranges of the bucket's elements, in the order in which the value holds them.
         steps: the operators of torch that have changed the elements since they were packed, summed or updated.
@@ -87,10 +87,10 @@ class BucketParts:
     `pack` gives a replica's own gradients, to which `add_accumulated` adds those of the replica's earlier calls. A wait for a
     reduction gives the sum over all replicas of a worker, and one for an exchange that over the replicas of all workers of what
     was offered to it; so does one for gathered factors, and one for scattered sums gives a worker's elements of it.
-    `step_optimizer` gives new parameters, and `updated` those that a replica has updated. From these values on, slices,
-    concatenations and sums over different replicas are understood exactly, and so are `unpack` and sums in a wider dtype, which
-    are cast back. The result of any other operator of torch is taken
-    to hold the same elements as its first argument, changed by one step.
+    `step_optimizer` gives new parameters, `updated` those that a replica has updated, and `updated_rows` rows of them. From these
+    values on, slices, concatenations and sums over different replicas are understood exactly, and so are `unpack` and sums in a
+    wider dtype, which are cast back. The result of any other operator of torch is taken to hold the same elements as its first
+    argument, changed by one step; of rows, none that is known.
     """
 
     def __init__(self, program: Program) -> None:
@@ -233,6 +233,8 @@ class BucketParts:
     def _computed(self, node: fx.Node) -> Part | None:
         if node.target in (ops.norm, ops.is_finite):
             return None
+        if node.target is ops.updated_rows:
+            return self._rows(node)
         if node.target is ops.unpack:
             return _concatenated(_sent_alike([self._exact(source) for source in node.all_input_nodes]))
         if node.target is torch.ops.aten.cat.default:
@@ -241,6 +243,8 @@ class BucketParts:
         part, exact = (find(first) if isinstance(first, fx.Node) else None for find in (self._found.get, self._exact))
         if part is None or node.target in _SAME_ELEMENTS or node.target is ops.add_accumulated:
             return part
+        if part.kind == ROWS:
+            return None  # which elements they are is known in a step alone
         if node.target is torch.ops.aten.slice.Tensor and exact is not None:
             return _sliced(exact, *others, **node.kwargs)
         other = self._exact(others[0]) if others and isinstance(others[0], fx.Node) else None
@@ -250,6 +254,19 @@ class BucketParts:
         if self._narrows_again(part, first, node, own):
             return replace(part, steps=part.steps[:-1])
         return replace(part, steps=(*part.steps, said_step(node.target, tuple(others), own)))
+
+    def _rows(self, node: fx.Node) -> Part | None:
+        """The rows of new parameters that the gradient has, if it is the bucket's sum over all replicas."""
+        parameters, gradient = (self._found.get(source) for source in node.args)  # type: ignore[arg-type]
+        index, everyone = bucket_of(node), self._program.reduced_replicas
+        if parameters is None or gradient is None or not 0 <= index < len(self._program.buckets):
+            return None
+        num_elements = self._program.buckets[index].num_elements
+        if not parameters.holds(PARAMETERS, index, 0, num_elements) or parameters.steps:
+            return None
+        if not gradient.holds(GRADIENTS, index, 0, num_elements, everyone):
+            return None
+        return replace(parameters, kind=ROWS)
 
     def _narrows_again(self, part: Part, value: Any, node: fx.Node, keywords: Mapping[str, Any]) -> bool:
         """Whether a node casts a value back to a dtype from which it was cast to one that has all its numbers: then sums that

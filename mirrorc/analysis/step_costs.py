@@ -18,6 +18,7 @@ from torch import fx
 
 from mirrorc.analysis.compressed_sums import bytes_of_rounds, num_bytes_sent
 from mirrorc.analysis.link_speed import LinkSpeed
+from mirrorc.analysis.rows_of_updates import bytes_of_rows_sent
 from mirrorc.analysis.sent_factors import factor_bytes, packs_of, rows_of
 from mirrorc.analysis.updates_in_parts import part_elements_of
 from mirrorc.analysis.work import Machine, seconds_of_graph
@@ -243,6 +244,8 @@ def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
     bucket = program.buckets[bucket_of(node)]
     if node.target is ops.gather_factors:  # it copies them into a message
         return sum(map(factor_bytes, packs_of(program, bucket.index)))
+    if node.target in (ops.updated_rows, ops.store_rows):
+        return bytes_of_rows_sent(program, bucket.index)
     if node.target is ops.pack or (bucket.is_cut and node.target is ops.wait):
         return _pack_bytes(program, node)
     is_of_sum = node.target is ops.wait and _launch(node).target in ops.REDUCTIONS

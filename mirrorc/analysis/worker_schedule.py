@@ -60,7 +60,8 @@ def _line(program: Program, node: fx.Node) -> str:
     op += f" of {node.kwargs['count']} largest" if "count" in node.kwargs else ""
     if node.target is ops.exchange_low_rank:
         words = node.kwargs
-        op += f" of rank {words['rank']} from step {words['start_step']} on with seed {words['seed']}: {words['matrices']}"
+        op += f" of rank {words['rank']} from step {words['start_step']} on with seed {words['seed']}"
+        op += f"{' by the library' if words['by_library'] else ''}: {words['matrices']}"
     return (
         f"{name_of(node)}{op} bucket {bucket.index}{_elements(bucket, node)} {dtype} {bucket.num_elements} over "
         f"{node.kwargs.get('link')} for {bucket.rule.label}: {slots}{sent}"

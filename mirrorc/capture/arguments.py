@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -214,14 +214,30 @@ def _shift(structure: Structure, start: int) -> Structure:
     return (structure[0], structure[1], tuple(_shift(child, start) for child in structure[2]))
 
 
-def rebuild_call(
-    structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Puts positional and keyword arguments together again; runs under the tracer."""
+Rebuild = Callable[[Structure, Sequence[Any], Mapping[str, Any]], tuple[list[Any], dict[str, Any]]]
+
+
+def rebuilding(structure: Structure) -> Rebuild:
+    """A function that puts positional and keyword arguments of a call of this structure together again; it runs under the tracer.
+
+    It is given the structure, the tensors and the plain values. Its code says where arguments are that are no containers:
+    the tracer would take as long to find that out as to trace a small model.
+    """
     positional, keyword = structure
-    args = [rebuild(child, leaves, plain) for child in positional]
-    kwargs = {key: rebuild(child, leaves, plain) for key, child in keyword}
-    return args, kwargs
+    args = ", ".join(_code_of(child, f"structure[0][{i}]") for i, child in enumerate(positional))
+    kwargs = ", ".join(f"{key!r}: {_code_of(child, f'structure[1][{i}][1]')}" for i, (key, child) in enumerate(keyword))
+    made: dict[str, Any] = {}
+    lines = f"def rebuilt(structure, leaves, plain):\n    return [{args}], {{{kwargs}}}"
+    exec(compile(lines, __file__, "exec"), globals(), made)  # made of names and numbers above
+    rebuilt: Rebuild = made["rebuilt"]
+    return rebuilt
+
+
+def _code_of(child: Structure, place: str) -> str:
+    """The code that gives one argument, whose structure is in a place."""
+    if child[0] == "leaf":
+        return f"leaves[{child[1]}]"
+    return f"plain[{child[1]!r}]" if child[0] == "plain" else f"rebuild({place}, leaves, plain)"
 
 
 def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any]) -> Any:
@@ -250,7 +266,7 @@ def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> A
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
-    """The names of the containers of a call, in the order in which `rebuild_call` puts them together.
+    """The names of the containers of a call, in the order in which `rebuilding` puts them together.
 
     Args:
         structure: that of a whole call.

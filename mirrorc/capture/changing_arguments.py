@@ -36,6 +36,11 @@ class CallKind:
         plain = {name: _shown(value) for name, value in call.plain.items()}
         return cls(dict(zip((leaf.path for leaf in call.leaves), types, strict=True)), constants, plain)
 
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of the tensors, in order."""
+        return tuple(shape for shape, _, _ in self.tensors.values())
+
     def without(self, unread: Set[str]) -> CallKind:
         """The same, without the plain values of these names; the others are constants."""
         plain = {name: text for name, text in self.plain.items() if name not in unread}

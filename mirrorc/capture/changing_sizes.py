@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -24,31 +24,39 @@ class _Seen:
     """The sizes of one dimension of an argument.
 
     Attributes:
-        sizes: that were seen, without those that are too small for symbols.
-        short: the number of examples of a batch that was shorter than others: the last one of an epoch, perhaps.
+        sizes: those of the first call, without those that are too small for symbols.
+        spared: those of one later call that do not count, as they may be a last batch and others beside it.
         is_symbolic: whether it is to be a symbol.
     """
 
-    sizes: set[int] = field(default_factory=set)
-    short: int | None = None
+    sizes: frozenset[int] = frozenset()
+    spared: frozenset[int] = frozenset()
     is_symbolic: bool = False
 
-    def add(self, size: int, *, counts_examples: bool) -> None:
-        """Notes the size of a call that needs a program."""
-        if size < FEWEST_SYMBOLIC or size in self.sizes or self.is_symbolic:
+    def add(self, sizes: Iterable[int], *, spares_larger: bool | None = None) -> None:
+        """Notes the sizes of a call that needs a program: one, or that of each replica.
+
+        ``spares_larger``: whether the first other number of examples is spared if it is larger, too, and not only if it is
+        smaller; None for what is no number of examples.
+        """
+        new = {size for size in sizes if size >= FEWEST_SYMBOLIC} - self.sizes - self.spared
+        if self.is_symbolic or not new:
             return
-        if counts_examples and self.sizes and size < max(self.sizes) and self.short in (None, size):
-            self.short = size
-            return
-        self.is_symbolic = bool(self.sizes)
-        self.sizes.add(size)
+        if not self.sizes:
+            self.sizes = frozenset(new)
+        elif spares_larger is not None and not self.spared and (spares_larger or max(new) < max(self.sizes)):
+            self.spared = frozenset(new)
+        else:
+            self.is_symbolic = True
 
 
 class ChangingSizes:
     """The dimensions of arguments whose sizes a step has seen change, by the kinds of its calls.
 
     A size is a number in the first program. When a second one comes, the dimension becomes a symbol of the programs that are
-    compiled from then on. One batch that is shorter than others does not count, nor do sizes of 0 and 1.
+    compiled from then on. Sizes of 0 and 1 do not count, nor does one batch that is shorter than others. Where the number of
+    examples alone changes, two of them do not count, in whatever order they come: all batches and the last one, with which a
+    training that goes on may begin. So it has the programs, and the bits, of one that was never interrupted.
 
     Args:
         dynamic: None as above; True for symbols in the first program already; False for none but what users have marked by
@@ -61,26 +69,40 @@ class ChangingSizes:
         self._given_up: dict[Hashable, str] = {}  # why, by the kind of a call and whether a shard has one example
         self._num_programs: dict[Hashable, int] = {}
 
-    def symbolic_dims(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> SymbolicDims:
+    def symbolic_dims(
+        self, call: Call, purpose: Hashable, *, has_one_example: bool = False, counts_parts: bool = False
+    ) -> SymbolicDims:
         """The dimensions of a call's tensors that are to be symbolic in the program that it needs; empty for none.
 
         Calls with a shard of one example are apart: its size is a number, so that what is found out of it says nothing of others.
+
+        ``counts_parts``: whether shards are run in microbatches, so that numbers of examples are no symbols.
         """
         key = _kind(call, purpose)
         if (key, has_one_example) in self._given_up:
             return ()
         seen = self._seen.setdefault(key, [[_Seen() for _ in range(_rank(leaf))] for leaf in call.leaves])
         for leaf, dims in zip(call.leaves, seen, strict=True):
-            for tensor in _tensors(leaf):
-                for dim, own in enumerate(dims):
-                    is_marked = dim in dims_marked_by_user(tensor)
-                    own.is_symbolic = own.is_symbolic or is_marked or bool(self._dynamic)
-                    if is_marked and tensor.shape[dim] < FEWEST_SYMBOLIC:
-                        _warn_of_marked(leaf.path, dim, tensor.shape[dim])
-                    if self._dynamic is not False:
-                        own.add(tensor.shape[dim], counts_examples=leaf.split and dim == 0)
+            for dim, own in enumerate(dims):
+                if counts_parts and _counts_examples(leaf, dim):
+                    continue
+                self._note_wishes(leaf, dim, own)
+                if self._dynamic is not False and not _counts_examples(leaf, dim):
+                    own.add(_sizes(leaf, dim))
+        others = [own.is_symbolic for leaf, dims in zip(call.leaves, seen, strict=True) for own in dims]
+        if self._dynamic is not False and not counts_parts:
+            for leaf, dims in zip(call.leaves, seen, strict=True):
+                if leaf.split and dims:
+                    dims[0].add(_sizes(leaf, 0), spares_larger=not any(others))
         found = tuple(frozenset(dim for dim, own in enumerate(dims) if own.is_symbolic) for dims in seen)
         return found if any(found) else ()
+
+    def _note_wishes(self, leaf: Leaf, dim: int, own: _Seen) -> None:
+        """Notes whether a dimension is to be a symbol whatever its sizes are."""
+        marked = [tensor.shape[dim] for tensor in _tensors(leaf) if dim in dims_marked_by_user(tensor)]
+        own.is_symbolic = own.is_symbolic or bool(marked) or bool(self._dynamic)
+        if marked and min(marked) < FEWEST_SYMBOLIC:
+            _warn_of_marked(leaf.path, dim, min(marked))
 
     def note_program(self, call: Call, purpose: Hashable) -> None:
         """Notes that a program with symbols was compiled for such calls, which was right for none that came before it."""
@@ -116,6 +138,14 @@ def _kind(call: Call, purpose: Hashable) -> Hashable:
 
 def _tensors(leaf: Leaf) -> Iterable[torch.Tensor]:
     return leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
+
+
+def _sizes(leaf: Leaf, dim: int) -> list[int]:
+    return [tensor.shape[dim] for tensor in _tensors(leaf)]
+
+
+def _counts_examples(leaf: Leaf, dim: int) -> bool:
+    return leaf.split and dim == 0
 
 
 def _rank(leaf: Leaf) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.capture.arguments import Structure, rebuild_call
+from mirrorc.capture.arguments import Structure
 from mirrorc.capture.training_call import TrainingCall, beside_loss, loss_in
 
 
@@ -39,7 +39,7 @@ class EvaluationCall(TrainingCall):
         self.needs_loss = loss_fn is not None and any(name == "target" for name, _ in structure[1])
 
     def forward(self, *leaves: torch.Tensor) -> Any:
-        args, kwargs = rebuild_call(self.structure, leaves, self.plain)
+        args, kwargs = self.rebuilt(self.structure, leaves, self.plain)
         target = kwargs.pop("target") if self.needs_loss else None
         outputs = self.model(*args, **kwargs)
         loss = None

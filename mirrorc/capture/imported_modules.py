@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dis
 import importlib.util
 import sys
 from collections.abc import Iterator
 from types import CodeType, ModuleType
 from typing import Any
 
-from mirrorc.capture.python_calls import codes_in
+from mirrorc.capture.code_names import imports_of
 
 
 def imported_by(code: CodeType, its_globals: dict[str, Any]) -> Iterator[ModuleType]:
@@ -19,17 +18,12 @@ def imported_by(code: CodeType, its_globals: dict[str, Any]) -> Iterator[ModuleT
         code: the code.
         its_globals: its globals, whose package names imports with leading dots.
     """
-    for one in codes_in(code):
-        before: list[Any] = [0, None]  # what an import finds on the stack: the number of dots, and the names
-        for instruction in dis.get_instructions(one):
-            if instruction.opname == "IMPORT_NAME":
-                name = "." * (before[0] or 0) + str(instruction.argval)
-                package = its_globals.get("__package__") or ""
-                full = importlib.util.resolve_name(name, package) if name.startswith(".") else name
-                for path in dict.fromkeys((full.partition(".")[0], full)):
-                    if isinstance(module := sys.modules.get(path), ModuleType):
-                        yield module
-            before = [before[1], instruction.argval]
+    for name in imports_of(code):
+        package = its_globals.get("__package__") or ""
+        full = importlib.util.resolve_name(name, package) if name.startswith(".") else name
+        for path in dict.fromkeys((full.partition(".")[0], full)):
+            if isinstance(module := sys.modules.get(path), ModuleType):
+                yield module
 
 
 def file_of(module: ModuleType) -> str:

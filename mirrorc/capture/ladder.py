@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from mirrorc.capture.errors import LoneExampleError, UnreadableError
@@ -84,7 +86,8 @@ class Ladder:
             attempt: captures all shards of a step with a front end.
 
         Raises:
-            CaptureError: none can: that of the first, with the reason of the last; or the model is refused for its meaning.
+            CaptureError: none can: that of the first, with that of the last, whose cause is what the user's code raised, if it
+                did; or the model is refused for its meaning.
         """
         errors: list[tuple[FrontEnd, CaptureError]] = []
         for front_end in self._front_ends:
@@ -96,18 +99,35 @@ class Ladder:
                 errors.append((front_end, error))
             else:
                 return Climbed(found, front_end, tuple((one, _why(error)) for one, error in errors))
-        raise _joined(errors[0][1], *errors[-1]) from None
+        raise _joined(errors[0], errors[-1]) from errors[-1][1].__cause__
 
 
 def _why(error: CaptureError) -> str:
     return error.why if isinstance(error, UnreadableError) else f": {error}"
 
 
-def _joined(first: CaptureError, front_end: FrontEnd, last: CaptureError) -> CaptureError:
-    """The error of the first front end, with that of the last; of the kind that has a remedy of its own."""
+def _joined(of_first: tuple[FrontEnd, CaptureError], of_last: tuple[FrontEnd, CaptureError]) -> CaptureError:
+    """The error of the first front end, with that of the last; of the kind that has a remedy of its own.
+
+    What the user's code raised in plain PyTorch, which is the cause of the last one's error then, comes first.
+    """
+    (above, first), (below, last) = of_first, of_last
     kind = LoneExampleError if isinstance(last, LoneExampleError) else CaptureError
     refusal = first.refusal if isinstance(first, UnreadableError) else first
-    return kind(f"{refusal} With capture={front_end.name!r}, which was tried last: {last}")
+    if _is_raised_elsewhere(last.__cause__):
+        return kind(f"{last} With capture={above.name!r}, which was tried first: {refusal}")
+    return kind(f"{refusal} With capture={below.name!r}, which was tried last: {last}")
+
+
+def _is_raised_elsewhere(cause: BaseException | None) -> bool:
+    """Whether an error was raised by other code than this compiler's: the user's, or what that has called."""
+    if cause is None:
+        return False
+    frames = traceback.extract_tb(cause.__traceback__)
+    return bool(frames) and _OWN_FOLDER not in Path(frames[-1].filename).parents
+
+
+_OWN_FOLDER = Path(__file__).parents[1]
 
 
 def ladder_named(name: object) -> Ladder:

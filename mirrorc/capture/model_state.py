@@ -41,8 +41,8 @@ class ModelState:
             self.names[path] = first[id(tensor)]
         self._look_at_modules()
         self._members = [
-            (kind, members, key, member)
-            for module in self._modules
+            (f"{kind} {'.'.join(filter(None, (path, key)))!r}", members, key, member)
+            for path, module in self._named
             for kind, members in _members_of(module)
             for key, member in members.items()
         ]
@@ -161,11 +161,11 @@ class ModelState:
         Raises:
             ValueError: a parameter, buffer or submodule was replaced by another object, or a parameter has a hook.
         """
-        for kind, members, key, member in self._members:
-            if members.get(key) is not member:
+        for what, members, key, member in self._members:
+            if _member(members, key) is not member:
                 raise ValueError(
-                    f"the model's {kind} {key!r} was replaced since mirrorc.compile(): write into it instead, or make a new "
-                    "optimizer over model.parameters() and compile the model anew"
+                    f"the model's {what} was replaced since mirrorc.compile(): write into it instead (load_state_dict does "
+                    "without assign=True), or make a new optimizer over model.parameters() and compile the model anew"
                 )
         for name, tensor in self.tensors.items():
             if has_gradient_hooks(tensor):
@@ -185,7 +185,7 @@ class ModelState:
 
     def _find_added(self) -> tuple[_Same, ...]:
         """The parameters, buffers and submodules in places that the model did not have at first."""
-        return tuple(_Same(members.get(key)) for members, key in self._added)
+        return tuple(_Same(_member(members, key)) for members, key in self._added)
 
 
 class _Same:
@@ -244,39 +244,12 @@ def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
     return [vars(module), *(members for _, members in _members_of(module))]
 
 
+def _member(members: Mapping[str, Any], key: str) -> Any:
+    """One of those that `_members_of` gives, which TorchScript keeps in what has no ``get``; None if it is not there."""
+    if key not in members:
+        return None
+    return members[key]
+
+
 def _members_of(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
     return [("parameter", module._parameters), ("buffer", module._buffers), ("submodule", module._modules)]
-
-
-def check_model(model: Any) -> None:
-    """Refuses models that cannot be captured.
-
-    Raises:
-        TypeError: not a module, or not one of Python.
-        ValueError: parameters that have no memory or no shape yet, or none to train.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            where = f"{name!r} of the model" if name else "the model"
-            raise TypeError(
-                f"{where} is a ScriptModule, which runs outside of Python, where it cannot be captured: give the module that "
-                "it was made of, as it was before torch.jit"
-            )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
-            raise ValueError(
-                f"{name!r} belongs to a lazy module and has no shape yet: call model(example_input) once before compiling"
-            )
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name!r} is on the meta device and has no memory: give the model memory and values first, with "
-                "model.to_empty(device='cpu') and an initialization, or load a checkpoint with assign=True"
-            )
-        if tensor.is_sparse:
-            raise ValueError(f"{name!r} is a sparse tensor: mirrored variables are dense; use model.{name}.to_dense()")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has no trainable parameter: there is nothing to update; set requires_grad on some"
-        )

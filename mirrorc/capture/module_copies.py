@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Set
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from mirrorc.capture.passing_attributes import Attribute, watching_class
-from mirrorc.torch_internals import renew_recurrent_weights
+from mirrorc.torch_internals import ScriptCopy, is_script_module, renew_recurrent_weights
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 8
@@ -25,7 +26,7 @@ class ModuleCopy:
     The copies have the classes of the originals, their attributes, and tables of parameters, buffers and submodules of their own.
     What is one object in the originals (shared modules, tied weights) is one object in the copy. Where attributes refer to a
     copied module, directly, by a bound method or a `functools.partial`, or in lists, tuples and dicts, those of the copy refer to
-    its copy.
+    its copy. Modules of TorchScript are copied as torch copies them.
 
     Args:
         root: the original, which is not changed.
@@ -35,8 +36,12 @@ class ModuleCopy:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        modules = list(root.modules())
+        modules, scripts = _outside_of_scripts(root)
         self._copies: dict[int, nn.Module] = {id(module): object.__new__(type(module)) for module in modules}
+        self._scripts = [ScriptCopy(module) for module in scripts]
+        self._copies_of_all = self._copies | {
+            id(source): own for script in self._scripts for source, own in script.pairs
+        }
         self._pairs = [(vars(module), vars(self._copies[id(module)])) for module in modules]
         self._loaded: list[tuple[dict[str, Any], ...]] = []
         self._passing: Set[Attribute] = frozenset()
@@ -67,17 +72,26 @@ class ModuleCopy:
                 own.update(of_root)
             own["_parameters"] = _replaced(source["_parameters"], tensors.__getitem__)
             own["_buffers"] = _replaced(source["_buffers"], tensors.__getitem__)
-            own["_modules"] = _replaced(source["_modules"], self._copies.__getitem__)
+            own["_modules"] = _replaced(source["_modules"], self._copies_of_all.__getitem__)
             if isinstance(module, nn.RNNBase):
                 renew_recurrent_weights(module)
             self._loaded.append((dict(own), *(dict(own[table]) for table in _TABLES)))
+        for script in self._scripts:
+            script.load(lambda tensor: tensors[id(tensor)])
         for place, name in passing:
             for attributes in (self._pairs[place][1], self._loaded[place][0]):
                 attributes.pop(name, None)
 
+    def run(self, *args: Any) -> Any:
+        """Calls the copy. TorchScript runs operators as written, and does not optimize later runs by what it saw in the first."""
+        with torch.jit.optimized_execution(False) if self._scripts else contextlib.nullcontext():
+            return self.root(*args)
+
     def unload(self) -> None:
         """Lets go of tensors."""
         self._loaded = []
+        for script in self._scripts:
+            script.unload()
         for _, own in self._pairs:
             own.clear()
 
@@ -90,14 +104,17 @@ class ModuleCopy:
         return [one for one in found if one not in self._passing]
 
     def replaced(self) -> str | None:
-        """A parameter, buffer or submodule that was replaced, added or deleted since `load`; None if there is none."""
+        """A parameter, buffer or submodule that was replaced, added or deleted since `load`; None if there is none.
+
+        Of modules of TorchScript, any attribute that was changed.
+        """
         for (_, own), loaded in zip(self._pairs, self._loaded, strict=True):
             for table, before in zip(_TABLES, loaded[1:], strict=True):
                 now = own.get(table, {})
                 for key in (*now, *before):
                     if now.get(key, _ABSENT) is not before.get(key, _ABSENT):
                         return key
-        return None
+        return next(filter(None, (script.changed() for script in self._scripts)), None)
 
     def _watch(self, passing: Set[Attribute]) -> None:
         """Has the copies raise an error where a passing attribute is read that was not assigned since `load`."""
@@ -111,7 +128,7 @@ class ModuleCopy:
         """An attribute's value with copies of modules in the place of the originals; the very value if it holds none."""
         kind = type(value)
         if isinstance(value, nn.Module):
-            return self._copies.get(id(value), value)
+            return self._copies_of_all.get(id(value), value)
         if depth > _DEEPEST:
             return value
         of_copies = functools.partial(self._of_copies, depth=depth + 1)
@@ -133,6 +150,13 @@ class ModuleCopy:
 
 
 _ABSENT = object()
+
+
+def _outside_of_scripts(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules of Python within a module, itself included, and the outermost ones of TorchScript."""
+    within = {id(part) for own in root.modules() if is_script_module(own) for part in own.modules() if part is not own}
+    modules = [own for own in root.modules() if id(own) not in within]
+    return [own for own in modules if not is_script_module(own)], [own for own in modules if is_script_module(own)]
 
 
 def _replaced(table: Mapping[str, Any], by: Callable[[int], Any]) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from mirrorc.capture.captured_graph import CapturedGraph
 from mirrorc.capture.changing_numbers import ChangingNumbers
 from mirrorc.errors import CaptureError
-from mirrorc.ir.program import ArgumentKind
+from mirrorc.ir.program import Argument, ArgumentKind
 from mirrorc.torch_internals import NumbersGivenUp, is_drawn, is_users_file
 
 
@@ -56,16 +57,49 @@ def _no_constant(error: NumbersGivenUp, what: str) -> CaptureError:
     )
 
 
-def remarks_on_numbers(graph: CapturedGraph) -> list[str]:
+def with_numbers_of_each(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
+    """Has microbatches of different sizes, which one replica runs, take numbers that Python computes otherwise for each size.
+
+    All graphs have the arguments of all, and each uses its own. The numbers of a replica are those of all graphs, one graph after
+    the other.
+    """
+    each = zip(*([number.expression for number in one.numbers] for one in captured), strict=True)
+    apart = {index for index, expressions in enumerate(each) if len(set(expressions)) > 1}
+    if not apart:
+        return list(captured)
+    return [_with_numbers(one, place, len(captured), apart) for place, one in enumerate(captured)]
+
+
+def _with_numbers(one: CapturedGraph, place: int, num_graphs: int, apart: Collection[int]) -> CapturedGraph:
+    """A graph with arguments for the numbers of all graphs that differ, of which it takes those at its place."""
+    arguments: list[Argument] = []
+    taken = {argument.name for argument in one.arguments}
+    for argument, own in zip(one.arguments, one.graph.find_nodes(op="placeholder"), strict=True):
+        arguments.append(argument)
+        if argument.kind is not ArgumentKind.NUMBER or argument.leaf is None or argument.leaf not in apart:
+            continue
+        last = own
+        for other in range(1, num_graphs):
+            name, leaf = f"{argument.name}_shard{other}", argument.leaf + other * len(one.numbers)
+            while name in taken:
+                name += "_"
+            arguments.append(Argument(name, ArgumentKind.NUMBER, leaf))
+            with one.graph.inserting_after(last):
+                last = one.graph.placeholder(name)
+            last.meta = dict(own.meta)
+            if other == place:
+                own.replace_all_uses_with(last)
+    return replace(one, arguments=tuple(arguments))
+
+
+def remarks_on_numbers(captured: Sequence[CapturedGraph]) -> list[str]:
     """Says how Python computes the numbers that it does not read as they are."""
-    indices = [a.leaf for a in graph.arguments if a.kind is ArgumentKind.NUMBER]
-    names = [a.name for a in graph.arguments if a.kind is ArgumentKind.NUMBER]
-    texts = [_shortened(graph.numbers[index].text) for index in indices if index is not None]
-    return [
-        f"{name} is a number: {text}, which Python computes before each step"
-        for name, text in zip(names, texts, strict=True)
-        if text
-    ]
+    told, numbers = [], [number for graph in captured for number in graph.numbers]
+    for argument in captured[0].arguments:
+        if argument.kind is ArgumentKind.NUMBER and argument.leaf is not None:
+            text = _shortened(numbers[argument.leaf].text)
+            told += [f"{argument.name} is a number: {text}, which Python computes before each step"] if text else []
+    return told
 
 
 _MOST_CHARACTERS = 100

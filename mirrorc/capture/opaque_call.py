@@ -168,7 +168,7 @@ class OpaqueCall:
         copy.load(given, passing, plain=self._plain)
         modes, refuses = self._modes.entered(trains=self._call.trains), nobody_answers(_not_joined(self._what))
         with modes, self._drawing(run, "forward"), refuses, noted_marks() as marked:
-            found = copy.root(*run.leaves)
+            found = copy.run(*run.leaves)
         run.loss, outputs = found if self._call.keeps_outputs else (found, None)
         if self._call.keeps_outputs:
             own = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))

@@ -9,7 +9,8 @@ from typing import Any
 from mirrorc.errors import ExecutionError
 
 Attribute = tuple[int, str]
-"""An attribute of a module that is no parameter, buffer or submodule: the module's place in ``root.modules()``, and the name."""
+"""An attribute of a module that is no parameter, buffer or submodule: the module's place among those of Python in
+``root.modules()``, and the name."""
 
 _ABSENT = object()
 _WATCHED = "_mirrorc_passing_attributes"
@@ -92,3 +93,8 @@ def watching_class(kind: type, names: Set[str]) -> type:
     attributes = {name: _PassingAttribute(name) for name in names}
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__, _WATCHED: names}
     return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update({**own, **attributes}))
+
+
+def unwatched_class(kind: type) -> type:
+    """The class of which `watching_class` has made this one; the class itself if it has not."""
+    return kind.__mro__[1] if _WATCHED in vars(kind) else kind

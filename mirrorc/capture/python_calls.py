@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import collections
-import dis
+import contextvars
 import gc
 import logging
 import os
 import re
 import sys
-import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
 import torch
 
+from mirrorc.capture.code_names import globals_of, names_of
 from mirrorc.capture.dynamic_names import MadeNames
-from mirrorc.torch_internals import is_users_file
+from mirrorc.capture.file_owners import SAME_EACH_TIME, is_made_by_library, owner_of
+from mirrorc.capture.whole_objects import WholeObjects
 
 
 def _words(text: str) -> frozenset[str]:
@@ -51,10 +51,18 @@ _LIBRARY = _words(
 )
 """The modules of Python, written in Python, of which all functions do."""
 
-_TORCHS = _words("mpmath numpy sympy torchgen")
-"""What torch is made with."""
+ENVIRONMENT: type[Any] = type(os.environ)
+"""The class of ``os.environ``, which keeps all that it holds in a dict."""
 
-_MADE = "<eval_with_key>"  # the file of code that torch makes of graphs
+_READS_ENVIRONMENT = frozenset(
+    function.__code__
+    for function in (
+        *(os.getenv, ENVIRONMENT.__getitem__, ENVIRONMENT.__iter__, ENVIRONMENT.__len__, ENVIRONMENT.copy),
+        *(vars(os.environ)[name] for name in ("encodekey", "decodekey", "encodevalue", "decodevalue")),
+    )
+    if isinstance(function, FunctionType)
+)
+"""What reads the environment in Python's library: it counts as the user's code, so that what it names is watched."""
 
 _TOLD = frozenset({"print", "warn", "warn_explicit"})
 """What is heard when it is called, and leaves nothing behind; so are the methods of loggers."""
@@ -63,10 +71,6 @@ _LEVELS = {
     name: getattr(logging, name.upper(), logging.ERROR)
     for name in ("debug", "info", "warning", "error", "exception", "critical")
 }
-
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_TORCH = f"{torch.__path__[0]}{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class PythonCalls:
         codes: the user's code that has run, with the globals that it has.
         foreign: what it has called, directly or through Python's library, that need not be the same in each call.
         made_names: the names of attributes that it has made while it ran.
+        whole: the objects whose attributes it has read without naming them.
         told: what it has called that is heard: ``print``, warnings and logging.
     """
 
@@ -99,7 +104,8 @@ class PythonCalls:
         self.codes: dict[CodeType, dict[str, Any]] = {}
         self.foreign: dict[ForeignCall, None] = {}
         self.told: dict[ForeignCall, None] = {}
-        self.made_names = MadeNames(self.codes.keys())
+        self.whole = WholeObjects()
+        self.made_names = MadeNames(self.codes.keys(), self.whole)
         self._before: Any = None
         self._heard: FrameType | None = None  # in which something is heard now, so that the rest is Python's
 
@@ -130,11 +136,16 @@ class PythonCalls:
             return
         if event == "call":
             if code in self.codes:
+                self.whole.note_frame(frame)
                 return
-            owner = _owner_of(code.co_filename)
-            if owner is None and not _is_made_by_library(code.co_filename, frame.f_globals):
+            owner = owner_of(code.co_filename)
+            if code in _READS_ENVIRONMENT or (
+                owner is None and not is_made_by_library(code.co_filename, frame.f_globals)
+            ):
                 self.codes[code] = frame.f_globals
-            elif owner and owner not in _LIBRARY and owner not in _TORCHS:
+                self.whole.add_code(code, frame.f_globals, self.codes)
+                self.whole.note_frame(frame)
+            elif owner and owner not in (_LIBRARY | SAME_EACH_TIME):
                 self._note_foreign(frame, f"{owner}.{code.co_name}")
             elif owner == "logging" and _is_heard(frame) and self._is_called_by_user(frame):
                 self._note(self.told, frame.f_back, f"logging.{code.co_name}")
@@ -156,7 +167,7 @@ class PythonCalls:
     def _note_foreign(self, frame: FrameType, name: str) -> None:
         """Notes a call of Python's library, if the user's code has made it."""
         back = frame.f_back
-        while back is not None and _owner_of(back.f_code.co_filename):
+        while back is not None and owner_of(back.f_code.co_filename):
             back = back.f_back
         if back is not None and back.f_code in self.codes:
             self._note(self.foreign, back, name)
@@ -166,43 +177,6 @@ class PythonCalls:
             found[ForeignCall(name, frame.f_code.co_filename, frame.f_lineno)] = None
 
 
-def is_watched_file(path: str) -> bool:
-    """Whether code of a file is the user's."""
-    return _owner_of(path) is None
-
-
-def _is_made_by_library(path: str, its_globals: dict[str, Any]) -> bool:
-    """Whether code without a file was made by a library, such as the constructors of its dataclasses."""
-    if not path.startswith("<"):
-        return False
-    name = str(its_globals.get("__name__", "")).partition(".")[0]
-    known = name in sys.stdlib_module_names and name != "__main__"
-    return (
-        known
-        or name in _TORCHS
-        or name in ("torch", "mirrorc")
-        or path.startswith(_MADE)
-        or name.startswith("namedtuple_")
-    )
-
-
-@lru_cache(maxsize=65536)
-def _owner_of(path: str) -> str | None:
-    """The library that a file is of; empty if it is torch's or mirrorc's; None if it is the user's."""
-    if path.startswith("<frozen "):
-        return path.removeprefix("<frozen ").partition(".")[0].rstrip(">")
-    if path.startswith("<"):  # of a shell or a notebook, or made by a library such as dataclasses
-        return None
-    if path.startswith(_TORCH):
-        return ""
-    if path.startswith(_STANDARD_LIBRARY) and _INSTALLED not in path:
-        return path.removeprefix(_STANDARD_LIBRARY).split(os.sep)[0].removesuffix(".py")
-    installed = path.rpartition(_INSTALLED)[2].split(os.sep)[0]
-    if installed in _TORCHS:
-        return installed
-    return None if is_users_file(path) or path.startswith(torch.__path__[0]) else ""
-
-
 def _is_heard(frame: FrameType) -> bool:
     """Whether a call of a logger's method reaches its handlers."""
     name = frame.f_code.co_name
@@ -210,36 +184,6 @@ def _is_heard(frame: FrameType) -> bool:
         return False
     logger, level = frame.f_locals.get("self"), _LEVELS.get(name, frame.f_locals.get("level"))
     return isinstance(logger, logging.Logger) and isinstance(level, int) and logger.isEnabledFor(level)
-
-
-def globals_of(code: CodeType) -> Iterator[str]:
-    """The names of globals in some code, and in functions that it defines."""
-    for one in codes_in(code):
-        for instruction in dis.get_instructions(one):
-            if instruction.opname in (
-                "LOAD_GLOBAL",
-                "STORE_GLOBAL",
-                "DELETE_GLOBAL",
-                "LOAD_NAME",
-                "LOAD_FROM_DICT_OR_GLOBALS",
-            ):
-                yield str(instruction.argval)
-
-
-def names_of(code: CodeType) -> Iterator[str]:
-    """The names and the strings in some code, and in functions that it defines."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from names_of(constant)
-        elif isinstance(constant, str):
-            yield constant
-
-
-def codes_in(code: CodeType) -> list[CodeType]:
-    """Some code, and that of functions which it defines."""
-    nested = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return [code, *(own for one in nested for own in codes_in(one))]
 
 
 def functions_of(codes: Iterable[CodeType]) -> list[FunctionType]:
@@ -264,6 +208,8 @@ def _is_same_each_time(called: Any) -> bool:
     if issubclass(kind, _KINDS) or kind is object:
         return True
     if kind.__module__ in ("_thread", "threading") and name in ("acquire", "release", "__enter__", "__exit__"):
+        return True
+    if kind is contextvars.ContextVar and name == "get":  # which is watched
         return True
     if issubclass(kind, torch.Generator):
         return False

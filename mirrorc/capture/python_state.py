@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from contextvars import ContextVar
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -12,47 +12,37 @@ import torch
 from torch import nn
 
 from mirrorc.capture.arguments import Constant
+from mirrorc.capture.code_names import codes_in, globals_of, names_of
+from mirrorc.capture.file_owners import is_watched_file
 from mirrorc.capture.imported_modules import file_of, imported_by
 from mirrorc.capture.passing_attributes import Attribute
-from mirrorc.capture.python_calls import codes_in, functions_of, globals_of, is_watched_file, names_of
+from mirrorc.capture.python_calls import ENVIRONMENT, functions_of
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.watched_objects import (
     HOOKS,
     PLAIN,
     Attributes,
     Cell,
+    OwnDict,
+    Variable,
     attributes_of,
     called_by,
     contents_of,
     copy_of,
     function_behind,
-    holds_same,
-    is_equal,
     is_lasting,
     is_users_class,
     is_value,
-    refill,
+    slots_of,
     tables_of,
 )
+from mirrorc.capture.watched_places import ABSENT, Root, WatchedPlaces
+from mirrorc.capture.whole_objects import WatchedWhole
 
-_ABSENT = object()
 _MOST_CONTAINERS = 20_000  # that are reached by one name
 _ALWAYS = ""  # the name of what code reaches without one, such as variables of a closure, or methods of operators
 _NAMED_BY_TORCH = frozenset({_ALWAYS, ".forward", ".backward", ".setup_context", ".vmap", ".jvp"})
 _UNCALLED = frozenset({"__init__", "__repr__", "__str__", "__reduce__", "__getstate__", "__setstate__"})
-
-
-@dataclass(frozen=True)
-class _Root:
-    """By what code can reach an object.
-
-    Attributes:
-        key: the name of a global variable, or that of an attribute with a dot before it; empty if it needs none.
-        words: what users call it.
-    """
-
-    key: str
-    words: str
 
 
 class PythonState:
@@ -67,6 +57,7 @@ class PythonState:
         names: the keys (`PythonCalls.names`) by which what is watched is reached; None for those in all code that is found.
         passing: attributes that are assigned before they are read, which are not watched.
         made_names: further names of attributes, which code is known to make while it runs.
+        whole: what code is known to read without naming it.
 
     Attributes:
         tensors: the tensors in all of that, which are neither parameters nor buffers of the call, by their ids.
@@ -80,10 +71,11 @@ class PythonState:
         names: Set[str] | None = None,
         passing: Set[Attribute] = frozenset(),
         made_names: Set[str] = frozenset(),
+        whole: WatchedWhole | None = None,
     ) -> None:
         modules = list(call.modules())
         self._names, self._passing = names, {(id(vars(modules[place])), name) for place, name in passing}
-        self._call, self._known = call, codes or {}
+        self._call, self._known, self._whole = call, codes or {}, whole or WatchedWhole()
         self._plain = {name: Constant(value) for name, value in call.plain.items()}
         self._found = {*_NAMED_BY_TORCH, *(f".{name}" for name in made_names)}  # the names in all code that is known
         num_names = 0
@@ -95,18 +87,16 @@ class PythonState:
         """Finds what can be reached by the names that are known."""
         self.tensors: dict[int, torch.Tensor] = {}
         self.unwatched: list[str] = []
-        self._places: list[tuple[Any, Any, Any, _Root]] = []  # a mapping, a key, and what is there
-        self._known_places: set[tuple[int, Any]] = set()
-        self._kinds: dict[int, type] = {}  # the classes of mappings of their attributes
-        self._sizes: list[tuple[dict[str, Any], int, str]] = []  # of what modules hold
-        self._containers: list[tuple[Any, Any, _Root]] = []  # with a copy of what is in them
+        self._watched = WatchedPlaces()
         self._num_containers: dict[str, int] = {}
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # so that ids stay those of one object
         self._codes: set[CodeType] = set()
         for path, module in self._call.named_modules():
             self._look_at_module(module, path.removeprefix("model"))
-        self._look_at(self._call.loss_fn, _Root(_ALWAYS, "loss_fn"))
+        self._look_at(self._call.loss_fn, Root(_ALWAYS, "loss_fn"))
+        for value in self._whole.objects:
+            self._look_at(value, Root(_ALWAYS, f"a {type(value).__name__}"))
         missing = self.missing(self._known)
         for function in functions_of(missing):
             self._look_at_function(function)
@@ -121,52 +111,31 @@ class PythonState:
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
-        if self._changed_arguments():
-            return False
-        for owner, key, value, _ in self._places:
-            found = owner.get(key, _ABSENT)
-            if found is not value and not is_equal(found, value):
-                return False
-        for attributes, size, _ in self._sizes:
-            if len(attributes) != size:
-                return False
-        for container, content, _ in self._containers:  # noqa: SIM110 - it takes half the time of a generator
-            if not holds_same(container, content):
-                return False
-        return True
+        return not self._changed_arguments() and self._watched.hold()
 
     def changed(self) -> list[str]:
         """The names of all that is not as it was."""
-        found = self._changed_arguments()
-        found += [root.words for own, key, value, root in self._places if not is_equal(own.get(key, _ABSENT), value)]
-        found += [root.words for container, content, root in self._containers if not holds_same(container, content)]
-        found += [f"the attributes of {words}" for attributes, size, words in self._sizes if len(attributes) != size]
-        return list(dict.fromkeys(found))
-
-    def _changed_arguments(self) -> list[str]:
-        own = [(name, self._call.plain.get(name, _ABSENT), value) for name, value in self._plain.items()]
-        return [name for name, now, value in own if now is not value.value and Constant(now) != value]
+        return list(dict.fromkeys([*self._changed_arguments(), *self._watched.changed()]))
 
     def put_back(self) -> None:
         """Puts back what has changed, as far as Python lets it."""
-        for container, content, _ in self._containers:
-            refill(container, content)
-        for owner, key, value, _ in self._places:
-            if owner.get(key, _ABSENT) is value:
-                continue
-            if isinstance(owner, MappingProxyType):
-                setattr(self._kinds[id(owner)], key, value)
-            else:
-                owner[key] = value
+        self._watched.put_back()
+
+    def _changed_arguments(self) -> list[str]:
+        own = [(name, self._call.plain.get(name, ABSENT), value) for name, value in self._plain.items()]
+        return [name for name, now, value in own if now is not value.value and Constant(now) != value]
 
     def _look_at_module(self, module: nn.Module, path: str) -> None:
         if module is not self._call:
-            self._sizes.append((vars(module), len(vars(module)), path.removeprefix(".") or type(module).__name__))
+            self._watched.add_names(vars(module), path.removeprefix(".") or type(module).__name__)
+            self._add_own_dict(module, Root(_ALWAYS, path.removeprefix(".") or type(module).__name__))
+            is_whole = self._whole.has_module(type(module))
             for key, value in attributes_of(module).items():
-                self._add(vars(module), key, value, _Root(f".{key}", f"{path}.{key}".removeprefix(".")))
+                root = Root(f".{key}", f"{path}.{key}".removeprefix("."))
+                self._add(vars(module), key, value, root, is_whole=is_whole)
         for hooks in HOOKS:
             for hook in (vars(module).get(hooks) or {}).values():
-                self._look_at(hook, _Root(_ALWAYS, f"a hook of {path.removeprefix('.')!r}"))
+                self._look_at(hook, Root(_ALWAYS, f"a hook of {path.removeprefix('.')!r}"))
         self._look_at_class(type(module))
 
     def _look_at_class(self, kind: type) -> None:
@@ -179,24 +148,30 @@ class PythonState:
         if not is_users_class(kind):
             return
         attributes = vars(kind)
-        self._kinds[id(attributes)] = kind
+        self._watched.add_class(kind, attributes)
         for key, value in list(attributes.items()):
             value = function_behind(value)
             is_implied = key.startswith("__") and key not in _UNCALLED and isinstance(value, FunctionType)
-            root = _Root(_ALWAYS if is_implied else f".{key}", f"{kind.__qualname__}.{key}")
-            self._add(attributes, key, attributes[key], root, value)
+            root = Root(_ALWAYS if is_implied else f".{key}", f"{kind.__qualname__}.{key}")
+            self._add(attributes, key, attributes[key], root, value, is_whole=kind in self._whole.classes)
 
-    def _add(self, owner: Any, key: Any, value: Any, root: _Root, within: Any = _ABSENT) -> None:
-        """Watches one place of a mapping, if that can be reached, and what is within that which is there."""
+    def _add(
+        self, owner: Any, key: Any, value: Any, root: Root, within: Any = ABSENT, *, is_whole: bool = False
+    ) -> None:
+        """Watches one place of a mapping, if that can be reached, and what is within that which is there.
+
+        Of a mapping that is watched whole, functions that no code names are looked into once they have run.
+        """
         names = self._found if self._names is None else self._names
-        if (root.key not in names and root.key not in _NAMED_BY_TORCH) or (id(owner), key) in self._passing:
+        is_named = root.key in names or root.key in _NAMED_BY_TORCH
+        if not (is_named or is_whole) or (id(owner), key) in self._passing:
             return
-        if (id(owner), key) not in self._known_places:
-            self._known_places.add((id(owner), key))
-            self._places.append((owner, key, value, root))
-        self._look_at(value if within is _ABSENT else within, root)
+        self._watched.add(owner, key, value, root)
+        behind = value if within is ABSENT else within
+        if is_named or not isinstance(behind, FunctionType) or behind.__code__ in self._known:
+            self._look_at(behind, root)
 
-    def _look_at(self, value: Any, root: _Root) -> None:
+    def _look_at(self, value: Any, root: Root) -> None:
         """Watches what is within an object."""
         waiting = [value]
         while waiting:
@@ -210,12 +185,12 @@ class PythonState:
             self._keep.append(value)
             waiting += self._within(value, root)
 
-    def _within(self, value: Any, root: _Root) -> list[Any]:
+    def _within(self, value: Any, root: Root) -> list[Any]:
         """What is to be looked at in an object."""
         if isinstance(value, torch.Tensor):
             if is_value(value):
                 self.tensors[id(value)] = value
-            self._places.append((Attributes(value), "requires_grad", value.requires_grad, root))
+            self._watched.add(Attributes(value), "requires_grad", value.requires_grad, root)
             return []
         if isinstance(value, FunctionType):
             self._look_at_function(value)
@@ -225,6 +200,15 @@ class PythonState:
         if isinstance(value, nn.Module):
             self._look_at_class(type(value))
             return self._within_module(value, root)
+        if isinstance(value, ContextVar):
+            owner = Variable(value)
+            self._watched.add(owner, "", owner.get("", ABSENT), root)
+            return [owner.get("", None)]
+        if isinstance(value, MappingProxyType):
+            self._watched.add_names(value, root.words)
+            for key, item in value.items():
+                self._watched.add(value, key, item, root)
+            return list(value.values())
         if is_lasting(value):
             return []
         containers = contents_of(value)
@@ -232,22 +216,35 @@ class PythonState:
             self.unwatched.append(f"{root.words!r}, which holds a {type(value).__module__}.{type(value).__name__}")
             return []
         self._look_at_class(type(value))
-        return [item for container in containers for item in self._items(container, root)]
+        self._add_own_dict(value, root)
+        slots = slots_of(value)
+        for slot in slots:
+            self._watched.add(slot, "", slot.get("", ABSENT), root)
+        found = [item for container in containers for item in self._items(container, root)]
+        return [*found, *(slot.get("", None) for slot in slots)]
 
-    def _within_module(self, module: nn.Module, root: _Root) -> list[Any]:
+    def _add_own_dict(self, value: Any, root: Root) -> None:
+        """Watches which dict has the attributes of an object: another one may take its place."""
+        if (owner := OwnDict(value)).get("", ABSENT) is not ABSENT:
+            self._watched.add(owner, "", owner.get("", ABSENT), root)
+
+    def _within_module(self, module: nn.Module, root: Root) -> list[Any]:
         """What is to be looked at in a module that is reached otherwise than through the call."""
         tables, attributes = tables_of(module), attributes_of(module)
-        self._places += [(vars(module), key, value, root) for key, value in attributes.items()]
+        self._add_own_dict(module, root)
+        self._watched.add_names(vars(module), root.words)
+        for key, value in attributes.items():
+            self._watched.add(vars(module), key, value, root)
         return [*attributes.values(), *(item for table in tables for item in self._items(table, root))]
 
-    def _items(self, container: Any, root: _Root) -> list[Any]:
+    def _items(self, container: Any, root: Root) -> list[Any]:
         """Watches a container; what is in it."""
         self._num_containers[root.key] = self._num_containers.get(root.key, 0) + 1
         if self._num_containers[root.key] > _MOST_CONTAINERS:
             self.unwatched.append(f"{root.words!r}, which holds more than {_MOST_CONTAINERS} objects")
             return []
         if not isinstance(container, tuple):
-            self._containers.append((container, copy_of(container), root))
+            self._watched.add_container(container, root)
         found = copy_of(container)
         return [item for item in (found.values() if isinstance(found, dict) else found) if not isinstance(item, PLAIN)]
 
@@ -255,16 +252,16 @@ class PythonState:
         """Watches what a function may read."""
         wrapped = getattr(function, "__wrapped__", None)
         if isinstance(wrapped, FunctionType) and id(wrapped) not in self._seen:
-            self._look_at(wrapped, _Root(_ALWAYS, wrapped.__qualname__))
+            self._look_at(wrapped, Root(_ALWAYS, wrapped.__qualname__))
         if not is_watched_file(function.__code__.co_filename):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             owner = Cell(cell)
-            if (value := owner.get("", _ABSENT)) is not _ABSENT:
-                self._add(owner, "", value, _Root(_ALWAYS, name))
+            if (value := owner.get("", ABSENT)) is not ABSENT:
+                self._add(owner, "", value, Root(_ALWAYS, name))
         for key in ("__defaults__", "__kwdefaults__", "__dict__"):
             if value := getattr(function, key):
-                self._add(Attributes(function), key, value, _Root(_ALWAYS, f"{function.__qualname__}.{key}"))
+                self._add(Attributes(function), key, value, Root(_ALWAYS, f"{function.__qualname__}.{key}"))
         self._look_at_code(function.__code__, function.__globals__)
 
     def _look_at_code(self, code: CodeType, names_there: dict[str, Any]) -> None:
@@ -272,14 +269,14 @@ class PythonState:
         if code in self._codes:
             return
         self._codes.update(codes_in(code))
-        names, of_globals = set(names_of(code)), set(globals_of(code))
+        names, of_globals = names_of(code), globals_of(code)
         self._found |= of_globals.union(f".{name}" for name in names)
         for key in sorted(names_there.keys() & of_globals):
             value = names_there[key]
             if isinstance(value, ModuleType):
                 self._look_at_names(value, names)
             else:
-                self._add(names_there, key, value, _Root(key, key))
+                self._add(names_there, key, value, Root(key, key))
         for module in imported_by(code, names_there):
             self._look_at_names(module, names)
 
@@ -289,10 +286,10 @@ class PythonState:
             return
         is_users = is_watched_file(file_of(module))
         for key in sorted(names & vars(module).keys()):
-            value, root = vars(module)[key], _Root(f".{key}", f"{module.__name__}.{key}")
+            value, root = vars(module)[key], Root(f".{key}", f"{module.__name__}.{key}")
             if isinstance(value, ModuleType):
                 self._look_at_names(value, names, seen | {id(module)})
             elif value is sys.modules:
                 self.unwatched.append(f"{root.words!r}, which holds all modules")
-            elif is_users or isinstance(value, (*PLAIN, dict, list, set)):
+            elif is_users or isinstance(value, (*PLAIN, dict, list, set, ENVIRONMENT)):
                 self._add(vars(module), key, value, root)

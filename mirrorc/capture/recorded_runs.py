@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.capture.code_names import globals_of, names_of
 from mirrorc.capture.compared_graphs import GraphListing
-from mirrorc.capture.errors import LoneExampleError, UnreadableError
+from mirrorc.capture.errors import HooksMissingError, LoneExampleError, UnreadableError
+from mirrorc.capture.output_capturing import HOOKS_ARE_INSTALLED
 from mirrorc.capture.passing_attributes import AssignedAttributeError, Attribute, ReadBeforeAssignedError
 from mirrorc.capture.python_calls import ForeignCall, PythonCalls
 from mirrorc.capture.python_state import PythonState
@@ -23,6 +25,7 @@ from mirrorc.capture.replica_streams import generator_states
 from mirrorc.capture.run_effects import SharedEffectError, refused_effects
 from mirrorc.capture.run_outputs import UnreadableOutputError
 from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.whole_objects import WatchedWhole
 from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import RefusedRunError, is_data_dependent, is_users_file, quiet_fake_tensors
 
@@ -31,7 +34,7 @@ _WITHOUT_NAMES = frozenset(
     f"{dot}{name}"
     for dot in ("", ".")
     for name in (
-        *("__dict__", "__getattribute__", "attrgetter", "methodcaller", "getattr_static", "getmembers"),
+        *("attrgetter", "methodcaller", "getattr_static", "getmembers"),
         *("__globals__", "f_globals", "f_locals", "cell_contents", "import_module", "currentframe"),
     )
 )
@@ -90,13 +93,13 @@ def recorded(
         def run(state: PythonState, calls: PythonCalls | None = None) -> PythonTrace:
             return _watched(call, leaves, decompositions, state, what, passing, calls or PythonCalls())
 
-        found, state, calls = _observed(call, run)
+        found, state, calls, whole = _observed(call, run)
         try:
             _refuse_foreign(calls, what)
             listing, changed = GraphListing.of(found.joint), frozenset(state.changed())
             new = sorted(changed - may_change)
             if new:
-                later = PythonState(call, calls.codes, made_names=calls.made_names.found)
+                later = PythonState(call, calls.codes, made_names=calls.made_names.found, whole=whole)
                 try:
                     again = run(later)
                     lasts = later.changed() or listing.difference(GraphListing.of(again.joint))
@@ -106,10 +109,8 @@ def recorded(
                     raise RefusedRunError(f"it changes {new[0]!r}, which steps would not do again")
         finally:
             state.put_back()
-        unnamed = sorted(calls.names & _WITHOUT_NAMES)
-        if unnamed:
-            raise RefusedRunError(f"it reads attributes by {unnamed[0].removeprefix('.')!r}, which does not tell which")
-        reached = PythonState(call, calls.codes, calls.names, found.passing)
+        _refuse_untold(call, calls, found.passing)
+        reached = PythonState(call, calls.codes, calls.names, found.passing, whole=whole)
         if reached.unwatched:
             raise RefusedRunError(f"it reads {reached.unwatched[0]}, which cannot be watched")
         return Recorded(found, reached, listing, changed, tuple(calls.told))
@@ -117,26 +118,54 @@ def recorded(
 
 def _observed(
     call: TrainingCall, run: Callable[[PythonState, PythonCalls], PythonTrace]
-) -> tuple[PythonTrace, PythonState, PythonCalls]:
+) -> tuple[PythonTrace, PythonState, PythonCalls, WatchedWhole]:
     """A trace whose code was all known before it ran, so that what it reads was watched from the beginning."""
     known: dict[CodeType, dict[str, Any]] = {}
     made: set[str] = set()
+    whole = WatchedWhole()
     for _ in range(_MOST_RUNS):
-        state, calls = PythonState(call, known, made_names=made), PythonCalls()
+        state, calls = PythonState(call, known, made_names=made, whole=whole), PythonCalls()
         try:
             found = run(state, calls)
         except BaseException:
             calls.made_names.undo()
             state.put_back()
             raise
-        missing = state.missing(calls.codes)
-        if not missing and made.issuperset(calls.made_names.found):
-            return found, state, calls
+        missing, read = state.missing(calls.codes), calls.whole.found()
+        if not missing and made.issuperset(calls.made_names.found) and whole >= read:
+            return found, state, calls, whole
         calls.made_names.undo()
         state.put_back()
         made |= calls.made_names.found
+        whole |= read
         known.update({code: calls.codes[code] for code in missing})
     raise RefusedRunError("it runs other code in each call")
+
+
+def _refuse_untold(call: TrainingCall, calls: PythonCalls, passing: Set[Attribute]) -> None:
+    """Refuses code that reads attributes without naming them, where it does not tell of what, or reads what does not last."""
+    if unnamed := sorted(calls.names & _WITHOUT_NAMES):
+        by = unnamed[0].removeprefix(".")
+        raise RefusedRunError(f"it reads attributes by {by!r}{_where_named(by, calls)}, which does not tell which")
+    if calls.whole.untold is not None:
+        words, code = calls.whole.untold
+        raise RefusedRunError(f"it reads attributes by {words}{_where(code)}, which cannot be watched")
+    modules, whole = list(call.modules()), calls.whole.found()
+    for place, name in sorted(passing):
+        if whole.has_module(type(modules[place])):
+            raise RefusedRunError(
+                f"it assigns the attribute {name!r} of a module, and reads all attributes of such modules"
+            )
+
+
+def _where_named(name: str, calls: PythonCalls) -> str:
+    """The function that names something, for a message."""
+    code = next((code for code in calls.codes if name in (*names_of(code), *globals_of(code))), None)
+    return "" if code is None else _where(code)
+
+
+def _where(code: CodeType) -> str:
+    return f" in {code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _refuse_foreign(calls: PythonCalls, what: str) -> None:
@@ -204,7 +233,11 @@ def _explained(what: str) -> Iterator[None]:
                 f"cannot capture {what}{where}: {error}. Remedy: give the batch, and each part of a PerReplica, two examples or "
                 "more"
             ) from None
-        raise refusal(what, where, *_reason_and_remedy(error)) from None
+        missing = (
+            isinstance(error, AssignedAttributeError | ReadBeforeAssignedError) and error.name == HOOKS_ARE_INSTALLED
+        )
+        told = refusal(what, where, *_reason_and_remedy(error))
+        raise (HooksMissingError(str(told)) if missing else told) from None
 
 
 def _reason_and_remedy(error: Exception) -> tuple[str, str]:

@@ -9,7 +9,23 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from mirrorc.capture.errors import UnreadableError
 from mirrorc.errors import CaptureError
-from mirrorc.torch_internals import hook_tables
+from mirrorc.torch_internals import hook_tables, is_script_module
+
+
+def refuse_scripts(root: nn.Module, what: str) -> None:
+    """Refuses modules that run outside of Python, where tracers do not follow them.
+
+    Raises:
+        UnreadableError: names the module and the remedy.
+    """
+    for path, module in root.named_modules():
+        if is_script_module(module):
+            why = f"{path.removeprefix('model.')!r} of {what}" if path != "model" else what
+            why += " is a ScriptModule, which runs outside of Python"
+            raise UnreadableError(
+                f"cannot capture {what}: {why}. Remedy: give the module that it was made of, as it was before torch.jit.",
+                f": {why}",
+            )
 
 
 def refuse_modules(root: nn.Module, what: str) -> None:
@@ -22,6 +38,7 @@ def refuse_modules(root: nn.Module, what: str) -> None:
     Raises:
         CaptureError: names the module and the remedy.
     """
+    refuse_scripts(root, what)
     for path, module in root.named_modules():
         name = path.removeprefix("model.")
         kind = type(module).__name__

@@ -39,6 +39,11 @@ class Shards:
         """Whether a shard, or one of its microbatches, has a single example."""
         return 1 in self.num_examples or any(1 in sizes for sizes in self.microbatches)
 
+    @property
+    def have_unequal_parts(self) -> bool:
+        """Whether the microbatches of a shard have different numbers of examples."""
+        return any(len(set(sizes)) > 1 for sizes in self.microbatches)
+
     def by_microbatch(self, call: Call) -> Shards:
         """The same, with each microbatch as a shard of its own."""
         if not self.microbatches:

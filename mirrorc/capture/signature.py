@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from mirrorc.capture.arguments import Call, flatten_call
 from mirrorc.capture.batch_statistics import fewest_examples
 from mirrorc.capture.shards import Shards, split_call
+from mirrorc.torch_internals import forward_signature
 
 
 class Signature:
@@ -39,7 +39,7 @@ class Signature:
         self._name, self._roots = type(model).__name__, (model, loss_fn)
         self._num_replicas, self._takes_target, self._is_apart = num_replicas, loss_fn is not None, keeps_plain_apart
         self._microbatches, self._are_several = microbatches, are_several
-        self._of_forward = inspect.signature(model.forward)
+        self._of_forward = forward_signature(model)
         parameters = self._of_forward.parameters.values()
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 

@@ -22,7 +22,7 @@ from mirrorc.capture.front_ends import AUTO, FrontEnd, capture, front_end_named,
 from mirrorc.capture.gathered_rows import GatheredRows
 from mirrorc.capture.guards import AllGuards
 from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numbers
+from mirrorc.capture.number_inputs import captured_with_numbers, remarks_on_numbers, with_numbers_of_each
 from mirrorc.capture.outputs import Outputs, outputs_of, refuse_outputs_apart
 from mirrorc.capture.replica_values import refuse_replica_values
 from mirrorc.capture.shard_types import (
@@ -136,6 +136,7 @@ def capture_program(
         _capture_each, front_end, training_call, call, examples, rows, state, optimizers, decompositions
     )
     captured = rows.settled(capture_all, what)
+    captured = with_numbers_of_each(captured) if shards.microbatches else captured
     refuse_replica_values([one.graph for one in captured], runs, devices, in_parts=bool(shards.microbatches), what=what)
     parts = shards.by_microbatch(call)
     if len(parts.num_examples) > 1:
@@ -155,13 +156,18 @@ def capture_program(
         _notes(captured, outputs, len(parts.num_examples), what, loss_reduction),
         outputs,
         {name: tensor for graph in captured for name, tensor in graph.outside.items()},
-        _sizes(captured, runs),
+        _sizes(captured, runs, shards, call),
     )
 
 
-def _sizes(captured: Sequence[CapturedGraph], runs: tuple[tuple[int, ...], ...]) -> SymbolicSizes | None:
+def _sizes(
+    captured: Sequence[CapturedGraph], runs: tuple[tuple[int, ...], ...], shards: Shards, call: Call
+) -> SymbolicSizes | None:
     sizes = SymbolicSizes(
-        tuple((one.sizes, one.size_keys) for one in captured), tuple(own[0] if own else None for own in runs)
+        tuple((one.sizes, one.size_keys) for one in captured),
+        tuple(own[0] if own else None for own in runs),
+        shards.microbatches,
+        tuple(leaf.split for leaf in call.leaves),
     )
     return sizes if sizes.are_there else None
 
@@ -191,7 +197,7 @@ def _program(
     )
     first, num_parts = captured[0], len(shards.by_microbatch(call).num_examples)
     on_means = remarks_on(first.weighted_means, num_parts)
-    return program.with_remarks(*first.remarks, *on_means, *remarks_on_numbers(first))
+    return program.with_remarks(*first.remarks, *on_means, *remarks_on_numbers(captured))
 
 
 def _with_examples(argument: Argument, call: Call) -> Argument:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mirrorc.capture.captured_graph import CapturedGraph
+from mirrorc.capture.shards import Shards
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind
@@ -61,30 +62,42 @@ class SymbolicSizes:
     Attributes:
         graphs: the symbols of each graph, and the keys of the numbers that it takes.
         shard_of_replica: which of the graphs each replica runs; None without examples.
+        microbatches: how many examples each replica's microbatches have, of which one graph takes all; empty for whole shards.
+        are_split: of each argument, whether it is split.
     """
 
     graphs: tuple[tuple[SizesOfArguments | None, tuple[Any, ...]], ...]
     shard_of_replica: tuple[int | None, ...]
+    microbatches: tuple[tuple[int, ...], ...] = ()
+    are_split: tuple[bool, ...] = ()
 
     @property
     def are_there(self) -> bool:
         """Whether there are symbols."""
         return any(sizes is not None and sizes.symbols for sizes, _ in self.graphs)
 
-    def of_shards(
-        self, tensors: Sequence[Sequence[torch.Tensor]], num_examples: Sequence[int]
-    ) -> list[tuple[int | float, ...]] | None:
+    def of_shards(self, shards: Shards) -> list[tuple[int | float, ...]] | None:
         """For each replica, the numbers that its graph takes for its shard; None if some graph is not that of its shard."""
+        if shards.microbatches != self.microbatches:
+            return None
         found: list[tuple[int | float, ...]] = []
-        for own, count, shard in zip(tensors, num_examples, self.shard_of_replica, strict=True):
-            if (shard is None) is not (count == 0):
+        for replica, shard in enumerate(self.shard_of_replica):
+            if (shard is None) is not (shards.num_examples[replica] == 0):
                 return None
             if shard is None:
                 found.append(())
                 continue
             sizes, keys = self.graphs[shard]
-            numbers = sizes.numbers_for(own, keys) if sizes is not None else None
+            numbers = sizes.numbers_for(self._tensors(shards, replica), keys) if sizes is not None else None
             if numbers is None:
                 return None
             found.append(numbers)
         return found
+
+    def _tensors(self, shards: Shards, replica: int) -> Sequence[torch.Tensor]:
+        """What a replica's graph takes first: its shard, or the first microbatch of it."""
+        if not self.microbatches:
+            return shards.tensors[replica]
+        size = self.microbatches[replica][0]
+        both = zip(shards.tensors[replica], self.are_split, strict=True)
+        return [tensor[:size] if is_split else tensor for tensor, is_split in both]

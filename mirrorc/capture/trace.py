@@ -15,6 +15,7 @@ from mirrorc.capture.first_runs import notes_on_passing
 from mirrorc.capture.front_ends import FrontEnd, Traced
 from mirrorc.capture.python_calls import ForeignCall
 from mirrorc.capture.recorded_runs import recorded, refusal
+from mirrorc.capture.refused_modules import refuse_scripts
 from mirrorc.capture.trace_guards import TraceGuards, types_of
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
@@ -50,6 +51,7 @@ class TraceFrontEnd(FrontEnd):
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
         what = type(call.model).__name__
+        refuse_scripts(call, what)
         kind = type(call), types_of(leaves)
         why_not = call.history.why_not(kind)
         if why_not:

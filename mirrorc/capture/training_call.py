@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
 
-from mirrorc.capture.arguments import Structure, paths_of_containers, rebuild_call
+from mirrorc.capture.arguments import Structure, paths_of_containers, rebuilding
 from mirrorc.capture.changing_numbers import ChangingNumbers
 from mirrorc.capture.trace_history import TraceHistory
+from mirrorc.torch_internals import forward_signature
 
 
 class TrainingCall(nn.Module):
@@ -51,13 +51,13 @@ class TrainingCall(nn.Module):
         self.data: Sequence[Sequence[torch.Tensor]] | None = None
         self.model = model
         self.loss_fn = loss_fn
-        self.structure = structure
+        self.structure, self.rebuilt = structure, rebuilding(structure)
         self.plain = plain or {}
         self.keeps_outputs = keeps_outputs
         self.training = model.training  # modes of the model's own modules stay as the user set them
 
     def forward(self, *leaves: torch.Tensor) -> Any:
-        args, kwargs = rebuild_call(self.structure, leaves, self.plain)
+        args, kwargs = self.rebuilt(self.structure, leaves, self.plain)
         if self.loss_fn is not None:
             target = kwargs.pop("target")
             outputs = self.model(*args, **kwargs)
@@ -72,7 +72,7 @@ class TrainingCall(nn.Module):
 
     def containers(self) -> list[str]:
         """The names of the containers among the arguments, in the order in which forward puts them together."""
-        parameters = inspect.signature(self.model.forward).parameters.values()
+        parameters = forward_signature(self.model).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return paths_of_containers(self.structure, names)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import collections
+import contextvars
 import enum
 import functools
 import logging
@@ -15,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirrorc.capture.file_owners import is_watched_file
 from mirrorc.capture.kept_model import can_keep_value
-from mirrorc.capture.python_calls import is_watched_file
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """The kinds of objects that are what they are by their value alone."""
@@ -30,11 +32,11 @@ _LASTING = frozenset({
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.GenericAlias, types.UnionType, types.CodeType),
     *(range, slice, object, property, type(Ellipsis), type(NotImplemented), re.Pattern, functools._lru_cache_wrapper),
-    *(type(threading.Lock()), type(threading.RLock())),
+    *(type(threading.Lock()), type(threading.RLock()), type(vars(abc.ABC)["_abc_impl"])),
 })  # fmt: skip
 _IS_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which some classes of C have as well
-_MOST_OWN_BYTES = 16
-"""What an instance of a class of Python has beyond its base: a dict, and a list of weak references."""
+_MOST_OWN_BYTES, _BYTES_OF_SLOT = 16, 8
+"""What an instance of a class of Python has beyond its base: a dict, and a list of weak references; and what a slot takes."""
 
 
 def is_lasting(value: Any) -> bool:
@@ -52,21 +54,34 @@ def is_value(value: Any) -> bool:
 def contents_of(value: Any) -> list[Any] | None:
     """The containers in which an object keeps all that it holds; None if it may keep something elsewhere, as those of C do."""
     kind, base = type(value), next((own for own in _CONTAINERS if isinstance(value, own)), object)
-    attributes = getattr(value, "__dict__", None)
+    attributes = OwnDict(value).get("", None)  # whatever its class says where it is asked
     own = [value] if base is not object else []
-    is_hidden = kind.__basicsize__ > base.__basicsize__ + _MOST_OWN_BYTES or not all(map(_is_open, kind.__mro__))
-    if is_hidden or not (own or isinstance(attributes, dict)):
+    num_own_bytes = _MOST_OWN_BYTES + _BYTES_OF_SLOT * len(_slots_of(kind))
+    is_hidden = kind.__basicsize__ > base.__basicsize__ + num_own_bytes or not all(map(_is_open, kind.__mro__))
+    if is_hidden or not (own or isinstance(attributes, dict) or _slots_of(kind)):
         return [] if _is_torchs(kind) else None
-    return [*own, attributes] if attributes else own
+    return [*own, attributes] if isinstance(attributes, dict) else own
 
 
 def _is_open(kind: type) -> bool:
-    """Whether instances keep what a class adds to its bases in a dict, as those of Python's classes without slots do."""
+    """Whether instances keep what a class adds to its bases in a dict and in slots, as those of Python's classes do."""
     if kind is object or kind in _CONTAINERS:
         return True
     slots = vars(kind).get("__slots__", ())
     names = {slots} if isinstance(slots, str) else set(slots)
-    return bool(kind.__flags__ & _IS_MADE_IN_PYTHON) and names <= {"__dict__", "__weakref__"}
+    num_read = sum(type(value) is types.MemberDescriptorType for value in vars(kind).values())
+    return bool(kind.__flags__ & _IS_MADE_IN_PYTHON) and len(names - {"__dict__", "__weakref__"}) == num_read
+
+
+def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    """What reads the slots of a class of Python's and those of its bases."""
+    own = (base for base in kind.__mro__ if "__slots__" in vars(base))
+    return tuple(value for base in own for value in vars(base).values() if type(value) is types.MemberDescriptorType)
+
+
+def slots_of(value: Any) -> list[Slot]:
+    """The slots of an object, as of one whose class has ``__slots__``."""
+    return [Slot(value, slot) for slot in _slots_of(type(value))]
 
 
 def _is_torchs(kind: type) -> bool:
@@ -96,11 +111,10 @@ def holds_same(container: Any, content: Any) -> bool:
     if isinstance(container, set | frozenset):
         return all(base.__contains__(container, item) for item in content)
     if isinstance(content, dict):
-        for key, value in content.items():
-            found = dict.get(container, key, _ABSENT)
-            if found is not value and not is_equal(found, value):
-                return False
-        return base is not collections.OrderedDict or list(base.__iter__(container)) == list(content)
+        for (key, value), (own_key, found) in zip(content.items(), base.items(container), strict=True):
+            if (found is not value and not is_equal(found, value)) or (own_key is not key and own_key != key):
+                return False  # one after the other: code may go by their order
+        return True
     return all(a is b or is_equal(a, b) for a, b in zip(base.__iter__(container), content, strict=True))
 
 
@@ -111,9 +125,6 @@ def refill(container: Any, content: Any) -> None:
         return
     base.clear(container)
     (base.extend if base in (list, collections.deque) else base.update)(container, content)
-
-
-_ABSENT = object()
 
 
 def tables_of(module: nn.Module) -> list[Any]:
@@ -164,6 +175,57 @@ class Cell:
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._cell.cell_contents = value
+
+
+class Slot:
+    """A slot of an object, read and written as a mapping."""
+
+    def __init__(self, owner: Any, slot: types.MemberDescriptorType) -> None:
+        self._owner, self._slot = owner, slot
+
+    def get(self, key: str, default: Any) -> Any:
+        """What it holds."""
+        try:
+            return self._slot.__get__(self._owner)
+        except AttributeError:  # not assigned yet
+            return default
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._slot.__set__(self._owner, value)
+
+
+class Variable:
+    """A context variable as it is here, read and written as a mapping."""
+
+    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
+        self._variable = variable
+
+    def get(self, key: str, default: Any) -> Any:
+        """What it holds; its own default if it holds nothing."""
+        try:
+            return self._variable.get()
+        except LookupError:
+            return default
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._variable.set(value)
+
+
+class OwnDict:
+    """The dict in which an object keeps its attributes, read and written as a mapping."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def get(self, key: str, default: Any) -> Any:
+        """The dict."""
+        try:
+            return object.__getattribute__(self._owner, "__dict__")
+        except AttributeError:  # its class has slots alone
+            return default
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        object.__setattr__(self._owner, "__dict__", value)
 
 
 class Attributes:

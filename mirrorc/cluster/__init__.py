@@ -9,5 +9,6 @@ from __future__ import annotations
 from mirrorc.cluster.joining import Cluster, find_place, join
 from mirrorc.cluster.place import Place
 from mirrorc.cluster.roll_call import Worker
+from mirrorc.cluster.rounds import Round
 
-__all__ = ["Cluster", "Place", "Worker", "find_place", "join"]
+__all__ = ["Cluster", "Place", "Round", "Worker", "find_place", "join"]

@@ -8,23 +8,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import distributed
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.place import Place
 from mirrorc.cluster.roll_call import Worker, call_roll
-from mirrorc.cluster.sameness import all_say, check_same_facts
+from mirrorc.cluster.rounds import Round
+from mirrorc.cluster.signs_of_life import Lookout, SignsOfLife
 from mirrorc.cluster.starts import Start, await_start
-from mirrorc.cluster.stores import first_line, open_store
+from mirrorc.cluster.stores import open_store
 from mirrorc.cluster.tf_config import place_by_tf_config
 from mirrorc.cluster.torchrun import place_by_torchrun
 from mirrorc.errors import CommunicationError
 
-_T = TypeVar("_T")
-
 _BY_GROUP = "the process group"
+_LIFE = "life"  # the part of the store for signs of life
 _LONGEST_VERDICT_SECONDS = 10.0  # after the time to wait for others: to tell all what was found
 
 _joining = threading.Lock()
@@ -50,7 +50,7 @@ class Cluster:
     workers: tuple[Worker, ...] = ()
     store: Any = None
     _num_comparisons: Iterator[int] = field(default_factory=itertools.count)
-    _num_names: Iterator[int] = field(default_factory=itertools.count)
+    _num_rounds: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def is_chief(self) -> bool:
@@ -77,11 +77,7 @@ class Cluster:
                 or who did not come to compare.
         """
         if self.num_workers > 1:
-            self._meet(
-                lambda store, deadline: check_same_facts(store, self.workers, self.rank, what, facts, deadline),
-                f"compared {what}",
-                timeout_seconds,
-            )
+            self._comparison(what).check_same(what, facts, timeout_seconds=timeout_seconds)
 
     def all_say(self, text: str, *, timeout_seconds: float = 1800.0) -> list[str]:
         """What each worker says, by rank. All workers call it, as often and in the same order.
@@ -95,28 +91,21 @@ class Cluster:
         """
         if self.num_workers == 1:
             return [text]
-        return self._meet(
-            lambda store, deadline: all_say(store, self.workers, self.rank, text, deadline),
-            "spoke with the others",
-            timeout_seconds,
-        )
+        return self._comparison("what they say").all_say(text, timeout_seconds=timeout_seconds)
 
-    def new_name(self) -> str:
-        """A name that is the same on all workers, if all call this as often and in the same order, and another one each time."""
-        return f"joint/{next(self._num_names)}"
+    def _comparison(self, what: str) -> Round:
+        return self._round(f"same/{next(self._num_comparisons)}", f"a comparison of {what}")
 
-    def _meet(self, function: Callable[[Any, float], _T], doing: str, timeout_seconds: float) -> _T:
-        """Calls a function with a store of its own and the deadline, in a bounded time."""
-        store = distributed.PrefixStore(f"same/{next(self._num_comparisons)}", self.store)
-        deadline = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
-        seconds = deadline - time.monotonic() + _LONGEST_VERDICT_SECONDS
-        try:
-            return in_bounded_time(lambda: function(store, deadline), seconds)
-        except (TimeoutError, RuntimeError) as error:
-            raise CommunicationError(
-                f"{self.workers[self.rank]} lost the workers' store while it {doing} ({first_line(error)}). See why the process "
-                "that had opened it ended or hangs: worker 0, or torchrun's agent"
-            ) from error
+    def begin(self, doing: str) -> Round:
+        """Begins what all workers do together, such as "mirrorc.compile"; all call it, as often and in the same order."""
+        return self._round(f"round/{next(self._num_rounds)}", doing)
+
+    def _round(self, name: str, doing: str) -> Round:
+        return Round(self.store, self.workers, self.rank, name, doing, self.lookout())
+
+    def lookout(self) -> Lookout:
+        """Looks whether one of the workers is gone."""
+        return Lookout(distributed.PrefixStore(_LIFE, self.store), self.workers, self.rank)
 
     def __repr__(self) -> str:
         return f"<Cluster: worker {self.rank} of {self.num_workers}>"
@@ -190,7 +179,7 @@ def _called(opened: Any, place: Place, deadline: float, number: int) -> tuple[An
     seconds = max(0.0, deadline - time.monotonic()) + _LONGEST_VERDICT_SECONDS
     try:
         return in_bounded_time(lambda: _called_in_start(opened, place, deadline, number), seconds)
-    except TimeoutError as error:
+    except (RuntimeError, TimeoutError) as error:  # of torch; CommunicationError is none of them
         where = f" at {place.address}" if place.host else ""
         raise CommunicationError(
             f"{place}: the workers' store{where} does not answer any more ({error}). See what the process that has opened it "
@@ -208,7 +197,9 @@ def _called_in_start(opened: Any, place: Place, deadline: float, number: int) ->
         else:
             number = await_start(starts, place, deadline)
     store = distributed.PrefixStore(f"mirrorc/{number}", opened)
-    return store, call_roll(store, place, deadline, while_waiting=answer)
+    workers = call_roll(store, place, deadline, while_waiting=answer)
+    SignsOfLife(distributed.PrefixStore(_LIFE, store), place.num_workers, place.rank)
+    return store, workers
 
 
 def _is_initialised() -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,14 @@ def _versions() -> dict[str, str]:
     return {"torch": torch.__version__, "mirrorc": version("mirrorc"), "Python": python}
 
 
+def local_system() -> str:
+    """What names the system whose processes this one sees, and knows by the same numbers; empty where nothing does."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 @dataclass(frozen=True)
 class Worker:
     """What a worker says of itself.
@@ -42,6 +51,7 @@ class Worker:
         machine: the name of its machine.
         pid: its process.
         versions: of what compiles its programs; workers of one program must have the same.
+        system: whose processes have these numbers, see `local_system`.
     """
 
     rank: int
@@ -49,6 +59,7 @@ class Worker:
     machine: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     versions: Mapping[str, str] = field(default_factory=_versions)
+    system: str = field(default_factory=local_system)
 
     def __str__(self) -> str:
         return f"worker {self.rank} ({self.machine}, process {self.pid})"

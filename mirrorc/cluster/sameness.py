@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -20,8 +20,18 @@ _LONGEST_READING_SECONDS = 5.0  # for which worker 0, whose store it may be, sta
 Facts = Sequence[tuple[str, str]]
 
 
+def _nothing() -> None:
+    pass
+
+
 def check_same_facts(
-    store: Any, workers: Sequence[Worker], rank: int, what: str, facts: Mapping[str, object], deadline: float
+    store: Any,
+    workers: Sequence[Worker],
+    rank: int,
+    what: str,
+    facts: Mapping[str, object],
+    deadline: float,
+    look: Callable[[], object] = _nothing,
 ) -> None:
     """Returns if all workers give equal facts in one order; raises the same error in all of them if not.
 
@@ -34,6 +44,7 @@ def check_same_facts(
         what: what the facts are of, in the plural.
         facts: any texts or values that can be shown, by name.
         deadline: the time, by ``time.monotonic()``, until which the others are awaited.
+        look: called now and then while they are, to raise what ends that.
 
     Raises:
         CommunicationError: the workers differ, or some of them did not come to compare.
@@ -43,7 +54,7 @@ def check_same_facts(
     store.set(f"facts/{rank}", zlib.compress(text.encode()))
     store.set(f"digest/{rank}", hashlib.sha256(text.encode()).hexdigest())
     everyone = range(len(workers))
-    late = _await(store, [f"digest/{other}" for other in everyone], deadline)
+    late = _await(store, [f"digest/{other}" for other in everyone], deadline, look)
     if late:
         names = listed(workers[other] for other in everyone if f"digest/{other}" in late)
         raise CommunicationError(f"{names} did not come to compare {what} with the other workers in time")
@@ -62,11 +73,18 @@ def check_same_facts(
         raise CommunicationError(difference)
 
 
-def all_say(store: Any, workers: Sequence[Worker], rank: int, text: str, deadline: float) -> list[str]:
+def all_say(
+    store: Any,
+    workers: Sequence[Worker],
+    rank: int,
+    text: str,
+    deadline: float,
+    look: Callable[[], object] = _nothing,
+) -> list[str]:
     """What each worker says, by rank.
 
     Args:
-        store, workers, rank, deadline: as for `check_same_facts`.
+        store, workers, rank, deadline, look: as for `check_same_facts`.
         text: what this one says.
 
     Raises:
@@ -74,7 +92,7 @@ def all_say(store: Any, workers: Sequence[Worker], rank: int, text: str, deadlin
     """
     store.set(f"said/{rank}", text)
     keys = [f"said/{other}" for other in range(len(workers))]
-    late = _await(store, keys, deadline)
+    late = _await(store, keys, deadline, look)
     if late:
         names = listed(worker for worker, key in zip(workers, keys, strict=True) if key in late)
         raise CommunicationError(f"{names} did not say in time what the other workers wait for")
@@ -96,11 +114,12 @@ def _said(fact: tuple[str, ...] | None) -> str:
     return f"{fact[0]}: {fact[1]}" if fact is not None else "nothing more"
 
 
-def _await(store: Any, keys: Sequence[str], deadline: float) -> list[str]:
+def _await(store: Any, keys: Sequence[str], deadline: float, look: Callable[[], object]) -> list[str]:
     """Returns when all keys are there, or the time is over: those that are not."""
     left = list(keys)
     while True:
         left = [key for key in left if not store.check([key])]
         if not left or time.monotonic() > deadline:
             return left
+        look()
         time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -12,6 +12,7 @@ from torch import distributed
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.place import Place
 from mirrorc.errors import CommunicationError
+from mirrorc.torch_internals.sockets import connections_since, is_any_closed, open_sockets
 
 _LONGEST_ANSWER_SECONDS = 20.0  # of a store that listens
 _SECONDS_BETWEEN_TRIES = 0.1
@@ -71,6 +72,42 @@ def _await_listener(place: Place, deadline: float) -> None:
                     f"({first_line(error)}). See whether the worker with rank 0 runs, and whether this machine reaches it there"
                 ) from error
         time.sleep(_SECONDS_BETWEEN_TRIES)
+
+
+class OwnConnection:
+    """A connection of its own to a store, so that nobody waits for another one's questions.
+
+    Args:
+        store: the store.
+        seconds: the longest time to wait for its answer.
+
+    Raises:
+        RuntimeError, TimeoutError: the store is lost, or does not answer in time.
+
+    Attributes:
+        store: the same one, over this connection.
+    """
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        def connected() -> Any:
+            store.add("asked", 0)  # if the store is lost, this fails at once; a new connection would be tried for long
+            return store.clone()
+
+        before = open_sockets()
+        self.store = in_bounded_time(connected, seconds)
+        self._sockets = connections_since(before, _port(store))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the host of the store has closed it, as it does when it ends. Who asks the store then is warned by torch."""
+        return is_any_closed(self._sockets)
+
+
+def _port(store: Any) -> int:
+    """The port of a store of torch; 0 if it is one without connections."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return int(getattr(store, "port", 0))
 
 
 def first_line(error: Exception) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword as keywords
 import re
+from collections.abc import Collection
 
 
 def of_replica(name: str, replica: int | None) -> str:
@@ -22,3 +24,9 @@ def identifier(path: str) -> str:
     if keywords.iskeyword(name):
         return f"{name}_"
     return f"_{name}" if name[0].isdigit() else name
+
+
+def unlike(taken: Collection[str], name: str) -> str:
+    """A name that is none of those taken: variables ``a.b`` and ``a_b`` and an argument ``a_b`` have one identifier."""
+    others = (f"{name}_{number}" for number in itertools.count(1))
+    return name if name not in taken else next(other for other in others if other not in taken)

@@ -149,6 +149,25 @@ def carries_between_workers(devices: Sequence[Device], operation: Any) -> bool:
     return operation in link_named(best_link(devices, Span.WORKERS)[0]).carries
 
 
+def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> str:
+    """Why a worker with such devices cannot send factors of gradients to others, over whatever joins workers; empty if it can.
+
+    Args:
+        link: between the devices, as the user names it; None for the best.
+        devices: of the worker.
+    """
+    if not carries_between_workers(devices, ops.gather_factors):
+        return "what joins workers there adds up whole buckets, and gathers no factors"
+    if (
+        len(devices) > 1
+        and not link_named(carrier_of(link or best_link(devices)[0], ops.reduce_scatter)).reads_one_memory
+    ):
+        return (
+            f"over link={link!r}, no device reads the others' factors in their memory, so a worker has whole sums alone"
+        )
+    return ""
+
+
 def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.DEVICES) -> None:
     """Refuses a link that does not exist or cannot join these devices, or workers with them; None, for the best, is accepted.
 

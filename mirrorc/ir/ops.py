@@ -38,9 +38,11 @@ from mirrorc.ir.type_rules import (
     of_packed,
     of_region,
     of_reserved,
+    of_rows,
     of_rows_of_replicas,
     of_slot,
     of_spread,
+    of_stored_rows,
     of_sum_over_replicas,
     of_told,
     of_unpacked,
@@ -354,6 +356,7 @@ def exchange_low_rank(
     matrices: tuple[str, ...],
     start_step: int,
     seed: int,
+    by_library: bool,
     bucket: int,
     pack: int | None = None,
     op: str,
@@ -364,8 +367,9 @@ def exchange_low_rank(
     It takes what `add_unsent` gives for each replica of this worker (one, once lowered). Of each matrix M, workers add up
     ``P = M Q``, with the Q of the step before; then ``Q = P' M``, with the columns of P made orthonormal. When it waits, each
     replica makes its share of the sum, ``P Q'``, or all of it, in the memory of the bucket; what a worker's own factors leave
-    out is kept. All workers get the same bits. The first Q follows from ``seed`` and the gradient's name. Before ``start_step``
-    steps have taken place, the whole bucket is added up.
+    out is kept. All workers get the same bits: ``P Q'`` is made element by element, or, where all workers multiply alike,
+    ``by_library``. The first Q follows from ``seed`` and the gradient's name. Before ``start_step`` steps have taken place, the
+    whole bucket is added up.
     """
 
 
@@ -663,9 +667,35 @@ def updated(*, bucket: int, replica: int) -> Any:
     """The parameters of a bucket, 1-D, in their memory, once this replica has updated them."""
 
 
+@operation(
+    Kind.COMPUTE,
+    since=Stage.UPDATED,
+    gives=of_rows,
+    stem="b{bucket}_rows",
+    value="parameters",
+    called="b{bucket}_rows",
+)
+def updated_rows(parameters: Any, gradient: Any, *, bucket: int, replica: int) -> Any:
+    """The rows of a table that its reduced gradient has, of the parameters that `step_optimizer` gives, in memory of their own.
+
+    They stand in the order of their indices, each once, as in the sum of the gathered rows. No other row is written by an
+    optimizer of which the bucket's rule says so.
+    """
+
+
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=nothing, stem="store_b{bucket}")
 def store(value: Any, *, bucket: int, replica: int) -> None:
     """Writes a bucket's parameters."""
+
+
+@operation(
+    Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_stored_rows, stem="store_rows_b{bucket}"
+)
+def store_rows(rows: Any, gradient: Any, *, bucket: int, replica: int) -> None:
+    """Writes the rows of a table that its gradient has, of which `updated_rows` has given the new values on another replica.
+
+    Of the gradient, which this replica has gathered, it takes alone which rows that has.
+    """
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.ACCUMULATES,), gives=nothing, stem="accumulate_b{bucket}")

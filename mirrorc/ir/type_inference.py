@@ -124,7 +124,7 @@ _seen_of_symbols: WeakKeyDictionary[Any, dict[Any, ValueType]] = WeakKeyDictiona
 
 
 def _operator_type(node: fx.Node) -> ValueType:
-    key: Any = (node.target, _signature(node.args), _signature(node.kwargs))
+    key: Any = (node.target, _signature(node.args), _signature(node.kwargs), torch.get_default_dtype())
     seen = _seen
     if has_symbols_in(key[1:]):
         environment, known_by_now = knowledge_of(any_value(node.graph))

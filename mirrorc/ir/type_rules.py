@@ -295,6 +295,8 @@ def of_low_rank(program: Program, node: fx.Node) -> ValueType:
         number = node.kwargs.get(word)
         if not isinstance(number, int) or number < 0:
             raise TypeError(f"its keyword {word} is {number!r}, no whole number")
+    if not isinstance(node.kwargs.get("by_library"), bool):
+        raise TypeError(f"its keyword by_library is {node.kwargs.get('by_library')!r}, neither True nor False")
     found = named_matrices(bucket, pack, names) if isinstance(names, tuple | list) else []
     if not found or [one.variable for one in found] != list(names):  # type: ignore[arg-type]
         has = ", ".join(one.variable for one in matrices_in(bucket, pack)) or "none"
@@ -360,6 +362,20 @@ def of_update(program: Program, node: fx.Node) -> None:
     wanted = _flat(node, num_elements, bucket.dtype)
     if not is_same_type(found, wanted):
         raise TypeError(f"bucket {bucket.index} is updated from {say_type(found)}, but needs {say_type(wanted)}")
+
+
+def of_rows(program: Program, node: fx.Node) -> ValueType:
+    """The type of the bucket, of which the rows alone are there that the gradient has. Both operands must be of that type."""
+    wanted = of_bucket(program, node)
+    for source in node.args:
+        if not is_same_type(noted_type(source), wanted):
+            raise TypeError(f"it is given {say_type(noted_type(source))}, but takes {say_type(wanted)}")
+    return wanted
+
+
+def of_stored_rows(program: Program, node: fx.Node) -> None:
+    """No value. Both operands must have the type of the bucket, of which rows alone are there."""
+    of_rows(program, node)
 
 
 def of_packed(program: Program, node: fx.Node) -> ValueType:

@@ -124,6 +124,7 @@ class UpdateRule:
             scalars such as ``step``, which a flat update requires.
         elementwise: whether the update may run on a whole bucket at once.
         takes_rows: whether the optimizer gets the gradient, a table's, as a sparse tensor of the rows that were looked up.
+        writes_rows: whether it writes these rows of the table alone then.
         may_be_unused: whether a step leaves the parameter as it is if no replica has used it, as backward runs in plain PyTorch.
             The numbers in the optimizer's state then need not be equal for a flat update.
     """
@@ -133,6 +134,7 @@ class UpdateRule:
     state_class: int = 0
     elementwise: bool = True
     takes_rows: bool = False
+    writes_rows: bool = False
     may_be_unused: bool = False
 
     @property

@@ -14,7 +14,7 @@ from torch import nn
 
 from mirrorc.capture.arguments import Call, flatten_call
 from mirrorc.capture.batch_statistics import fewest_examples
-from mirrorc.capture.model_state import check_model
+from mirrorc.capture.model_check import check_model
 from mirrorc.capture.shards import Shards, split_call
 from mirrorc.capture.synchronized_norms import synchronizes
 from mirrorc.custom_ops.replica_values import nobody_answers

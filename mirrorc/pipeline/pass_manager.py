@@ -11,6 +11,7 @@ from mirrorc.errors import MirrorcError, PassError
 from mirrorc.garbage import collector_paused
 from mirrorc.ir.program import Program, Property
 from mirrorc.ir.remarks import Remark
+from mirrorc.pipeline.pass_order import check_input
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
         raise
     for compiler_pass in passes:
         try:
-            _check_input(compiler_pass, program, passes)
+            check_input(compiler_pass, program.stage, program.properties, passes)
             started = time.perf_counter()
             after = _run(compiler_pass, program)
             seconds = time.perf_counter() - started
@@ -97,40 +98,6 @@ def _signed(program: Program, known: Sequence[Remark], name: str) -> Program:
     """The program with the pass's name on each remark that was not there before."""
     signed = tuple(r if r.by or r in known else replace(r, by=name) for r in program.remarks)
     return program if signed == program.remarks else program.evolve(remarks=signed)
-
-
-def _check_input(compiler_pass: Pass, program: Program, passes: Sequence[Pass]) -> None:
-    if compiler_pass.input_stage <= program.stage <= traits_of(compiler_pass).latest_input_stage:
-        _check_properties(compiler_pass, program, passes)
-        return
-    makers = [p.name for p in passes if p.output_stage is compiler_pass.input_stage and p is not compiler_pass]
-    remedy = f"run {makers[0]!r} before it" if makers else f"add a pass that gives {compiler_pass.input_stage.name}"
-    given = f"is given one at {program.stage.name}"
-    if program.stage is compiler_pass.output_stage:
-        given, remedy = f"the program is already {program.stage.name}", f"leave {compiler_pass.name!r} out"
-    elif program.stage > compiler_pass.input_stage:
-        remedy = "move it to an earlier place in the pipeline"
-    raise PassError(
-        f"pass {compiler_pass.name!r} takes programs from {compiler_pass.input_stage.name} to "
-        f"{compiler_pass.output_stage.name}, but {given}; {remedy}"
-    )
-
-
-def _check_properties(compiler_pass: Pass, program: Program, passes: Sequence[Pass]) -> None:
-    traits = traits_of(compiler_pass)
-    for wanted in traits.requires:
-        if wanted not in program.properties:
-            makers = [p.name for p in passes if wanted in traits_of(p).establishes]
-            remedy = f"run {makers[0]!r} before it" if makers else f"add a pass that establishes {wanted}"
-            raise PassError(f"pass {compiler_pass.name!r} takes {wanted.value} programs, but this one is not; {remedy}")
-    for early in traits.precedes:
-        if early in program.properties:
-            is_own = early in traits.establishes
-            remedy = f"leave {compiler_pass.name!r} out" if is_own else "move it to an earlier place in the pipeline"
-            raise PassError(
-                f"pass {compiler_pass.name!r} takes programs that are not {early.value} yet, but the program is already "
-                f"{early.value}; {remedy}"
-            )
 
 
 def _with_properties(program: Program, before: Program, compiler_pass: Pass) -> Program:

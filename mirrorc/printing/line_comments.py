@@ -15,6 +15,7 @@ from torch import fx
 from mirrorc.analysis.clipping import is_checked, numbers_of
 from mirrorc.analysis.compressed_sums import num_bytes_sent
 from mirrorc.analysis.factored_gradients import Maker, maker_of, stays_factored
+from mirrorc.analysis.rows_of_updates import most_rows
 from mirrorc.analysis.slots_of_values import given_slots
 from mirrorc.analysis.taken_gradients import taken_gradients
 from mirrorc.analysis.updates_in_parts import is_made_in_updates
@@ -165,10 +166,10 @@ def _of_gathered(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     for node in calls_to(graph, *ops.FACTORED):
         bucket = _bucket(program, node)
         if maker_of(node) is Maker.GATHERED and bucket is not None:
-            made = "adds up the rows" if bucket.rule.takes_rows else "makes the sum"
-            lines.setdefault(made, node)
+            rows, whole = "the device that steps adds up the rows", "each device makes the sum"
+            lines.setdefault(rows if bucket.rule.takes_rows else whole, node)
     return {
-        node: [f"a gathered gradient is not made here: at the wait each device {made} of it, of all replicas' factors"]
+        node: [f"a gathered gradient is not made here: at the wait {made} of it, of all replicas' factors"]
         for made, node in lines.items()
     }
 
@@ -310,6 +311,14 @@ def _own_step(program: Program, node: fx.Node) -> str:
     return f"{' and '.join(whose)} own step, once for all replicas"
 
 
+def _rows(program: Program, node: fx.Node) -> str:
+    """Which rows they are, and how many there may be."""
+    bucket = _bucket(program, node)
+    if bucket is None or not bucket.rule.takes_rows:
+        return ""
+    return f"the rows that the gradient has, at most {most_rows(program, bucket.index)} of {bucket.slots[0].shape[0]}"
+
+
 def _optimizer_of(bucket: Bucket) -> str:
     return bucket.rule.label.partition(" group ")[0]
 
@@ -358,6 +367,8 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ),
         ops.gather_factors: _of_all_factors,
         ops.step_optimizer: _own_step,
+        ops.updated_rows: _rows,
+        ops.store_rows: _rows,
         ops.commit: lambda program, node: (
             f"norms of all {program.workers.num_all_replicas} devices of {program.workers.num_workers} workers"
             if program.deals_out and numbers_of(node)

@@ -1,4 +1,4 @@
-"""A picture of a bucket's messages, made from the mirrored graph: a column for each device, an arrow for each message."""
+"""A picture of the messages of buckets, made from the mirrored graph: a column for each device, an arrow for each message."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _PARTIAL, _WHOLE = "#b45309", "#1d4ed8"
 _STYLE = "font-family: sans-serif; font-size: 12px"
 
 
-def message_picture(program: Program, bucket: int = 0) -> str:
-    """The messages of a bucket as SVG.
+def message_picture(program: Program) -> str:
+    """The messages of a program's buckets, which are of one length, as SVG.
 
     Time goes down, in the time that messages take, one after the other on each device: see
     `mirrorc.analysis.message_costs.MessageCosts.path_bytes`. An arrow ends where its message has come. Sums of some replicas'
-    gradients are brown, and the whole sum is blue. At each arrow stands which part of the bucket it moves.
+    gradients are brown, and the whole sum is blue. At each arrow stands which part of the bucket it moves, and of which bucket if
+    there are several.
 
     Args:
         program: a program with a mirrored graph in which gradients are sent.
-        bucket: whose messages.
     """
-    found = messages(program, [bucket])
-    times, size = times_of(found), program.buckets[bucket].num_bytes
+    found = messages(program)
+    times, size = times_of(found), program.buckets[0].num_bytes
     end = max((stop for _, stop in times.values()), default=0)
     height = round(_TOP + _BUCKET * end / size + 34)
     width = 2 * _SIDE + _COLUMN * (program.num_replicas - 1)
@@ -74,6 +74,7 @@ def _arrows(program: Program, found: list[Message], times: Mapping[Route, tuple[
         near = min(0.5, 40 / abs(x2 - x1))
         x, y = x1 + near * (x2 - x1), y1 + near * (y2 - y1)
         text = _elements(part.spans[0].start, part.spans[-1].stop, program.buckets[message.route.bucket].num_elements)
+        text += f" of {message.route.bucket}" if len(program.buckets) > 1 else ""
         yield (
             f'<text x="{x:g}" y="{y - 2:.1f}" text-anchor="middle" fill="{color}" stroke="white" stroke-width="3" '
             f'paint-order="stroke" font-size="10">{text}</text>'

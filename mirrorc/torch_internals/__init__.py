@@ -41,6 +41,8 @@ from mirrorc.torch_internals.inductor import (
     has_cpp_compiler,
     inductor_decompositions,
     keep_small_loops_small,
+    pools_maxima,
+    tells_places_of_maxima,
 )
 from mirrorc.torch_internals.joint_graph import JointGraph, ToldNumber, take_constants
 from mirrorc.torch_internals.kernel_files import fresh_kernel_files
@@ -72,6 +74,7 @@ from mirrorc.torch_internals.python_traces import (
 )
 from mirrorc.torch_internals.recurrent_weights import renew_recurrent_weights
 from mirrorc.torch_internals.saved_sizes import SavedSizes, SizeSymbol, symbols_of_environment
+from mirrorc.torch_internals.script_modules import ScriptCopy, forward_signature, is_script_module, object_within
 from mirrorc.torch_internals.size_assumptions import assume_num_elements, knowledge_of
 from mirrorc.torch_internals.source_words import SourceWords, in_users_words, source_words
 from mirrorc.torch_internals.state import (
@@ -149,6 +152,7 @@ __all__ = [
     "ReadVariable",
     "RefusedRunError",
     "SavedSizes",
+    "ScriptCopy",
     "SizeSymbol",
     "SizesGivenUp",
     "SizesOfArguments",
@@ -175,6 +179,7 @@ __all__ = [
     "export_joint_graph",
     "export_run",
     "failing_node",
+    "forward_signature",
     "fresh_kernel_files",
     "give_values",
     "given_results",
@@ -197,6 +202,7 @@ __all__ = [
     "is_ordinary",
     "is_plain_thread",
     "is_profiled",
+    "is_script_module",
     "is_structured_trace_on",
     "is_symbolic",
     "is_traced_tensor",
@@ -216,6 +222,7 @@ __all__ = [
     "num_bytes_now",
     "num_elements_now",
     "num_users",
+    "object_within",
     "observe_clipping",
     "observe_zero_grad",
     "one_of_torchs",
@@ -223,6 +230,7 @@ __all__ = [
     "outside_variables",
     "own_variables",
     "peak_allocation",
+    "pools_maxima",
     "prepare_cpp_compiler",
     "python_effects_of",
     "quiet_fake_tensors",
@@ -251,6 +259,7 @@ __all__ = [
     "symbols_of_environment",
     "take_constants",
     "takes_divisor",
+    "tells_places_of_maxima",
     "text_of_size",
     "torch_modes",
     "trace_artifact",

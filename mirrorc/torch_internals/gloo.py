@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import select
 import socket
-import stat
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -15,6 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+
+from mirrorc.torch_internals.sockets import is_any_closed, open_sockets
 
 _ANY_PORT = 9  # nothing is sent there
 _ENDLESS = timedelta(days=3650)
@@ -46,13 +46,13 @@ class GlooGroup:
 
         places = _places(store, rank, num_workers)
         with _opening:
-            before = _sockets()
+            before = open_sockets()
             options = _options(ProcessGroupGloo, places, timeout_seconds)
-            listening = {_port(n) for n, inode in _sockets().items() if before.get(n) != inode and _is_listening(n)}
+            listening = {_port(n) for n, inode in open_sockets().items() if before.get(n) != inode and _is_listening(n)}
         self._group: Any = ProcessGroupGloo(store, rank, num_workers, options)
         store.set(f"ports/{rank}", " ".join(map(str, listening)))
         known = listening.union(*(map(int, store.get(f"ports/{other}").split()) for other in range(num_workers)))
-        self._connected = {number: inode for number, inode in _sockets().items() if _joins(number, known)}
+        self._connected = {number: inode for number, inode in open_sockets().items() if _joins(number, known)}
         _groups.add(self)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
@@ -89,12 +89,11 @@ class GlooGroup:
 
         Nobody can say so where the system has no ``/proc``.
         """
-        sockets = _sockets()
-        return any(sockets.get(number) != inode or _is_closed(number) for number, inode in self._connected.items())
+        return is_any_closed(self._connected)
 
     def let_go(self) -> None:
         """Called in a child that was forked: it holds no connection of its parent, whose end would not be noticed otherwise."""
-        sockets = _sockets()
+        sockets = open_sockets()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number, inode in self._connected.items():
             if sockets.get(number) == inode:
@@ -108,7 +107,7 @@ class GlooGroup:
         Nothing else ends it: a work cannot be cancelled, and the group waits for its works when it is deleted. What listens is
         left alone, as gloo ends the process if that is lost.
         """
-        sockets = _sockets()
+        sockets = open_sockets()
         for number, inode in self._connected.items():
             if sockets.get(number) == inode:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
@@ -171,19 +170,6 @@ def _is_loopback(address: str) -> bool:
     return bool(address) and ipaddress.ip_address(address).is_loopback
 
 
-def _sockets() -> dict[int, int]:
-    """The sockets of this process: their inodes by number of the file."""
-    found: dict[int, int] = {}
-    if not os.path.isdir("/proc/self/fd"):  # as on macOS: works end when their time is over
-        return found
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            status = os.stat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
-
-
 def _port(number: int) -> int:
     with socket.socket(fileno=os.dup(number)) as found:
         return int(found.getsockname()[1])
@@ -203,13 +189,6 @@ def _joins(number: int, ports: set[int]) -> bool:
             return theirs[1] in ports or found.getsockname()[1] in ports
     except (OSError, IndexError, TypeError):  # not connected, or not of the network
         return False
-
-
-def _is_closed(number: int) -> bool:
-    """Whether the other side of a connected socket has closed it; reads nothing."""
-    looking = select.poll()
-    looking.register(number, select.POLLRDHUP)
-    return bool(looking.poll(0))
 
 
 def _let_go_of_all() -> None:

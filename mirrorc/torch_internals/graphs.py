@@ -14,6 +14,7 @@ __all__ = [
     "FakeTensorMode",
     "add_node",
     "lazy_graph_module",
+    "lazy_graph_modules",
     "quiet_fake_tensors",
     "traced_on_fake_tensors",
 ]
@@ -24,6 +25,15 @@ def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_n
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph, class_name=class_name)
+
+
+@contextlib.contextmanager
+def lazy_graph_modules() -> Iterator[None]:
+    """A block in which torch's tracers make graph modules of this kind; they write the code of three or more for each trace."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    with _use_lazy_graph_module(True):
+        yield
 
 
 def add_node(

@@ -17,6 +17,7 @@ from mirrorc.torch_internals.host_numbers import NumberInputs, is_ordinary
 from mirrorc.torch_internals.joint_graph import ToldNumber
 from mirrorc.torch_internals.source_words import in_users_words, source_words
 from mirrorc.torch_internals.traced_methods import TracedMethods
+from mirrorc.torch_internals.unheard_metrics import guards_not_timed, metrics_if_heard
 
 _VARIABLE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])+\._(parameters|buffers)\['[^']+'\]$")
 _MODULE_ATTRIBUTE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])*\.\w+$")
@@ -113,7 +114,8 @@ class DynamoGuards:
             words = [self.words_for(name) for name in inputs.names_of(index)]
             is_read = index < len(inputs.sources)
             text = "" if is_read else inputs.text(index, [self.words_for(name) for name in inputs.sources])
-            told.append(ToldNumber(words[0] if is_read else f"from_{'_and_'.join(words)}", text, inputs.kinds[index]))
+            name = words[0] if is_read else f"from_{'_and_'.join(words)}"
+            told.append(ToldNumber(name, text, inputs.kinds[index], inputs.text(index, inputs.sources)))
         return tuple(told)
 
     def changed_numbers(self) -> list[str]:
@@ -243,9 +245,10 @@ def build_guards(
     try:
         with (
             config.patch(skip_nnmodule_hook_guards=False),
+            metrics_if_heard(),
             get_metrics_context(),
             dynamo_timed("build_guards"),
-            _guards_not_timed(),
+            guards_not_timed(),
         ):
             manager = captured.build_guards(get_traced_fn(module)[0].__code__).guard_manager
     except AssertionError as error:
@@ -253,19 +256,6 @@ def build_guards(
     return DynamoGuards(
         manager, module, captured.traced_code, list(dict.fromkeys(guard.name for guard in kept)), inputs, drawn
     )
-
-
-@contextlib.contextmanager
-def _guards_not_timed() -> Iterator[None]:
-    """Keeps Dynamo from timing new guards for its log: it empties the processor's caches for that, which takes 20 ms and more."""
-    from torch._dynamo import guards
-
-    measure: Callable[..., float] = guards.profile_guard_manager
-    guards.profile_guard_manager = lambda *_: 0.0
-    try:
-        yield
-    finally:
-        guards.profile_guard_manager = measure
 
 
 def _empty(guards: Any) -> None:

@@ -39,6 +39,19 @@ _EXPANDED_LATE = (
 """Operators that a pass needs whole, although Inductor has decompositions for them."""
 
 
+def pools_maxima(target: Any) -> bool:
+    """Whether an operator is the one by which Inductor's decompositions pool: it tells where in its window each maximum is."""
+    return str(target._schema.name) == "prims::_low_memory_max_pool_with_offsets"
+
+
+def tells_places_of_maxima(target: Any) -> bool:
+    """Whether an operator is the one that tells, by what `pools_maxima` gives, where in the input maxima are.
+
+    It gives 64-bit numbers for those of 8 bits.
+    """
+    return str(target._schema.name) == "prims::_low_memory_max_pool_offsets_to_indices"
+
+
 def _expand(graph: fx.Graph) -> None:
     """Decomposes the operators that were kept whole for the passes."""
     from torch._inductor.decomposition import select_decomp_table

@@ -19,11 +19,13 @@ class ToldNumber(NamedTuple):
         name: what the user calls it, or what it is computed of.
         text: how Python computes it; empty if the user's code has the very number.
         kind: its type.
+        expression: what computes it, exactly; graphs that have the same one take the same number.
     """
 
     name: str
     text: str
     kind: type
+    expression: str
 
 
 @dataclass

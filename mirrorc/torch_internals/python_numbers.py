@@ -231,6 +231,9 @@ def _replaced_builder(trace: NumberTrace) -> Callable[..., Any]:
 
     wrap, thread = VariableBuilder._wrap, threading.get_ident()
 
+    if not trace.names:
+        return wrap
+
     def wrap_number(self: Any, value: Any) -> Any:
         name = str(self.source.name)
         if name not in trace.names or not is_ordinary(value) or threading.get_ident() != thread:

@@ -72,10 +72,12 @@ def asked_for_class(kind: type) -> Iterator[None]:
     """While it lasts, isinstance() in traces of this thread asks objects of a class for their ``__class__``, as in Python.
 
     By itself, Dynamo does so only where isinstance is given a single class. Elsewhere it asks for the class that has the methods.
+    Attributes are found in the class itself, as in Python, where Dynamo would look for them in ``__class__``, too.
     """
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
     thread, python_type = threading.get_ident(), UserDefinedObjectVariable.python_type
+    looked_up: Any = getattr(UserDefinedObjectVariable, "lookup_class_mro_attr", None)  # older torch has none
 
     def class_of(self: Any) -> type:
         if self.value_type is not kind or threading.get_ident() != thread:
@@ -85,11 +87,22 @@ def asked_for_class(kind: type) -> Iterator[None]:
             frame = frame.f_back
         return self.value.__class__ if frame.f_code.co_name == "call_isinstance" else python_type(self)
 
+    def found(self: Any, name: str) -> Any:
+        if self.value_type is kind and threading.get_ident() == thread:
+            for base in kind.__mro__:
+                if name in vars(base):
+                    return vars(base)[name]
+        return looked_up(self, name)
+
     UserDefinedObjectVariable.python_type = class_of  # type: ignore[method-assign]
+    if looked_up is not None:
+        UserDefinedObjectVariable.lookup_class_mro_attr = found  # type: ignore[method-assign]
     try:
         yield
     finally:
         UserDefinedObjectVariable.python_type = python_type  # type: ignore[method-assign]
+        if looked_up is not None:
+            UserDefinedObjectVariable.lookup_class_mro_attr = looked_up  # type: ignore[method-assign]
 
 
 def traced_file() -> str:

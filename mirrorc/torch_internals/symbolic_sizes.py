@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 Size = Any
 """A size: an int, or a `torch.SymInt` in a fake tensor."""
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # `isinstance` is faster with a tuple than with a union
+
+
+_PLAIN = (fx.Node, int, float, bool, str, type(None))  # what most arguments of nodes are, and has no symbols
 
 
 class SizesGivenUp(Exception):
@@ -153,11 +157,10 @@ def symbols_in(value: Any) -> frozenset[Any]:
 
 def raw_symbols(value: Any) -> list[Any]:
     """The symbolic numbers in the arguments of a node, which no device could tell."""
-    if isinstance(value, list | tuple):
-        return [one for item in value for one in raw_symbols(item)]
-    if isinstance(value, dict):
-        return raw_symbols(list(value.values()))
-    return [value] if is_symbolic(value) else []
+    if isinstance(value, _NUMBERS):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [one for item in items if type(item) not in _PLAIN for one in raw_symbols(item)]
 
 
 class SizesOfArguments:

@@ -113,6 +113,11 @@ def _functions_in(value: Any, depth: int = 4) -> Iterator[FunctionType]:
     """The functions that a class's attribute calls: itself, or what is decorated with it."""
     if depth == 0:
         return
+    if (
+        type(value) is FunctionType and value.__closure__ is None and not value.__dict__
+    ):  # as a rule: nothing is around it
+        yield value
+        return
     if isinstance(value, FunctionType):
         yield value
         around = [getattr(value, "__wrapped__", None), *map(_content, value.__closure__ or ())]

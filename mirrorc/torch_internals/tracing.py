@@ -23,8 +23,10 @@ from torch import fx, nn
 
 from mirrorc.torch_internals.drawn_numbers import taken_draws
 from mirrorc.torch_internals.effect_tokens import kept_checks_of_linalg, remove_effect_tokens
+from mirrorc.torch_internals.gpu_streams import no_states_of_gpus
 from mirrorc.torch_internals.graph_inputs import read_variables_from_module
 from mirrorc.torch_internals.graph_numbers import BUFFER, take_numbers_as_tensors
+from mirrorc.torch_internals.graphs import lazy_graph_modules
 from mirrorc.torch_internals.guards import (
     DynamoGuards,
     build_guards,
@@ -46,6 +48,7 @@ from mirrorc.torch_internals.symbolic_sizes import (
     is_marked,
     is_symbolic,
 )
+from mirrorc.torch_internals.unheard_metrics import metrics_if_heard
 
 
 @contextlib.contextmanager
@@ -96,7 +99,8 @@ def trace_full_graph(
     try:
         with (
             config.patch(_dynamos_options()),
-            _no_log_of_metrics(),
+            metrics_if_heard(),
+            lazy_graph_modules(),
             warnings.catch_warnings(),
             captured_output() as outputs,
             guarded_results() if guards_results else contextlib.nullcontext(),
@@ -152,17 +156,6 @@ def _dynamos_options() -> dict[str, Any]:
     if hasattr(config, "computed_lazy_constant_max_nodes"):  # since 2.14
         options["computed_lazy_constant_max_nodes"] = 0  # what is computed of a number counts as a read of it
     return options
-
-
-@contextlib.contextmanager
-def _no_log_of_metrics() -> Iterator[None]:
-    """Keeps torch 2.11 from reporting an error where it cannot log functions in Dynamo's configuration as metrics."""
-    logger = logging.getLogger("torch._dynamo.metrics_context")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def guards_of(traced: fx.GraphModule) -> DynamoGuards:
@@ -243,7 +236,8 @@ def _exported(
 
     known = _with_symbols(traced) if any(map(is_marked, leaves)) else {}
     given = [known.get(leaf, tensor) for leaf, tensor in enumerate(leaves)]
-    with kept_checks_of_linalg():
+    stack.enter_context(no_states_of_gpus())
+    with kept_checks_of_linalg(), lazy_graph_modules():
         exported = aot_export_joint_with_descriptors(stack, traced, tuple(given), decompositions=dict(decompositions))
     graph_module = exported.graph_module
     remove_effect_tokens(graph_module)

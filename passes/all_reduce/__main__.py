@@ -16,8 +16,11 @@ def pictures() -> dict[str, str]:
     """The pictures of docs/all_reduce.md, by the names of their files."""
     drawn = [(name, 4) for name, algorithm in ALGORITHMS.items() if algorithm().sends]
     drawn.append(("halving-doubling", 6))
+    num_buckets = {"round-robin": 2}  # which is otherwise that of reduce-to-one
     return {
-        f"{name}-{number}.svg": message_picture(sketched(ALGORITHMS[name](), number, NUM_ELEMENTS))
+        f"{name}-{number}.svg": message_picture(
+            sketched(ALGORITHMS[name](), number, NUM_ELEMENTS, num_buckets=num_buckets.get(name, 1))
+        )
         for name, number in drawn
     }
 

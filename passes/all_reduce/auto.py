@@ -37,6 +37,14 @@ class Auto(AllReduceAlgorithm):
     exact_order: bool = False
     name: str = field(default="auto", init=False)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.small_bytes, bool) or not isinstance(self.small_bytes, int):
+            raise TypeError(f"small_bytes is {self.small_bytes!r}: give a whole number of bytes, 0 if none is small")
+        if self.small_bytes < 0:
+            raise ValueError(f"small_bytes is {self.small_bytes}: give a number of bytes, 0 if none is small")
+        if not isinstance(self.exact_order, bool):
+            raise TypeError(f"exact_order is {self.exact_order!r}: say True, for the order of replicas, or False")
+
     @property
     def changes_bits(self) -> str:
         """See the base class."""

@@ -1,4 +1,4 @@
-"""A sketch of a step: a program with one sum over devices and nothing else, to look at an algorithm by itself."""
+"""A sketch of a step: a program with sums over devices and nothing else, to look at an algorithm by itself."""
 
 from __future__ import annotations
 
@@ -17,41 +17,52 @@ from mirrorc.passes.all_reduce.algorithm import AllReduceAlgorithm
 from mirrorc.torch_internals import FakeTensorMode
 
 
-def sketched(algorithm: AllReduceAlgorithm, num_devices: int, num_elements: int, link: str = "copy") -> Program:
-    """A program in which some logical CPUs pack weights as their gradients, and update with the sum, which an algorithm makes.
+def sketched(
+    algorithm: AllReduceAlgorithm, num_devices: int, num_elements: int, link: str = "copy", *, num_buckets: int = 1
+) -> Program:
+    """A program in which some logical CPUs pack weights as their gradients, and update with the sums, which an algorithm makes.
 
     Args:
         algorithm: the algorithm.
         num_devices: how many devices there are, 2 or more.
-        num_elements: the length of the bucket, of 32-bit numbers.
-        link: the name of the link that carries the sum, or the messages.
+        num_elements: the length of each bucket, of 32-bit numbers.
+        link: the name of the link that carries the sums, or the messages.
+        num_buckets: how many sums there are, one behind the other.
     """
-    name, shape, rule = "weight", (num_elements,), UpdateRule("SGD group 0", 0)
-    slot = Slot(name, shape, (1,), 0, num_elements)
+    names, shape, rule = [f"weight_{i}" for i in range(num_buckets)], (num_elements,), UpdateRule("SGD group 0", 0)
+    slots = [Slot(name, shape, (1,), 0, num_elements) for name in names]
     program = Program(
         stage=Stage.SCHEDULED,
         devices=parse_devices([f"cpu:{i}" for i in range(num_devices)]),
-        variables={name: Variable(name, shape, (1,), torch.float32, Role.PARAMETER, update=rule)},
+        variables={name: Variable(name, shape, (1,), torch.float32, Role.PARAMETER, update=rule) for name in names},
         arguments=(),
         graph=fx.Graph(),
-        buckets=(Bucket(0, torch.float32, (slot,), num_elements, rule),),
+        buckets=tuple(Bucket(i, torch.float32, (slot,), num_elements, rule) for i, slot in enumerate(slots)),
         properties=(Property.LINKED,),
     )
     graph = program.mirrored_graph
     end = graph.output({"losses": (None,) * num_devices})
 
     def put(target: Any, *args: fx.Node, **keywords: Any) -> fx.Node:
-        return insert(program, end, target, args, {"bucket": 0, **keywords})
+        return insert(program, end, target, args, keywords)
 
     with FakeTensorMode():
         weight = torch.empty(shape)
-    packs = []
-    for replica in range(num_devices):
-        with graph.inserting_before(end):
-            read = call(graph, ops.read, (), {"variable": name, "replica": replica})
-        read.meta["val"] = weight
-        packs.append(put(ops.pack, read, replica=replica))
-    launch = put(ops.all_reduce, *packs, op="sum", link=link)
-    for replica in range(num_devices):
-        put(ops.update, put(ops.wait, launch, replica=replica), replica=replica)
+    launches = []
+    for bucket, name in enumerate(names):
+        packs = []
+        for replica in range(num_devices):
+            with graph.inserting_before(end):
+                read = call(graph, ops.read, (), {"variable": name, "replica": replica})
+            read.meta["val"] = weight
+            packs.append(put(ops.pack, read, bucket=bucket, replica=replica))
+        launches.append(put(ops.all_reduce, *packs, bucket=bucket, op="sum", link=link))
+    for bucket, launch in enumerate(launches):
+        for replica in range(num_devices):
+            put(
+                ops.update,
+                put(ops.wait, launch, bucket=bucket, replica=replica),
+                bucket=bucket,
+                replica=replica,
+            )
     return algorithm.run(program)

@@ -217,6 +217,14 @@ def _set_up(stack: contextlib.ExitStack, device: torch.device, num_threads: int)
     stack.enter_context(torch.no_grad())
 
 
+_THREAD = threading.local()
+
+
+def is_thread_of_device() -> bool:
+    """Whether this code runs in a thread of a device, as a hook of the optimizer does."""
+    return getattr(_THREAD, "is_of_device", False)
+
+
 def _serve(
     replica: int,
     device: torch.device,
@@ -225,6 +233,7 @@ def _serve(
     outbox: queue.SimpleQueue[Message],
 ) -> None:
     """The main function of a device's thread: runs jobs until it is stopped."""
+    _THREAD.is_of_device = True
     with contextlib.ExitStack() as stack:
         try:
             _set_up(stack, device, num_threads)

@@ -16,6 +16,7 @@ from torch import fx
 from mirrorc.analysis.bucket_parts import BucketParts
 from mirrorc.analysis.clipping import before_rescaling
 from mirrorc.analysis.factored_gradients import is_left_to_shares, slots_left_as_factors, stays_factored
+from mirrorc.analysis.rows_of_updates import gives_indices_alone
 from mirrorc.analysis.updates_in_parts import part_elements_of
 from mirrorc.custom_ops.random import seed_of_microbatch
 from mirrorc.ir import ops
@@ -39,7 +40,7 @@ from mirrorc.runtime.execution.visitors import SumVisitor, Visitor, visiting, vi
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradient_shares import MadeShare, UnmadeShare, make_pieces, make_whole, pieces_of_share
 from mirrorc.runtime.state.share_pieces import FactoredBucket, Piece
-from mirrorc.runtime.state.touched_rows import add_up_rows
+from mirrorc.runtime.state.touched_rows import add_up_rows, note_rows, rows_written, write_rows
 from mirrorc.runtime.workers.worker_values import WorkerValues
 from mirrorc.torch_internals import copy_each
 
@@ -232,15 +233,17 @@ class Binder:
         return pack
 
     def _wait_for_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
-        """Waits for the rows of all replicas, and adds them up if something takes the sum."""
+        """Waits for the rows of all replicas, and adds them up if something takes the sum, and not just which rows there are."""
         collective: Any = node.args[0]
         communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
-        flat, is_used, pack = self.state.store.buckets[bucket], bool(node.users), pack_of(node)
+        flat, pack = self.state.store.buckets[bucket], pack_of(node)
+        is_used = bool(node.users)
+        find = note_rows if gives_indices_alone(node) else add_up_rows
         details = slots_left_as_factors(self.program, bucket)[0].details
 
         def wait(pending: Any, **_: Any) -> torch.Tensor | None:
             buckets = communicator.wait_factors(pack, replica, pending)
-            return add_up_rows(flat, buckets, replica, details) if is_used else None
+            return find(flat, buckets, replica, details) if is_used else None
 
         return wait
 
@@ -433,6 +436,16 @@ class Binder:
             parameters.copy_(value)
 
         return store
+
+    @binds(ops.updated_rows)
+    def _bind_updated_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        flat = self.state.store.buckets[bucket_of(node)]
+        return lambda parameters, gradient, **_: rows_written(flat, replica)
+
+    @binds(ops.store_rows)
+    def _bind_store_rows(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        flat = self.state.store.buckets[bucket_of(node)]
+        return lambda rows, gradient, **_: write_rows(flat, replica, rows)
 
     @binds(ops.write)
     def _bind_write(self, replica: int, node: fx.Node) -> Callable[..., None]:

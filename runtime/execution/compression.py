@@ -76,14 +76,14 @@ def _bind_exchange_low_rank(binder: Binder, replica: int, node: fx.Node) -> Call
     (bucket, pack), unsent = binder.program.packs[pack_of(node)], _unsent_of(binder)
     matrices = low_rank_matrices(binder.program, node)
 
-    def launch(launch_part: LaunchPart, *, rank: int, start_step: int, seed: int, **_: Any) -> None:
+    def launch(launch_part: LaunchPart, *, rank: int, start_step: int, seed: int, by_library: bool, **_: Any) -> None:
         whole, factors = unsent.new(bucket.index)[pack.start : pack.stop], unsent.factors
 
         def make() -> SentPart:
             if factors.num_steps < start_step:
                 return WholeSum(whole)
             begin = [factors.begin_with(one.variable, one.columns, rank, seed, whole.dtype) for one in matrices]
-            return LowRankSum(whole, matrices, begin, factors.new.update)
+            return LowRankSum(whole, matrices, begin, factors.new.update, by_library=by_library)
 
         launch_part(pack.number, replica, make)
 

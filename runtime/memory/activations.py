@@ -29,6 +29,7 @@ from mirrorc.analysis.factored_gradients import (
     pack_of_gradients,
     stays_factored,
 )
+from mirrorc.analysis.rows_of_updates import bytes_of_rows_sent, gives_indices_alone, is_of_rows, most_rows
 from mirrorc.analysis.sent_factors import factor_bytes, factors_of_shares, packs_of
 from mirrorc.analysis.updates_in_parts import is_looked_at, part_elements_of
 from mirrorc.ir import ops
@@ -43,11 +44,11 @@ from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
 from mirrorc.runtime.state.gradient_shares import largest_part_of_share, pieces_of_share, temporary_bytes
 from mirrorc.runtime.state.share_pieces import Factors, Piece
-from mirrorc.runtime.state.thin_products import elements_of_blocks
+from mirrorc.runtime.state.thin_products import elements_of_room
 from mirrorc.runtime.state.touched_rows import bytes_of_rows
 from mirrorc.runtime.state.unmade_products import bytes_to_measure
 from mirrorc.runtime.state.unmade_tables import bytes_of_tables, bytes_to_measure_tables
-from mirrorc.torch_internals import num_bytes_now, storage_bytes_now
+from mirrorc.torch_internals import num_bytes_now, size_now, storage_bytes_now
 
 Count = Callable[[Sequence[Piece], Sequence[Sequence[Sequence[Factors]]]], int]
 """Counts bytes that are taken for a share's pieces; see `temporary_bytes`."""
@@ -191,6 +192,7 @@ class _Walk:
         ops.step_optimizer,
         ops.updated,
         ops.store,
+        ops.store_rows,
         ops.accumulate,
         ops.write,
         ops.check,
@@ -294,11 +296,11 @@ class _Walk:
         return (), 0
 
     def _bytes_of_products(self, launch: fx.Node) -> int:
-        """What the sum of what workers have sent is made in: of factors, blocks of their products."""
-        if launch.target is not ops.exchange_low_rank:
+        """What the sum of what workers have sent is made in: of factors, room for a block of a product."""
+        if launch.target is not ops.exchange_low_rank or launch.kwargs["by_library"]:
             return 0
         bucket, matrices = self.program.buckets[bucket_of(launch)], low_rank_matrices(self.program, launch)
-        return max(elements_of_blocks(one.rows, one.columns) for one in matrices) * bucket.dtype.itemsize
+        return max(elements_of_room(one.rows, one.columns) for one in matrices) * bucket.dtype.itemsize
 
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -344,8 +346,21 @@ class _Walk:
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]
+        if gives_indices_alone(node):
+            size = most_rows(self.program, bucket.index) * torch.int64.itemsize
+            return (Block(size, self.names.name(node), f"indices of rows of {bucket.slots[0].variable}"),), 2 * size
         size, temporary = bytes_of_rows(bucket, sum(map(factor_bytes, packs)))
         return (Block(size, self.names.name(node), f"rows of {bucket.slots[0].variable}"),), temporary
+
+    @accounts(ops.updated_rows)
+    def _updated_rows(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        return self._new_rows(node), 0
+
+    def _new_rows(self, node: fx.Node) -> tuple[Block, ...]:
+        """A copy of the rows that a step's gradient has, of new parameters."""
+        bucket = self.program.buckets[bucket_of(node)]
+        size = bytes_of_rows_sent(self.program, bucket.index)
+        return (Block(size, self.names.name(node), f"rows of {bucket.slots[0].variable}"),)
 
     @accounts(ops.wait)
     def _wait(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -358,7 +373,9 @@ class _Walk:
             return self._rows(node, packs_of(self.program, bucket_of(node)) * times)
         if launch.target is ops.recv:
             source = self.program.devices[launch.kwargs["source"]].torch_device
-            return (self._new(node) if source != self.device else ()), 0
+            if source == self.device:
+                return (), 0
+            return (self._new_rows(node) if is_of_rows(launch) else self._new(node)), 0
         if launch.target is ops.gather_parameters:
             return (), 0
         if launch.target in ops.EXCHANGES_OF_PARTS:
@@ -386,7 +403,7 @@ class _Walk:
         factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
         pieces = pieces_of_share(self.program.buckets[bucket_of(wait)], factored_slots(packs[0]), 0, 1)
         copies = sum(map(factor_bytes, packs)) if self._has_other_devices() else 0
-        return temporary_bytes(pieces, factors) + copies
+        return size_now(temporary_bytes(pieces, factors)) + copies
 
     def _is_late(self, wait: fx.Node) -> bool:
         """Whether what is asked of a share is told by what it is made of, some of which an update makes."""
@@ -404,7 +421,7 @@ class _Walk:
         factors = factors_of_shares(self.program, index)
         bucket, num_replicas = self.program.buckets[index], self.program.num_replicas
         pieces = pieces_of_share(bucket, factored_slots(first), self.replica, num_replicas)
-        return count(pieces, factors)
+        return size_now(count(pieces, factors))
 
     @accounts(ops.is_finite)
     def _is_finite(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

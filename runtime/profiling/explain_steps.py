@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torch import fx
 
 from mirrorc.analysis.compressed_sums import num_bytes_sent
+from mirrorc.analysis.rows_of_updates import bytes_of_sent
 from mirrorc.analysis.sent_factors import factor_bytes, packs_of
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
@@ -137,7 +138,7 @@ def _bucket_times(
 
 
 def _num_bytes(program: Program, collective: Collective) -> int:
-    """The size of what is moved: of the bucket, of the part of it that is sent, or of the factors of all devices."""
+    """What is moved: the size of the bucket, of the part of it that is sent (rows: at most), or of the factors of all devices."""
     if collective.kind == ops.all_gather.__name__:
         return sum(map(factor_bytes, packs_of(program, collective.bucket)))
     first = collective.launches[0].node
@@ -149,8 +150,7 @@ def _num_bytes(program: Program, collective: Collective) -> int:
         return pack.num_elements * bucket.dtype.itemsize
     if sent is None:
         return program.buckets[collective.bucket].num_bytes
-    value = sent.all_input_nodes[0].meta["val"]
-    return int(value.numel() * value.dtype.itemsize)
+    return bytes_of_sent(program, sent)
 
 
 def _uncompressed_bytes(program: Program, collective: Collective) -> int | None:

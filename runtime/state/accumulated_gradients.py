@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
@@ -57,6 +58,11 @@ class _Sums:
         return found
 
 
+def _power_below(part: float) -> float:
+    """The largest power of two that is not above a positive number: multiplying by one rounds nothing."""
+    return math.ldexp(0.5, math.frexp(part)[1])
+
+
 @dataclass(frozen=True)
 class _Counts:
     """What the sums are of.
@@ -79,8 +85,10 @@ class AccumulatedGradients:
     """Sums of gradients on each replica, over the calls since the last update.
 
     Sums are in the dtype of their parameters, as ``parameter.grad`` is. The losses of all calls have one weight for each example:
-    that with which the first call's loss has the weight 1. The step that takes the sums makes up for it. Of several workers, each
-    has sums and counts of its own examples; the step that takes them is told those of the others.
+    that with which the first call's loss has the weight 1. A loss that is scaled has its part of the examples of the last update
+    that took sums, rounded down to a power of two: float16 then overflows where it does in a loop that divides losses. The step
+    that takes the sums makes up for either. Of several workers, each has sums and counts of its own examples; the step that takes
+    them is told those of the others.
 
     Args:
         devices: the devices, in order of replicas.
@@ -94,6 +102,7 @@ class AccumulatedGradients:
         self._devices = devices
         self._sums, self._counts = _Sums(), _Counts()
         self._begun = _Counts()  # what the sums are of when the call is done that has begun last
+        self._last_update = 0  # how many examples the last update had that took sums of mean losses
         self.share = 0.0
         self.is_torn = False
 
@@ -177,7 +186,8 @@ class AccumulatedGradients:
             What its loss is multiplied by before backward.
         """
         size, counts = examples.of_all if program.loss_reduction == "mean" else 1, self._counts
-        unit = counts.unit if counts.num_calls else scale / size
+        part = _power_below(size / max(size, self._last_update)) if scale != 1.0 else 1.0
+        unit = counts.unit if counts.num_calls else scale * part / size
         own = {slot.variable for bucket in program.buckets for slot in bucket.slots}
         num_calls, num_examples = counts.num_calls + 1, counts.num_examples + examples.own
         self._begun = _Counts(num_calls, num_examples, unit, counts.names | own, counts.used | own)
@@ -190,6 +200,7 @@ class AccumulatedGradients:
         own, together = examples.of_all, self.num_examples + examples.kept_elsewhere + examples.of_all
         if program.loss_reduction != "mean":
             own = together = 1
+        self._last_update = together
         self.share = scale / (together * self._counts.unit)
         return scale * own / together
 

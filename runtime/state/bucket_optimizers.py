@@ -148,6 +148,15 @@ class BucketOptimizers:
             if bucket.rule.elementwise and not bucket.rule.may_be_unused
         )
 
+    def write_other_rows(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether the rules of these buckets do not say any more which rows of tables the optimizers' steps write, because
+        hyperparameters, or hooks on steps, have changed."""
+        rules = [bucket.rule for bucket in buckets if bucket.rule.takes_rows]
+        if not rules:
+            return False
+        write_rows = self.groups.write_rows()
+        return any(rule.writes_rows != write_rows[rule.group] for rule in rules)
+
     def sync_hyperparameters(self, besides: Collection[int] = ()) -> None:
         """Takes over hyperparameters that changed since the last step.
 

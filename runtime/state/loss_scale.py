@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +12,26 @@ import torch
 
 from mirrorc.ir.devices import Device
 
+_IN_USE: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.ref[LossScale]] = weakref.WeakKeyDictionary()
+
+
+def is_in_use(scaler: torch.amp.GradScaler) -> bool:
+    """Whether a step has this scaler that is neither closed nor forgotten."""
+    if _owner_of(scaler) is not None:
+        gc.collect()  # a step that is forgotten may be in a circle of references
+    return _owner_of(scaler) is not None
+
+
+def _owner_of(scaler: torch.amp.GradScaler) -> LossScale | None:
+    owner = _IN_USE.get(scaler)
+    return owner() if owner is not None else None
+
 
 class LossScale:
     """Takes the scale of each step from the user's scaler, and gives it the next one.
 
     The scaler is read and written by its ``state_dict`` and ``load_state_dict``, so it stays the user's: to save, to load, to
-    look at. Its scale changes as in ``scaler.update()``.
+    look at. Its scale changes as in ``scaler.update()``. It is in use until `close`.
 
     Args:
         scaler: the user's, enabled.
@@ -24,6 +40,7 @@ class LossScale:
 
     def __init__(self, scaler: torch.amp.GradScaler, devices: Sequence[Device]) -> None:
         self._scaler, self._devices = scaler, devices
+        _IN_USE[scaler] = weakref.ref(self)
         scaler.scale(
             torch.zeros((), device=devices[0].torch_device)
         )  # it makes its state then, so that users can change it
@@ -40,6 +57,11 @@ class LossScale:
                 torch.tensor(self._scale, dtype=torch.float32, device=device.torch_device) for device in self._devices
             ]
         return self._scale
+
+    def close(self) -> None:
+        """Lets another step have the scaler. May be repeated."""
+        if _owner_of(self._scaler) is self:
+            del _IN_USE[self._scaler]
 
     def on(self, replica: int) -> torch.Tensor:
         """The scale of the step as a scalar on a replica's device."""

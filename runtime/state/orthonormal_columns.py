@@ -1,7 +1,7 @@
 """Orthonormal columns, with the same bits on every processor and with any number of threads.
 
 Products of matrices, and sums over a dimension, add up in an order that depends on the processor and the threads. Here all sums
-are made in halves, element by element, of numbers of 64 bits, so that workers may differ in both.
+are the last of cumulative sums, which have one order, of numbers of 64 bits, so that workers may differ in both.
 """
 
 from __future__ import annotations
@@ -32,30 +32,24 @@ def orthonormal_columns(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _orthonormal(vectors: torch.Tensor) -> torch.Tensor:
     """Of [matrices, vectors, elements], in 64 bits: the vectors of each matrix made orthonormal, one after the other."""
-    found = torch.zeros_like(vectors)
-    for k in range(vectors.shape[1]):
-        largest = vectors[:, k].abs().amax(-1, keepdim=True)
-        vector = _unit(vectors[:, k] / torch.where(largest == 0, 1, largest), 0)
-        for _ in range(2 if k else 0):
-            before = found[:, :k]
-            parts = _sums(before * vector[:, None])[..., None] * before
-            vector = _unit(vector - _sums(parts.transpose(1, 2)), _SHORTEST)
-        found[:, k] = vector
+    largest = vectors.abs().amax(-1, keepdim=True)
+    found = _unit(vectors / torch.where(largest == 0, 1, largest), 0)
+    for k in range(1, found.shape[1]):
+        before, vector = found[:, :k], found[:, k]
+        for _ in range(2):
+            parts = _sums(before * vector[:, None])
+            for part, one in zip(parts.split(1, 1), before.unbind(1), strict=True):
+                vector = vector - part * one
+        found[:, k] = _unit(vector, _SHORTEST)
     return found
 
 
 def _unit(vectors: torch.Tensor, shortest: float) -> torch.Tensor:
-    """Vectors [matrices, elements] of length 1; zero for those that are no longer than the shortest."""
-    lengths = _sums(vectors * vectors).sqrt()[:, None]
+    """Vectors [..., elements] of length 1; zero for those that are no longer than the shortest."""
+    lengths = _sums(vectors * vectors).sqrt()[..., None]
     return torch.where(lengths <= shortest, 0, vectors / lengths)
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:
-    """The sums over the last dimension, in halves."""
-    while (number := values.shape[-1]) > 1:
-        half = number // 2
-        added = values[..., :half] + values[..., half : 2 * half]
-        if number % 2:
-            added[..., :1] += values[..., -1:]
-        values = added
-    return values.squeeze(-1)
+    """The sums over the last dimension, from the first element to the last."""
+    return values.cumsum(-1)[..., -1]

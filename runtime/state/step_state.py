@@ -100,6 +100,8 @@ class StepState:
         if not self._is_closed:
             self._is_closed = True
             self._held.let_go(self._hold)
+            if self.loss_scale is not None:
+                self.loss_scale.close()
 
     def begin_use(self, *, goes_on: bool = False) -> None:
         """Called before each call. All steps over these variables are finished then, but the last one of this state's own if the
@@ -227,10 +229,13 @@ class StepState:
         self._held.layout += 1
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
-        """Whether a program's buckets cannot hold the optimizer's present state, so that they must be planned anew.
+        """Whether a program's buckets cannot hold the optimizer's present state, or optimizers now write other rows of its tables
+        than the program takes them to, so that buckets must be planned anew.
 
         ``is_stale`` is what `BucketOptimizers.is_stale` says.
         """
+        if self.optimizers.write_other_rows(program.buckets):
+            return True
         is_to_move = is_stale or not self.store.has_buckets_of(program)
         return is_to_move and not self.optimizers.fits(self.store.in_store(program).buckets)
 

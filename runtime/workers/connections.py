@@ -10,14 +10,12 @@ from torch import distributed
 
 from mirrorc.analysis.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
-from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.cluster.stores import OwnConnection
 from mirrorc.runtime.workers.broken_connections import cut_when_broken
 from mirrorc.runtime.workers.lane import Done, Lane, LostConnectionError, in_words
-from mirrorc.runtime.workers.opening import await_all, measured_speed, open_lane
-from mirrorc.runtime.workers.watcher import Watcher
+from mirrorc.runtime.workers.opening import await_all, measured_speed, open_lane, patience
 
 _SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
-_LONGEST_CONNECTING_SECONDS = 5.0  # to the store
 _HOST = torch.device("cpu")
 
 
@@ -57,13 +55,18 @@ class Connections:
         """The lane for buckets; there are connections."""
         return self._lanes[1]
 
-    def open(self, call: int, watcher: Watcher, is_over: Callable[[], bool]) -> None:
+    def open(
+        self,
+        call: int,
+        is_over: Callable[[], bool],
+        may_wait_on: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Opens them, if there are none, when all workers have come to a call.
 
         Args:
             call: its number.
-            watcher: tells who lives.
             is_over: whether a worker has failed meanwhile.
+            may_wait_on: asked whenever the time to wait for workers is over, whether to wait as long again.
 
         Raises:
             LostConnectionError: a worker has failed, has ended, or does not come in time.
@@ -71,18 +74,18 @@ class Connections:
         if self._lanes:
             return
         store, seconds = self.part_of_store(f"call {call}"), self._timeout_seconds
-        await_all(store, watcher, self._cluster, seconds, is_over)
+        await_all(store, self._cluster, seconds, is_over, may_wait_on)
         for name, place in (("words", _HOST), ("buckets", self._device)):
             self._lanes.append(open_lane(name, store, self._cluster, seconds, place))
         if self.buckets.is_deaf:
             cut_when_broken(self.buckets, told=self._lanes[0])
         self.link = measured_speed(self.buckets, self._cluster.num_workers, seconds, self._device)
 
-    def open_values(self, call: int, watcher: Watcher, is_over: Callable[[], bool]) -> None:
+    def open_values(self, call: int, is_over: Callable[[], bool]) -> None:
         """Opens the lane for values, if there is none, when all workers have met in a call; takes and raises what `open` does."""
         if len(self._lanes) == 2:
             store = self.part_of_store(f"values of call {call}")
-            await_all(store, watcher, self._cluster, self._timeout_seconds, is_over)
+            await_all(store, self._cluster, self._timeout_seconds, is_over)
             self._lanes.append(open_lane("values", store, self._cluster, self._timeout_seconds, _HOST))
 
     def part_of_store(self, name: str) -> Any:
@@ -92,14 +95,8 @@ class Connections:
             LostConnectionError: the store does not answer.
         """
 
-        def connected() -> Any:
-            self._store.add(
-                "asked", 0
-            )  # if the store is lost, this fails at once; a new connection would be tried for long
-            return self._store.clone()
-
         try:
-            return distributed.PrefixStore(name, in_bounded_time(connected, _LONGEST_CONNECTING_SECONDS))
+            return distributed.PrefixStore(name, OwnConnection(self._store, patience(self._timeout_seconds)).store)
         except (RuntimeError, TimeoutError) as error:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 

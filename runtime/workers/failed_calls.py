@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable
 
 from mirrorc.cluster import Cluster
+from mirrorc.cluster.signs_of_life import in_short
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.communication import StepStoppedError
 from mirrorc.runtime.workers.call_state import CallState, Stage
 from mirrorc.runtime.workers.connections import Connections
-from mirrorc.runtime.workers.failures import Failures, in_short, without_outcome
+from mirrorc.runtime.workers.failures import Failures, without_outcome
 from mirrorc.runtime.workers.lane import LostConnectionError
 from mirrorc.runtime.workers.watcher import Failure, Watcher
 

@@ -10,7 +10,6 @@ from mirrorc.runtime.workers.call_state import CallState
 from mirrorc.runtime.workers.progress import least_far
 from mirrorc.runtime.workers.watcher import Failure, Watcher
 
-_LONGEST_TEXT = 600  # of an error that is told to the others
 _OUTCOME = re.compile(r"\. (No parameter was changed|It had committed).*", re.DOTALL)
 
 
@@ -70,7 +69,7 @@ class Failures:
         elif (behind := least_far(told)) is not None and behind != self._cluster.rank:
             rank, text = behind, f"it lives, but is behind the others: it is {told[behind]} ({seen})"
         found = Failure(rank, call.number, text, bool(silent), call.has_voted, call.is_before_end)
-        watcher.publish(found, num_silent=len(silent))
+        watcher.publish(found, silent)
         return found
 
     def text(self, failure: Failure) -> str:
@@ -81,12 +80,6 @@ class Failures:
         if failure.rank == self._cluster.rank:
             return f"the other workers have given up on this one, {worker}: {failure.text}"
         return f"{worker}: {failure.text}"
-
-
-def in_short(error: BaseException) -> str:
-    """An error as it is told to others: its name and its text, on one line."""
-    said = " ".join(f"{error}"[:_LONGEST_TEXT].split()).rstrip(".")
-    return f"{type(error).__name__}{': ' if said else ''}{said}"
 
 
 def without_outcome(error: BaseException | str) -> str:

@@ -34,7 +34,7 @@ class Header:
         num_present: how many of its replicas have examples.
         seed: of the step's random streams; that of worker 0 counts.
         kind: what its program does with the gradients of several calls, see `kind_of`; a worker that has left can only guess it.
-            `BESIDES` for a call that is no training call.
+            `BESIDES` for a call that is no training call, `TURN` for a meeting before one.
         num_kept_calls, num_kept: of how many calls it keeps gradients, and how many examples these had.
         parameters: digest of those that are updated by optimizers that are not element-wise, which each worker runs; 0 for none.
         num_steps: how many steps it has made, of those that count for comparisons of copies.
@@ -42,18 +42,19 @@ class Header:
         num_counts, counts: how many numbers of rows there are of the factors that its program sends, and their digest.
         known: digest of all the numbers of rows that workers have told it.
         deals_anew: 1 if it has a part of the optimizer's state for other buckets than its program has.
+        turn: the number of the step that it calls next, of those of its block, see `mirrorc.join`.
     """
 
     call: int
-    is_fresh: int
-    has_written: int
-    schedule: int
-    variables: int
-    hyperparameters: int
-    modes: int
-    num_examples: int
-    num_present: int
-    seed: int
+    is_fresh: int = 0
+    has_written: int = 0
+    schedule: int = 0
+    variables: int = 0
+    hyperparameters: int = 0
+    modes: int = 0
+    num_examples: int = 0
+    num_present: int = 0
+    seed: int = 0
     kind: int = 0
     num_kept_calls: int = 0
     num_kept: int = 0
@@ -64,6 +65,7 @@ class Header:
     counts: int = 0
     known: int = 0
     deals_anew: int = 0
+    turn: int = 0
 
     def to_tensor(self) -> torch.Tensor:
         """The numbers, [fields] int64."""
@@ -71,7 +73,7 @@ class Header:
 
 
 NUM_FIELDS = len(fields(Header))
-BESIDES = -1
+BESIDES, TURN = -1, -2
 
 
 def kind_of(accumulation: Accumulation) -> int:
@@ -99,6 +101,7 @@ class Agreement:
         tells_hyperparameters: whether it tells its hyperparameters to workers that have left, which have others.
         is_over: whether all have left.
         deals_anew: whether all make the optimizer's state whole, to deal it out anew.
+        turn: the number of the step that is called next, where they meet before a call of one of several.
     """
 
     num_examples: int
@@ -116,6 +119,7 @@ class Agreement:
     tells_hyperparameters: bool
     is_over: bool
     deals_anew: bool
+    turn: int
 
 
 def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, int]:
@@ -134,10 +138,10 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
     adds = said[source].kind == kind_of(Accumulation.ADDS)
     ends = any(one.num_kept_calls for one in said)
     accumulation = Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
-    is_other = not is_over and any(one.kind not in (kind_of(accumulation), BESIDES) for one in said)
+    is_other = not is_over and any(one.kind >= 0 and one.kind != kind_of(accumulation) for one in said)
     of_programs = () if is_other else ("schedule", "parameters", "deals_anew")
     of_values = () if takes_over or is_over else ("hyperparameters", "modes", *of_programs)
-    for name in ("call", "kind", "variables", *of_values):
+    for name in ("call", "kind", "turn", "variables", *of_values):
         other = next((rank for rank, one in enumerate(said) if _differs(one, said[source], name)), None)
         if other is not None:
             return None, name, other
@@ -160,16 +164,18 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
         tells_hyperparameters=tells,
         is_over=is_over,
         deals_anew=not (is_other or takes_over or is_over) and bool(said[source].deals_anew),
+        turn=said[source].turn,
     )
     return found, "", -1
 
 
 def _differs(one: Header, source: Header, name: str) -> bool:
-    """Whether two workers differ in a field in which they must not; one that has left takes over hyperparameters, and what calls
-    are for. Whether a call that updates ends an accumulation is no difference: it does on all workers, or on none."""
-    if name == "kind" and (one.kind == BESIDES) != (source.kind == BESIDES):
-        return True
-    if one.has_left and name in ("hyperparameters", "kind"):
+    """Whether two workers differ in a field in which they must not; one that has left takes over hyperparameters, what calls
+    are for, and of which step they are. Whether a call that updates ends an accumulation is no difference: it does on all
+    workers, or on none."""
+    if name == "kind" and min(one.kind, source.kind) < 0:
+        return one.kind != source.kind
+    if one.has_left and name in ("hyperparameters", "kind", "turn"):
         return False
     if name == "kind":
         adds = kind_of(Accumulation.ADDS)

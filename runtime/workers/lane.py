@@ -63,7 +63,7 @@ class Lane:
         self._group: Group | None = opened_group(store, rank, num_workers, timeout_seconds, device)
         self._launching = threading.Lock()
         self._takes_turns = False
-        self._works: queue.SimpleQueue[tuple[Any, Done] | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[tuple[Any, Done] | Group | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_await_works, args=(self._works,), name=name, daemon=True)
         self._thread.start()
 
@@ -136,8 +136,9 @@ class Lane:
         is written any more."""
         self.cut()
         with self._launching:
-            self._group = None
-            self._works.put(None)
+            group, self._group = self._group, None
+            self._works.put(group)  # the thread lets it go: it waits for all works, however long these take
+            del group
         if threading.current_thread() is not self._thread:
             self._thread.join(_LONGEST_CLOSING_SECONDS)
         return not self._thread.is_alive()
@@ -171,9 +172,9 @@ class _Failed:
         raise self._error
 
 
-def _await_works(works: queue.SimpleQueue[tuple[Any, Done] | None]) -> None:
-    """The main function of a lane's thread."""
-    while (given := works.get()) is not None:
+def _await_works(works: queue.SimpleQueue[tuple[Any, Done] | Group | None]) -> None:
+    """The main function of a lane's thread, which ends when it is given the group, to let it go."""
+    while isinstance(given := works.get(), tuple):
         work, done = given
         error: Exception | None = None
         try:

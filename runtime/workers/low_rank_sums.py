@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.ir.matrices import Matrix
 from mirrorc.runtime.state.orthonormal_columns import orthonormal_columns
-from mirrorc.runtime.state.thin_products import products, subtract_product
+from mirrorc.runtime.state.thin_products import subtract_product, write_elements, write_product
 from mirrorc.runtime.workers.lane import SeveralRounds
 from mirrorc.torch_internals import GlooGroup
 
@@ -43,13 +43,15 @@ class LowRankSum(WholeSum, SeveralRounds):
     """A pack of whose matrices workers send factors: of each matrix M first ``P = M Q``, then ``Q = P' M``.
 
     The lane's thread makes the second factors between the two rounds. What is not in a matrix is sent whole in the first round.
-    All workers make the same bits of the sum, as they add and multiply element by element.
+    All workers make the same bits of the sum: element by element, or by the library's products, where these have the same bits on
+    all workers.
 
     Args:
         whole: the pack, 1-D, of float32 or float64, with what was not sent before.
         matrices: those of which factors are sent.
         begin: for each of them, the Q [columns, rank] with which it begins, whose columns are orthonormal.
         keep: is given the right factors of the sum, by variable, when it is there.
+        by_library: whether the library makes the sum.
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class LowRankSum(WholeSum, SeveralRounds):
         matrices: Sequence[Matrix],
         begin: Sequence[torch.Tensor],
         keep: Callable[[Mapping[str, torch.Tensor]], object],
+        *,
+        by_library: bool,
     ) -> None:
         super().__init__(whole)
+        self._write = write_product if by_library else write_elements
         self._matrices, self._rank, self._keep = matrices, begin[0].shape[1], keep
         self._views = [whole[one.start : one.stop].view(one.rows, one.columns) for one in matrices]
         self._rest = list(_between(matrices, whole.numel()))
@@ -104,9 +109,7 @@ class LowRankSum(WholeSum, SeveralRounds):
             begin, end = max(one.start, start), min(one.stop, stop)
             if begin >= end:
                 continue
-            for place, values in products(base, of_all, begin - one.start, end - one.start):
-                at = one.start + place - start
-                into[at : at + values.numel()].copy_(values)
+            self._write(into[begin - start : end - start], base, of_all, begin - one.start)
             if keeps_rest:
                 subtract_product(view, base, own, begin - one.start, end - one.start)
 

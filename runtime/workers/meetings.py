@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from mirrorc.runtime.workers.words import Words
 _IN_WORDS = {
     "call": "the number of their training calls",
     "kind": "what they call",
+    "turn": "which step of mirrorc.join() they call",
     "schedule": "what their programs exchange",
     "variables": "their variables",
     "hyperparameters": "the hyperparameters of their optimizers",
@@ -31,7 +33,12 @@ _REMEDIES = {
     "checkpoint of model and optimizer on all workers",
     "deals_anew": "Load it on all workers, or on none",
 }
-_OF_LIVE_ONES = ("kind", "hyperparameters", "schedule")  # those who have left take these over, or do not know them
+_OF_LIVE_ONES = (
+    "kind",
+    "turn",
+    "hyperparameters",
+    "schedule",
+)  # those who have left take these over, or do not know them
 
 Details = Callable[[], Mapping[str, object]]
 """Gives what a worker has where workers differ, by name."""
@@ -88,7 +95,8 @@ class Meetings:
         own = self._known_counts.noted_in(own, all_counts)
         headers = [torch.empty(NUM_FIELDS, dtype=torch.int64) for _ in self._cluster.workers]
         if own.has_left:
-            tell(lambda group: group.all_gather(own.to_tensor(), headers, is_patient=True), self._others_live)
+            others_live = functools.partial(self._watcher.all_live, self._failures.is_any)
+            tell(lambda group: group.all_gather(own.to_tensor(), headers, is_patient=True), others_live)
         else:
             tell(lambda group: group.all_gather(own.to_tensor(), headers))
         found, name, other = agreement(headers)
@@ -119,7 +127,3 @@ class Meetings:
             f"workers differ in {_IN_WORDS[name]}: {one} says something else than {source}. No parameter was changed. Let all "
             "workers make the same calls in one order"
         )
-
-    def _others_live(self) -> bool:
-        """Whether all other workers show that they live, though they do not call their steps."""
-        return self._watcher.find_silent(self._failures.is_any) == []

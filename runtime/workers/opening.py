@@ -14,46 +14,51 @@ from mirrorc.analysis.link_speed import LinkSpeed, fitted_speed
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.runtime.workers.lane import Lane, LostConnectionError, in_words
-from mirrorc.runtime.workers.watcher import Watcher
 
 _LONGEST_OPENING_SECONDS = 30.0  # of a connection for which all workers are there
 _SECONDS_BETWEEN_LOOKS = 0.02
 _MEASURED_BYTES = (2**6, 2**20, 2**22)  # of sums, by which the speed of a link is told
 _NUM_MEASUREMENTS = 4
-_SILENT_SECONDS = 30.0  # a worker that tells nothing for so long is not waited for
-_LONGEST_ANSWER_SECONDS = 5.0  # of the store
+_SHORTEST_PATIENCE_SECONDS, _LONGEST_PATIENCE_SECONDS = 5.0, 30.0  # with the store, whose host may be busy
 _T = TypeVar("_T")
 
 
 def await_all(
-    store: Any, watcher: Watcher, cluster: Cluster, timeout_seconds: float, is_over: Callable[[], bool]
+    store: Any,
+    cluster: Cluster,
+    timeout_seconds: float,
+    is_over: Callable[[], bool],
+    may_wait_on: Callable[[], bool] = lambda: False,
 ) -> None:
     """Returns when all workers have come to a call. It hears signals, as gloo does not, which waits for the others, too.
 
     Args:
         store: where they meet; nothing else uses its keys.
-        watcher: tells who lives.
         cluster: the workers.
         timeout_seconds: the longest time to wait.
         is_over: whether a worker has failed meanwhile.
+        may_wait_on: asked whenever the time is over, whether to wait as long again.
 
     Raises:
         LostConnectionError: not all came.
     """
+    answer = functools.partial(_answer, seconds=patience(timeout_seconds))
     everyone = [f"come {rank}" for rank in range(cluster.num_workers)]
     late = LostConnectionError("not all workers came to this call")
-    _answer(lambda: store.set(everyone[cluster.rank], ""))
+    answer(lambda: store.set(everyone[cluster.rank], ""))
     until = time.monotonic() + timeout_seconds
-    beats, heard_at = _answer(watcher.beats), time.monotonic()
-    while not _answer(lambda: all(store.check([key]) for key in everyone)):
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-        now = time.monotonic()
-        if is_over() or now > until:
+    lookout = cluster.lookout()
+    while True:
+        have_come, gone = answer(lambda: (all(store.check([key]) for key in everyone), lookout.gone()))
+        if have_come:
+            return
+        if gone or is_over():
             raise late
-        if now - heard_at > _SILENT_SECONDS:
-            last, beats, heard_at = beats, _answer(watcher.beats), now
-            if any(beats[rank] == last[rank] for rank in beats):
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        if time.monotonic() > until:
+            if not may_wait_on():
                 raise late
+            until = time.monotonic() + timeout_seconds
 
 
 def all_texts(
@@ -71,26 +76,32 @@ def all_texts(
     Raises:
         LostConnectionError: not all told something.
     """
+    answer = functools.partial(_answer, seconds=patience(timeout_seconds))
     keys = [f"text {rank}" for rank in range(cluster.num_workers)]
-    _answer(lambda: store.set(keys[cluster.rank], text))
+    answer(lambda: store.set(keys[cluster.rank], text))
     until = time.monotonic() + timeout_seconds
     while True:
         is_last_look = is_over() or time.monotonic() > until  # who has gone may have told before
-        if _answer(lambda: all(store.check([key]) for key in keys)):
-            return _answer(lambda: [store.get(key).decode() for key in keys])
+        if answer(lambda: all(store.check([key]) for key in keys)):
+            return answer(lambda: [store.get(key).decode() for key in keys])
         if is_last_look:
             raise LostConnectionError("not all workers told what they have")
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
-def _answer(ask: Callable[[], _T]) -> _T:
+def patience(timeout_seconds: float) -> float:
+    """How long an answer of the store is waited for: a part of the time that workers wait for each other."""
+    return max(_SHORTEST_PATIENCE_SECONDS, min(timeout_seconds / 2, _LONGEST_PATIENCE_SECONDS))
+
+
+def _answer(ask: Callable[[], _T], seconds: float) -> _T:
     """What the store answers, in a bounded time: a store whose host is stopped is connected, and answers nothing.
 
     Raises:
         LostConnectionError: it does not answer.
     """
     try:
-        return in_bounded_time(ask, _LONGEST_ANSWER_SECONDS)
+        return in_bounded_time(ask, seconds)
     except (RuntimeError, TimeoutError) as error:
         raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
@@ -123,7 +134,7 @@ def open_lane(name: str, store: Any, cluster: Cluster, timeout_seconds: float, d
     places = cluster.rank, cluster.num_workers
     opened = functools.partial(Lane, own, *places, timeout_seconds, f"mirrorc {name}", device)
     try:
-        return in_bounded_time(opened, _LONGEST_OPENING_SECONDS)
+        return in_bounded_time(opened, min(_LONGEST_OPENING_SECONDS, timeout_seconds))  # one may end meanwhile
     except (RuntimeError, TimeoutError) as error:
         variable = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME"
         raise LostConnectionError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +69,9 @@ def take_over_hyperparameters(
             scaler.load_state_dict(scale)
 
 
+_NOT_SAVED = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)  # also NotImplementedError, RecursionError
+
+
 @contextmanager
 def stream_of_chief(team: Team) -> Iterator[None]:
     """A block in which torch's default generator gives what the chief's gives; behind it, other workers have their own again.
@@ -88,10 +92,42 @@ def stream_of_chief(team: Team) -> Iterator[None]:
         torch.set_rng_state(own)
 
 
+def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
+    """Where in containers the first thing is that cannot be saved, and what it is; empty if all can be.
+
+    Args:
+        state: any.
+        around: the ids of the containers that it is in, which are not looked into again.
+    """
+    if id(state) in around or isinstance(state, torch.Tensor):
+        return ""
+    if isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            if found := _unsaved(value, around | {id(state)}):
+                return f"[{key!r}]{found}" if found.startswith("[") else f"[{key!r}], {found}"
+        return ""
+    try:
+        torch.save(state, io.BytesIO())
+    except _NOT_SAVED:
+        return f"a {type(state).__name__},"
+    return ""
+
+
 def _copied(team: Team, state: Any, source: int) -> Any:
-    """What the worker ``source`` gives; another one gives None."""
+    """What the worker ``source`` gives; another one gives None.
+
+    Raises:
+        ValueError: it holds what cannot be saved; names that.
+    """
     saved = io.BytesIO()
-    torch.save(state, saved)
+    try:
+        torch.save(state, saved)
+    except _NOT_SAVED as error:
+        raise ValueError(
+            f"the workers take over what worker {source} has in its optimizers, and it cannot be sent: "
+            f"{_unsaved(state) or 'part of it'} cannot be saved ({error}). Define functions and classes at the top of a module, "
+            "or keep such an object out of the optimizer"
+        ) from error
     text = torch.frombuffer(saved.getbuffer(), dtype=torch.uint8)
     size = torch.tensor(text.numel())
     team.words.copy(size, source)

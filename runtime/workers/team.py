@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +13,11 @@ from torch import distributed
 
 from mirrorc.analysis.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
+from mirrorc.cluster.signs_of_life import after_what, in_short
 from mirrorc.runtime.workers.call_state import CallState, Stage
 from mirrorc.runtime.workers.connections import Connections
 from mirrorc.runtime.workers.failed_calls import FailedCalls
-from mirrorc.runtime.workers.failures import Failures, in_short
+from mirrorc.runtime.workers.failures import Failures
 from mirrorc.runtime.workers.header import Agreement, Header
 from mirrorc.runtime.workers.known_counts import Counts
 from mirrorc.runtime.workers.lane import Done, LostConnectionError
@@ -98,12 +98,15 @@ class Team:
     # A call, from its beginning to its end
 
     @contextmanager
-    def call(self, is_whole: Callable[[], bool], torn: Callable[[], str] = str) -> Iterator[None]:
+    def call(
+        self, is_whole: Callable[[], bool], torn: Callable[[], str] = str, *, has_left: bool = False
+    ) -> Iterator[None]:
         """A block that is one training call: what is raised in it, on any worker, ends the call on all of them.
 
         Args:
             is_whole: whether variables and optimizers are those of some step, asked when a call has failed behind its commit.
             torn: which buckets the step has updated, if it has failed behind an early commit; else empty.
+            has_left: whether this worker makes no calls of its own, and waits for others as long as they live.
 
         Raises:
             CommunicationError: another worker has failed; names it, and what has happened to it.
@@ -115,7 +118,8 @@ class Team:
         try:
             if self._failures.is_any():
                 raise LostConnectionError("another worker has failed")
-            self.connections.open(self._call.number, self._watcher, self._failures.is_any)
+            others_live = self._watcher.all_live if has_left else _never
+            self.connections.open(self._call.number, self._failures.is_any, lambda: others_live(self._failures.is_any))
             yield
         except BaseException as error:
             raised = self._failed.explain(error, is_whole, torn, self.finish_rest)
@@ -190,7 +194,7 @@ class Team:
         Raises:
             LostConnectionError: they could not connect.
         """
-        self.connections.open_values(self._call.number, self._watcher, self._failures.is_any)
+        self.connections.open_values(self._call.number, self._failures.is_any)
 
     def vote(self, own: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
         """Returns when all workers have done all of the step that can fail; from then on it is decided, for all alike.
@@ -263,15 +267,18 @@ def _nothing() -> None:
     pass
 
 
+def _never(is_known: Callable[[], bool]) -> bool:
+    return False
+
+
 def _leave(
     pid: int, watcher: Watcher, rank: int, connections: Connections, call: CallState, last_words: list[str]
 ) -> None:
     """Ends a worker's part in a team; also when the interpreter ends, but not in a child that was forked."""
     if os.getpid() != pid:
         return
-    raised = getattr(sys, "last_value", None)  # what has ended the script, if nobody has closed the step
-    words = last_words or ([in_short(raised)] if isinstance(raised, BaseException) else [])
-    text = f"it has closed its step, or its process has ended{f', after {words[0]}' if words else ''}"
+    why = f", after {last_words[0]}" if last_words else after_what()  # of the script, if nobody has closed the step
+    text = f"it has closed its step, or its process has ended{why}"
     watcher.leave(
         Failure(rank, call.number + 1, text, is_final=True, leaves_rest=True)
     )  # who closes a step finishes it

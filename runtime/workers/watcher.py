@@ -10,23 +10,25 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.roll_call import Worker
-from mirrorc.cluster.stores import first_line
+from mirrorc.cluster.stores import OwnConnection, first_line
+from mirrorc.errors import CommunicationError
 from mirrorc.runtime.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 _FEWEST_SECONDS_BETWEEN_LOOKS = 0.2
 _MOST_LOOKS_PER_SECOND = 500.0  # of all workers together, at one store
-_SILENT_SECONDS = 3.0  # when a connection broke, who tells nothing for so long has ended, or hangs
+_SILENT_SECONDS = 2.0  # when a connection broke, who tells nothing for so long has ended, or hangs
 _SECONDS_BETWEEN_SAMPLES = 1.0  # of what the others tell
 _FRESH_SECONDS = 2.0  # an older sample says nothing: this worker itself may have been stopped
 _LONGEST_ANSWER_SECONDS = 3.0  # of the store
+_LONGEST_CONNECTING_SECONDS = 20.0
 _SLACK_SECONDS = 1.0
 _LONGEST_READING_SECONDS = 5.0  # for which a worker that has failed stays, so that the others can read why
 _MOST_ERRORS = 5  # of the store, one after the other
@@ -72,20 +74,26 @@ class Watcher:
         on_failure: a method, called in the thread with each failure that another worker has published, in their order, as long
             as its object is there. It may be a failure of this worker, on which the others have given up.
 
+    Raises:
+        CommunicationError: the store does not answer.
+
     Attributes:
         own: how far this worker is, which is told with each beat.
     """
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, on_failure: Callable[[Failure], None]) -> None:
         self.own = Progress()
-        self._store, self._workers, self._rank = store.clone(), workers, rank
+        self._connection = _connected(store, workers[rank])
+        self._store, self._workers, self._rank = self._connection.store, workers, rank
         self._on_failure = weakref.WeakMethod(on_failure)
         self._interval = max(_FEWEST_SECONDS_BETWEEN_LOOKS, len(workers) / _MOST_LOOKS_PER_SECOND)
+        self._silent_seconds = max(_SILENT_SECONDS, 3 * self._interval)  # so that some signs of life are missed
         self._num_seen = 0
         self._heard: dict[int, tuple[bytes, float]] = {}  # the beat of each other worker, and when it was heard first
         self._heard_at = float("-inf")
         self._is_lost = False  # the store: it has not answered when that was asked last
         self._own: set[str] = set()  # the keys of what this worker has published
+        self._gone: set[int] = set()  # the ranks of those that cannot go on, who may read nothing more
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mirrorc watcher", daemon=True)
         self._thread.start()
@@ -93,6 +101,8 @@ class Watcher:
     def _watch(self) -> None:
         number = num_errors = 0
         while num_errors < _MOST_ERRORS and not self._ending.wait(self._interval * (1 + num_errors)):
+            if self._connection.is_lost:  # the host of the store has ended, because all is done, perhaps
+                return
             number += 1
             try:
                 self._store.set(_beat(self._rank), f"{number} {self.own.to_text()}")
@@ -100,7 +110,7 @@ class Watcher:
                 if time.monotonic() - self._heard_at > _SECONDS_BETWEEN_SAMPLES:
                     self._listen(self._fresh())
                 num_errors = 0
-            except RuntimeError as error:  # perhaps the host of the store has ended, because all is done
+            except RuntimeError as error:
                 num_errors += 1
                 logger.debug("the workers' store does not answer: %s", first_line(error))
 
@@ -116,27 +126,32 @@ class Watcher:
             on_failure = self._on_failure()
             if key not in self._own and on_failure is not None:
                 on_failure(found)
-                self._store.add(f"read {key}", 1)
+                self._store.set(_read(key, self._rank), "")
+            if found.is_final:
+                self._gone.add(found.rank)
             del on_failure
 
-    def publish(self, failure: Failure, num_silent: int = 0) -> None:
+    def publish(self, failure: Failure, silent: Collection[int] = ()) -> None:
         """Tells all others of a failure, and stays until they have read it, for a bounded time. Raises nothing.
 
-        ``num_silent`` of them are not waited for.
+        Those of the ranks ``silent`` are not waited for, nor are those that cannot go on and have told so.
         """
-        num_readers = len(self._workers) - 1 - num_silent
+        readers = set(range(len(self._workers))) - {self._rank, *silent}
         seconds = _LONGEST_ANSWER_SECONDS + _LONGEST_READING_SECONDS
         try:
-            in_bounded_time(lambda: self._publish(failure, num_readers), seconds)
+            in_bounded_time(lambda: self._publish(failure, readers), seconds)
         except (RuntimeError, TimeoutError) as error:
             logger.debug("the workers' store is lost: %s", first_line(error))
 
-    def _publish(self, failure: Failure, num_readers: int) -> None:
+    def _publish(self, failure: Failure, readers: Collection[int]) -> None:
         key = _failure(self._store.add(_NUM_FAILURES, 1) - 1)
         self._own.add(key)  # it is read when it is there
         self._store.set(key, json.dumps(asdict(failure)))
         until = time.monotonic() + _LONGEST_READING_SECONDS
-        while time.monotonic() < until and self._store.add(f"read {key}", 0) < num_readers:
+        while time.monotonic() < until:
+            awaited = [_read(key, rank) for rank in readers if rank not in self._gone]
+            if not awaited or self._store.check(awaited):
+                return
             time.sleep(self._interval / 4)
 
     def find_silent(self, is_known: Callable[[], bool]) -> list[int] | None:
@@ -145,10 +160,17 @@ class Watcher:
         Takes some seconds; ends early, without a finding, when ``is_known`` says that a failure is known meanwhile.
         """
         try:
-            return in_bounded_time(lambda: self._find_silent(is_known), _SILENT_SECONDS + _SLACK_SECONDS)
+            return in_bounded_time(lambda: self._find_silent(is_known), self._silent_seconds + _SLACK_SECONDS)
         except (RuntimeError, TimeoutError):
             self._is_lost = True
             return None
+
+    def all_live(self, is_known: Callable[[], bool]) -> bool:
+        """Whether all other workers show that they live, though they may not call their steps; takes some seconds at most.
+
+        Also ends, with True, when ``is_known`` says that a failure is known meanwhile.
+        """
+        return self.find_silent(is_known) == []
 
     def beats(self) -> dict[int, bytes]:
         """What the other workers have told last to show that they live, by rank."""
@@ -183,7 +205,7 @@ class Watcher:
             silent, now = self._listen(before), time.monotonic()
             if is_known():
                 return []
-            if all(now - before[rank][1] > _SILENT_SECONDS for rank in silent):
+            if all(now - before[rank][1] > self._silent_seconds for rank in silent):
                 return silent
             before = {rank: before[rank] for rank in silent}
             time.sleep(self._interval / 2)
@@ -195,12 +217,22 @@ class Watcher:
     def leave(self, failure: Failure) -> None:
         """Ends the thread, and tells the others what they find when they wait for this worker. Raises nothing."""
         self.close()
-        if self._is_lost:
+        if self._is_lost or self._connection.is_lost:
             return
         try:
-            in_bounded_time(lambda: self._publish(failure, 0), _LONGEST_ANSWER_SECONDS)
+            in_bounded_time(lambda: self._publish(failure, ()), _LONGEST_ANSWER_SECONDS)
         except (RuntimeError, TimeoutError) as error:
             logger.debug("the workers' store is lost: %s", first_line(error))
+
+
+def _connected(store: Any, own: Worker) -> OwnConnection:
+    try:
+        return OwnConnection(store, _LONGEST_CONNECTING_SECONDS)
+    except (RuntimeError, TimeoutError) as error:
+        raise CommunicationError(
+            f"{own}: the workers' store does not answer ({first_line(error)}). See what the process that has opened it does: "
+            "worker 0, or torchrun's agent"
+        ) from error
 
 
 def _beat(rank: int) -> str:
@@ -209,3 +241,7 @@ def _beat(rank: int) -> str:
 
 def _failure(index: int) -> str:
     return f"failure {index}"
+
+
+def _read(key: str, rank: int) -> str:
+    return f"{key} was read by {rank}"

@@ -95,20 +95,31 @@ class Words:
             self.refuse_difference(what, facts, remedy)
 
     def refuse_difference(self, what: str, facts: Mapping[str, object], remedy: str) -> None:
-        """Raises the same error in all workers, with the first thing in which they differ."""
+        """Raises the same error in all workers, with the first thing in which they differ.
+
+        Raises:
+            LostConnectionError: a worker has failed, or is gone, before it has told what it has.
+        """
         store = self._connections.part_of_store(f"facts {self._call.number}")
         workers, rank = self._cluster.workers, self._cluster.rank
         deadline = time.monotonic() + self._timeout_seconds
         try:
             in_bounded_time(
-                lambda: check_same_facts(store, workers, rank, what, facts, deadline),
+                lambda: check_same_facts(store, workers, rank, what, facts, deadline, self._look),
                 self._timeout_seconds + _LONGEST_ANSWER_SECONDS,
             )
+        except LostConnectionError:
+            self._call.are_all_raising = False  # they do not raise the like
+            raise
         except CommunicationError as error:
             end = f" {remedy}." if remedy else ""
             raise CommunicationError(f"{error}. No parameter was changed.{end}") from None
         except (RuntimeError, TimeoutError) as error:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
+
+    def _look(self) -> None:
+        if self._is_over():
+            raise LostConnectionError("a worker is gone, or has failed")
 
     @contextmanager
     def raising_alike(self) -> Iterator[None]:

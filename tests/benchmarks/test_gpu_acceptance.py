@@ -53,6 +53,7 @@ def test_a_crash_is_a_result(tmp_path: Path, program: str, says: str) -> None:
     assert (result.status, result.says, result.is_good) == ("crashed", says, False)
 
 
+@pytest.mark.slow
 def test_a_timeout_ends_all_that_a_probe_has_started(tmp_path: Path) -> None:
     program = "import subprocess, sys, time; "
     program += "print(subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']).pid, flush=True); "

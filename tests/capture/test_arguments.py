@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mirrorc
-from mirrorc.capture.arguments import Constant, PerReplica, flatten_call, rebuild_call, replicated
+from mirrorc.capture.arguments import Constant, PerReplica, flatten_call, rebuilding, replicated
 from mirrorc.capture.shards import split_call
 from mirrorc.ir.identifiers import identifier
 
@@ -149,12 +149,14 @@ def _entries(structure: Any) -> Iterator[Any]:
 @given(st.lists(values_strategy, max_size=3), st.dictionaries(st.sampled_from(["k", "m"]), values_strategy))
 def test_a_call_is_put_together_as_it_was(args: list[Any], kwargs: dict[str, Any]) -> None:
     call = flatten_call(["x"], tuple(args), kwargs)
-    positional, keyword = rebuild_call(call.structure, [leaf.tensor for leaf in call.leaves], call.plain)
+    positional, keyword = rebuilding(call.structure)(call.structure, [leaf.tensor for leaf in call.leaves], call.plain)
     assert same(positional, args) and same(keyword, kwargs)
     again = flatten_call(["x"], tuple(args), kwargs)
     assert call.structure == again.structure and hash(call.structure) == hash(again.structure)
     apart = flatten_call(["x"], tuple(args), kwargs, keeps_plain_apart=True)
-    positional, keyword = rebuild_call(apart.structure, [leaf.tensor for leaf in apart.leaves], apart.plain)
+    positional, keyword = rebuilding(apart.structure)(
+        apart.structure, [leaf.tensor for leaf in apart.leaves], apart.plain
+    )
     assert same(positional, args) and same(keyword, kwargs)
     assert not any(isinstance(constant, Constant) for constant in _entries(apart.structure))
 
@@ -266,14 +268,20 @@ def test_a_per_replica_value_is_taken_as_split() -> None:
     shards = split_call(call, 2)
     assert shards.num_examples == (3, 1)
     assert torch.equal(shards.tensors[1][0], torch.ones(1, 2))
-    assert rebuild_call(call.structure, ["L"], {}) == ([{"a": "L", "n": 1}], {})
+    assert rebuilding(call.structure)(call.structure, ["L"], {}) == ([{"a": "L", "n": 1}], {})
     assert repr(own) == "PerReplica(2 values)"
 
 
 def test_leaves_after_a_per_replica_value_keep_their_numbers() -> None:
     own = PerReplica([(torch.zeros(1), torch.zeros(1)), (torch.zeros(2), torch.zeros(2))])
     call = flatten_call(["x"], (mirrorc.replicated(torch.zeros(5)), [own], mirrorc.replicated(torch.zeros(6))), {})
-    assert rebuild_call(call.structure, [0, 1, 2, 3], {})[0] == [0, [(1, 2)], 3]
+    assert rebuilding(call.structure)(call.structure, [0, 1, 2, 3], {})[0] == [0, [(1, 2)], 3]
+
+
+def test_what_is_no_container_is_put_in_its_place_without_a_look_at_the_structure() -> None:
+    given = {"target": torch.zeros(2), "mode": "sum"}
+    call = flatten_call(["x"], (torch.ones(2), 3.5), given, keeps_plain_apart=True)
+    assert rebuilding(call.structure)((), ["x", "y"], call.plain) == (["x", 3.5], {"target": "y", "mode": "sum"})
 
 
 def test_paths_name_the_argument() -> None:

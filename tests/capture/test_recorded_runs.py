@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import importlib
@@ -27,8 +28,9 @@ from torch.nn import functional as F
 
 from mirrorc.capture.arguments import flatten_call
 from mirrorc.capture.errors import UnreadableError
+from mirrorc.capture.file_owners import is_watched_file
 from mirrorc.capture.front_ends import tracing
-from mirrorc.capture.python_calls import PythonCalls, is_watched_file
+from mirrorc.capture.python_calls import PythonCalls
 from mirrorc.capture.recorded_runs import Recorded, recorded
 from mirrorc.capture.training_call import TrainingCall
 
@@ -53,7 +55,7 @@ class Settings:
 
 
 class Slotted:
-    """Keeps a number where nothing watches it."""
+    """Keeps a number in no dict."""
 
     __slots__ = ("number",)
 
@@ -152,6 +154,12 @@ eval_free: dict[str, Callable[[Any], Any]] = {
     "function": lambda model: rate,
 }
 
+
+def made(*parts: str) -> str:
+    """A name that does not stand in the code which calls this."""
+    return "".join(parts)
+
+
 REFUSED: dict[str, tuple[Deed, str]] = {
     "count in an attribute": (assigns("model", "count"), "assigns an attribute of a module, 'count'"),
     "count in an object": (assigns("settings", "count"), "changes 'settings'"),
@@ -165,16 +173,20 @@ REFUSED: dict[str, tuple[Deed, str]] = {
     "tensor that is kept": (lambda model, h: KEPT.append(h), "changes 'KEPT'|keeps a tensor"),
     "iterator": (lambda model, h: h * next(model.iterator), "reads 'iterator', .*list_iterator, which cannot be watched"),
     "counter": (lambda model, h: h * (1 + next(model.numbers) // 100), "'numbers', which holds a itertools.count"),
-    "slots": (lambda model, h: h * model.slotted.number, "'slotted', which holds a .*Slotted"),
     "weak reference": (lambda model, h: h * model.reference().factor, "'reference', which holds a weakref"),
     "thread's own": (lambda model, h: h * LOCAL.factor, "'LOCAL', which holds a _thread._local"),
-    "context": (lambda model, h: h * VARIABLE.get(), "calls ContextVar.get"),
+    "context": (lambda model, h: (VARIABLE.set(1.0), h)[1], "calls ContextVar.set"),
     "clock": (lambda model, h: h * (1 + time.time() // 1e12), "calls time.time"),
-    "environment": (lambda model, h: h * len(os.environ.get("HOME", "")), "calls os"),
+    "write to the environment": (lambda model, h: (os.unsetenv("MIRRORC_TEST_BETA"), h)[1], "calls posix.unsetenv"),
     "file": (reads_a_file, "calls .*open"),
     "eval": (lambda model, h: h * eval("FACTOR"), "calls eval"),
-    "all attributes": (lambda model, h: h * vars(model)["scale"], "calls vars"),
-    "dict of attributes": (lambda model, h: h * model.__dict__["scale"], "by '__dict__'"),
+    "all attributes": (lambda model, h: h * vars(model)["scale"], "reads 'numbers', .*cannot be watched"),
+    "dict of another object": (lambda model, h: h * model.settings.__dict__["factor"], "by '__dict__' in <lambda>"),
+    "dict of a class": (lambda model, h: h * vars(Settings)["of_class"], "by '__dict__' of a builtins.type in <lambda>"),
+    "dict of a module": (lambda model, h: h * getattr(OTHER, made("__dict", "__"))["factor"], "'__dict__' of a builtins.module"),
+    "variables": (lambda model, h: h * vars()["model"].scale, "by 'vars' in"),
+    "other dict": (lambda model, h: setattr(model.settings, made("__dict", "__"), {"factor": 1.0}), "changes 'settings'"),
+    "lookup by its name": (lambda model, h: h * getattr(model, made("__get", "attribute__"))("scale"), "'__getattribute__'"),
     "getter": (lambda model, h: h * operator.attrgetter("sca" + h.__class__.__name__[:0] + "le")(model), "by 'attrgetter'"),
     "names": (lambda model, h: h * globals()["FACTOR"], "calls globals"),
     "names of a function": (lambda model, h: h * factor.__globals__["FACTOR"], "by '__globals__'"),
@@ -282,6 +294,10 @@ def sets_item(value: Any, of: Callable[[Any], Any]) -> Change:
     return lambda model, patch: of(model).__setitem__(0, value)
 
 
+def sets_variable(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("MIRRORC_TEST_BETA", "long")
+
+
 def deepest(found: Any) -> Any:
     while isinstance(found[0], list):
         found = found[0]
@@ -324,8 +340,128 @@ WATCHED: dict[str, tuple[Deed, Change]] = {
     "default of a function": (lambda model, h: h * rate(), sets("__defaults__", (2.0,), lambda model: rate)),
     "partial": (functools.partial(times, number=1.0), sets("deed", functools.partial(times, number=2.0))),
     "object that is replaced": (lambda model, h: h * model.settings.factor, sets("settings", Settings())),
+    "environment": (lambda model, h: h * len(os.environ.get("MIRRORC_TEST_BETA", "1")), sets_variable),
+    "variable of the environment": (lambda model, h: h * len(os.getenv("MIRRORC_TEST_BETA", "1")), sets_variable),
+    "size of the environment": (lambda model, h: h * len(os.environ), sets_variable),
+    "names of the environment": (lambda model, h: h * len([*os.environ]), sets_variable),
+    "whether a variable is there": (lambda model, h: h * ("MIRRORC_TEST_BETA" in os.environ), sets_variable),
     "tensor that is replaced": (lambda model, h: h * model.held, sets("held", torch.zeros(8))),
 }
+
+
+class Looks:
+    """Is read by ways that do not name what they read, as the configurations of some libraries are."""
+
+    by_class, aliases = 1.0, {"width": "size"}
+
+    def __init__(self, inner: Any = None) -> None:
+        self.size, self.table, self.inner = 1.0, {"factor": [1.0]}, inner
+
+    def __getattribute__(self, name: str) -> Any:
+        if super().__getattribute__("__dict__").get("".join(("hid", "den"))) is not None:
+            return 2.0
+        return super().__getattribute__(super().__getattribute__("aliases").get(name, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.table:
+            return self.table[name][0]
+        raise AttributeError(name)
+
+    def by_dict(self, name: str) -> Any:
+        return self.__dict__[name]
+
+    def sum(self) -> float:
+        return sum(self.__dict__[name] for name in vars(self) if isinstance(self.__dict__[name], float))
+
+    def by_object(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
+
+
+class Whole(Net):
+    """Holds nothing that cannot be watched, but such an object, and one within it."""
+
+    def __init__(self, deed: Deed) -> None:
+        super().__init__(deed)
+        for name in ("numbers", "iterator", "reference", "generator"):
+            delattr(self, name)
+        self.looks = Looks(Looks())
+
+
+LOOKS, INNER = operator.attrgetter("looks"), operator.attrgetter("looks.inner")
+WHOLE: dict[str, tuple[Deed, Change]] = {
+    "attribute": (lambda model, h: h * model.looks.width, sets("size", 2.0, LOOKS)),
+    "attribute of an object within": (lambda model, h: h * model.looks.inner.width, sets("size", 2.0, INNER)),
+    "attribute that is added": (lambda model, h: h * model.looks.width, sets("hidden", 1.0, LOOKS)),
+    "attribute that is deleted": (
+        lambda model, h: h * hasattr(model.looks, made("si", "ze")),
+        lambda model, patch: patch.delattr(model.looks, "size"),
+    ),
+    "object that is replaced": (lambda model, h: h * model.looks.width, sets("looks", Looks())),
+    "object within that is replaced": (lambda model, h: h * model.looks.inner.width, sets("inner", Looks(), LOOKS)),
+    "item": (lambda model, h: h * model.looks.factor, sets_item(2.0, lambda model: model.looks.table["factor"])),
+    "of a class": (lambda model, h: h * model.looks.by_object(made("by", "_class")), sets("by_class", 2.0, lambda model: Looks)),
+    "alias": (
+        lambda model, h: h * model.looks.width,
+        lambda model, patch: patch.setitem(Looks.aliases, "width", "by_class"),
+    ),
+    "other dict": (lambda model, h: h * model.settings.factor, sets("__dict__", {"factor": 2.0}, SETTINGS_OF)),
+    "dict": (lambda model, h: h * model.looks.by_dict(made("si", "ze")), sets("size", 2.0, LOOKS)),
+    "sum": (lambda model, h: h * model.looks.sum(), sets("another", 2.0, LOOKS)),
+    "dict of the model": (lambda model, h: h * model.__dict__[made("sc", "ale")], sets("scale", 2.0)),
+    "all of the model": (lambda model, h: h * vars(model)[made("sc", "ale")], sets("scale", 2.0)),
+    "dict by its name": (lambda model, h: h * getattr(model, made("__di", "ct__"))[made("sc", "ale")], sets("scale", 2.0)),
+    "dict of the loss's argument": (
+        lambda model, h: (lambda own: h * own.__dict__[made("si", "ze")])(model.looks),
+        sets("size", 2.0, LOOKS),
+    ),
+    "slot": (lambda model, h: h * model.slotted.number, sets("number", 2.0, lambda model: model.slotted)),
+    "pattern": (lambda model, h: h * matched(model), sets("scale", 2.0)),
+    "context": (lambda model, h: h * VARIABLE.get(), lambda model, patch: _TOKENS.append(VARIABLE.set(2.0))),
+    "order": (
+        lambda model, h: h * next(iter(model.settings.table)).count("s"),
+        lambda model, patch: model.settings.table.update(scale=model.settings.table.pop("scale")),
+    ),
+    "name of a class": (lambda model, h: h * hasattr(model.settings, "late"), sets("late", 1.0, lambda model: Settings)),
+    "name of a module elsewhere": (lambda model, h: h * hasattr(model.teachers[0], "late"), sets("late", 1.0, TEACHER_OF)),
+}  # fmt: skip
+_TOKENS: list[Any] = []
+
+
+def matched(model: Any) -> float:
+    match model:
+        case Whole(scale=number):
+            return number
+    return 0.0
+
+
+FAST_WHOLE = ("attribute of an object within", "attribute that is added", "sum", "dict of the model", "slot")
+
+
+@pytest.mark.parametrize("kind", slow_but(FAST_WHOLE, WHOLE))
+def test_a_change_of_what_code_reads_without_its_name_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    deed, change = WHOLE[kind]
+    model = Whole(deed)
+    model.settings.table["other"] = [2.0, 1.0]
+    found = trace(model)
+    assert found.state.hold() and found.state.changed() == []
+    try:
+        change(model, monkeypatch)
+        assert not found.state.hold() and found.state.changed() != []
+    finally:
+        monkeypatch.undo()
+        while _TOKENS:
+            VARIABLE.reset(_TOKENS.pop())
+
+
+def test_an_attribute_that_forward_assigns_is_not_read_with_all_others() -> None:
+    class Hands(Whole):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x) * len([name for name in vars(self) if name == "between"])
+            self.between = h
+            return self.last(self.between)
+
+    with pytest.raises(UnreadableError, match="assigns the attribute 'between' of a module, and reads all attributes"):
+        trace(Hands(lambda model, h: h))
 
 
 FAST_WATCHED = ("global of a function", "closure", "attribute by its name", "method of an object", "deeper")
@@ -343,6 +479,34 @@ def test_a_change_of_what_code_reads_is_noticed(kind: str, monkeypatch: pytest.M
     finally:
         monkeypatch.undo()
         _change_number(1.0)
+
+
+def test_what_a_module_sets_when_it_is_imported_stays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "class Late:\n    pass\n\ndef own():\n    setattr(Late, 'factor', 2.0)\n\nown()\n"
+    (tmp_path / "mirrorc_late_settings.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def deed(model: Any, h: torch.Tensor) -> torch.Tensor:
+        from mirrorc_late_settings import Late  # type: ignore[import-not-found]
+
+        return h * Late.factor
+
+    try:
+        trace(Net(deed))
+        assert sys.modules["mirrorc_late_settings"].Late.factor == 2.0
+    finally:
+        sys.modules.pop("mirrorc_late_settings", None)
+
+
+def test_what_is_set_by_its_name_in_a_trace_is_put_back() -> None:
+    def deed(model: Any, h: torch.Tensor) -> torch.Tensor:
+        setattr(getattr(model, made("set", "tings")), made("la", "te"), 1.0)
+        return h
+
+    model = Net(deed)
+    with contextlib.suppress(UnreadableError):
+        trace(model)
+    assert not hasattr(model.settings, "late")
 
 
 def test_what_no_code_names_may_change() -> None:

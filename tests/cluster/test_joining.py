@@ -54,7 +54,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         taken = int(listener.getsockname()[1])
-        cases["port in use"] = [given(told(r, 3, taken), timeout_seconds=2.0) for r in range(3)]
+        cases["port in use"] = [given(told(r, 3, taken), timeout_seconds=1.0) for r in range(3)]
         return outcomes(tmp_path_factory.mktemp("workers"), cases)
 
 

@@ -18,7 +18,7 @@ VERSIONS = {"torch": "2.13.0", "Python": "3.12"}
 
 
 def worker(rank: int, num_workers: int = 3, versions: dict[str, str] = VERSIONS) -> Worker:
-    return Worker(rank, num_workers, f"host-{rank}", 100 + rank, versions)
+    return Worker(rank, num_workers, f"host-{rank}", 100 + rank, versions, "")
 
 
 def called(places: list[Place], seconds: float = 60.0, store: Any = None) -> list[Any]:

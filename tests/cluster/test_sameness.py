@@ -11,7 +11,7 @@ from torch import distributed
 from mirrorc.cluster import Cluster, Worker
 from mirrorc.errors import CommunicationError
 
-WORKERS = tuple(Worker(rank, 3, f"host-{rank}", 100 + rank, {}) for rank in range(3))
+WORKERS = tuple(Worker(rank, 3, f"host-{rank}", 100 + rank, {}, "") for rank in range(3))
 
 
 def compared(

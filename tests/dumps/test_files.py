@@ -22,6 +22,7 @@ from mirrorc.dumps.pass_report import PassReport
 from mirrorc.dumps.print_after import PrintAfter
 from mirrorc.dumps.sinks import Sink, dump_sinks
 from mirrorc.errors import PassError, VerifyError
+from mirrorc.instruments import instruments_for
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
@@ -183,7 +184,8 @@ def test_of_passes_of_one_name_the_one_that_failed_is_noted() -> None:
 
 def test_the_index_says_which_pass_could_not_take_the_program(tmp_path: Path) -> None:
     with pytest.raises(PassError, match="add a pass that gives REPLICATED") as caught:
-        step_with(dump=tmp_path, disable_passes=("replicate",))
+        passes = [one for one in default_pipeline() if one.name != "replicate"]
+        run_passes(captured_two_layers(), passes, instruments_for(passes, tmp_path, (), print_after_all=False))
     index = (tmp_path / "program-0" / "index.md").read_text(encoding="utf-8")
     assert re.search(r"\| \d\d-pack-gradients, failed: PassError \|.* takes programs from REPLICATED to PACKED", index)
     assert "Reproduce it with: mirrorc opt " in str(caught.value)

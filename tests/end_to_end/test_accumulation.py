@@ -170,6 +170,25 @@ def test_scales_that_change_between_calls_are_made_up_for() -> None:
         assert scaler.get_scale() == 16.0
 
 
+def test_float16_overflows_where_it_does_in_a_loop_that_divides_losses() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=1) for _ in range(2)]
+    with Both(1, model, scaler=scalers[0], autocast=torch.float16) as both:
+        for update in range(12):
+            own = [(torch.randn(4, 4), torch.randint(0, 3, (4,))) for _ in range(4)]
+            for i, (x, y) in enumerate(own):
+                call = both.step if i == len(own) - 1 else both.step.accumulate
+                call(x, target=y)
+                with torch.autocast("cpu", torch.float16):
+                    loss = F.cross_entropy(both.plain(x), y) / len(own)
+                scalers[1].scale(loss).backward()
+            scalers[1].step(both.plain_optimizer)
+            scalers[1].update()
+            both.plain_optimizer.zero_grad()
+            assert scalers[0].state_dict() == scalers[1].state_dict(), update
+        assert both.step.num_skipped > 1, "the scale grows until it is too large"
+
+
 def not_finite() -> Batch:
     x, y = batches(4)[0]
     return x * float("nan"), y

@@ -75,7 +75,7 @@ def batches(*sizes: int, width: int = 6) -> list[dict[str, Any]]:
 
 
 def train(
-    model: nn.Module, num_devices: int, bound: float | None, sizes: tuple[int, ...] = (40, 27), **options: Any
+    model: nn.Module, num_devices: int, bound: float | None, sizes: tuple[int, ...] = (40, 40), **options: Any
 ) -> Trained:
     torch.manual_seed(1)
     width = 36 if isinstance(model, Images) else 6
@@ -89,6 +89,7 @@ def assert_same_bits(one: Trained, other: Trained) -> None:
     assert all(torch.equal(value, others[name]) for name, value in one.model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [
@@ -114,7 +115,7 @@ def test_images_are_learned_with_the_same_bits(num_devices: int) -> None:
 
 @pytest.mark.parametrize("num_devices", [*slow((2,)), *exhaustive((1,), (3,))])
 def test_compiled_steps_are_those_without_a_bound(num_devices: int) -> None:
-    one, other = (train(Deep(), num_devices, bound, (40, 40), backend="inductor") for bound in (0.7, None))
+    one, other = (train(Deep(), num_devices, bound, backend="inductor") for bound in (0.7, None))
     assert one.losses == pytest.approx(other.losses, rel=1e-12)
     others = other.model.state_dict()
     for name, value in one.model.state_dict().items():
@@ -126,7 +127,7 @@ def compiled(model: nn.Module, bound: float | None, num_devices: int = 2, **opti
     return mirrorc.compile(model, num_devices, activation_memory=bound, **given)
 
 
-def peaks(model: nn.Module, bound: float | None, rows: int = 257, **options: Any) -> list[int]:
+def peaks(model: nn.Module, bound: float | None, rows: int = 256, **options: Any) -> list[int]:
     """The bytes of activations of each device."""
     (batch,) = batches(rows, width=36 if isinstance(model, Images) else 6)
     with compiled(model, bound, **options) as step:
@@ -153,6 +154,7 @@ def test_a_step_takes_no_more_than_what_is_allowed(model: type[nn.Module], optio
     assert max(peaks(model(), int(0.75 * max(whole)), **options)) <= int(0.75 * max(whole))
 
 
+@pytest.mark.slow
 def test_a_bound_that_is_kept_anyway_changes_nothing() -> None:
     (batch,) = batches(40)
     names = []
@@ -165,7 +167,7 @@ def test_a_bound_that_is_kept_anyway_changes_nothing() -> None:
 
 
 def test_what_was_chosen_is_in_the_program_and_in_the_figures() -> None:
-    (batch,) = batches(257)
+    (batch,) = batches(256)
     with compiled(Deep(), 0.6) as step:
         step.prepare(**batch)
         told = [str(remark) for remark in step.program.remarks]
@@ -196,6 +198,7 @@ def test_evaluations_and_gradients_of_several_calls_are_those_without_a_bound() 
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_a_short_batch_has_the_bound_of_a_large_one() -> None:
     large, short = batches(257, 2)
     with compiled(Deep(), 0.6) as step:
@@ -206,6 +209,7 @@ def test_a_short_batch_has_the_bound_of_a_large_one() -> None:
         assert not any("activation_memory=" in str(remark) for remark in step.program.remarks)
 
 
+@pytest.mark.slow
 def test_a_bound_that_cannot_be_kept_names_the_least() -> None:
     with pytest.raises(PassError) as raised:
         peaks(Deep(), 1000)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from references import assert_same_training, train_mirrored, train_on_one_device, unchanged
+from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
 
@@ -120,13 +121,28 @@ class Reverses(Layers):
         return super().branch(number, Comes.apply(h, self.layers[1]) if number != 1 else h)  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("kind", [Layers, Shares, Skips, Looks, Reverses], ids=lambda kind: kind.__name__)
-def test_buckets_of_one_gradient_each_equal_one_device(kind: type[Layers]) -> None:
-    data = batches(7, 6, 5)
+@pytest.mark.parametrize(
+    ("kind", "num_devices"),
+    [
+        *((Layers, 2), (Skips, 3), (Reverses, 2)),
+        *slow(
+            (Shares, 2),
+            (Looks, 2),
+            (Layers, 1),
+            (Layers, 3),
+            (Shares, 3),
+            (Skips, 1),
+            (Skips, 2),
+            (Looks, 1),
+            (Reverses, 3),
+        ),
+    ],
+)
+def test_buckets_of_one_gradient_each_equal_one_device(kind: type[Layers], num_devices: int) -> None:
+    data = batches(7, 5)
     expected = train_on_one_device(kind(), SGD, data, F.cross_entropy)
-    for num_devices in (1, 2, 3):
-        found = train_mirrored(kind(), SGD, data, num_devices, F.cross_entropy, capture="autograd", **ONE_EACH)
-        assert_same_training(found, expected, TOLERANCE)
+    found = train_mirrored(kind(), SGD, data, num_devices, F.cross_entropy, capture="autograd", **ONE_EACH)
+    assert_same_training(found, expected, TOLERANCE)
 
 
 WAYS: list[dict[str, Any]] = [
@@ -138,7 +154,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("options", slow_but(WAYS[:2], WAYS), ids=str)
 def test_options_that_wait_and_send_between_regions(options: dict[str, Any]) -> None:
     data, own = batches(8, 6), {} if "packing" in options else ONE_EACH
     expected = train_on_one_device(Skips(), SGD, data, F.cross_entropy)

@@ -69,7 +69,7 @@ def test_ragged_batches_are_those_of_one_device(plan: str) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("default", "cut packs"), ("owners", "cut packs in a tree"), *slow(("a ring over copies", "owners"))],
+    [("owners", "cut packs in a tree"), *slow(("default", "cut packs"), ("a ring over copies", "owners"))],
 )
 def test_two_steps_over_one_model_take_turns(one: str, other: str) -> None:
     model, optimizer = made()
@@ -79,9 +79,10 @@ def test_two_steps_over_one_model_take_turns(one: str, other: str) -> None:
     assert_trained(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("cut packs", "owners"), *slow(("owners", "a ring over copies")), ("cut packs in a tree", "default")],
+    [("cut packs", "owners"), *slow(("owners", "a ring over copies"), ("cut packs in a tree", "default"))],
 )
 def test_another_plan_goes_on_with_a_checkpoint(one: str, other: str) -> None:
     model, optimizer = made()

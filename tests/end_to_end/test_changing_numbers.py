@@ -94,6 +94,40 @@ def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> No
     assert kinds.count(ArgumentKind.NUMBER) == 7 and kinds.count(ArgumentKind.SEED) == 0
 
 
+@pytest.mark.parametrize("num_devices", [2, *selections.slow((1,), (3,))])
+def test_numbers_computed_with_the_size_of_a_microbatch(num_devices: int) -> None:
+    torch.manual_seed(0)
+    model, scale = nn.Linear(3, 2).double(), 1.0
+    twin, optimizers = pair_of(model)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().sum() * (scale / len(target)) + scale * output.sin().mean()
+
+    programs: list[Program] = []
+    with mirrorc.compile(
+        model, num_devices, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager", microbatches=2
+    ) as step:
+        for i in range(5):
+            scale = 1.0 + 0.1 * i
+            kept, last = (
+                {"input": torch.randn(size, 3).double(), "target": torch.randn(size, 2).double()} for size in (4, 9)
+            )
+            (loss_fn(twin(kept["input"]), kept["target"]) * 4 / 13).backward()
+            expected = loss_fn(twin(last["input"]), last["target"])
+            (expected * 9 / 13).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            step.accumulate(**kept)
+            assert step(**last).item() == pytest.approx(expected.item(), rel=1e-12)
+            programs.append(step.program)
+    assert distance(model, twin) < 1e-13
+    assert len({id(program) for program in programs}) == 2
+    numbers = [argument.name for argument in programs[-1].arguments if argument.kind is ArgumentKind.NUMBER]
+    assert numbers == ["from_scale", "from_scale_shard1", "scale"]
+    told = [remark for remark in map(str, programs[-1].remarks) if "before each step" in remark]
+    assert len({remark.partition(":")[2] for remark in told}) == 2
+
+
 class Applied(nn.Module):
     """A layer, and what a function makes of its output and an argument."""
 
@@ -157,7 +191,7 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Sequence[Any], int]] = {
 }
 
 
-FAST = ("a schedule", "branches", "integers, then floats", "a size")
+FAST = ("a schedule", "branches")
 
 
 @pytest.mark.parametrize("name", [*FAST, *selections.slow(*((name,) for name in CASES if name not in FAST))])

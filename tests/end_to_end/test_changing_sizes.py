@@ -150,7 +150,7 @@ class Choosing(Sized):
         return F.cross_entropy(self.head(hidden.mean(1)), y) + hidden[x > 20].square().sum() / len(x)
 
 
-def sizes_in_a_row(seed: int, fewest: int, count: int = 10) -> list[tuple[int, int]]:
+def sizes_in_a_row(seed: int, fewest: int, count: int) -> list[tuple[int, int]]:
     """Numbers of examples, among them few and single ones, and lengths; sometimes one of both is always the same."""
     draw = random.Random(seed)
     sizes = [(draw.choice([1, 2, 3, 5, 6, 8, 8, 9]), draw.randint(2, 12)) for _ in range(count)]
@@ -173,19 +173,17 @@ def quiet() -> Iterator[None]:
         yield
 
 
-QUICK = [(Windows, 2, 1), (Choosing, 2, 4)]
+QUICK = [(Branching, 2, 1)]
 MODELS: list[type[Sized]] = [Rows, Recurrent, Masked, Images, Bags, Branching, Windows, Choosing]
-OTHERS = [
-    (model, seed % 3 + 1, seed) for model in MODELS for seed in (1, 2) if (model, seed % 3 + 1, seed) not in QUICK
-]
-MANY = [(model, seed % 3 + 1, seed) for model in MODELS for seed in range(5, 15)]
+OTHERS = [(model, 2, 1) for model in MODELS if (model, 2, 1) not in QUICK]
+MANY = [(model, seed % 3 + 1, seed) for model in MODELS for seed in (2, *range(5, 15))]
 
 
 @pytest.mark.parametrize(("make_model", "num_devices", "seed"), [*QUICK, *slow(*OTHERS), *exhaustive(*MANY)])
 def test_sizes_in_any_order_train_as_with_a_program_for_each(
     make_model: type[Sized], num_devices: int, seed: int, quiet: None
 ) -> None:
-    sizes = sizes_in_a_row(seed, make_model.fewest * num_devices)
+    sizes = sizes_in_a_row(seed, make_model.fewest * num_devices, count=5 if seed < 5 else 10)
     found = []
     torch.manual_seed(0)
     original = make_model().double()

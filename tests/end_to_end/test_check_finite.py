@@ -322,6 +322,8 @@ def test_what_contradicts_check_finite_is_refused() -> None:
 
 
 def test_a_pipeline_of_ones_own_may_check() -> None:
-    step, _, _ = maker(ADAMW, 2, passes=default_pipeline(check_finite=True))()
+    sizes = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
+    left = dict.fromkeys(sizes)  # to the passes
+    step, _, _ = maker(ADAMW, 2, passes=default_pipeline(check_finite=True, **sizes), **left)()
     with step, pytest.raises(NonFiniteError, match="'scale'"):
         step(**batch(**BAD_GRADIENT))

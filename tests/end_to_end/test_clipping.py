@@ -100,6 +100,7 @@ def test_the_norm_is_that_of_one_device(way: str, num_devices: int, norm_type: f
             torch.testing.assert_close(step.grad_norm, norm, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [(3, UNSHARED | SMALL), *slow((2, SMALL)), *exhaustive((1, {}), (2, {"check_finite": True}))],
@@ -120,6 +121,24 @@ def test_groups_have_bounds_of_their_own(num_devices: int, options: dict[str, An
         )
         assert step.grad_norm[0] is None
         torch.testing.assert_close(step.grad_norm[1], norm, rtol=1e-9, atol=0)
+
+
+def test_a_group_that_is_added_needs_a_bound_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    x, target = torch.randn(4, 3), torch.randn(4, 2)
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "optimizer": optimizer}
+    with mirrorc.compile(model, 2, clip_grad_norm=[1.0], **options) as step:
+        step(x, target=target)
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+        before = [p.clone() for p in model.parameters()]
+        with pytest.raises(
+            ValueError, match="has 1 bound, one for each group, but the optimizer has 2 groups now: close"
+        ):
+            step(x, target=target)
+        assert all(map(torch.equal, before, model.parameters()))
+        del optimizer.param_groups[1]
+        step(x, target=target)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +162,7 @@ def test_elements_are_bounded_after_the_norm(num_devices: int, options: dict[str
 FUSED = {kind.__name__: kind for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices", "options"),
     [

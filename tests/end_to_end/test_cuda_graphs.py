@@ -206,6 +206,7 @@ def test_two_shapes_in_turn_have_a_graph_each(recorder: CallRecorder) -> None:
     assert [graph.num_replays for graph in recorder.graphs] == [7 - NUM_WARM_UP_STEPS] * 2
 
 
+@pytest.mark.slow
 @fuzzed(3)
 @given(
     actions=st.lists(

@@ -526,3 +526,31 @@ def test_constants_that_are_only_equal_stay_two() -> None:
             twin_optimizer.step()
             assert step(x).item() == pytest.approx(expected.item(), rel=1e-6)
     assert_same_model(model, twin, 1e-6)
+
+
+class Namesakes(nn.Module):
+    """Its parameter is called like an argument, and two are called alike once dots are underscores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.a_weight = nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(3))
+        self.a = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.a((x @ self.weight) * weight) * self.a_weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_parameters_that_are_called_like_arguments_or_like_one_another(backend: str) -> None:
+    torch.manual_seed(0)
+    model, plain = Namesakes().double(), Namesakes().double()
+    plain.load_state_dict(model.state_dict())
+    x, weight, target = (torch.randn(4, size, dtype=torch.float64) for size in (5, 3, 3))
+    optimizer, own = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=nn.functional.mse_loss, backend=backend) as step:
+        step(x, weight, target=target)
+    nn.functional.mse_loss(plain(x, weight), target).backward()
+    own.step()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-12, atol=1e-12)

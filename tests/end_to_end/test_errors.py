@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ import torch
 import torch.nn.functional as F
 from references import assert_same_model, train_step, unchanged
 from tiny_models import make_mlp, mlp_batch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
+from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import Replicate
 from mirrorc.runtime.execution import executor
 
@@ -150,6 +155,43 @@ def test_a_lazy_module() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with refuses(ValueError, "'0.weight'", "lazy module", "model(example_input)"):
         mirrorc.compile(model, 2, optimizer=ADAMW(model.parameters()))
+
+
+@pytest.fixture
+def alone_in_a_group() -> Iterator[None]:
+    """A process group of this process alone, as wrappers of torch want one."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone_in_a_group")
+def test_a_model_that_another_library_trains_over_processes() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is meant for GPUs
+        sharded = FullyShardedDataParallel(make_mlp(), device_id=torch.device("cpu"))
+    with refuses(ValueError, "the model is a FullyShardedDataParallel", "model.module"):
+        compile_mlp(sharded)
+    wrapped = nn.parallel.DistributedDataParallel(make_mlp())
+    with unchanged(wrapped), refuses(ValueError, "the model is a DistributedDataParallel", "model.module"):
+        compile_mlp(wrapped)
+    within = nn.Sequential(wrapped)
+    with unchanged(within), refuses(ValueError, "'0' of the model is a DistributedDataParallel", "model.0.module"):
+        compile_mlp(within)
+    dealt_out = make_mlp()
+    fully_shard(dealt_out, mesh=init_device_mesh("cpu", (1,)))
+    with refuses(ValueError, "'first.weight' is a DTensor", "as it was before", "shard_optimizer=True"):
+        compile_mlp(dealt_out)
+
+
+@pytest.mark.usefixtures("alone_in_a_group")
+def test_an_optimizer_that_deals_itself_out() -> None:
+    model = make_mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW)
+    with unchanged(model), refuses(ValueError, "ZeroRedundancyOptimizer deals", "shard_optimizer=True"):
+        compile_mlp(model, optimizer=optimizer)
 
 
 def test_a_model_without_a_trainable_parameter() -> None:
@@ -479,6 +521,30 @@ class Held(nn.Module):
         return self.layer(torch.ops.mirrorc_tests.hold(x))
 
 
+def test_a_call_within_a_step() -> None:
+    model, batch = make_mlp(), mlp_batch(4)
+    optimizer = ADAMW(model.parameters())
+    step = compile_mlp(model, optimizer=optimizer)
+
+    class Calls:
+        name, input_stage, output_stage = "calls", Stage.LOWERED, Stage.LOWERED
+
+        def run(self, program: Program) -> Program:
+            step(**batch)
+            return program
+
+    with step:
+        handle = optimizer.register_step_pre_hook(lambda *_: step.evaluate(**batch))
+        with refuses(
+            ExecutionError, "the step is running, and calls this one, in a hook", "when the step has returned"
+        ):
+            step(**batch)
+        handle.remove()
+    step = compile_mlp(model, add_passes=[mirrorc.after("lower-devices", Calls())])
+    with step, refuses(ExecutionError, "the step is running, and calls this one", "call step, evaluate or accumulate"):
+        step(**batch)
+
+
 def test_a_call_from_a_second_thread() -> None:
     ENTERED.clear(), RELEASE.clear()
     model, batch = Held(), mlp_batch(4)
@@ -509,7 +575,7 @@ def test_a_parameter_replaced_by_another() -> None:
     with compile_mlp(model, optimizer=optimizer) as step:
         step(**mlp_batch(4))
         model.first.weight = nn.Parameter(model.first.weight.detach().clone())
-        with unchanged(model, optimizer), refuses(ValueError, "'weight' was replaced", "compile the model anew"):
+        with unchanged(model, optimizer), refuses(ValueError, "'first.weight' was replaced", "compile the model anew"):
             step(**mlp_batch(4))
 
 

@@ -145,6 +145,7 @@ class Flagged:
         return program
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_named_and_what_changed_bits_says_so() -> None:
     model = EveryFlag()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -202,6 +202,13 @@ def test_to_device() -> None:
 def test_data_parallel() -> None:
     with Pair(nn.DataParallel(net())) as pair:
         pair.train(2)
+    torch.distributed.init_process_group("fake", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(net())
+        with pytest.raises(ValueError, match=quoted("data-parallel")):
+            compiled(wrapped, SGD(wrapped.parameters()))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_process_group() -> None:
@@ -728,6 +735,12 @@ def test_scaler_option() -> None:
         assert scalers[0].state_dict() == scalers[1].state_dict()
 
 
+def test_scaler_of_two() -> None:
+    scaler, models = torch.amp.GradScaler("cpu"), [net(), net()]
+    with compiled(models[0], scaler=scaler), refused("scaler-of-two", models[1], ValueError):
+        compiled(models[1], scaler=scaler)
+
+
 def test_bfloat16_model() -> None:
     model = net(torch.bfloat16)
     with compiled(model, ADAMW(model.parameters())) as step:
@@ -1128,6 +1141,7 @@ def test_activation_checkpointing() -> None:
         pair.train(2)
 
 
+@pytest.mark.slow
 def test_activation_memory_budget() -> None:
     def memory(bound: float | None) -> int:
         torch.manual_seed(0)

@@ -115,6 +115,7 @@ def test_devices_that_share_parameters_make_shares_instead() -> None:
     assert gathered(prepared(disable_passes=[])) == set()
 
 
+@pytest.mark.slow
 def test_owners_and_algorithms_get_whole_sums() -> None:
     for options, expected in (
         ({"placement": "mirrored"}, {"table.weight", "wide.weight"}),
@@ -126,3 +127,58 @@ def test_owners_and_algorithms_get_whole_sums() -> None:
         ),
     ):
         assert gathered(prepared(disable_passes=[], **options)) == expected, options
+
+
+class Rows(nn.Module):
+    """A table whose optimizer takes rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 3, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x).mean(1)
+
+
+class Bias(nn.Module):
+    """A parameter whose gradient has no factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double() + self.bias
+
+
+NOTHING = "devices share their parameters, and read gradients in the memory that they share, so nothing is sent"
+OWNED = "each gradient is added up whole, by the device that owns its variable"
+
+
+@pytest.mark.parametrize(
+    ("options", "dense", "factors"),
+    [
+        ({"devices": 1}, "one device sends no gradient", "one device sends no gradient"),
+        ({"disable_passes": []}, NOTHING, NOTHING),
+        ({"model": Rows()}, "devices gather rows of table.weight for the optimizer", ""),
+        *selections.slow(
+            ({"disable_passes": [], "placement": "central"}, "", OWNED),
+            ({"model": Bias()}, "", "no gradient is a product, or rows of a table, that they could gather"),
+            ({"capture": "autograd"}, "", "no gradient is a product, or rows of a table, that they could gather"),
+            ({}, "", ""),
+        ),
+    ],
+)
+def test_what_is_asked_for_and_has_no_effect_is_said(options: dict[str, Any], dense: str, factors: str) -> None:
+    for exchange, why in (("auto", ""), ("dense", dense), ("factors", factors)):
+        program = prepared(**{"model": seeded(), **options}, exchange=exchange)
+        said = [text for one in program.remarks if "has no effect" in (text := one.text)]
+        assert said == ([f"exchange={exchange!r} has no effect: {why}"] if why else [])
+
+
+def test_factors_are_not_asked_for_where_the_pass_is_left_out() -> None:
+    for left_out in ({"exact_order": True}, {"disable_passes": ["factor-gradients"]}):
+        with pytest.raises(
+            ValueError, match=r"exchange='factors' needs the pass 'factor-gradients', which this pipeline"
+        ):
+            prepared(exchange="factors", **left_out)

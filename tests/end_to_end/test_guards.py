@@ -290,14 +290,20 @@ READS: dict[str, Callable[[], float]] = {
 }
 
 
-def test_the_environment_is_seen_however_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("capture", ["dynamo", pytest.param("trace", marks=pytest.mark.slow)])
+def test_the_environment_is_seen_however_it_is_read(capture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, read in READS.items():
         monkeypatch.delenv("MIRRORC_TEST_BETA", raising=False)
         model = nn.Linear(3, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         x, target = torch.ones(4, 3, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
         with mirrorc.compile(
-            model, 2, optimizer=optimizer, loss_fn=lambda y, t, read=read: F.mse_loss(y, t) * read(), backend="eager"
+            model,
+            2,
+            optimizer=optimizer,
+            loss_fn=lambda y, t, read=read: F.mse_loss(y, t) * read(),
+            backend="eager",
+            capture=capture,
         ) as step:
             for value in (None, None, "2.5", "3.5", "3.5", None):
                 if value is None:

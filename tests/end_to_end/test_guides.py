@@ -58,6 +58,7 @@ def test_a_gan() -> None:
     assert gan_digits.main([*EAGER, "--epochs", "3", "--batch", "32"]) < untrained
 
 
+@pytest.mark.slow
 def test_a_net_whose_control_flow_depends_on_data() -> None:
     untrained = settling_digits.main([*EAGER, "--epochs", "0"])
     assert settling_digits.main([*EAGER, "--epochs", "2", "--devices", "cpu:0", "cpu:1", "cpu:2"]) > untrained + 0.3

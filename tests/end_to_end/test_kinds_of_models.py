@@ -174,15 +174,6 @@ def test_the_log_has_the_error_of_the_tracer(caplog: pytest.LogCaptureFixture) -
     assert "Dynamo failed to run FX node" in caplog.text
 
 
-def test_a_script_module_is_refused() -> None:
-    for model, name in (
-        (torch.jit.script(nn.Linear(4, 3)), "the model is"),
-        (nn.Sequential(torch.jit.script(nn.Linear(4, 3))), "'0' of"),
-    ):
-        with pytest.raises(TypeError, match=f"{name}.* a ScriptModule.*before torch.jit"):
-            mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss)  # fmt: skip
-
-
 def test_a_list_of_examples_is_refused_with_a_remedy() -> None:
     model = nn.Linear(4, 3)
     images = [torch.randn(2, 8, 8) for _ in range(4)]
@@ -218,6 +209,7 @@ def test_a_singular_matrix_stops_the_step_before_it_changes_anything(backend: st
     assert model.scale.item() == pytest.approx(1.0 + 0.1 * 12.0)
 
 
+@pytest.mark.slow
 def test_embeddings_that_count_are_spoken_of_on_several_devices() -> None:
     """One device gives the update of plain PyTorch, and no word; several give another one, and say so at the line."""
 

@@ -180,6 +180,7 @@ def test_causes_that_the_tracer_does_not_name() -> None:
         assert not any(word in text for word in INTERNALS) and "\n" not in text, text
 
 
+@pytest.mark.slow
 def test_the_remedies_are_captured() -> None:
     def cell(net: Any, y: torch.Tensor) -> torch.Tensor:
         state = torch.zeros_like(y)

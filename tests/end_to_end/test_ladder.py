@@ -171,3 +171,21 @@ def test_whatever_a_front_end_in_between_refuses_the_next_one_tries() -> None:
     assert (
         "because 'dynamo' cannot capture Net: why" in first and "because 'trace' cannot capture Net: a loss" in second
     )
+
+
+def test_what_the_users_code_raises_comes_first() -> None:
+    class Misspelt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * undefined_factor  # type: ignore[name-defined]  # noqa: F821
+
+    model = Misspelt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager")
+    words = "^cannot capture Misspelt at .*: NameError: name 'undefined_factor' is not defined.*which was tried first: "
+    with step, pytest.raises(mirrorc.CaptureError, match=words) as caught:
+        step(torch.ones(4, 3), target=torch.ones(4, 3))
+    assert isinstance(caught.value.__cause__, NameError)

@@ -5,6 +5,7 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from selections import slow_but
 from torch import nn
 
 import mirrorc
+from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import PlanBuckets, default_pipeline
 from mirrorc.runtime.tuning import bucket_sizes
 from mirrorc.runtime.tuning.microbenchmark import Configuration, Layout
@@ -68,6 +70,7 @@ def test_sizes_are_measured_once_for_a_machine_and_give_the_same_program_ever_af
     assert prepared(num_devices).to_text() == first.to_text() and len(measured) == 1
 
 
+@pytest.mark.slow
 def test_another_number_of_devices_optimizer_or_link_is_measured_for_itself(measured: list[Configuration]) -> None:
     for options in ({}, {"num_devices": 3}, {"optimizer": torch.optim.SGD}, {"link": "copy"}):
         prepared(**options)
@@ -102,6 +105,7 @@ def test_pinned_numbers_give_the_same_program_apart_from_the_remark(measured: li
     assert len(measured) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", slow_but([2], [1, 2, 3]))
 def test_training_is_that_with_the_numbers_bit_for_bit(num_devices: int, measured: list[Configuration]) -> None:
     sizes = (
@@ -159,9 +163,21 @@ def test_a_dump_has_the_remark_and_can_be_replayed_without_the_cache(
     assert [bucket.slots for bucket in replayed.buckets] == [bucket.slots for bucket in program.buckets]
 
 
+@dataclass(frozen=True)
+class Fails:
+    """A pass that fails."""
+
+    name: str = field(default="fails", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+
+    def run(self, program: Program) -> Program:
+        raise RuntimeError("not today")
+
+
 def test_a_reproducer_has_the_numbers(measured: list[Configuration], tmp_path: Path) -> None:
     with pytest.raises(mirrorc.MirrorcError, match="Reproduce it with"):
-        prepared(dump=tmp_path, disable_passes=["outline-regions"])
+        prepared(dump=tmp_path, add_passes=[mirrorc.before("plan-buckets", Fails())])
     (record,) = tmp_path.glob("*/reproducer.json")
     assert ",plan-buckets{bucket_cap_mb=1.0" in json.loads(record.read_text())["pipeline"]
 
@@ -209,6 +225,7 @@ def test_a_measurement_that_fails_leaves_model_and_threads_as_they_were(monkeypa
         assert step(x, target=y).isfinite()
 
 
+@pytest.mark.slow
 def test_a_real_measurement_draws_nothing_and_is_looked_up_by_the_next_step() -> None:
     model, (x, y) = make_model(), batch()
     state, num_threads = torch.get_rng_state(), torch.get_num_threads()

@@ -371,6 +371,7 @@ def test_memory_is_told_after_the_step_is_closed() -> None:
     assert step.memory() == told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_telling_it_changes_nothing(backend: str) -> None:
     losses = []

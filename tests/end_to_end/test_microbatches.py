@@ -93,6 +93,7 @@ def test_training_equals_one_device_on_the_whole_batch(num_devices: int, microba
     assert_same_training(found, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "microbatches"), [(2, 3), *slow((1, 4), (4, 2))])
 def test_buffers_go_from_one_microbatch_to_the_next(num_devices: int, microbatches: int) -> None:
     model = make_net(nn.BatchNorm1d(5, dtype=torch.float64))

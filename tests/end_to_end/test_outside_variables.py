@@ -150,6 +150,7 @@ def test_what_is_done_to_a_critic_between_turns_is_seen_by_the_generator(monkeyp
     own.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["two memories", *slow(("one memory",))], indirect=True)
 def test_a_critic_that_normalizes_by_its_batch_keeps_statistics_of_each_replica(options: dict[str, Any]) -> None:
     """The generator's step writes them, and the critic's own; in eval mode none does. One device has those of PyTorch."""
@@ -279,6 +280,7 @@ def test_features_in_a_list_of_the_model_are_read_and_one_that_has_changed_its_t
         assert {f"outside.features.0.{name}" for name in ("0.weight", "1.running_mean_3")} <= step.variables.keys()
 
 
+@pytest.mark.slow
 def test_students_of_one_teacher_are_free_of_each_other() -> None:
     """Also if it has statistics, which nobody writes; once one of its students writes them, they take turns."""
     teacher, x = net(3, normalizes=True).requires_grad_(False).eval(), torch.randn(6, 3).double()
@@ -305,6 +307,7 @@ def test_students_of_one_teacher_are_free_of_each_other() -> None:
         step.close()
 
 
+@pytest.mark.slow
 def test_steps_that_have_run_become_one_when_a_loss_reaches_both() -> None:
     """Each keeps its optimizer's state, and each replica its own statistics."""
 
@@ -415,6 +418,7 @@ def test_modules_outside_that_no_step_can_run_are_refused() -> None:
         assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_teachers", [1, 2])
 def test_statistics_that_a_forward_of_the_user_writes_are_read_in_all_memories(
     num_teachers: int, monkeypatch: pytest.MonkeyPatch
@@ -436,6 +440,7 @@ def test_statistics_that_a_forward_of_the_user_writes_are_read_in_all_memories(
         assert "outside.now.teacher.1.num_batches_tracked" not in step.program.variables
 
 
+@pytest.mark.slow
 def test_statistics_that_another_step_writes_are_read_in_all_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where optimizers have parameters in common in part, so that each step has variables of its own."""
     separate_memories(monkeypatch)

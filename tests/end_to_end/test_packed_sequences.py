@@ -57,6 +57,7 @@ def batches(lengths: list[int], padding: float = 0.0, time: int = TIME) -> list[
     return [{"x": one, "lengths": sizes.roll(i), "target": made(len(lengths), 2)} for i, one in enumerate(x)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "batch_first", "num_devices"),
     [
@@ -68,6 +69,48 @@ def batches(lengths: list[int], padding: float = 0.0, time: int = TIME) -> list[
 def test_ragged_sequences_train_as_on_one_device(kind: str, batch_first: bool, num_devices: int) -> None:
     torch.manual_seed(0)
     model, given = Tagger(KINDS[kind], batch_first).double(), batches([2, 6, 1, 3, 5])
+    mirrored = train_mirrored(model, SGD, given, num_devices, F.mse_loss)
+    assert_same_training(mirrored, train_on_one_device(model, SGD, given, F.mse_loss), 1e-12)
+
+
+class Continued(nn.Module):
+    """Like `Tagger`, whose first states are given, with the examples first; an LSTM's cells begin with learned ones."""
+
+    def __init__(self, kind: type[nn.RNNBase], batch_first: bool, is_sorted: bool, is_packed: bool = False) -> None:
+        super().__init__()
+        self.rnn = kind(3, 4, num_layers=2, bidirectional=True, batch_first=batch_first)
+        self.cell, self.is_sorted, self.is_packed = nn.Parameter(torch.randn(4, 1, 4)), is_sorted, is_packed
+
+    def forward(self, x: Any, lengths: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        batch_first, first = self.rnn.batch_first, state.transpose(0, 1).contiguous()
+        if not self.is_packed:
+            values = x if batch_first else x.transpose(0, 1)
+            x = pack_padded_sequence(values, lengths, batch_first=batch_first, enforce_sorted=self.is_sorted)
+        is_lstm = isinstance(self.rnn, nn.LSTM)
+        packed, last = self.rnn(x, (first, self.cell.expand(4, len(lengths), 4).contiguous()) if is_lstm else first)
+        output, _ = pad_packed_sequence(packed, batch_first, total_length=TIME)
+        last = last[0] * last[1] if isinstance(last, tuple) else last
+        return torch.cat([*last, output.sum(1 if batch_first else 0)], 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_first", "is_sorted", "is_packed", "num_devices"),
+    [
+        ("GRU", True, False, False, 2),
+        ("LSTM", False, False, True, 2),
+        *slow(("RNN", False, True, False, 3), ("LSTM", True, True, False, 1), ("GRU", False, False, True, 3)),
+    ],
+)
+def test_first_states_go_with_their_sequences(
+    kind: str, batch_first: bool, is_sorted: bool, is_packed: bool, num_devices: int
+) -> None:
+    torch.manual_seed(0)
+    model = Continued(KINDS[kind], batch_first, is_sorted, is_packed).double()
+    given: list[dict[str, Any]] = []
+    for one in batches([6, 4, 3, 2, 1] if is_sorted else [2, 6, 1, 3, 5])[: 1 if is_sorted else 2]:
+        x = pack_padded_sequence(one["x"], one["lengths"], True, False) if is_packed else one["x"]
+        size = {"dtype": torch.float64}
+        given.append({**one, "x": x, "state": torch.randn(5, 4, 4, **size), "target": torch.randn(5, 24, **size)})
     mirrored = train_mirrored(model, SGD, given, num_devices, F.mse_loss)
     assert_same_training(mirrored, train_on_one_device(model, SGD, given, F.mse_loss), 1e-12)
 
@@ -107,6 +150,7 @@ def test_a_list_of_sequences_is_packed() -> None:
     assert_same_training(mirrored, train_on_one_device(model, SGD, given, F.mse_loss), 1e-12)
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_all_lengths() -> None:
     model = Tagger()
     with mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:
@@ -221,6 +265,7 @@ def test_packed_sequences_are_split_by_sequences(kind: str, is_sorted: bool, num
         assert_same_training(mirrored, train_on_one_device(model, SGD, given, loss_of_first), 1e-12)
 
 
+@pytest.mark.slow
 def test_packed_sequences_come_back_as_such_and_few_shapes_are_compiled() -> None:
     model = OfPacked(nn.GRU, total_length=10).double()
     options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "backend": "eager", "return_outputs": True}
@@ -265,6 +310,7 @@ def test_a_loss_of_packed_sequences_is_checked() -> None:
     assert mirrorc.check_loss(model, **batch, loss_fn=loss_of_first, num_replicas=2).same
 
 
+@pytest.mark.slow
 def test_a_length_beyond_the_padded_one_stops_the_step() -> None:
     model = OfPacked(nn.GRU, total_length=5).double()
     options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "backend": "eager"}

@@ -154,6 +154,7 @@ def odd_batches(steps: int = 3, num_examples: int = 7) -> list[dict[str, torch.T
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [*exhaustive((1,), (2,)), 3])
 @pytest.mark.parametrize("plan", slow_but(["5 packs, reversed"], [*PLANS]))
 def test_parameters_of_all_kinds_are_packed(plan: str, num_devices: int) -> None:
@@ -171,6 +172,7 @@ def assert_trained_alike(mirrored: Trained, single: Trained) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)  # minutes, also beside other work
 @pytest.mark.parametrize("packing", [4, 0])
 def test_thousands_of_parameters_are_packed(packing: int) -> None:
     batches, sgd = odd_batches(1), OPTIMIZERS["sgd"]
@@ -210,7 +212,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("link", ["shared", "copies"])
+@pytest.mark.parametrize("link", slow_but(["shared"], ["shared", "copies"]))
 @pytest.mark.parametrize("feature", slow_but(["clipped", "microbatches"], [*FEATURES]))
 def test_packs_go_together_with_what_else_a_step_does(feature: str, link: str) -> None:
     tiny = MODELS["mlp"]
@@ -223,6 +225,7 @@ def test_packs_go_together_with_what_else_a_step_does(feature: str, link: str) -
     assert_same_training(packed, whole, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", slow_but(["shared"], [*LINKS]))
 def test_packs_of_accumulated_gradients_and_of_replicas_without_examples(link: str) -> None:
     tiny = MODELS["mlp"]

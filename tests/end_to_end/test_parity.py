@@ -292,8 +292,8 @@ def test_two_compiled_runs_are_equal_bit_for_bit() -> None:
     "options",
     [
         {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6},
-        {"link": "copy"},
         *slow(
+            ({"link": "copy"},),
             ({"bucket_cap_mb": 1e-3, "first_bucket_mb": 1e-4},),
             ({"bucket_cap_mb": 1e3, "first_bucket_mb": 1e3},),
             ({"disable_passes": ("schedule-overlap",)},),

@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.passes import SpreadCopies
@@ -73,9 +74,8 @@ def assert_same_state_bits(one: Trained, other: Trained) -> None:
     [
         ("central", 3, "copy"),
         ("least-loaded", 3, None),
-        (NAMED, 2, None),
         ("cached", 3, "copy"),
-        *slow(("central", 2, None), ("least-loaded", 2, "copy"), ("least-loaded", 1, None)),
+        *slow((NAMED, 2, None), ("central", 2, None), ("least-loaded", 2, "copy"), ("least-loaded", 1, None)),
         *slow(("central", 1, None), ("central", 2, "copy"), ("central", 3, None), (NAMED, 3, "copy")),
         *slow(
             ("least-loaded", 2, None), ("least-loaded", 3, "copy"), ("least-loaded", 4, None), ("central", 4, "copy")
@@ -88,6 +88,7 @@ def test_a_step_means_the_same(placement: Placement, num_devices: int, link: str
     assert_same_state(placed.optimizer, alone.optimizer, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "options"),
     [
@@ -227,6 +228,7 @@ class Run:
         self.each(lambda step, *_: step(**self.batches[0]), which)
 
 
+@pytest.mark.slow
 def test_evaluations_accumulation_and_writes_of_the_user() -> None:
     run = Run("least-loaded", num_devices=3)
     run.train()
@@ -254,6 +256,7 @@ def test_evaluations_accumulation_and_writes_of_the_user() -> None:
     )  # one device has examples
 
 
+@pytest.mark.slow
 def test_state_goes_from_one_placement_to_another() -> None:
     run = Run("central")
     for _ in range(2):
@@ -274,12 +277,14 @@ def test_state_goes_from_one_placement_to_another() -> None:
     assert saved["state"].keys() == {0, 1, 2, 3, 4, 5}
 
 
+@pytest.mark.slow
 def test_steps_over_one_model_may_place_it_otherwise() -> None:
     run = Run("central", "least-loaded", "shared", NAMED)
     for which in (0, 1, 0, 2, 3, 1):
         run.train(which)
 
 
+@pytest.mark.slow
 def test_only_the_owner_has_the_optimizers_state() -> None:
     run = Run("central", num_devices=3, link="copy")
     run.train()
@@ -328,3 +333,39 @@ def test_a_first_step_whose_owner_cannot_update_is_undone_on_all_devices(monkeyp
         assert torch.equal(value, before[name])
     assert not run.optimizer.state
     run.train()
+
+
+class TwoHeads(nn.Module):
+    """A call goes through one of its heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.left, self.right = nn.Linear(4, 5).double(), nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+
+    def forward(self, x: torch.Tensor, head: str = "left") -> torch.Tensor:
+        return self.get_submodule(head)(self.body(x).tanh())
+
+
+def test_a_call_may_leave_out_what_a_placement_names() -> None:
+    model, plain = TwoHeads(), TwoHeads()
+    optimizer, own = (torch.optim.Adam(one.parameters(), lr=0.05) for one in (model, plain))
+    placement = {"left.weight": "cpu:1", "right.bias": "cpu:1"}
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "placement": placement}
+    with mirrorc.compile(model, 2, optimizer=optimizer, **options) as step:
+        for head in ("left", "right", "left"):
+            x, target = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+            step(x, head=head, target=target)
+            own.zero_grad()
+            F.mse_loss(plain(x, head), target).backward()
+            own.step()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=TOLERANCE)
+
+
+def test_a_pipeline_that_names_an_owner_of_nothing_is_refused() -> None:
+    pipeline = mirrorc.passes.default_pipeline(placement="central", owners=(("lost.weight", "cpu:1"),))
+    with pytest.raises(PassError, match=r"names 'lost\.weight', which is no variable of the step"):
+        train_mirrored(
+            make_mlp(torch.float64), ADAMW, [mlp_batch(6, torch.float64, 0)], 2, F.cross_entropy, passes=pipeline
+        )

@@ -213,6 +213,7 @@ def test_what_forward_changes_in_a_list_is_said_with_its_name() -> None:
     assert names == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_the_warning_about_many_programs_names_only_what_is_read() -> None:
     model = Reader(lambda x, v: float(len(v["scale"])))
     options: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "loss_fn": mean}

@@ -155,7 +155,7 @@ def test_what_dynamo_cannot_read_equals_one_device(model: Callable[[], nn.Module
     assert_same_training(found, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("options", [{"link": "copy"}, {"microbatches": 2}, {"backend": "inductor"}], ids=str)
+@pytest.mark.parametrize("options", [{"link": "copy"}, {"microbatches": 2}, *slow(({"backend": "inductor"},))], ids=str)
 def test_options_of_a_step_are_those_of_any_other(options: dict[str, Any]) -> None:
     data = batches(7, 9)
     expected = train_on_one_device(Branches(), SGD, data, F.cross_entropy)
@@ -267,7 +267,7 @@ def test_what_no_replica_uses_is_not_updated(kind: Any, options: dict[str, Any])
         assert_same_state(found.optimizer, expected.optimizer)
 
 
-@pytest.mark.parametrize(("num_devices", "options"), WAYS, ids=str)
+@pytest.mark.parametrize(("num_devices", "options"), [*WAYS[1:4], *slow(WAYS[0], *WAYS[4:])], ids=str)
 def test_what_is_not_updated_stays_so_in_every_kind_of_step(num_devices: int, options: dict[str, Any]) -> None:
     expected = train_on_one_device(Mixture(), ADAM, of_experts(), F.cross_entropy)
     found = train_mirrored(Mixture(), ADAM, of_experts(), num_devices, F.cross_entropy, capture="autograd", **options)
@@ -345,6 +345,7 @@ class Normalizes(Net):
         return self.norm(h).relu() * self.never_written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_buffers_are_those_of_each_shard(num_devices: int) -> None:
     data = batches(7, 6, 8)

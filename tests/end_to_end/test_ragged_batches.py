@@ -169,6 +169,7 @@ def test_with_batch_norm_each_shard_has_two_examples(
     assert_same_training(mirrored, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_five_examples_on_four_devices_are_three_and_two() -> None:
     model = make_net(nn.BatchNorm1d(5))
     with mirrorc.compile(model, 4, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:

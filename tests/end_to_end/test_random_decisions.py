@@ -134,6 +134,7 @@ class ComparesScalars(nn.Module):
         return self.layer(x) * sum(2.0**i * answer for i, answer in enumerate(answers))
 
 
+@pytest.mark.slow
 def test_answers_of_comparisons_with_tensors_are_those_of_one_device() -> None:
     torch.manual_seed(0)
     model = ComparesScalars()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selections import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -124,7 +125,7 @@ class Convolutions(nn.Module):
         return self.again(self.last(torch.tanh(self.norm(self.first(x[:, None]))).flatten(1)))
 
 
-@pytest.mark.parametrize("options", [{}, {"affine": False, "momentum": None}])
+@pytest.mark.parametrize("options", [{}, *slow(({"affine": False, "momentum": None},))])
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_synchronized_statistics_are_those_of_the_whole_batch(num_devices: int, options: dict[str, Any]) -> None:
     sizes = (11, 2, 11)
@@ -154,6 +155,7 @@ def test_options_of_a_step_mean_the_same(backend: str) -> None:
     assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_evaluations_and_calls_that_accumulate() -> None:
     x, y = torch.randn(7, 5).double(), torch.randn(7, 3).double()
     torch.manual_seed(0)
@@ -232,6 +234,7 @@ def test_one_value_per_channel_has_no_statistics() -> None:
         assert step(x[:1], target=x[:1, :3]).item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_statistics_are_the_same_on_all_replicas() -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double()
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(7, 5).double()

@@ -190,6 +190,7 @@ class Growing(nn.Module):
         return (x * getattr(self, "scale", 1.0)).mean()
 
 
+@pytest.mark.slow
 def test_what_is_added_is_refused_by_name_if_it_is_read() -> None:
     added: list[tuple[str, Callable[[Any], object]]] = [
         ("parameter 'layers.1.weight'", lambda model: model.layers.append(nn.Linear(2, 2))),
@@ -418,6 +419,21 @@ def test_another_default_dtype_respecializes() -> None:
                 assert step(torch.ones(4)).item() == (2.0 if dtype is torch.float64 else 1.0)
 
 
+def test_constants_have_the_default_dtype() -> None:
+    class AddsOnes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x + torch.ones(3)).mean()
+
+    with compiled(AddsOnes(), partial(SGD, lr=0.0)) as step:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            with default_dtype(dtype):
+                assert step(torch.ones(4, 3, dtype=torch.float32)).dtype is dtype
+
+
 def test_deterministic_algorithms_respecialize() -> None:
     class AsksForDeterminism(nn.Module):
         def __init__(self) -> None:
@@ -476,6 +492,7 @@ class TakesANumber(nn.Module):
         return F.leaky_relu(self.layer(x), temperature).mean()
 
 
+@pytest.mark.slow
 def test_many_programs_warn_once() -> None:
     with compiled(TakesANumber()) as step, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -485,7 +502,7 @@ def test_many_programs_warn_once() -> None:
     message = str(found.message)
     assert found.filename == __file__, "the warning points at the user's line"
     assert "'temperature' (1.0, 2.0, 3.0, ...) keep changing (temperature: leaky_relu() takes it" in message
-    assert "shape of" not in message and "mirrorc.replicated" in message
+    assert "shape of" not in message and "mirrorc.replicated" in message and "dynamic=" not in message
 
 
 @pytest.mark.slow
@@ -501,8 +518,10 @@ def test_the_warning_names_every_argument_that_keeps_changing() -> None:
     message = str(found.message)
     assert "the shape of 'x' ([2, 4], [3, 4], [4, 4])" in message and "'head' ('head 0', 'head 1', " in message
     assert "'target.y' ([2, 1], [3, 1], [4, 1])" in message
+    assert "pad batches to few shapes, or compile with dynamic=None" in message
 
 
+@pytest.mark.slow
 def test_the_warning_names_attributes_that_keep_changing_and_what_to_do() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))
     with compiled(model, loss_fn=F.mse_loss) as step, warnings.catch_warnings(record=True) as caught:
@@ -560,3 +579,15 @@ def test_a_few_programs_do_not_warn() -> None:
         warnings.simplefilter("error", UserWarning)
         for i in range(20):
             step(torch.ones(4, 2), temperature=float(i % 2))
+
+
+def test_what_is_replaced_by_loading_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    with compiled(model, loss_fn=F.mse_loss) as step:
+        step(torch.ones(4, 2), target=torch.zeros(4, 1))
+        other = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(other)
+        step(torch.ones(4, 2), target=torch.zeros(4, 1))
+        model[1].load_state_dict({name[2:]: value for name, value in other.items() if name[0] == "1"}, assign=True)
+        with pytest.raises(ValueError, match=r"parameter '1\.weight' was replaced .* without assign=True"):
+            step(torch.ones(4, 2), target=torch.zeros(4, 1))

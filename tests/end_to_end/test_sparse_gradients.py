@@ -144,7 +144,7 @@ def check(devices: int, name: str, most: float | None = None, **options: Any) ->
 @pytest.mark.parametrize(
     "case",
     selections.slow_but(
-        [(2, "SparseAdam"), (2, "Adagrad"), (3, "momentum")],
+        [(2, "SparseAdam"), (3, "momentum")],
         [(devices, name) for devices in (1, 2, 3) for name in MAKERS],
     ),
 )
@@ -167,7 +167,7 @@ OTHERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", selections.slow_but(["bound", "microbatches", "owned"], list(OTHERS)))
+@pytest.mark.parametrize("case", selections.slow_but(["bound", "microbatches"], list(OTHERS)))
 def test_rows_go_through_all_that_gradients_do(case: str) -> None:
     devices, name, options = OTHERS[case]
     check(devices, name, **options)

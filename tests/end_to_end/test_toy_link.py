@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from selections import slow
 from tiny_programs import TwoLayers, Weight, handmade, run_up_to
 
 import mirrorc
@@ -72,7 +73,7 @@ def trained(num_devices: int, **options: Any) -> tuple[mirrorc.Step, dict[str, t
     return step, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("num_devices", [3, *slow((2,))])
 def test_a_toy_link_carries_what_it_says(num_devices: int) -> None:
     options: dict[str, Any] = {"disable_passes": ["share-parameters"], "bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
     step, found = trained(num_devices, link="toy", **options)

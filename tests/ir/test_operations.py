@@ -8,6 +8,7 @@ import pytest
 import torch
 from asserting import Asserting
 from broken_meetings import meeting_stages, stages_of_worker
+from broken_programs import LooksUp
 from saved_programs import HANDMADE
 from tiny_programs import MUON, Gated, Weight, captured_model, every_stage, handmade, run_up_to
 from torch import nn
@@ -81,6 +82,7 @@ def programs() -> list[Program]:
     gathered = captured_model(Table()).evolve(gathered=("table.weight", "wide.weight"))
     apart = [one for one in default_pipeline() if one.name != "share-parameters"]
     found += [run_passes(gathered, apart[:n]) for n in range(len(apart) + 1)]
+    found.append(run_passes(captured_model(LooksUp()), apart))
     dropping = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
     found += every_stage(captured_model(dropping, microbatches=2), microbatches=2).values()
     reserving = [ReserveMemory(min_bytes=0) if one.name == "reserve-memory" else one for one in default_pipeline()]
@@ -150,7 +152,7 @@ def test_selections_are_made_of_effects() -> None:
     assert list(ops.COLLECTIVES) == [*ops.REDUCTIONS, *ops.BETWEEN_WORKERS, ops.broadcast]
     assert list(ops.LAUNCHES) == [*ops.COLLECTIVES, ops.recv]
     assert list(ops.FACTORED) == [ops.product, ops.index_add] and len(ops.FACTORED) == 2
-    assert list(ops.UPDATES) == [ops.update, ops.step_optimizer, ops.store]
+    assert list(ops.UPDATES) == [ops.update, ops.step_optimizer, ops.store, ops.store_rows]
     assert ops.recv in ops.LAUNCHES and ops.send not in ops.LAUNCHES
     for target in (operator.getitem, torch.ops.aten.mm.default, "x"):
         assert target not in ops.LAUNCHES and operation_of(target) is None

@@ -109,3 +109,13 @@ def test_a_link_that_cannot_join_the_devices_is_refused(
     said = f"link='{link}' cannot join {', '.join(names)}: {why}; use {others}, or None for the best"
     with pytest.raises(ValueError, match=f"^{said}$"):
         on_devices(*names, link=link)
+
+
+def test_what_one_device_sends_of_parameters_is_said() -> None:
+    program = run_up_to("lower-collectives", handmade(3, [Weight("a", rule=MUON), Weight("b")]), **SMALL_BUCKETS)
+    (said,) = [remark.text for remark in program.remarks if "sends all new parameters" in remark.text]
+    (bucket,) = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
+    assert said == (
+        f"bucket {bucket.index}: {bucket.rule.label} runs on one device, which sends all new parameters, "
+        f"{bucket.num_bytes / 1024:.1f} KiB, to each of 2 other devices in a step"
+    )

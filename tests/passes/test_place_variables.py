@@ -94,13 +94,18 @@ def test_buckets_of_two_dtypes_keep_their_order() -> None:
     ("args", "said"),
     [
         (("fair",), "is given the rule 'fair': there are central, least-loaded, cached, cpu:0, cpu:1"),
-        (("central", (("z", "cpu:0"),)), "names 'z', which is no variable of the program"),
         (("central", (("a", "cpu:7"),)), "is given 'cpu:7', as the owner of 'a': there are cpu:0, cpu:1"),
     ],
 )
 def test_what_is_not_there_is_refused(args: tuple[object, ...], said: str) -> None:
     with pytest.raises(PassError, match=re.escape(said)):
         placed(handmade(2, WEIGHTS), *args)
+
+
+def test_a_name_of_what_the_program_does_not_read_is_left_aside_and_told() -> None:
+    program = placed(handmade(2, WEIGHTS), "central", (("z", "cpu:1"),))
+    assert owners(program) == owners(placed(handmade(2, WEIGHTS), "central"))
+    assert any("z has no owner, as nothing updates it" in str(remark) for remark in program.remarks)
 
 
 def test_it_needs_buckets() -> None:

@@ -158,7 +158,7 @@ def test_what_a_worker_sends_does_not_depend_on_its_devices() -> None:
     }
 
 
-@pytest.mark.parametrize("world", [World(2), World(2, 2)])
+@pytest.mark.parametrize("world", [World(2), World(2, 2), World(2, 4)])
 def test_an_optimizer_that_runs_by_itself_gets_sums_over_all_workers(world: World) -> None:
     weights = [Weight("a", (4,), rule=MUON), Weight("b", (4,))]
     program = ReduceOverWorkers().run(before(world, 0, weights))
@@ -166,6 +166,8 @@ def test_an_optimizer_that_runs_by_itself_gets_sums_over_all_workers(world: Worl
     (step,) = targets(program.mirrored_graph, ops.step_optimizer)
     (total,) = step.all_input_nodes
     assert total.target is ops.wait and total.all_input_nodes[0].target is ops.exchange
+    for launch in targets(program.mirrored_graph, ops.exchange):
+        assert [replica_of(node) for node in launch.all_input_nodes] == list(range(program.num_replicas))
     assert "bucket 1: every worker runs Muon group 0 by itself" in program.remarks[-2].text
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,18 @@ def test_what_looks_at_sums_has_what_all_have_sent(options: dict[str, Any], take
         assert taken and all(own.all_input_nodes[0].target is ops.exchange_low_rank for own in taken)
 
 
+def test_the_library_multiplies_where_it_does_so_alike_on_all_workers() -> None:
+    workers = World(2).worker(0)
+    hashes = set()
+    for are_alike in (False, True):
+        captured = handmade(1, WEIGHTS).evolve(workers=replace(workers, multiply_alike=are_alike))
+        program = run_passes(captured, default_pipeline(over_workers=True, compression=PowerSGD(2)), [Verify()])
+        (launch,) = targets(program.graphs()[0], ops.exchange_low_rank)
+        assert launch.kwargs["by_library"] is are_alike
+        hashes.add(schedule_hash(program))
+    assert len(hashes) == 2
+
+
 def test_workers_that_ask_for_other_factors_differ_in_what_they_exchange() -> None:
     asked = [PowerSGD(2), PowerSGD(3), PowerSGD(2, seed=1), PowerSGD(2, start_step=1), PowerSGD(2, 5.0), None]
     assert len({schedule_hash(program_of(World(2), compression=one)) for one in asked}) == len(asked)
@@ -121,6 +134,7 @@ def test_one_worker_sends_nothing() -> None:
         ({"matrices": ("a", "d")}, "its keyword matrices is ('a', 'd'), but"),  # the other order
         ({"matrices": ()}, "its keyword matrices is (), but"),
         ({"seed": -1}, "its keyword seed is -1, no whole number"),
+        ({"by_library": None}, "its keyword by_library is None, neither True nor False"),
         ({"start_step": None}, "its keyword start_step is None, no whole number"),
     ],
 )

@@ -105,6 +105,7 @@ def test_rows_of_other_workers_are_looked_at_when_they_are_there(rows: int) -> N
         world=world,
         rank=0,
         exchange="factors",
+        backend="eager",
         passes=default_pipeline(over_workers=True, **PARTS),
     ) as step:
         step.prepare(**batches(rows, dtype=torch.float32)[0])

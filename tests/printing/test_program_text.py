@@ -125,6 +125,7 @@ def test_a_bucket_whose_parameters_are_shared_says_so() -> None:
     is_shared = {name: " · shared" in program.to_text() for name, program in stages.items()}
     assert [name for name, found in is_shared.items() if found] == [
         "share-parameters",
+        "send-rows",
         "lower-collectives",
         "update-in-parts",
         "lower-devices",

@@ -491,10 +491,10 @@ class LooksUp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.layer = nn.Embedding(12, 5, sparse=True), nn.Linear(5, 3, bias=False)
+        self.table, self.layer = nn.Embedding(300, 5, sparse=True), nn.Linear(5, 3, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.table((x.abs() * 5).long() % 12).sum(1))
+        return self.layer(self.table((x.abs() * 5).long() % 300).sum(1))
 
 
 def gathering(change: Callable[[Program], Program | None], pass_name: str = "lower-devices") -> Mutation:
@@ -612,6 +612,56 @@ def add_up_rows(graph: fx.Graph) -> None:
     next(
         node for node in targets(graph, ops.all_gather) if "table" in str(node.all_input_nodes[0].args)
     ).target = ops.all_reduce
+
+
+def write_other_rows(program: Program) -> Program:
+    """Says of all optimizers that they may write other rows than those of gradients."""
+    variables = {
+        name: dataclasses.replace(one, update=dataclasses.replace(one.update, writes_rows=False))
+        if one.update is not None
+        else one
+        for name, one in program.variables.items()
+    }
+    return plan_otherwise(lambda bucket: with_rule(bucket, writes_rows=False))(program.evolve(variables=variables))
+
+
+def send_gradient_rows(graph: fx.Graph) -> None:
+    """Takes the rows of the gradient, in place of those that the step has made."""
+    for rows in targets(graph, ops.updated_rows):
+        set_args(rows, (rows.args[1], rows.args[1]))
+
+
+def take_rows_by_another_sum(graph: fx.Graph) -> None:
+    """Takes the rows of a copy of the gradient, which the step was not given."""
+    for rows in targets(graph, ops.updated_rows):
+        new, gradient = rows.all_input_nodes
+        with graph.inserting_before(rows):
+            copy = graph.call_function(torch.ops.aten.clone.default, (gradient,))
+        copy.meta.update(gradient.meta)
+        set_args(rows, (new, copy))
+
+
+def store_rows_by_another_sum(graph: fx.Graph) -> None:
+    """Writes rows by what was received, and not by what the device has gathered."""
+    for store in targets(graph, ops.store_rows):
+        set_args(store, (store.args[0], store.args[0]))
+
+
+def store_gradient_rows(graph: fx.Graph) -> None:
+    """Writes rows of the gradient as new parameters."""
+    for store in targets(graph, ops.store_rows):
+        set_args(store, (store.args[1], store.args[1]))
+
+
+def send_all_for_rows(graph: fx.Graph) -> None:
+    """Sends the whole table to who stores rows."""
+    for rows in targets(graph, ops.updated_rows):
+        rows.replace_all_uses_with(rows.all_input_nodes[0])
+
+
+def forget_to_store_rows(graph: fx.Graph) -> None:
+    """Leaves the writes of rows out."""
+    erase(graph, *targets(graph, ops.store_rows))
 
 
 def plan_otherwise(change: Callable[[Bucket], Bucket]) -> Callable[[Program], Program]:
@@ -1413,6 +1463,8 @@ BAD: dict[str, list[Mutation]] = {
     "sizes_are_arguments": [
         (ONE_BUCKET, lambda _: without_sizes(symbolic_program())),
         (ONE_BUCKET, lambda _: with_raw_symbol(symbolic_program())),
+    ],
+    "regions_are_told_sizes": [
         ("outline-regions", lambda _: with_untold_region(run_up_to("outline-regions", symbolic_program()))),
     ],
     "outputs_are_gathered_alike": [
@@ -1598,6 +1650,7 @@ BAD: dict[str, list[Mutation]] = {
         at("insert-update", lambda g: set_args(first(g, ops.all_reduce), first(g, ops.all_reduce).args[::-1])),
     ],
     "collectives_mean_what_runs": [
+        *(gathering(on_all_devices(send_gradient_rows), pass_name) for pass_name in ("send-rows", "lower-devices")),
         at("insert-all-reduce", lambda graph: with_kwargs(first(graph, ops.all_reduce), op="avg")),
         at("schedule-overlap", lambda graph: with_kwargs(targets(graph, ops.all_reduce)[1], op="max")),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), op="avg")),
@@ -1701,6 +1754,9 @@ BAD: dict[str, list[Mutation]] = {
         at("lower-devices", lambda graph: erase(graph, first(graph, ops.update))),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.update), bucket=1)),
         at("insert-update", lambda g: set_args(first(g, ops.update), (targets(g, ops.update)[-1].args[0],))),
+        gathering(on_all_devices(store_gradient_rows)),
+        gathering(on_all_devices(send_all_for_rows)),
+        gathering(on_all_devices(forget_to_store_rows)),
     ],
     "reductions_fit_the_placement": [
         sharded(lambda graph: setattr(first(graph, ops.reduce_scatter), "target", ops.all_reduce)),
@@ -1860,6 +1916,11 @@ BAD: dict[str, list[Mutation]] = {
         gathering(on_all_devices(add_up_rows)),
         gathering(on_all_devices(add_up_rows), "insert-all-reduce"),
         gathering(on_all_devices(send_rows), "insert-all-reduce"),
+    ],
+    "stored_rows_are_what_the_step_has_written": [
+        *(gathering(write_other_rows, pass_name) for pass_name in ("send-rows", "lower-devices")),
+        gathering(on_all_devices(take_rows_by_another_sum)),
+        gathering(on_all_devices(store_rows_by_another_sum)),
     ],
     "devices_gather_their_own_factors": [
         gathering(on_all_devices(gather_a_copy)),

@@ -171,7 +171,7 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.head = nn.EmbeddingBag(50, 8, padding_idx=0, sparse=True), nn.Linear(8, 3)
+        self.table, self.head = nn.EmbeddingBag(200, 8, padding_idx=0, sparse=True), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.table(x))

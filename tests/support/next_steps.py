@@ -111,6 +111,14 @@ class _Between:
         next(iter(self.optimizer.state.values()))["exp_avg"].fill_(0.5)
         return refusal
 
+    def freezes(self, number: int) -> None:
+        for layer in [*self.model][:-1]:
+            layer.requires_grad_(False)
+
+    def unfreezes(self, number: int) -> None:
+        """From then on its parameters have been updated less often than others."""
+        self.model.requires_grad_(True)
+
     def copies(self, number: int) -> Any:
         refusal = said(lambda: copy.deepcopy(self.model))
         self.step.synchronize()

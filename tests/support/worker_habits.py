@@ -22,8 +22,8 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         given: ``model``, ``optimizer``, ``devices`` and ``options`` as for `worker_training.train`; ``is_sum`` if losses
             are sums. ``calls`` are lists of what is called, ``"accumulate"``, ``"step"`` or ``"zero_grad"``, and the sizes of
             all workers' batches. More items are lists of a rank and what it does otherwise: one of the former, ``"fails"``,
-            or what is written before the call, see `_write`. With ``joins``, it is in ``step.join()`` until a batch has no
-            examples.
+            or what is written before the call, see `_write`; or ``"evaluates"`` the batch first. With ``joins``, it is in
+            ``step.join()`` until a batch has no examples.
     """
     model, optimizer = worker_training.made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
@@ -41,6 +41,8 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 own = [does for who, does in others if who == rank]
                 x, y = worker_training.batch(number, rank, sizes[rank])
                 _write(own, model, optimizer, x)
+                if "evaluates" in own:
+                    step.evaluate(x, target=y)
                 worker_training._is_full = "fails" in own
                 try:
                     found["losses"].append(_called(step, next((w for w in own if w in CALLED), what), x, y))
@@ -72,6 +74,31 @@ def _called(step: Any, what: str, x: torch.Tensor, y: torch.Tensor) -> float | N
     if what == "zero_grad":
         step.zero_grad()
     return {"accumulate": step.accumulate, "step": step}[what](x, target=y).item() if what in CALLED[:2] else None
+
+
+class Kept:
+    """What an optimizer may keep: a number, and a tensor that is too long for its text."""
+
+    def __init__(self) -> None:
+        self.num_steps, self.sums = 0, torch.zeros(3000)
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps objects, and lists of tensors, of which one drifts on one worker."""
+
+    def __init__(self, parameters: Any, drifts_at: int = -1) -> None:
+        super().__init__(parameters, lr=0.05)
+        self.drifts_at = drifts_at
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            kept = state.setdefault("kept", Kept())
+            state.setdefault("sums", [torch.zeros(3000), {"names": {"one", "two", "three"}}])
+            kept.num_steps += 1
+            if kept.num_steps == self.drifts_at:
+                kept.sums[1500] += int(os.environ.get("RANK", "0"))
 
 
 def _write(own: Sequence[str], model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -157,5 +184,7 @@ worker_training.OPTIMIZERS |= {
     "whole": Whole,
     "noisy": lambda parameters: Whole(parameters, noise=0.01),
     "drifts": lambda parameters: Whole(parameters, drift=1e-9 * int(os.environ.get("RANK", "0"))),
+    "keeps": Keeping,
+    "keeps what drifts": lambda parameters: Keeping(parameters, drifts_at=1),
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,17 +25,30 @@ from garbage import collect_seldom
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
 
+_PORTS = range(10_000, 32_000)  # below those that systems give to sockets that ask for any: 32768 and above, or 49152
+_next_ports = itertools.count(random.SystemRandom().randrange(len(_PORTS)))
+
+
 def free_port() -> int:
-    """A port at which nothing listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port at which nothing listens, and which no connection is given until it is opened, however much later."""
+    while True:
+        port = _PORTS[next(_next_ports) % len(_PORTS)]
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def told(rank: int, num_workers: int, port: int) -> dict[str, str]:
     """The variables that torchrun sets."""
     size = str(num_workers)
     return {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+class Outcome(dict[str, Any]):
+    """What came of a case in a process; asked for what it has not, it tells the error that came instead."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(f"{key}: {self['error']}" if "error" in self else key)
 
 
 class Launcher:
@@ -130,7 +145,8 @@ def outcomes(
         error.add_note(output.read_text() if output.exists() else "none has started")
         raise
     assert code == 0, output.read_text()
-    each = [json.loads((folder / f"outcome-{number}.json").read_text()) for number in range(num_processes - num_ended)]
+    texts = [(folder / f"outcome-{number}.json").read_text() for number in range(num_processes - num_ended)]
+    each = [json.loads(text, object_hook=Outcome) for text in texts]
     return {name: [own[name] for own in each] for name in cases}
 
 
@@ -186,15 +202,19 @@ def _run(given: dict[str, Any], number: int) -> Any:
 
     With ``train``, ``join``, ``shard`` or ``overlap``, it trains, see `worker_training.train`,
     `worker_training.train_until_all_have_left`, `sharded_training.train` and `next_steps.train`; with ``in_flight``, see
-    `next_steps.fail_in_flight`; with ``lose``, see `lost_buckets`; with ``calls``, it makes calls of many kinds, see
-    `worker_habits.call`; with ``habits``, see `sharded_habits.train`.
+    `next_steps.fail_in_flight`; with ``lose``, see `lost_buckets`; with ``compiles``, see `joint_compilations`; with ``calls``,
+    it makes calls of many kinds, see `worker_habits.call`; with ``habits``, see `sharded_habits.train`; with ``two``, see
+    `two_steps.train_two`; with ``texts``, see `worker_texts.train`.
     """
+    import joint_compilations
     import lost_buckets
     import next_steps
     import sharded_habits
     import sharded_training
     import torch
+    import two_steps
     import worker_habits
+    import worker_texts
     import worker_training
 
     import mirrorc
@@ -210,6 +230,8 @@ def _run(given: dict[str, Any], number: int) -> Any:
         began = time.monotonic()
         if "train" in given:
             return worker_training.train(int(given["variables"]["RANK"]), given["train"])
+        if "compiles" in given:
+            return joint_compilations.compile_in_turn(int(given["variables"]["RANK"]), given["compiles"])
         if "lose" in given:
             return lost_buckets.train_through_a_lost_bucket(int(given["variables"]["RANK"]), given["lose"])
         if "shard" in given:
@@ -222,6 +244,10 @@ def _run(given: dict[str, Any], number: int) -> Any:
             return next_steps.fail_in_flight(int(given["variables"]["RANK"]), given["in_flight"])
         if "join" in given:
             return worker_training.train_until_all_have_left(int(given["variables"]["RANK"]), given["join"])
+        if "two" in given:
+            return two_steps.train_two(int(given["variables"]["RANK"]), given["two"])
+        if "texts" in given:
+            return worker_texts.train(int(given["variables"]["RANK"]), given["texts"])
         if "calls" in given:
             return worker_habits.call(int(given["variables"]["RANK"]), given["calls"])
         cluster = mirrorc.cluster.join(timeout_seconds=given.get("timeout_seconds", 60.0))
@@ -281,13 +307,15 @@ def _run_in_processes(folder: Path, num_processes: int, num_ended: int) -> int:
                 os._exit(1)
             os._exit(0)
         children.append(child)
-    codes = []
-    for child in children[: num_processes - num_ended]:
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    for child in children[num_processes - num_ended :]:
+    awaited, running, has_failed = set(children[: num_processes - num_ended]), set(children), False
+    while awaited & running and not has_failed:
+        child, status = os.wait()
+        running.discard(child)
+        has_failed = child in awaited and os.waitstatus_to_exitcode(status) != 0  # the others would wait for it
+    for child in running:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return int(any(codes))
+    return int(has_failed)
 
 
 def _lead(
@@ -307,10 +335,12 @@ def _lead(
 
 def _main() -> None:
     """Forks a process for each request, so that what takes long, the import of torch and first traces, is done once."""
+    import joint_compilations  # noqa: F401
     import lost_buckets  # noqa: F401
     import next_steps  # noqa: F401
     import sharded_habits  # noqa: F401
     import sharded_training  # noqa: F401
+    import two_steps  # noqa: F401
     import worker_habits  # noqa: F401
     import worker_training  # noqa: F401
 

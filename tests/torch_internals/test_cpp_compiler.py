@@ -71,6 +71,7 @@ def test_prepare_cpp_compiler_tries_once_what_the_processor_has(monkeypatch: pyt
         cpp_compiler._prepared.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 def test_after_a_failure_kernels_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels whose compiler could not be started, for lack of memory, must not fail forever."""

@@ -41,10 +41,10 @@ def test_collectives_of_a_group() -> None:
 
 @pytest.mark.parametrize("is_patient", [True, False])
 def test_a_patient_worker_waits_longer_than_the_timeout(is_patient: bool) -> None:
-    groups = opened(seconds=1.0)
+    groups = opened(seconds=0.5)
     gathered = [[torch.zeros(1) for _ in groups] for _ in groups]
     work = groups[0].all_gather(torch.ones(1), gathered[0], is_patient=is_patient)
-    late = threading.Timer(2.0, lambda: groups[1].all_gather(torch.ones(1), gathered[1]))
+    late = threading.Timer(1.0, lambda: groups[1].all_gather(torch.ones(1), gathered[1]))
     late.start()
     if is_patient:
         work.wait()
@@ -78,7 +78,7 @@ def test_a_group_connects_over_the_way_to_its_store(monkeypatch: pytest.MonkeyPa
     beneath = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     store = distributed.PrefixStore("a", distributed.PrefixStore("b", beneath))
     for group in opened([store, store.clone()]):
-        assert group._connected or not gloo._sockets()  # where the sockets of a process cannot be seen
+        assert group._connected or not gloo.open_sockets()  # where the sockets of a process cannot be seen
     assert gloo._is_loopback(store.get("address/0").decode())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(RuntimeError, match="no-such-interface"):

@@ -8,6 +8,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc import torch_internals as internals
+from mirrorc.torch_internals import graphs
 
 aten = torch.ops.aten
 
@@ -18,6 +19,17 @@ def test_a_lazy_graph_module_is_a_graph_module_that_runs() -> None:
     module = internals.lazy_graph_module({}, graph, "Negative")
     assert isinstance(module, fx.GraphModule)
     assert torch.equal(module(torch.ones(2)), -torch.ones(2)) and "neg" in module.code
+
+
+def test_graph_modules_of_torchs_tracers_write_their_code_when_it_is_read() -> None:
+    def negative(x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+    with graphs.lazy_graph_modules():
+        module = fx.symbolic_trace(negative)
+    assert "_lazy_forward" in type(module).forward.__name__
+    assert torch.equal(module(torch.ones(2)), -torch.ones(2)) and "_lazy_forward" not in type(module).forward.__name__
+    assert "_lazy_forward" not in type(fx.symbolic_trace(negative)).forward.__name__
 
 
 def test_a_function_is_traced_on_fake_tensors_with_decompositions() -> None:

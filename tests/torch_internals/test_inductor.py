@@ -20,6 +20,19 @@ def test_inductor_decompositions_keep_dropout() -> None:
     assert aten.native_dropout.default in select_decomp_table(), "the table that mirrorc copies was changed"
 
 
+def test_a_pooling_is_decomposed_into_two_operators() -> None:
+    """What follows from the result of one, in its windows, are the places that the other tells."""
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 8, 8)
+    table = internals.inductor_decompositions()
+    pooled = internals.traced_on_fake_tensors(lambda x: aten.max_pool2d_with_indices(x, [2, 2])[1], [x], table)
+    operators = [node for node in pooled.nodes if node.op == "call_function" and internals.is_operator(node.target)]
+    assert [internals.pools_maxima(node.target) for node in operators] == [True, False]
+    assert [internals.tells_places_of_maxima(node.target) for node in operators] == [False, True]
+    (window,) = operators[1].all_input_nodes
+    assert (window.meta["val"].dtype, operators[1].meta["val"].dtype) == (torch.int8, torch.int64)
+
+
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("padding_idx", [-1, 2])
 def test_gradients_of_tables_are_kept_for_passes_and_decomposed_for_inductor(padding_idx: int) -> None:

@@ -47,15 +47,19 @@ class Disguised:
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
 
+    @property
+    def sum(self) -> torch.Tensor:
+        return self.value.sum()
+
 
 class Asks(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
         made = Disguised(leaves[0])
         is_list = isinstance(made, list) and isinstance(made, (list, int))
-        return made.value.sum() * (3 if is_list else 1)
+        return made.sum * (3 if is_list else 1)
 
 
-def test_traces_ask_an_object_for_its_class() -> None:
+def test_traces_ask_an_object_for_its_class_and_have_attributes_of_its_own() -> None:
     with internals.asked_for_class(Disguised):
         inside = internals.trace_full_graph(Asks(), (torch.ones(2),))
     assert inside(torch.ones(2)) == 6

@@ -10,6 +10,7 @@ from zoo_models import (
     BATCH_NORM,
     CLASSES,
     FLOAT32_LOSS,
+    GOES_BY_DATA,
     WORDS,
     Batch,
     BatchMaker,
@@ -102,7 +103,12 @@ def written_down(key: str, *shape: int) -> BatchMaker:
 
 
 MODELS = [
-    ZooModel("Wav2Vec2", hugging_face("Wav2Vec2ForSequenceClassification", SPEECH), sounds, run_by="test-slow"),
+    ZooModel(
+        "Wav2Vec2",
+        hugging_face("Wav2Vec2ForSequenceClassification", SPEECH),
+        sounds,
+        run_by="test-slow",
+    ),
     ZooModel(
         "Wav2Vec2, CTC",
         hugging_face("Wav2Vec2ForCTC", SPEECH),
@@ -111,6 +117,7 @@ MODELS = [
         why=CTC,
         narrow=FLOAT32_LOSS,
         run_by="test-slow",
+        untraced=GOES_BY_DATA,
     ),
     ZooModel("HuBERT", hugging_face("HubertForSequenceClassification", SPEECH), sounds),
     ZooModel(
@@ -121,6 +128,7 @@ MODELS = [
         why=CTC,
         narrow=FLOAT32_LOSS,
         run_by="test-slow",
+        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "WavLM",

@@ -13,6 +13,7 @@ from zoo_models import (
     CLASSES,
     FLOAT32_LOSS,
     FLOAT32_WITHIN,
+    GOES_BY_DATA,
     LENGTH,
     WORDS,
     Batch,
@@ -168,7 +169,10 @@ MODELS = [
         captioned,
     ),
     ZooModel(
-        "GIT", hugging_face("GitForCausalLM", WORDS_IN, vision_config=PICTURES_IN), captioned, narrow=FLOAT32_LOSS
+        "GIT",
+        hugging_face("GitForCausalLM", WORDS_IN, vision_config=PICTURES_IN),
+        captioned,
+        narrow=FLOAT32_LOSS,
     ),
     ZooModel(
         "ViLT",
@@ -177,6 +181,7 @@ MODELS = [
         rung="autograd",
         why="it takes as many patches as the largest picture has",
         run_by="test-slow",
+        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "LLaVA",
@@ -190,6 +195,7 @@ MODELS = [
         ),
         with_places,
         narrow=FLOAT32_WITHIN,
+        untraced=GOES_BY_DATA,
     ),
     ZooModel("LayoutLM", hugging_face("LayoutLMForSequenceClassification", LAYOUT), boxed),
     ZooModel(
@@ -209,7 +215,11 @@ MODELS = [
         ),
         boxed_on_pictures,
     ),
-    ZooModel("VisualBERT", hugging_face("VisualBertForQuestionAnswering", ENCODER, visual_embedding_dim=6), answered),
+    ZooModel(
+        "VisualBERT",
+        hugging_face("VisualBertForQuestionAnswering", ENCODER, visual_embedding_dim=6),
+        answered,
+    ),
     ZooModel(
         "ViT and TrOCR",
         hugging_face(

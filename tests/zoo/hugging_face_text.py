@@ -9,6 +9,7 @@ from zoo_models import (
     CLASSES,
     FLOAT32_LOSS,
     FLOAT32_WITHIN,
+    GOES_BY_DATA,
     WORDS,
     Batch,
     ZooModel,
@@ -75,7 +76,12 @@ def unmasked_text(num_examples: int, generator: torch.Generator) -> Batch:
 
 
 MODELS = [
-    ZooModel("BERT", hugging_face("BertForSequenceClassification", ENCODER), classified_text, run_by="test-slow"),
+    ZooModel(
+        "BERT",
+        hugging_face("BertForSequenceClassification", ENCODER),
+        classified_text,
+        run_by="test-slow",
+    ),
     ZooModel("RoBERTa", hugging_face("RobertaForMaskedLM", ENCODER), text, run_by="test-slow"),
     ZooModel(
         "DistilBERT",
@@ -95,7 +101,11 @@ MODELS = [
         hugging_face("AlbertForSequenceClassification", ENCODER, embedding_size=8, classifier_dropout_prob=0.0),
         classified_text,
     ),
-    ZooModel("ELECTRA", hugging_face("ElectraForSequenceClassification", ENCODER, embedding_size=8), classified_text),
+    ZooModel(
+        "ELECTRA",
+        hugging_face("ElectraForSequenceClassification", ENCODER, embedding_size=8),
+        classified_text,
+    ),
     ZooModel(
         "DeBERTa v2",
         hugging_face("DebertaV2ForSequenceClassification", ENCODER, DEBERTA, share_att_key=True),
@@ -104,6 +114,7 @@ MODELS = [
         why="its loss looks for labels",
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
+        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "ModernBERT",
@@ -141,6 +152,7 @@ MODELS = [
         rung="autograd",
         why=BRANCHES_ON_MASK,
         run_by="test-slow",
+        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "BigBird",
@@ -171,6 +183,7 @@ MODELS = [
         why="it seeds torch's generator, for its reversible layers",
         run_by="test-slow",
         warns="'attention_seed', 'feed_forward_seed'",
+        untraced="it seeds torch's generator",
     ),
     ZooModel(
         "ConvBERT",
@@ -183,7 +196,13 @@ MODELS = [
         classified_text,
         run_by="test-slow",
     ),
-    ZooModel("GPT-2", hugging_face("GPT2LMHeadModel", ENCODER), text, run_by="test-slow", narrow=FLOAT32_LOSS),
+    ZooModel(
+        "GPT-2",
+        hugging_face("GPT2LMHeadModel", ENCODER),
+        text,
+        run_by="test-slow",
+        narrow=FLOAT32_LOSS,
+    ),
     ZooModel(
         "GPT-Neo",
         hugging_face(
@@ -197,7 +216,13 @@ MODELS = [
         text,
         narrow=FLOAT32_LOSS,
     ),
-    ZooModel("GPT-NeoX", hugging_face("GPTNeoXForCausalLM", ENCODER), text, narrow=FLOAT32_LOSS, run_by="test-slow"),
+    ZooModel(
+        "GPT-NeoX",
+        hugging_face("GPTNeoXForCausalLM", ENCODER),
+        text,
+        narrow=FLOAT32_LOSS,
+        run_by="test-slow",
+    ),
     ZooModel(
         "OPT",
         hugging_face("OPTForCausalLM", ENCODER, ffn_dim=24, word_embed_proj_dim=16),
@@ -212,15 +237,32 @@ MODELS = [
         narrow=FLOAT32_LOSS,
         run_by="test-slow",
     ),
-    ZooModel("Falcon", hugging_face("FalconForCausalLM", ENCODER), text, narrow=FLOAT32_LOSS, run_by="test-slow"),
+    ZooModel(
+        "Falcon",
+        hugging_face("FalconForCausalLM", ENCODER),
+        text,
+        narrow=FLOAT32_LOSS,
+        run_by="test-slow",
+    ),
     ZooModel(
         "MPT",
         hugging_face("MptForCausalLM", ENCODER, d_model=16, n_layers=1, n_heads=2, expansion_ratio=2, max_seq_len=32),
         text,
         narrow=FLOAT32_LOSS,
     ),
-    ZooModel("Llama", hugging_face("LlamaForCausalLM", DECODER), text, run_by="test-slow", narrow=FLOAT32_WITHIN),
-    ZooModel("Mistral", hugging_face("MistralForCausalLM", DECODER, sliding_window=4), text, narrow=FLOAT32_WITHIN),
+    ZooModel(
+        "Llama",
+        hugging_face("LlamaForCausalLM", DECODER),
+        text,
+        run_by="test-slow",
+        narrow=FLOAT32_WITHIN,
+    ),
+    ZooModel(
+        "Mistral",
+        hugging_face("MistralForCausalLM", DECODER, sliding_window=4),
+        text,
+        narrow=FLOAT32_WITHIN,
+    ),
     ZooModel(
         "Gemma 3",
         hugging_face("Gemma3ForCausalLM", DECODER, sliding_window=4, query_pre_attn_scalar=8),
@@ -228,10 +270,28 @@ MODELS = [
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
     ),
-    ZooModel("Qwen 3", hugging_face("Qwen3ForCausalLM", DECODER), text, run_by="test-slow", narrow=FLOAT32_WITHIN),
-    ZooModel("Phi-3", hugging_face("Phi3ForCausalLM", DECODER), text, narrow=FLOAT32_WITHIN, run_by="test-slow"),
+    ZooModel(
+        "Qwen 3",
+        hugging_face("Qwen3ForCausalLM", DECODER),
+        text,
+        run_by="test-slow",
+        narrow=FLOAT32_WITHIN,
+    ),
+    ZooModel(
+        "Phi-3",
+        hugging_face("Phi3ForCausalLM", DECODER),
+        text,
+        narrow=FLOAT32_WITHIN,
+        run_by="test-slow",
+    ),
     ZooModel("OLMo 2", hugging_face("Olmo2ForCausalLM", DECODER), text, narrow=FLOAT32_WITHIN),
-    ZooModel("SmolLM 3", hugging_face("SmolLM3ForCausalLM", DECODER), text, narrow=FLOAT32_WITHIN, run_by="test-slow"),
+    ZooModel(
+        "SmolLM 3",
+        hugging_face("SmolLM3ForCausalLM", DECODER),
+        text,
+        narrow=FLOAT32_WITHIN,
+        run_by="test-slow",
+    ),
     ZooModel(
         "T5",
         hugging_face(
@@ -250,7 +310,12 @@ MODELS = [
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
     ),
-    ZooModel("BART", hugging_face("BartForConditionalGeneration", SEQ2SEQ), translated, run_by="test-slow"),
+    ZooModel(
+        "BART",
+        hugging_face("BartForConditionalGeneration", SEQ2SEQ),
+        translated,
+        run_by="test-slow",
+    ),
     ZooModel("Pegasus", hugging_face("PegasusForConditionalGeneration", SEQ2SEQ), translated),
     ZooModel(
         "LED",
@@ -265,5 +330,6 @@ MODELS = [
         rung="autograd",
         why=BRANCHES_ON_MASK,
         run_by="test-slow",
+        untraced=GOES_BY_DATA,
     ),
 ]

@@ -112,7 +112,7 @@ def difference(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 def classifier(name: str, kind: str, size: int, *parts: dict[str, Any], **more: Any) -> ZooModel:
     """An entry for a classifier of pictures."""
-    ours = {key: more.pop(key) for key in ("couples", "run_by", "rung", "why", "narrow") if key in more}
+    ours = {key: more.pop(key) for key in ("couples", "run_by", "rung", "why", "narrow", "untraced") if key in more}
     batch: BatchMaker = pictures(size)
     return ZooModel(name, hugging_face(f"{kind}ForImageClassification", *parts, **more), batch, **ours)
 
@@ -194,7 +194,11 @@ MODELS = [
         segmented,
         couples=BATCH_NORM,
     ),
-    ZooModel("VideoMAE", hugging_face("VideoMAEForVideoClassification", VIT, num_frames=2, tubelet_size=2), films),
+    ZooModel(
+        "VideoMAE",
+        hugging_face("VideoMAEForVideoClassification", VIT, num_frames=2, tubelet_size=2),
+        films,
+    ),
     ZooModel(
         "TimeSformer",
         hugging_face("TimesformerForVideoClassification", VIT, num_frames=2, drop_path_rate=0),

@@ -11,6 +11,7 @@ from torch import nn
 from zoo_models import (
     CLASSES,
     FLOAT32_WITHIN,
+    GOES_BY_DATA,
     WORDS,
     ZooModel,
     features,
@@ -68,7 +69,16 @@ class Blended(nn.Module):
 
 
 MODELS = [
-    ZooModel("router of examples", Switched, features, F.cross_entropy, rung="autograd", why=ROUTES, run_by="test"),
+    ZooModel(
+        "router of examples",
+        Switched,
+        features,
+        F.cross_entropy,
+        rung="autograd",
+        why=ROUTES,
+        run_by="test",
+        untraced=GOES_BY_DATA,
+    ),
     ZooModel("blended experts", Blended, features, F.cross_entropy, run_by="test-slow"),
     ZooModel(
         "Mixtral",
@@ -78,6 +88,7 @@ MODELS = [
         why=ROUTES,
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
+        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "Mixtral, loss of the router",
@@ -88,6 +99,7 @@ MODELS = [
         couples="the router's balance",
         narrow=FLOAT32_WITHIN,
         run_by="test-slow",
+        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "Mixtral, batched experts",
@@ -125,6 +137,7 @@ MODELS = [
         why=ROUTES,
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
+        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "gpt-oss",
@@ -134,6 +147,7 @@ MODELS = [
         why=ROUTES,
         narrow=FLOAT32_WITHIN,
         run_by="test-slow",
+        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "JetMoE",
@@ -143,6 +157,7 @@ MODELS = [
         why=ROUTES,
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
+        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "Llama 4",
@@ -175,6 +190,7 @@ MODELS = [
         rung="autograd",
         why=ROUTES,
         warns="'input_dtype'",
+        untraced="TypeError: 'NoneType' object",
     ),
     ZooModel(
         "NLLB MoE",
@@ -196,5 +212,6 @@ MODELS = [
         why=ROUTES,
         warns="'input_dtype'",
         couples="the capacity of experts",
+        untraced="it reads the gradient of a tensor",
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from references import (
     unchanged,
 )
 from zoo import FAMILIES, models_of, table
-from zoo_models import ZooModel
+from zoo_models import Batch, ZooModel
 
 import mirrorc
 
@@ -31,26 +32,61 @@ MARKS = {"test": [], "test-slow": [pytest.mark.slow], "test-all": [pytest.mark.e
 ALL = [(family, entry) for family in FAMILIES for entry in models_of(family)]
 
 
+UNEVEN = 5  # examples: shards of two devices differ in size, and each has a graph of its own
+
+
 def cases(entries: list[tuple[str, ZooModel]]) -> Iterator[Any]:
     for family, entry in entries:
         yield pytest.param(family, entry, marks=MARKS[entry.run_by], id=entry.name)
 
 
-@pytest.mark.parametrize(("family", "entry"), cases(ALL))
-def test_trains_as_in_plain_pytorch(family: str, entry: ZooModel) -> None:
+def trainings() -> Iterator[Any]:
+    """Each entry with uneven shards; those of `make test-slow` have even ones there, and uneven ones in `make test-all`."""
+    for family, entry in ALL:
+        if entry.run_by == "test-slow":
+            yield pytest.param(family, entry, UNEVEN - 1, marks=MARKS["test-slow"], id=entry.name)
+        marks = MARKS["test-all" if entry.run_by == "test-slow" else entry.run_by]
+        yield pytest.param(family, entry, UNEVEN, marks=marks, id=f"{entry.name}, uneven")
+
+
+def traces() -> Iterator[Any]:
+    """All entries in `make test-all`; two of them in `make test-slow`, and one in `make test`."""
+    marks = {"fixed point": "test", "critic with a gradient penalty": "test-slow", "GRU": "test-slow"}
+    for family, entry in ALL:
+        yield pytest.param(family, entry, marks=MARKS[marks.get(entry.name, "test-all")], id=entry.name)
+
+
+@pytest.mark.parametrize(("family", "entry", "size"), [*trainings()])
+def test_trains_as_in_plain_pytorch(family: str, entry: ZooModel, size: int) -> None:
     _skip_without_library(family)
-    model, batches = entry.made(), entry.batches()
+    model, batches = entry.made(), entry.batches((size, size))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         found = train_mirrored(model, SGD, batches, 2, entry.loss_fn, capture=entry.rung)
-    if entry.couples:
-        expected = train_shard_by_shard(model, SGD, batches, 2, entry.loss_fn)
-    else:
-        expected = train_on_one_device(model, SGD, batches, entry.loss_fn)
+    expected = _trained_in_plain_pytorch(entry, model, batches)
     _check_that_it_learns(model, expected)
     assert_same_training(found, expected, entry.tolerance)
     told = [str(one.message) for one in seen if type(model).__name__ in str(one.message)]
     assert len(told) == bool(entry.warns) and all(entry.warns in words for words in told), told
+
+
+@pytest.mark.parametrize(("family", "entry"), [*traces()])
+def test_a_trace_trains_it_or_says_why_not(family: str, entry: ZooModel) -> None:
+    """Where this fails for one that is refused, the entry may have a better reason, or none."""
+    _skip_without_library(family)
+    model, batches = entry.made(), entry.batches((UNEVEN, UNEVEN))
+    if entry.untraced:
+        optimizer = SGD(model.parameters())
+        step = mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=entry.loss_fn, backend="eager", capture="trace")
+        with step, unchanged(model), pytest.raises(mirrorc.CaptureError, match=re.escape(entry.untraced)):
+            step(**batches[0])
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what a trace leaves out, which the model's own entry is no place for
+        found = train_mirrored(model, SGD, batches, 2, entry.loss_fn, capture="trace")
+    expected = _trained_in_plain_pytorch(entry, model, batches)
+    _check_that_it_learns(model, expected)
+    assert_same_training(found, expected, entry.tolerance)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +112,13 @@ def test_the_selections_are_as_large_as_they_are_said_to_be() -> None:
     by_command = {command: sum(entry.run_by == command for _, entry in ALL) for command in MARKS}
     assert by_command["test"] >= 12 and by_command["test"] + by_command["test-slow"] >= len(names) / 2
     assert all(bool(entry.why) == (entry.rung != "dynamo") for _, entry in ALL)
+
+
+def _trained_in_plain_pytorch(entry: ZooModel, model: torch.nn.Module, batches: list[Batch]) -> Trained:
+    """Training on one device: on the whole batch, or shard by shard where something couples its examples."""
+    if entry.couples:
+        return train_shard_by_shard(model, SGD, batches, 2, entry.loss_fn)
+    return train_on_one_device(model, SGD, batches, entry.loss_fn)
 
 
 def _check_that_it_learns(before: torch.nn.Module, after: Trained) -> None:

@@ -81,7 +81,11 @@ def of_actions(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 MODELS = [
     ZooModel(
-        "PatchTST", hugging_face("PatchTSTForPrediction", PATCHES), series, couples=BATCH_NORM, run_by="test-slow"
+        "PatchTST",
+        hugging_face("PatchTSTForPrediction", PATCHES),
+        series,
+        couples=BATCH_NORM,
+        run_by="test-slow",
     ),
     ZooModel(
         "PatchTSMixer",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from typing import cast
 
 from torch import fx
 
@@ -73,6 +75,44 @@ def devices_gather_their_own_factors(program: Program) -> Iterator[Violation]:
                     yield Violation(f"{given}, which is not that bucket as it was packed", node)
                 elif whole := [gradient for gradient in source.all_input_nodes if not _is_left(gradient)]:
                     yield Violation(f"{given}, in which {whole[0].name} is not left as factors", node)
+
+
+@rule(since=Stage.UPDATED)
+def stored_rows_are_what_the_step_has_written(program: Program) -> Iterator[Violation]:
+    """Where the optimizer writes no other rows of a table than those of the gradient, rows may be taken of what its step has made
+    of the bucket, by the gradient that it was given. Who stores them has gathered it, which says which they are."""
+    for where, graph, _ in scopes(program):
+        for node in calls_to(graph, ops.updated_rows, ops.store_rows):
+            index, (value, gradient) = bucket_of(node), cast("tuple[fx.Node, fx.Node]", node.args)
+            here = f"{node.name} on {where(replica_of(node))}"
+            if not program.buckets[index].rule.writes_rows:
+                yield Violation(f"{here} takes rows for bucket {index}, of which the optimizer may write others", node)
+            if node.target is ops.updated_rows:
+                step = _step_of(value, index)
+                if step is None:
+                    yield Violation(f"{here} is given {value.name}, which no step has made of bucket {index}", node)
+                elif gradient not in step.all_input_nodes:
+                    yield Violation(f"{here} takes the rows of {gradient.name}, which {step.name} was not given", node)
+            elif not _is_gathered(gradient, index):
+                yield Violation(
+                    f"{here} stores the rows of {gradient.name}, which is not gathered for bucket {index}", node
+                )
+
+
+def _step_of(value: fx.Node, index: int) -> fx.Node | None:
+    """The step that has made a value of a bucket's parameters; None for any other value."""
+    if value.target is not operator.getitem:
+        return None
+    step, place = value.args
+    if not isinstance(step, fx.Node) or step.target is not ops.step_optimizer:
+        return None
+    return step if step.kwargs["buckets"][place] == index else None  # type: ignore[index]
+
+
+def _is_gathered(value: fx.Node, index: int) -> bool:
+    """Whether a value is a device's sum of the rows that all have of a bucket."""
+    launch = value.all_input_nodes[0] if value.target is ops.wait and bucket_of(value) == index else None
+    return launch is not None and launch.target in (ops.all_gather, ops.gather_factors)
 
 
 def _is_left(gradient: fx.Node) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
 from mirrorc.analysis.aliases import ViewedVariables
-from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
+from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, ROWS, BucketParts, Part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_early, is_region_call, owners_of, replica_of
@@ -28,6 +29,11 @@ from mirrorc.verifier.rules.programs import (
 )
 
 _COMMIT = ("commit", 0)
+_STORES = (ops.store, ops.store_rows)
+_WANTED: dict[Any, str] = {
+    ops.store: "is not its new parameters",
+    ops.store_rows: "is not the new rows of its parameters",
+}
 
 
 @rule(since=Stage.UPDATED)
@@ -56,23 +62,22 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
             for index, source in zip(written_buckets(node), node.args, strict=False):
                 assert isinstance(source, fx.Node), "operations_have_their_arguments holds"
                 if not _is_for(program, node, index, parts.of(source)):
-                    what = (
-                        "is not its new parameters" if node.target is ops.store else "is not its sum over all replicas"
-                    )
+                    what = _WANTED.get(node.target, "is not its sum over all replicas")
                     yield Violation(f"bucket {index} is updated from {source}, which {what}", node)
 
 
 def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> bool:
     """Whether a value fits an update or a store of a bucket.
 
-    An update needs the bucket's sum; a store needs its new parameters, from the replica that has made them.
+    An update needs the bucket's sum; a store needs its new parameters, or rows of them, from the replica that has made them.
     """
     if given is None:
         return False
     bucket = program.buckets[index]
-    if node.target is ops.store:
+    if node.target in _STORES:
         owners = [bucket.owner] if bucket.has_owner and bucket.owner is not None else None
-        return given.holds(PARAMETERS, index, 0, bucket.num_elements, owners)
+        kind = PARAMETERS if node.target is ops.store else ROWS
+        return given.holds(kind, index, 0, bucket.num_elements, owners)
     share = bucket.updated(
         replica_at(program, node), program.num_replicas
     )  # `reductions_fit_the_placement` checks whether it must be a share or the whole
@@ -176,7 +181,7 @@ def owners_update_alone(program: Program) -> Iterator[Violation]:
             indices = [bucket_of(node)] if node.target is ops.updated else written_buckets(node)
             for bucket in (owned[index] for index in indices if index in owned):
                 is_owner = replica == bucket.owner
-                if is_owner is (node.target is ops.store):
+                if is_owner is (node.target in _STORES):
                     what = "stores a copy of" if is_owner else "updates"
                     yield Violation(
                         f"{node.name} on {where(replica_of(node))} {what} bucket {bucket.index}, but {_owner(program, bucket)}",

@@ -18,7 +18,7 @@ from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.state.kept_factors import KeptFactors
 from mirrorc.runtime.state.orthonormal_columns import orthonormal_columns
-from mirrorc.runtime.state.thin_products import products, subtract_product
+from mirrorc.runtime.state.thin_products import subtract_product, write_elements, write_product
 from mirrorc.runtime.state.unsent_gradients import UnsentGradients
 from mirrorc.runtime.workers.largest_elements import LargestElements, places_of_largest
 from mirrorc.runtime.workers.low_rank_sums import WholeSum
@@ -220,18 +220,38 @@ def test_columns_are_orthonormal_and_those_that_others_span_are_zero(dtype: torc
     assert found.isnan().any(0).tolist() == [False, True]
 
 
+def test_columns_are_made_of_sums_from_the_first_element_to_the_last() -> None:
+    """Which are the same on all processors: the library has no other order of cumulative sums."""
+    matrix = torch.rand(1003, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrix /= matrix.max()
+    total = 0.0
+    for value in matrix[:, 0].tolist():
+        total += value * value
+    (found,) = orthonormal_columns([matrix])
+    assert found[:, 0].tolist() == [value / math.sqrt(total) for value in matrix[:, 0].tolist()]
+
+
 def test_each_element_of_a_product_is_made_alike_wherever_it_is_cut() -> None:
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(number, 3, generator=generator) for number in (700, 130))
-    whole = torch.empty(700 * 130)
-    for bounds in ([0, 91_000], [0, 1, 129, 131, 45_003, 91_000]):
-        for start, stop in itertools.pairwise(bounds):
-            for place, values in products(left, right, start, stop):
-                if bounds == [0, 91_000]:
-                    whole[place : place + values.numel()] = values
-                else:
-                    assert torch.equal(whole[place : place + values.numel()], values)
-    assert torch.allclose(whole.view(700, 130), left @ right.T, atol=1e-5)
+    whole = torch.full((91_000,), torch.nan)
+    write_elements(whole, left, right, 0)
+    for start, stop in itertools.pairwise([0, 1, 129, 131, 135, 45_003, 91_000]):
+        own = torch.full((stop - start,), torch.nan)
+        write_elements(own, left, right, start)
+        assert torch.equal(whole[start:stop], own)
+    expected = sum(left[:, k : k + 1] * right[:, k] for k in range(3))  # product by product, and sum by sum
+    assert torch.equal(whole.view(700, 130), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cuts", [[], [5], [1, 12, 13], [26, 39], [3, 4, 38, 40, 64]])
+def test_a_product_is_written_wherever_it_is_cut(cuts: list[int]) -> None:
+    left, right = (torch.rand(*size, dtype=torch.float64) for size in ((5, 2), (13, 2)))
+    found = torch.full((65,), torch.nan, dtype=torch.float64)
+    for start, stop in itertools.pairwise([0, *cuts, 65]):
+        write_product(found[start:stop], left, right, start)
+        assert found[stop:].isnan().all()
+    torch.testing.assert_close(found.view(5, 13), left @ right.T, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("cuts", [[], [5], [1, 12, 13], [26, 39], [3, 4, 38, 40, 64]])
@@ -290,3 +310,14 @@ def test_a_step_that_sends_all_takes_no_such_state() -> None:
         pytest.raises(ValueError, match=r"this step sends all of its gradients, and would never add what it is given"),
     ):
         step.load_unsent_states([step.unsent_state()])
+
+
+def test_one_worker_takes_what_is_nothing_and_refuses_what_it_would_never_add() -> None:
+    model = torch.nn.Linear(5, 4)
+    options: Mapping[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "backend": "eager"}
+    loss_fn = torch.nn.CrossEntropyLoss()
+    with mirrorc.compile(model, 1, loss_fn=loss_fn, compression=mirrorc.TopK(0.5), **options) as step:
+        step.load_unsent_states([step.unsent_state()])
+        states = [{"rank": rank, "num_workers": 2, "unsent": {"weight": torch.ones(4, 5)}} for rank in range(2)]
+        with pytest.raises(ValueError, match="one worker alone sends nothing, and would never add it"):
+            step.load_unsent_states(states)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mirrorc.ir.program import Accumulation
-from mirrorc.runtime.workers.header import BESIDES, Agreement, Header, agreement, kind_of
+from mirrorc.runtime.workers.header import BESIDES, TURN, Agreement, Header, agreement, kind_of
 
 PLAIN = Header(5, 0, 0, 1, 2, 3, 4, num_examples=4, num_present=1, seed=9)
 ADDS, ENDS = kind_of(Accumulation.ADDS), kind_of(Accumulation.ENDS)
@@ -40,3 +40,13 @@ def test_steps_are_counted_as_the_first_worker_that_has_not_left_counts_them() -
         replace(PLAIN, num_steps=3, has_left=1), replace(PLAIN, num_steps=7), replace(PLAIN, num_steps=8)
     )
     assert found is not None and found.num_steps == 7
+
+
+def test_who_has_left_follows_those_who_say_whose_turn_it_is() -> None:
+    left, first, second = (Header(5, kind=TURN, **more) for more in ({"has_left": 1}, {"num_examples": 1}, {"turn": 1}))
+    found, _, _ = agreed(left, second, second)
+    assert found is not None and found.turn == 1 and not found.is_over and not found.takes_over and not found.is_other
+    assert agreed(left, first, second) == (None, "turn", 2)
+    assert agreed(left, PLAIN)[:2] == (None, "kind") == agreed(replace(PLAIN, has_left=1), first)[:2]
+    over, _, _ = agreed(left, left)
+    assert over is not None and over.is_over

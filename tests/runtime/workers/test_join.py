@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import selections
+import torch
+from two_steps import adversaries_on_one_device
 from worker_processes import LazyOutcomes, free_port, outcomes, told
 from worker_training import reference
 
@@ -14,7 +16,7 @@ CASES: dict[str, dict[str, Any]] = {
     "uneven": {
         "model": "mlp",
         "devices": [1, 2, 1],
-        "sizes": [[3, 5, 2], [3, 4, 2], [3, 4, 0], [3, 0, 0], [3, 0, 0]],
+        "sizes": [[3, 5, 2], [3, 5, 2], [3, 5, 0], [3, 0, 0], [3, 0, 0]],
         "decay": 0.7,
         "more": [[3, 5, 2]],
     },
@@ -22,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "factors": {
         "model": "table",
         "devices": [1, 1],
-        "sizes": [[3, 5], [0, 4], [0, 5]],
+        "sizes": [[3, 5], [0, 5], [0, 5]],
         "decay": 0.7,
         "options": {"exchange": "factors"},
     },
@@ -43,6 +45,15 @@ CASES: dict[str, dict[str, Any]] = {
         "pause": 5.0,
         "options": {"timeout_seconds": 2.0},
     },
+    "late, prepared": {
+        "model": "mlp",
+        "devices": [1, 1],
+        "sizes": [[3, 0]],
+        "decay": 0.7,
+        "pause": 3.5,
+        "prepares": True,
+        "options": {"timeout_seconds": 1.0},
+    },
     "raises": {
         "model": "mlp",
         "devices": [1, 1],
@@ -53,9 +64,11 @@ CASES: dict[str, dict[str, Any]] = {
     "never": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 0], [3, 0]], "decay": 0.7},
     "prepared": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 0], [3, 0]], "decay": 0.7, "prepares": True},
 }
+TOGETHER = ("together", "together, in flight")
+TWO = (*TOGETHER, "other", "gone", "nested", "within", "gathers", "in turn", "closed")  # see `two_steps`
 
-PARITY = ("uneven", "the chief leaves", "late", "prepared", "factors", "factors, prepared")
-SLOW = ("factors, prepared",)
+PARITY = ("uneven", "the chief leaves", "late", "late, prepared", "prepared", "factors", "factors, prepared")
+SLOW = ("factors, prepared", "late", "late, prepared", "together, in flight", "within", "gathers", "in turn", "closed")
 
 
 def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
@@ -68,6 +81,9 @@ def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What came of each case in each process."""
     cases = {name: run(given) for name, given in CASES.items()}
+    for how in TWO:
+        port = free_port()
+        cases[how] = [*({"variables": told(rank, 2, port), "two": how} for rank in range(2)), None]
     return LazyOutcomes(tmp_path_factory.mktemp, cases, cases.keys() - set(SLOW), limit_seconds=150)
 
 
@@ -112,6 +128,62 @@ def test_a_worker_that_has_never_called_the_step_is_named(found: Mapping[str, An
     assert "worker 1 (" in one["error"] and "without any call of the step" in one["error"]
 
 
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("nested", "ExecutionError: step.join() was entered"),
+        *selections.slow(
+            ("within", "ExecutionError: a step was called"),
+            ("gathers", "ExecutionError: step.gather_optimizer_state() was called"),
+        ),
+    ],
+)
+def test_two_steps_in_the_block_of_one_are_refused_at_once_on_all_workers(
+    found: Mapping[str, Any], case: str, what: str
+) -> None:
+    one, other = found[case][:2]
+    assert one["refused"] == other["refused"] and one["refused"].startswith(what)
+    assert "inside of step.join() of another step" in one["refused"] and "mirrorc.join(" in one["refused"]
+    assert one["weights"] == other["weights"], "blocks in turn train both"
+
+
+@pytest.mark.parametrize("case", selections.slow_but({"together"}, TOGETHER))
+def test_two_steps_in_one_block_are_as_in_one_process(found: Mapping[str, Any], case: str) -> None:
+    one, other = found[case][:2]
+    assert one["weights"] == other["weights"]
+    for own, expected in zip(one["weights"], adversaries_on_one_device(), strict=True):
+        assert torch.allclose(torch.tensor(own), torch.tensor(expected), rtol=1e-9, atol=1e-11)
+
+
+def test_workers_that_call_different_steps_of_a_block_are_told_so(found: Mapping[str, Any]) -> None:
+    one, other = found["other"][:2]
+    assert one["refused"] == other["refused"]
+    assert "workers differ in which step of mirrorc.join() they call: worker 0 " in one["refused"]
+    assert "the step: number 0 of those" in one["refused"] and "the step: number 1 of those" in one["refused"]
+    assert one["weights"] == other["weights"], "blocks in turn train both"
+
+
+def test_an_error_in_a_block_of_two_steps_ends_the_part_of_those_that_have_left(found: Mapping[str, Any]) -> None:
+    one, other = found["gone"][:2]
+    assert other["refused"] == "MirrorcError: the data is gone"
+    assert one["refused"].startswith("CommunicationError: training call ") and "worker 1 (" in one["refused"]
+    assert "it raised MirrorcError: the data is gone. No parameter was changed." in one["refused"]
+    assert one["weights"] == other["weights"], "blocks in turn train both"
+
+
+@pytest.mark.slow
+def test_blocks_of_two_steps_in_turn_train_both(found: Mapping[str, Any]) -> None:
+    one, other = found["in turn"][:2]
+    assert "refused" not in one and one["weights"] == other["weights"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_has_closed_its_prepared_step_is_not_waited_for(found: Mapping[str, Any]) -> None:
+    one = found["closed"][0]
+    assert one["refused"].startswith("CommunicationError: training call 1 has failed: worker 1 (")
+    assert "it has closed its step" in one["refused"]
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_killed_ends_those_that_have_left(tmp_path: Any) -> None:
     given = {
@@ -124,3 +196,14 @@ def test_a_worker_that_is_killed_ends_those_that_have_left(tmp_path: Any) -> Non
     one = outcomes(tmp_path, {"it": run(given, 2)}, num_ended=1)["it"][0]
     assert "training call 3 has failed: worker 1 (" in one["error"]
     assert "No parameter was changed. End all workers" in one["error"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_in_a_block_of_two_steps_ends_those_that_have_left_it(tmp_path: Any) -> None:
+    port = free_port()
+    case = [{"variables": told(rank, 2, port), "two": "killed"} for rank in range(2)]
+    one = outcomes(tmp_path, {"it": case}, num_ended=1)["it"][0]
+    assert (
+        one["refused"].startswith("CommunicationError: training call ") and " has failed: worker 1 (" in one["refused"]
+    )
+    assert "No parameter was changed. End all workers" in one["refused"]

@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
         "steps": 8,
         "options": {"capture": "autograd", "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
     },
+    "traced": {"model": "mlp", "devices": [1, 2], "sizes": [[4, 4], [0, 5]], "options": {"capture": "trace"}},
     "packs": {"model": "mlp", "devices": [1, 2], "sizes": [[4, 4], [3, 5]], "options": {"packing": 3}},
     "packs, bound": {
         "model": "mlp",
@@ -142,12 +143,14 @@ SLOW = (
         "bound",
         "parts",
         "plain PyTorch",
+        "traced",
         "packs",
         "packs, bound",
         "packs and factors",
     ),
     *("factors, 2 x 1", "factors, 2 x 2", "factors, empty", "factors, tied", "factors, bound"),
-    "whole, random",
+    *("whole, random", "sizes", "rows"),
+    *("3 x (1, 2, 1)", "one recomputes", "factors, in parts"),
 )
 FAST = (CASES | FAULTS).keys() - set(SLOW)
 
@@ -249,9 +252,10 @@ def test_factors_of_machines_that_differ_are_refused_by_all(found: Mapping[str, 
 
 
 def test_a_step_says_which_worker_it_is_of(found: Mapping[str, Any]) -> None:
-    assert [own["described"] for own in found["3 x (1, 2, 1)"]] == [[0, 3, 4, True], [1, 3, 4, False], [2, 3, 4, False]]
+    assert [own["described"] for own in found["empty"]] == [[0, 3, 4, True], [1, 3, 4, False], [2, 3, 4, False]]
 
 
+@pytest.mark.slow
 def test_workers_choose_bucket_sizes_together(found: Mapping[str, Any]) -> None:
     remarks = []
     for own in found["sizes"][:2]:

@@ -23,12 +23,19 @@ CASES: dict[str, dict[str, Any]] = {
     "uneven, used": {
         "model": "random",
         "devices": [1, 1],
-        "sizes": [[4, 4], [4, 4], [5, 2]],
+        "sizes": [[4, 4], [4, 4], [4, 2]],
         "between": _USES,
         "steps": 8,
     },
     "written": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 3]], "between": _WRITES, "steps": 7},
     "2 x 2": {"model": "random", "devices": [2, 2], "sizes": [[4, 6]], "between": [[3, "saves_the_model"]]},
+    "unfrozen": {  # what is left tells that parameters of one bucket were not updated equally often
+        "model": "mlp",
+        "devices": [2, 2],
+        "sizes": [[4, 4]],
+        "between": [[1, "freezes"], [2, "unfreezes"]],
+        "options": {"bucket_cap_mb": 4.0, "first_bucket_mb": 1.0},
+    },
     "a worker fails": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4]], "between": [[2, "raises_here"]]},
     "a worker fails in forward": {
         "model": "mlp",
@@ -86,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "factors": {"model": "table", "devices": [1, 1], "sizes": [[4, 5]], "options": {"exchange": "factors"}},
 }
-FAST = ("2 x 1", "uneven, used", "written", "a worker fails in forward", "dealt out")
+FAST = ("2 x 1", "written", "a worker fails in forward", "dealt out")
 REFUSED = {
     "refused": {
         "model": "mlp",

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed
 
 from mirrorc.runtime.workers import opening
 from mirrorc.runtime.workers.lane import LostConnectionError
-from mirrorc.runtime.workers.opening import all_texts, await_all
+from mirrorc.runtime.workers.opening import all_texts, await_all, open_lane
 
-_CLUSTER: Any = SimpleNamespace(rank=0, num_workers=2)
-_WATCHER: Any = SimpleNamespace(beats=dict)
+_CLUSTER: Any = SimpleNamespace(rank=0, num_workers=2, lookout=lambda: SimpleNamespace(gone=dict))
 
 
 class StoppingStore:
@@ -42,11 +43,46 @@ class StoppingStore:
 def test_a_store_that_stops_while_workers_wait_in_it_is_lost(
     wait: str, num_answers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_LONGEST_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(opening, "patience", lambda timeout_seconds: 0.2)
     store, never = StoppingStore(num_answers), lambda: False
     with pytest.raises(LostConnectionError, match="store does not answer: no answer within"):
         if wait == "for calls":
-            await_all(store, _WATCHER, _CLUSTER, 30.0, never)
+            await_all(store, _CLUSTER, 30.0, never)
         else:
             all_texts(store, _CLUSTER, "own", 30.0, never)
     store._goes_on.set()
+
+
+class ComingStore:
+    """A store in which the other worker comes when it was asked for some times."""
+
+    def __init__(self) -> None:
+        self.set: Any = lambda key, value: None
+        self.num_asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether a worker has come."""
+        return keys[0].endswith("0") or self.num_asked == 3
+
+    def may_wait_on(self) -> bool:
+        """Whether to wait as long again."""
+        self.num_asked += 1
+        return True
+
+
+def test_who_may_wait_on_waits_as_often_as_that_is_so() -> None:
+    store = ComingStore()
+    await_all(store, _CLUSTER, 0.03, lambda: False, store.may_wait_on)
+    assert store.num_asked == 3
+    with pytest.raises(LostConnectionError, match="not all workers came to this call"):
+        await_all(ComingStore(), _CLUSTER, 0.03, lambda: False)
+
+
+def test_a_worker_that_ends_while_connections_are_opened_is_not_waited_for_longer_than_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(opening, "Lane", lambda *_: never.wait(60))
+    with pytest.raises(LostConnectionError, match="workers could not connect: no answer within"):
+        open_lane("words", distributed.HashStore(), _CLUSTER, 0.2, torch.device("cpu"))
+    never.set()

@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "factors, 3 x (1, 2, 1)": {
         "model": "mlp",
         "devices": [1, 2, 1],
-        "sizes": [[3, 5, 2], [0, 1, 2]],
+        "sizes": [[3, 5, 2], [0, 5, 2]],
         "options": FACTORS,
         "events": [[3, None, "keep"], [3, None, "load"]],
     },

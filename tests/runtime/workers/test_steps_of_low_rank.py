@@ -22,7 +22,7 @@ from mirrorc.runtime.state.kept_factors import KeptFactors
 RANK_2 = {"rank": 2, "min_compression_rate": 1.0}
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": {"devices": [1, 1], "sizes": [[4, 4], [4, 2]], "power_sgd": {**RANK_2, "seed": 3}},
-    "1 and 2": {"devices": [1, 2], "sizes": [[4, 4], [3, 5]], "power_sgd": RANK_2, "optimizer": "SGD"},
+    "1 and 2": {"devices": [1, 2], "sizes": [[4, 5]], "power_sgd": RANK_2, "optimizer": "SGD"},
     "three": {
         "devices": [2, 1, 1],
         "sizes": [[4, 4, 2]],
@@ -75,8 +75,22 @@ CASES: dict[str, dict[str, Any]] = {
         "scaler": {"init_scale": 1024.0, "growth_interval": 2},
         "options": {"clip_grad_norm": 0.1},
     },
+    "plain PyTorch": {  # for which each worker needs examples
+        "devices": [1, 2],
+        "sizes": [[4, 4], [3, 5]],
+        "power_sgd": RANK_2,
+        "optimizer": "SGD",
+        "options": {"capture": "autograd", "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
+    },
+    "other threads": {  # so products of the library may have other bits
+        "devices": [1, 1],
+        "sizes": [[4, 4]],
+        "power_sgd": RANK_2,
+        "threads": [1, 2],
+        "options": {"check_replicas_every": 1},
+    },
     "by itself": {  # an optimizer that does not work element by element
-        "devices": [2, 1],
+        "devices": [3, 1],
         "sizes": [[4, 4], [5, 3]],
         "power_sgd": RANK_2,
         "optimizer": "Adafactor",
@@ -102,11 +116,16 @@ EXACT = {  # gradients have no higher rank than there are examples
 }
 RESUMED = {"devices": [1, 2], "sizes": [[4, 5]], "power_sgd": {**RANK_2, "start_step": 1}, "steps": 5}
 SLOW = (
-    *("2 x 1", "packs", "starts late", "handed over", "parts", "accumulates", "scaled", "by itself"),
+    *("packs", "starts late", "handed over", "parts", "accumulates", "scaled", "by itself", "plain PyTorch"),
     *(
         "goes on",
         "again",
         "leaves",
+        "many",
+        "at once",
+        "saves",
+        "resumes",
+        "one resumes",
     ),  # what no exchange does of its own has a fast case in `test_steps_that_send_a_part`
 )
 
@@ -232,6 +251,7 @@ def test_what_was_sent_and_what_was_not_is_the_sum_of_all_gradients(found: Mappi
         assert torch.allclose(sent + kept, total.flatten(), rtol=1e-8, atol=1e-8), name
 
 
+@pytest.mark.slow
 def test_training_comes_as_far_as_with_whole_gradients(found: Mapping[str, Any]) -> None:
     losses, _ = reference({**MANY, "model": "mlp"}, range(40))
     own = found["many"][0]["losses"]
@@ -252,12 +272,14 @@ def test_two_runs_have_the_same_bits(found: Mapping[str, Any]) -> None:
         assert (one["values"], one["unsent"], one["losses"]) == (other["values"], other["unsent"], other["losses"])
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_its_states_has_the_same_bits(found: Mapping[str, Any]) -> None:
     for at_once, resumed in zip(found["at once"][:2], found["resumes"][:2], strict=True):
         assert resumed["losses"] == at_once["losses"][3:]
         assert (resumed["values"], resumed["unsent"]) == (at_once["values"], at_once["unsent"])
 
 
+@pytest.mark.slow
 def test_workers_of_which_one_has_loaded_no_state_are_refused_by_all(found: Mapping[str, Any]) -> None:
     for own in found["one resumes"][:2]:
         assert "CommunicationError" in own["losses"][0] and "steps of compression=mirrorc.PowerSGD" in own["losses"][0]
@@ -276,6 +298,27 @@ def test_a_worker_that_has_left_sends_what_it_had_not(found: Mapping[str, Any]) 
     assert first["values"] == second["values"]
     assert_close(first["values"], values_of(model))
     assert_close(second["unsent"], unsent[1])
+
+
+ALIKE = "sums of low rank are products of the library, which has the same bits on all workers: their machines are alike"
+UNLIKE = "sums of low rank are made element by element: "
+
+
+@pytest.mark.parametrize(
+    ("case", "text", "by_library"),
+    [
+        ("2 x 1", ALIKE, True),
+        pytest.param("many", ALIKE, True, marks=pytest.mark.slow),
+        ("three", UNLIKE + "worker 0 has 2 devices, worker 1 has 1", False),
+        ("other threads", UNLIKE + "workers 0 and 1 differ in threads of a device: 1 and 2", False),
+    ],
+)
+def test_workers_that_are_alike_use_products_of_the_library(
+    found: Mapping[str, Any], case: str, text: str, by_library: bool
+) -> None:
+    for own in filter(None, found[case]):
+        assert any(text in remark for remark in own["remarks"])
+        assert f"by_library={by_library}" in own["program"] and f"by_library={not by_library}" not in own["program"]
 
 
 def test_bytes_with_and_without_are_explained(found: Mapping[str, Any]) -> None:

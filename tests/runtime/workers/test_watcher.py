@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import distributed
 
 from mirrorc.cluster import Worker
+from mirrorc.errors import CommunicationError
 from mirrorc.runtime.workers import watcher
 from mirrorc.runtime.workers.progress import Progress
 from mirrorc.runtime.workers.watcher import Failure, Watcher
@@ -32,11 +35,33 @@ def test_a_worker_on_which_others_have_given_up_is_told_so() -> None:
     store = distributed.HashStore()
     one, other = Told(store, 0), Told(store, 1)
     given_up = Failure(1, 4, "it gives no sign of life", is_final=True)
-    one.watcher.publish(given_up, num_silent=1)
+    one.watcher.publish(given_up, silent=[2])
     assert other.has_come.wait(30)
     assert other.failures == [given_up] and one.failures == []
     one.watcher.close()
     other.watcher.close()
+
+
+def test_who_has_left_is_not_waited_for() -> None:
+    store = distributed.HashStore()
+    both = [Told(store, rank, num_workers=2) for rank in range(2)]
+    both[1].watcher.leave(Failure(1, 5, "its process has ended", is_final=True))
+    assert both[0].has_come.wait(30)
+    began = time.monotonic()
+    both[0].watcher.publish(Failure(-1, 4, "the connection broke"))
+    assert time.monotonic() - began < watcher._LONGEST_READING_SECONDS
+    both[0].watcher.close()
+
+
+def test_who_has_not_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "_LONGEST_READING_SECONDS", 0.5)
+    store = distributed.HashStore()
+    both = [Told(store, rank) for rank in range(2)]  # the third one is not there
+    began = time.monotonic()
+    both[0].watcher.publish(Failure(0, 4, "it raised"))
+    assert time.monotonic() - began > 0.5 and both[1].has_come.is_set()
+    for told in both:
+        told.watcher.close()
 
 
 def test_who_tells_nothing_is_silent() -> None:
@@ -48,9 +73,7 @@ def test_who_tells_nothing_is_silent() -> None:
         told.watcher.close()
 
 
-def test_who_has_told_nothing_for_long_is_known_at_once_unless_this_worker_has_not_listened(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_has_told_nothing_for_long_is_known_at_once_unless_this_worker_has_not_listened() -> None:
     both = [Told(distributed.HashStore(), rank, num_workers=2) for rank in range(2)]  # each is alone in its store
     for told in both:
         told.watcher.close()
@@ -58,12 +81,18 @@ def test_who_has_told_nothing_for_long_is_known_at_once_unless_this_worker_has_n
         long_ago = time.monotonic() - 100
         told.watcher._heard = {1 - told.watcher._rank: (b"", long_ago)}
         told.watcher._heard_at = time.monotonic()
-    monkeypatch.setattr(watcher, "_SILENT_SECONDS", 50.0)
+    both[0].watcher._silent_seconds, both[1].watcher._silent_seconds = 50.0, 0.3
     assert both[0].watcher.find_silent(lambda: False) == [1]
     both[1].watcher._heard_at = long_ago
-    monkeypatch.setattr(watcher, "_SILENT_SECONDS", 0.3)
     began = time.monotonic()
     assert both[1].watcher.find_silent(lambda: False) == [0] and time.monotonic() - began > 0.3
+
+
+def test_workers_that_look_seldom_are_silent_later() -> None:
+    few, many = (Told(distributed.HashStore(), 0, number) for number in (300, 1000))
+    assert few.watcher._silent_seconds == 2.0 and many.watcher._silent_seconds == 3 * many.watcher._interval == 6.0
+    few.watcher.close()
+    many.watcher.close()
 
 
 def test_how_far_others_are_is_told_with_their_signs_of_life() -> None:
@@ -85,3 +114,15 @@ def test_how_far_others_are_is_told_with_their_signs_of_life() -> None:
 )
 def test_which_calls_a_failure_ends(failure: Failure, ended: list[bool]) -> None:
     assert [failure.ends(call) for call in (2, 3, 4)] == ended
+
+
+def test_a_store_that_takes_connections_and_does_not_answer_is_not_waited_for_without_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watcher, "_LONGEST_CONNECTING_SECONDS", 0.1)
+    goes_on = threading.Event()
+    stopped: Any = SimpleNamespace(add=lambda *_: goes_on.wait(60))
+    workers = [Worker(other, 2, "host", 1, {}) for other in range(2)]
+    with pytest.raises(CommunicationError, match=r"worker 1 \(host, process 1\): the workers' store does not answer"):
+        Watcher(stopped, workers, 1, Told.note)
+    goes_on.set()

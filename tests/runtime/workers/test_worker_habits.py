@@ -11,8 +11,8 @@ import torch
 from worker_habits import reference
 from worker_processes import LazyOutcomes, free_port, told
 
-STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [1, 3]], ["step", [4, 2]], ["step", [4, 0]]]
-OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [3, 1, 2]], ["step", [0, 5, 2]], ["step", [3, 5, 2]]]
+STEPS: list[list[Any]] = [["step", [4, 2]], ["step", [2, 4]], ["step", [4, 2]], ["step", [4, 0]]]
+OF_THREE: list[list[Any]] = [["step", [3, 5, 2]], ["step", [3, 5, 2]], ["step", [0, 5, 2]], ["step", [3, 5, 2]]]
 CASES: dict[str, dict[str, Any]] = {
     "whole, 2 x 1": {"optimizer": "whole", "devices": [1, 1], "calls": [*STEPS, ["accumulate", [2, 1]], STEPS[0]]},
     "whole, 2 x 2": {
@@ -54,10 +54,30 @@ CASES: dict[str, dict[str, Any]] = {
         "calls": [STEPS[0], ["accumulate", [2, 2]], ["step", [4, 2], [0, "flip exp_avg"]]],
         "options": {"check_replicas_every": 2},
     },
+    "evaluates alone": {
+        "model": "random",
+        "devices": [1, 1],
+        "calls": [STEPS[0], ["step", [4, 2], [0, "evaluates"]], STEPS[0]],
+        "options": {"check_replicas_every": 1},
+    },
+    "objects": {
+        "optimizer": "keeps",
+        "devices": [1, 1],
+        "calls": STEPS[:3],
+        "options": {"check_replicas_every": 1},
+    },
+    "bad object": {
+        "optimizer": "keeps what drifts",
+        "devices": [1, 1],
+        "calls": STEPS[:2],
+        "options": {"check_replicas_every": 1},
+    },
 }
 CASES = {name: {"model": "mlp", **given} for name, given in CASES.items()}
 FAST = ("whole, 2 x 2", "drifts", "skips", "bound", "bad memory")
-AS_ONE_PROCESS = [name for name in CASES if name not in ("drifts", "bad memory", "bad state")]
+AS_ONE_PROCESS = [
+    name for name in CASES if name not in ("drifts", "bad memory", "bad state", "evaluates alone", "bad object")
+]
 
 
 def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
@@ -139,3 +159,17 @@ def test_copies_that_part_are_named_on_all_workers(found: Mapping[str, Any], cas
         )
         assert f"has {what}: checksum" in error and "Memory has gone bad" in error
     assert one["losses"][at:] == other["losses"][at:]
+
+
+@pytest.mark.slow
+def test_an_evaluation_on_one_worker_that_writes_buffers_is_no_fault_of_copies(found: Mapping[str, Any]) -> None:
+    one, other = found["evaluates alone"][:2]
+    assert all(isinstance(loss, float) for loss in one["losses"])
+    assert one["losses"] == other["losses"] and one["values"] == other["values"]
+
+
+@pytest.mark.slow
+def test_objects_in_the_optimizers_state_are_compared_by_their_values(found: Mapping[str, Any]) -> None:
+    one, other = found["bad object"][:2]
+    assert one["losses"] == other["losses"] and isinstance(one["losses"][0], float)
+    assert "has kept.sums of 0.bias: checksum" in one["losses"][1]

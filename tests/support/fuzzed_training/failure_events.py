@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -20,7 +21,15 @@ import mirrorc
 from fuzzed_training.events import draw_batch, event
 from fuzzed_training.models import POISON, POISON_IN_BACKWARD
 from fuzzed_training.pair import REFUSALS, Pair
-from fuzzed_training.settings import MAX_GRAD_NORMS, MAX_GRAD_VALUES, MICROBATCHES, OPTIONAL_PASSES, Distribution
+from fuzzed_training.plans import draw_plans
+from fuzzed_training.settings import (
+    MAX_GRAD_NORMS,
+    MAX_GRAD_VALUES,
+    MICROBATCHES,
+    OPTIONAL_PASSES,
+    Distribution,
+    has_factors,
+)
 from mirrorc.runtime.devices.thread_pool import DevicePool
 
 _ROOT = Path(mirrorc.__file__).parents[1]
@@ -229,7 +238,7 @@ def interrupted_at(line: int, in_a_device: bool) -> Iterator[list[str]]:
 
 def draw_distribution(draw: Random) -> Distribution:
     """A way to compile a step."""
-    return Distribution(
+    found = Distribution(
         num_devices=draw.choice((1, 2, 2, 3, 4)),
         link=draw.choice((None, None, "copy")),
         left_out=tuple(name for name in OPTIONAL_PASSES if draw.random() < 0.25),
@@ -242,6 +251,7 @@ def draw_distribution(draw: Random) -> Distribution:
         max_grad_value=draw.choice(MAX_GRAD_VALUES),
         recomputes=draw.random() < 0.25,
     )
+    return replace(found, plans=draw_plans(draw, has_factors=has_factors(found.left_out, found.exact_order)))
 
 
 @event

@@ -48,6 +48,8 @@ class PlainTraining:
         loss, own = self._run(batch, loss_fn), len(batch["target"])
         together = own + self.num_accumulated if self.is_mean else 1
         for parameter in self._held() if self.num_accumulated else ():
+            if parameter.grad is None and parameter.requires_grad and parameter in self._kept:
+                parameter.grad = torch.zeros_like(parameter)  # this batch has not used it, an earlier one has
             if parameter.grad is not None:
                 parameter.grad.mul_(own / together if self.is_mean else 1.0)
                 parameter.grad.add_(self._kept.get(parameter, torch.zeros_like(parameter)) / together)

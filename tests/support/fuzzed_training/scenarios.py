@@ -18,6 +18,7 @@ from fuzzed_training import (
 from fuzzed_training.events import EVENTS, Event
 from fuzzed_training.models import DROPOUT, FEATURES, LOSSES
 from fuzzed_training.pair import Pair
+from fuzzed_training.plans import Plans, draw_plans  # noqa: F401 - the text of a run has it
 from fuzzed_training.settings import (
     MAX_GRAD_NORMS,
     MAX_GRAD_VALUES,
@@ -26,6 +27,7 @@ from fuzzed_training.settings import (
     OPTIONAL_PASSES,
     Distribution,
     Setting,
+    has_factors,
 )
 
 GROUPS = (
@@ -110,6 +112,8 @@ def draw_scenario(
         max_grad_value=random.choice(MAX_GRAD_VALUES),
         recomputes=random.random() < 0.25,
     )
+    can_factor = has_factors(distribution.left_out, exact_order)
+    distribution = replace(distribution, plans=draw_plans(random, has_factors=can_factor))
     setting = Setting(
         features=(*((DROPOUT,) if is_repeated else ()), *sorted(features)),
         loss=random.choice(tuple(LOSSES)),
@@ -151,10 +155,12 @@ def _failure_of(scenario: Scenario) -> Exception | None:
 
 
 def _one_less(scenario: Scenario) -> Iterator[Scenario]:
-    """The same run without one of its events, or without one feature of its model."""
+    """The same run without one of its events, one feature of its model, or one of its plans."""
     setting, events = scenario.setting, scenario.events
     for i in range(len(events)):
         yield replace(scenario, events=(*events[:i], *events[i + 1 :]))
     for name in setting.features:
         features = tuple(other for other in setting.features if other != name)
         yield replace(scenario, setting=replace(setting, features=features))
+    for plans in setting.distribution.plans.simpler():
+        yield replace(scenario, setting=replace(setting, distribution=replace(setting.distribution, plans=plans)))

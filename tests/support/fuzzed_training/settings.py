@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import mirrorc
+from fuzzed_training.plans import AS_THEY_ARE, Plans
 from mirrorc.passes import ChooseCheckpoints, default_pipeline
 
 OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
@@ -57,7 +58,7 @@ OPTIONAL_PASSES = ("share-parameters", "schedule-overlap", "place-gradients", "f
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a step is compiled: for how many devices, over which link, with which passes, bucket sizes, checks and bounds.
+    """How a step is compiled: for how many devices, over which link, with which passes, plans, bucket sizes, checks and bounds.
 
     Where it recomputes, backward computes again what it can.
     """
@@ -73,33 +74,38 @@ class Distribution:
     max_grad_norm: float | None = None
     max_grad_value: float | None = None
     recomputes: bool = False
+    plans: Plans = AS_THEY_ARE
 
     def compile(self, model: nn.Module, **options: Any) -> mirrorc.Step:
         """A step over the model."""
-        cap = self.bucket_bytes / 2**20
-        smallest = 0 if self.factors else 2**17
+        passes = default_pipeline(
+            **self.plans.of_pipeline(self.bucket_bytes),
+            link=self.link,
+            min_factored_elements=0 if self.factors else 2**17,
+            check_finite=self.is_checked,
+            microbatches=self.microbatches,
+            max_grad_norm=self.max_grad_norm,
+            max_grad_value=self.max_grad_value,
+        )
         return mirrorc.compile(
             model,
             self.num_devices,
             backend="eager",
-            passes=default_pipeline(
-                bucket_cap_mb=cap,
-                first_bucket_mb=cap,
-                link=self.link,
-                min_factored_elements=smallest,
-                check_finite=self.is_checked,
-                microbatches=self.microbatches,
-                max_grad_norm=self.max_grad_norm,
-                max_grad_value=self.max_grad_value,
-            ),
+            passes=passes,
             microbatches=self.microbatches,
             add_passes=[mirrorc.before("recompute-checkpoints", ChooseCheckpoints(0))] if self.recomputes else [],
-            disable_passes=self.left_out,
+            disable_passes=[name for name in self.left_out if any(one.name == name for one in passes)],
+            exchange=self.plans.exchange,
             exact_order=self.exact_order,
             check_replicas_every=int(self.is_checked),
             timeout_seconds=60.0,
             **options,
         )
+
+
+def has_factors(left_out: Sequence[str], exact_order: bool) -> bool:
+    """Whether gradients may be left as factors."""
+    return not exact_order and "factor-gradients" not in left_out
 
 
 MICROBATCHES = (1, 1, 1, 2, 3)

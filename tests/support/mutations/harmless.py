@@ -258,13 +258,15 @@ def compute_for_nobody(program: Program) -> Iterator[Edit]:
 
 @keeps
 def clone_a_bucket_on_its_way(program: Program) -> Iterator[Edit]:
-    """A packed bucket, or a sum, is copied before it is used; there is no copy of what is compressed, or left as factors."""
+    """A packed bucket, or a sum, is copied before it is used; there is none of what is compressed, or left as factors or rows."""
     for node in placed_nodes(program, ops.pack, ops.wait):
         is_used = any(user.op != "output" for user in node.users)
         is_whole = isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].is_contiguous()
         parameters = node.target is ops.wait and node.args[0].target in (ops.broadcast, ops.recv)  # type: ignore[union-attr]
         takers = (ops.gather_factors, ops.decompress)
-        is_unmade = any(u.target in takers or u.kwargs.get("part_elements") for u in node.users)
+        is_unmade = program.buckets[bucket_of(node)].rule.takes_rows or any(
+            u.target in takers or u.kwargs.get("part_elements") for u in node.users
+        )
         if is_used and is_whole and not parameters and not is_unmade:
             yield partial(insert_like, node, aten.clone.default)  # type: ignore[arg-type]
 

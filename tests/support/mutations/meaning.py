@@ -22,6 +22,7 @@ from mutations.places import kind_of, timelines
 
 aten = torch.ops.aten
 _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
+_COMPUTED = {matmul.mm_into: aten.mm.default, matmul.linear_into: aten.addmm.default}  # into memory that is given
 Results = dict[tuple[int, str, str], list[Any]]
 
 
@@ -109,8 +110,7 @@ class _Values:
         if node.target is ops.index_add:
             given = (*node.args, node.meta["val"].shape[0], node.kwargs.get("padding_idx", -1), False)
             return hash((aten.embedding_dense_backward.default, self._key(given, values), self._key({}, values)))
-        target = aten.mm.default if node.target is matmul.mm_into else node.target
-        args = node.args[1:] if node.target is matmul.mm_into else node.args
+        target, args = (_COMPUTED[node.target], node.args[1:]) if node.target in _COMPUTED else (node.target, node.args)
         value = hash((target, self._key(args, values), self._key(node.kwargs, values)))
         if node.target is aten.t.default:
             self.turned[value] = source  # type: ignore[assignment]

@@ -172,6 +172,18 @@ class Tables(nn.Module):
         return self.head(self.one(places[:, 0]) + self.two(places[:, 1]))
 
 
+class SparseTables(nn.Module):
+    """Two tables of one shape, of which few rows are looked up, whose optimizer takes rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Embedding(60, 3, sparse=True), nn.Embedding(60, 3, padding_idx=3, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = (x.abs() * 20).long() % 60
+        return self.one(places[:, 0]) + self.two(places[:, 1])
+
+
 class Tied(nn.Module):
     """A head with the weight of a table: its gradient is a product to which another region adds rows."""
 
@@ -305,6 +317,7 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
         torch.manual_seed(0)
         yield Source(f"products on {n}", captured_model(Products(), n), SMALL_BUCKETS)
         yield Source(f"tables on {n}", captured_model(Tables(), n, rows=2 * n), SMALL_BUCKETS)
+        yield Source(f"sparse tables on {n}", captured_model(SparseTables(), n, rows=2 * n), SMALL_BUCKETS)
         yield Source(f"tied on {n}", captured_model(Tied(), n, rows=2 * n), SMALL_BUCKETS)
         laid_out = captured_model(LaidOut(), n, rows=2 * n, columns=32)
         yield Source(f"laid out on {n}", laid_out, SMALL_BUCKETS | {"channels_last": True, "gelu_by_sigmoid": True})

@@ -156,7 +156,7 @@ def store_what_was_received_for_another(program: Program) -> Iterator[Edit]:
         other.append(one)
 
     for timeline in timelines(program):
-        stores = [node for node in timeline if node.target is ops.store]
+        stores = [node for node in timeline if node.target in (ops.store, ops.store_rows)]
         for one, other in pairs_alike(stores, lambda store: type_of(store.args[0])):  # type: ignore[arg-type]
             yield partial(edit, one, other)
 

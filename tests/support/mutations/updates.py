@@ -29,7 +29,7 @@ from mutations.places import (
 )
 from mutations.table import Edit, breaks
 
-_UPDATES = (ops.update, ops.step_optimizer, ops.store)
+_UPDATES = (ops.update, ops.step_optimizer, ops.store, ops.store_rows)
 
 
 def _buckets_of(node: fx.Node) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def _erase(node: fx.Node) -> None:
 @breaks
 def drop_an_update(program: Program) -> Iterator[Edit]:
     """A replica's parameters are not updated, or not stored."""
-    for node in placed_nodes(program, ops.update, ops.store):
+    for node in placed_nodes(program, ops.update, ops.store, ops.store_rows):
         yield partial(node.graph.erase_node, node)
     for node in placed_nodes(program, ops.step_optimizer):
         yield partial(_erase, node)
@@ -199,7 +199,7 @@ def let_another_replica_step(program: Program) -> Iterator[Edit]:
 
     def edit(step: fx.Node) -> None:
         own = {(bucket_of(n), replica_of(n)): n for n in placed_nodes(program, ops.wait, ops.store)}
-        sums = [n for n in placed_nodes(program, ops.wait) if n.args[0].target is ops.all_reduce]  # type: ignore[union-attr]
+        sums = [n for n in placed_nodes(program, ops.wait) if n.args[0].target in ops.REDUCTIONS]  # type: ignore[union-attr]
         given = {(bucket_of(n), replica_of(n)): n for n in sums}
         step.args = tuple(given[(index, 1)] for index in _buckets_of(step))
         last = max(step.all_input_nodes)

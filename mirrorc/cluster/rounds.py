@@ -1,0 +1,131 @@
+"""What all workers do together, such as compiling a step, where a worker that fails tells the others, who wait no longer then."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import distributed
+
+from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.cluster.roll_call import Worker
+from mirrorc.cluster.sameness import all_say, check_same_facts
+from mirrorc.cluster.signs_of_life import Lookout, in_short
+from mirrorc.cluster.stores import first_line
+from mirrorc.errors import CommunicationError
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_VERDICT_SECONDS = 10.0  # after the time to wait for others: to tell all what was found
+_LONGEST_READING_SECONDS = 5.0  # for which worker 0, whose store it may be, stays until all have read why it failed
+_SECONDS_BETWEEN_LOOKS = 0.02
+_FAILURE, _NUM_AWARE = "failure", "aware"
+_T = TypeVar("_T")
+
+
+class Round:
+    """One such undertaking, seen from one worker. What they compare in it is numbered by itself, so that a round that has failed
+    on some workers, in whatever place, leaves no trace in the next one.
+
+    Args:
+        store: where the workers meet.
+        workers: all, by rank.
+        rank: of this worker.
+        name: the same on all workers, and of no other round.
+        doing: what they do, such as "mirrorc.compile".
+        lookout: looks whether one of them is gone.
+    """
+
+    def __init__(
+        self, store: Any, workers: Sequence[Worker], rank: int, name: str, doing: str, lookout: Lookout
+    ) -> None:
+        self.workers, self.rank, self.name, self._doing, self._lookout = workers, rank, name, doing, lookout
+        self._store: Any = distributed.PrefixStore(name, store)
+        self._num_comparisons = itertools.count()
+        self._is_aware = False  # of a failure of this round, and counted among those that are
+
+    def check_same(self, what: str, facts: Mapping[str, object], *, timeout_seconds: float) -> None:
+        """As `Cluster.check_same`.
+
+        Raises:
+            CommunicationError: as there; or a worker has failed in this round, and does not come.
+        """
+        self._meet(
+            lambda store, deadline: check_same_facts(store, self.workers, self.rank, what, facts, deadline, self._look),
+            f"compared {what}",
+            timeout_seconds,
+        )
+
+    def all_say(self, text: str, *, timeout_seconds: float) -> list[str]:
+        """As `Cluster.all_say`.
+
+        Raises:
+            CommunicationError: as there; or a worker has failed in this round, and does not come.
+        """
+        return self._meet(
+            lambda store, deadline: all_say(store, self.workers, self.rank, text, deadline, self._look),
+            "spoke with the others",
+            timeout_seconds,
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others of an error, unless they have told this worker of theirs. Raises nothing, and takes a bounded time."""
+        text = (
+            f"{self.workers[self.rank]} failed in {self._doing}, which all workers call together: {in_short(error, None)}. "
+            f"Mend that, and call {self._doing} again on all workers"
+        )
+        try:
+            in_bounded_time(lambda: self._tell(text), _LONGEST_READING_SECONDS + _LONGEST_VERDICT_SECONDS)
+            self._is_aware = True
+        except (TimeoutError, RuntimeError) as lost:
+            logger.debug("the workers' store is lost: %s", first_line(lost))
+
+    def _tell(self, text: str) -> None:
+        if not self._is_aware:
+            self._store.compare_set(_FAILURE, "", text)  # all are told of the first one
+            self._store.add(_NUM_AWARE, 1)
+        if self.rank == 0:
+            until = time.monotonic() + _LONGEST_READING_SECONDS
+            num_gone = 0  # who read nothing any more
+            while self._store.add(_NUM_AWARE, 0) < len(self.workers) - num_gone and time.monotonic() < until:
+                num_gone = max(num_gone, len(self._lookout.gone()))
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def _look(self) -> None:
+        """Called while others are waited for.
+
+        Raises:
+            CommunicationError: one of them has failed, or is gone.
+        """
+        if not self._store.check([_FAILURE]):
+            gone = self._lookout.gone()
+            if not gone:
+                return
+            rank, what = min(gone.items())
+            text = f"{self.workers[rank]} does not come to {self._doing}: {what}. End all workers, and start them again"
+            self._store.compare_set(_FAILURE, "", text)  # all are told of the first one
+        text = self._store.get(_FAILURE).decode()
+        self._store.add(_NUM_AWARE, 1)
+        self._is_aware = True
+        raise CommunicationError(text)
+
+    def _meet(self, function: Callable[[Any, float], _T], doing: str, timeout_seconds: float) -> _T:
+        """Calls a function with a store of its own and the time until which it may wait, and returns in a bounded time.
+
+        Raises:
+            CommunicationError: the store does not answer; or what the function raises.
+        """
+        store = distributed.PrefixStore(f"same/{next(self._num_comparisons)}", self._store)
+        deadline = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
+        seconds = deadline - time.monotonic() + _LONGEST_VERDICT_SECONDS
+        try:
+            return in_bounded_time(lambda: function(store, deadline), seconds)
+        except (TimeoutError, RuntimeError) as error:
+            raise CommunicationError(
+                f"{self.workers[self.rank]} lost the workers' store while it {doing} ({first_line(error)}). See "
+                "why the process that had opened it ended or hangs: worker 0, or torchrun's agent"
+            ) from error

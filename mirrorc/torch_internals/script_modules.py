@@ -1,0 +1,115 @@
+"""Modules that TorchScript runs: copies of them whose parameters and buffers are other tensors. They have no hooks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_TABLES = ("_parameters", "_buffers")
+_PLAIN = (int, float, complex, bool, str, type(None), torch.device, torch.dtype)
+
+
+def _native(module: nn.Module) -> Any:
+    """The module as TorchScript has it."""
+    return module._c
+
+
+def is_script_module(module: nn.Module) -> bool:
+    """Whether TorchScript runs it: scripted or traced, the outermost one or one within it."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def forward_signature(module: nn.Module) -> inspect.Signature:
+    """The signature of a module's forward; of one that TorchScript has traced, too."""
+    if not is_script_module(module):
+        return inspect.signature(module.forward)
+    _, *arguments = _native(module)._get_method("forward").schema.arguments
+    return inspect.Signature([_parameter(argument) for argument in arguments])
+
+
+def _parameter(argument: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+    return inspect.Parameter(argument.name, kind, default=default)
+
+
+def object_within(module: nn.Module) -> str | None:
+    """An attribute of such a module that holds an object, which copies would share; None if there is none."""
+    for part in module.modules():
+        for name in _attribute_names(part):
+            if _shown(getattr(part, name)) is None:
+                return name
+    return None
+
+
+def _attribute_names(part: nn.Module) -> list[str]:
+    """The names of attributes that are no parameters, buffers or modules."""
+    others = {*part._parameters.keys(), *part._buffers.keys(), "_is_full_backward_hook"}
+    return [name for name in part._concrete_type.get_attributes() if name not in others]  # type: ignore[union-attr, operator]
+
+
+class ScriptCopy:
+    """A copy of such a module, to be run in one thread while others run their own.
+
+    Args:
+        original: the outermost module of TorchScript; it is not changed.
+
+    Attributes:
+        module: its copy, which can be run after `load`.
+        pairs: each module within the original, itself included, and its copy.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        self.module = copy.deepcopy(original)
+        self.pairs = list(zip(original.modules(), self.module.modules(), strict=True))
+        self._loaded: list[tuple[str, nn.Module, Any, Any]] = []
+        self.unload()
+
+    def load(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Takes over all that the original has now, and what stands for its parameters and buffers."""
+        self._loaded = []
+        for name, source, own in self._attributes():
+            value = getattr(source, name)
+            _native(own).setattr(name, value)
+            self._loaded.append((name, own, value, _shown(value)))
+        for name, source, own in self._tensors():
+            _native(own).setattr(name, replaced(getattr(source, name)))
+
+    def unload(self) -> None:
+        """Lets go of tensors."""
+        self._loaded = []
+        for name, source, own in self._tensors():
+            _native(own).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
+
+    def changed(self) -> str | None:
+        """An attribute that is no parameter or buffer, and that was assigned or written since `load`; None if there is none."""
+        return next((name for name, own, _, shown in self._loaded if _shown(getattr(own, name)) != shown), None)
+
+    def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+        for source, own in self.pairs:
+            for name in _attribute_names(source):
+                yield name, source, own
+
+    def _tensors(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+        for source, own in self.pairs:
+            for table in _TABLES:
+                for name, tensor in getattr(source, table).items():
+                    if tensor is not None:
+                        yield name, source, own
+
+
+def _shown(value: Any) -> tuple[Any, ...] | None:
+    """Equal for values in which nothing was changed, as long as the first one lives; None for what may hold an object."""
+    if isinstance(value, torch.Tensor):
+        return "tensor", id(value), value._version, value.shape
+    if isinstance(value, dict):
+        return _shown([item for pair in value.items() for item in pair])
+    if isinstance(value, list | tuple):
+        items = tuple(map(_shown, value))
+        return None if None in items else (type(value).__name__, items)
+    return (type(value).__name__, repr(value)) if isinstance(value, _PLAIN) else None

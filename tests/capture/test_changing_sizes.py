@@ -1,0 +1,80 @@
+"""Which sizes become symbols, by the calls that have come before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mirrorc
+from mirrorc.capture.arguments import flatten_call
+from mirrorc.capture.changing_sizes import ChangingSizes
+
+NONE: list[set[int]] = []
+
+
+def symbols_after(*shapes: tuple[int, ...], dynamic: bool | None = None) -> list[set[int]]:
+    """The symbolic dimensions of x [examples, length] and y [examples], when the last of these calls comes."""
+    sizes = ChangingSizes(dynamic=dynamic)
+    return [symbols_of(sizes, torch.empty(shape), torch.empty(shape[0])) for shape in shapes][-1]
+
+
+def symbols_of(sizes: ChangingSizes, *args: Any) -> list[set[int]]:
+    call = flatten_call(["x", "y"], args, {})
+    return [set(dims) for dims in sizes.symbolic_dims(call, "step")]
+
+
+def test_the_first_sizes_are_numbers() -> None:
+    assert symbols_after((8, 5)) == NONE
+
+
+def test_a_second_length_is_a_symbol() -> None:
+    assert symbols_after((8, 5), (8, 6)) == [{1}, set()]
+    assert symbols_after((8, 6), (8, 5)) == [{1}, set()]
+
+
+@pytest.mark.parametrize("pair", [((8, 5), (3, 5)), ((3, 5), (8, 5))])
+def test_two_numbers_of_examples_are_a_batch_and_the_last_one(pair: tuple[tuple[int, int], ...]) -> None:
+    assert symbols_after(*pair) == NONE
+    assert symbols_after(*pair, *pair) == NONE
+    assert symbols_after(*pair, (6, 5)) == [{0}, {0}]
+
+
+def test_where_lengths_change_a_larger_batch_is_no_last_one() -> None:
+    assert symbols_after((8, 5), (8, 6), (12, 7)) == [{0, 1}, {0}]
+    assert symbols_after((8, 5), (12, 6)) == [{0, 1}, {0}]
+    assert symbols_after((8, 5), (8, 6), (3, 7)) == [{1}, set()]
+    assert symbols_after((8, 5), (8, 6), (3, 7), (4, 7)) == [{0, 1}, {0}]
+
+
+def test_sizes_of_zero_and_one_do_not_count() -> None:
+    assert symbols_after((8, 5), (8, 1), (0, 5), (1, 5)) == NONE
+    assert symbols_after((8, 1), (8, 5)) == NONE
+
+
+def test_true_takes_all_and_false_takes_none() -> None:
+    assert symbols_after((8, 5), dynamic=True) == [{0, 1}, {0}]
+    assert symbols_after((8, 5), (9, 6), (10, 7), dynamic=False) == NONE
+
+
+@pytest.mark.parametrize("split", [(4, 3), (3, 4)])
+def test_shards_that_are_split_already_may_be_uneven(split: tuple[int, int]) -> None:
+    sizes = ChangingSizes(dynamic=None)
+
+    def shards(*rows: int) -> list[set[int]]:
+        one = [mirrorc.PerReplica([torch.empty(n, *rest) for n in rows]) for rest in ((5,), ())]
+        return symbols_of(sizes, *one)
+
+    assert shards(*split) == NONE
+    assert shards(4, 4) == NONE
+    assert shards(6, 6) == NONE  # the last batch, or that of which the others are the last
+    assert shards(9, 9) == [{0}, {0}]
+
+
+def test_a_marked_size_is_a_symbol_and_the_other_ones_count_as_ever() -> None:
+    sizes = ChangingSizes(dynamic=False)
+    x = torch.empty(8, 5)
+    torch._dynamo.mark_dynamic(x, 1)
+    assert symbols_of(sizes, x, torch.empty(8)) == [{1}, set()]
+    assert symbols_of(sizes, torch.empty(9, 6), torch.empty(9)) == [{1}, set()]

@@ -1,0 +1,115 @@
+"""What workers that have joined find out of each other's processes; here all are in one, but for those that end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from mirrorc.cluster import Worker, signs_of_life
+from mirrorc.cluster.roll_call import local_system
+from mirrorc.cluster.rounds import Round
+from mirrorc.cluster.signs_of_life import Lookout, SignsOfLife
+from mirrorc.errors import CommunicationError
+
+
+@pytest.fixture(autouse=True)
+def _looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs_of_life, "_SECONDS_BETWEEN_LOOKS", 0.0)
+
+
+def elsewhere(num_workers: int) -> list[Worker]:
+    """Workers of another system, whose processes have numbers that say nothing here."""
+    return [Worker(rank, num_workers, f"host-{rank}", 2**30, {}, "another system") for rank in range(num_workers)]
+
+
+def test_a_worker_that_ends_says_what_has_ended_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = distributed.HashStore()
+    lookout = Lookout(store, elsewhere(3), 0)
+    signs = SignsOfLife(store, 3, 2)
+    assert lookout.gone() == {}
+    monkeypatch.setattr(sys, "last_value", ValueError("there is\nno data."), raising=False)
+    signs._end()
+    assert lookout.gone() == {2: "its process has ended, after ValueError: there is no data"}
+    assert Lookout(store, elsewhere(3), 2).gone() == {}  # nobody looks out for itself
+
+
+def test_a_child_that_was_forked_says_nothing_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = distributed.HashStore()
+    signs = SignsOfLife(store, 2, 1)
+    with monkeypatch.context() as child:
+        child.setattr(signs_of_life.os, "getpid", lambda: 1)
+        signs._end()
+    assert Lookout(store, elsewhere(2), 0).gone() == {}
+    signs._end()
+    assert Lookout(store, elsewhere(2), 0).gone() == {1: "its process has ended"}
+
+
+@pytest.mark.skipif(not local_system(), reason="this system has no /proc")
+def test_a_process_of_this_system_that_was_killed_is_gone_at_once() -> None:
+    store = distributed.HashStore()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        for system, expected in ((local_system(), {1: "its process has ended"}), ("another system", {})):
+            lookout = Lookout(store, [Worker(0, 2), Worker(1, 2, "host", process.pid, {}, system)], 0)
+            if process.poll() is None:
+                assert lookout.gone() == {}
+                process.kill()
+            process.wait()
+            assert lookout.gone() == expected
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_worker_that_tells_nothing_more_is_gone_however_long_this_one_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signs_of_life, "_FEWEST_SECONDS_BETWEEN_BEATS", 0.0)
+    monkeypatch.setattr(signs_of_life, "_MOST_BEATS_PER_SECOND", 1e9)
+    monkeypatch.setattr(signs_of_life, "_SILENT_BEATS", 3)
+    store = distributed.HashStore()
+    lookout = Lookout(store, elsewhere(2), 0)
+    store.set("beat/1", "1")
+    for _ in range(3):
+        assert lookout.gone() == {}
+    store.set("beat/1", "2")  # just in time
+    for _ in range(3):
+        assert lookout.gone() == {}
+    assert lookout.gone() == {1: "it gives no sign of life: it has ended, or hangs"}
+
+
+def test_a_thread_tells_that_a_worker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs_of_life, "_FEWEST_SECONDS_BETWEEN_BEATS", 0.01)
+    store = distributed.HashStore()
+    signs = SignsOfLife(store, 2, 1)
+    until = time.monotonic() + 60
+    while int(store.get("beat/1")) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert int(store.get("beat/1")) >= 2
+    signs._end()
+
+
+def test_all_who_wait_in_a_round_raise_the_same_error_when_one_is_gone() -> None:
+    store: Any = distributed.HashStore()
+    workers = elsewhere(3)
+    rounds = [
+        Round(store, workers, rank, "round/0", "mirrorc.compile", Lookout(store, workers, rank)) for rank in (0, 1)
+    ]
+    SignsOfLife(store, 3, 2)._end()
+    raised = []
+    for own in rounds:
+        with pytest.raises(CommunicationError) as error:
+            own.all_say("here", timeout_seconds=60)
+        raised.append(str(error.value))
+    assert (
+        raised
+        == [
+            f"{workers[2]} does not come to mirrorc.compile: its process has ended. End all workers, and start them again"
+        ]
+        * 2
+    )

@@ -1,0 +1,298 @@
+"""Rows of tables that one device has updated and sends: every device has the bits that the whole table gives it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import selections
+import torch
+from separate_memories import separate_memories
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import mirrorc
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
+from mirrorc.step import Step
+
+Maker = Callable[[nn.Module], list[torch.optim.Optimizer]]
+COPIES = {"link": "copy", "disable_passes": ["share-parameters"]}
+WHOLE = {"link": "copy", "disable_passes": ["share-parameters", "send-rows"]}
+
+
+class Lookups(nn.Module):
+    """Words with padding, which are looked up twice, bags, and a table of which few rows are; and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(200, 4, padding_idx=1, sparse=True)
+        self.bags = nn.EmbeddingBag(300, 4, padding_idx=0, sparse=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = self.words(x).mean(1) + self.words(x[:, 0])
+        return self.head(torch.tanh(words + self.bags(x % 7)))
+
+    def tables(self) -> list[nn.Parameter]:
+        return [self.words.weight, self.bags.weight]
+
+
+def dense_of(model: Any) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if all(p is not table for table in model.tables())]
+
+
+MAKERS: dict[str, Maker] = {
+    "SparseAdam": lambda model: [
+        torch.optim.SparseAdam(model.tables(), lr=0.1),  # type: ignore[operator]
+        torch.optim.AdamW(dense_of(model), lr=0.1),
+    ],
+    "SGD": lambda model: [torch.optim.SGD(model.parameters(), lr=0.1)],
+    "momentum": lambda model: [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
+    "Adagrad": lambda model: [torch.optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.1)],
+    "two": lambda model: [
+        torch.optim.SGD([model.words.weight, *dense_of(model)], lr=0.1),  # type: ignore[list-item]
+        torch.optim.Adagrad([model.bags.weight], lr=0.1),  # type: ignore[list-item]
+    ],
+}
+
+
+def seeded() -> Lookups:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Lookups()
+
+
+def batches(sizes: Sequence[int] = (4, 1, 4)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Some rows occur several times, some in one batch alone; one bag has nothing but padding."""
+    generator = torch.Generator().manual_seed(3)
+    for size in sizes:
+        x = torch.randint(0, 14, (size, 3), generator=generator)
+        x[0] = 7  # 0 in the bags
+        yield x, torch.randn(size, 3, generator=generator)
+
+
+def copies_of(step: Step, name: str) -> tuple[torch.Tensor, ...]:
+    return tuple(step.variables[name].values)
+
+
+def trained(make: Maker, devices: int, **options: Any) -> tuple[Lookups, list[dict[str, Any]], int]:
+    """The model, the optimizers' states, and how many times a step of its last program writes rows; all copies are equal."""
+    model = seeded()
+    optimizers = make(model)
+    with (
+        warnings.catch_warnings(),
+        mirrorc.compile(model, devices, optimizer=optimizers, loss_fn=F.mse_loss, backend="eager", **options) as step,
+    ):
+        warnings.simplefilter("ignore", UserWarning)
+        for x, y in batches():
+            step(x, target=y)
+        assert_copies_are_equal(step, model)
+        count = count_stores(step)
+    return model, [optimizer.state_dict()["state"] for optimizer in optimizers], count
+
+
+def count_stores(step: Step) -> int:
+    graphs = [module.graph for module in step.program.device_graphs.values()]
+    return sum(1 for graph in graphs for _ in calls_to(graph, ops.store_rows))
+
+
+def assert_copies_are_equal(step: Step, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        for own in copies_of(step, name):
+            assert torch.equal(own, parameter), name
+
+
+def trained_alone(make: Maker) -> Lookups:
+    model = seeded()
+    optimizers = make(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for x, y in batches():
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    return model
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """The same bits, in whatever holds tensors."""
+    if isinstance(one, torch.Tensor):
+        assert one.layout == other.layout
+        assert torch.equal(one.to_dense(), other.to_dense())
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_same(value, other[key])
+    elif isinstance(one, list):
+        for value, another in zip(one, other, strict=True):
+            assert_same(value, another)
+    else:
+        assert one == other
+
+
+ROWS_OF = {"SparseAdam": 2, "SGD": 2, "momentum": 0, "Adagrad": 2, "two": 2}
+"""Of how many tables each other device writes rows."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    selections.slow_but(
+        [(3, "SparseAdam"), (2, "momentum")],
+        [(devices, name) for devices in (2, 3, 4) for name in MAKERS],
+    ),
+)
+def test_rows_give_each_device_the_bits_that_the_whole_table_gives_it(case: tuple[int, str]) -> None:
+    devices, name = case
+    model, states, count = trained(MAKERS[name], devices, **COPIES)
+    other, others, none = trained(MAKERS[name], devices, **WHOLE)
+    assert (count, none) == (ROWS_OF[name] * (devices - 1), 0)
+    assert_same(model.state_dict(), other.state_dict())
+    assert_same(states, others)
+    for own, wanted in zip(model.parameters(), trained_alone(MAKERS[name]).parameters(), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-6)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bound": {"clip_grad_norm": 0.05},
+    "bound by value": {"clip_grad_value": 0.01},
+    "checked": {"check_finite": True},
+    "microbatches": {"microbatches": 2},
+    "scaled": {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=8.0)},
+    "by messages": {"all_reduce": "ring"},
+    "packs": {"packing": 3},
+}
+
+
+@pytest.mark.parametrize("name", selections.slow_but(["bound"], list(OPTIONS)))
+def test_rows_go_with_all_that_gradients_go_through(name: str) -> None:
+    options = {key: value() if callable(value) else value for key, value in OPTIONS[name].items()}
+    model, states, count = trained(MAKERS["SparseAdam"], 2, **COPIES, **options)
+    options = {key: value() if callable(value) else value for key, value in OPTIONS[name].items()}
+    other, others, _ = trained(MAKERS["SparseAdam"], 2, **WHOLE, **options)
+    assert count == 2
+    assert_same([model.state_dict(), states], [other.state_dict(), others])
+
+
+@pytest.mark.parametrize("placement", ["mirrored", *selections.slow(("least-loaded",))])
+def test_devices_with_memories_of_their_own_get_rows(monkeypatch: pytest.MonkeyPatch, placement: str) -> None:
+    separate_memories(monkeypatch)
+    model, states, count = trained(MAKERS["Adagrad"], 3, link="copy", placement=placement)
+    other, others, none = trained(MAKERS["Adagrad"], 3, link="copy", placement=placement, disable_passes=["send-rows"])
+    assert (count, none) == (4, 0)
+    assert_same([model.state_dict(), states], [other.state_dict(), others])
+
+
+class Table(nn.Module):
+    """Gives rows of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(100, 2, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x)
+
+
+def compiled(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> Step:
+    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **COPIES, **options)
+
+
+def test_what_changes_the_rows_that_a_step_writes_is_seen_between_steps() -> None:
+    """Momentum writes rows of earlier steps, and a hook any row: the copies are equal after each step, with and without."""
+    model, y = Table(), torch.ones(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def shrink(*_: Any) -> None:
+        with torch.no_grad():
+            model.table.weight.mul_(0.5)
+
+    with compiled(optimizer, model) as step:
+
+        def trained_with(places: list[int]) -> int:
+            before = model.table.weight.detach().clone()
+            step(torch.tensor(places), target=y)
+            assert_copies_are_equal(step, model)
+            written.append((model.table.weight != before).any(1).sum().item())
+            return count_stores(step)
+
+        written: list[Any] = []
+        assert trained_with([1, 2]) == 1
+        optimizer.param_groups[0]["momentum"] = 0.9
+        assert trained_with([3, 4]) == 0
+        assert trained_with([5, 6]) == 0
+        optimizer.param_groups[0]["momentum"] = 0
+        assert trained_with([7, 7]) == 1
+        hook = optimizer.register_step_post_hook(shrink)
+        assert trained_with([8, 9]) == 0
+        hook.remove()
+        assert trained_with([8, 9]) == 1
+        of_all = register_optimizer_step_pre_hook(shrink)
+        assert trained_with([8, 9]) == 0
+        of_all.remove()
+        assert trained_with([1, 2]) == 1
+    assert written == [2, 2, 4, 1, 100, 2, 100, 2]
+
+
+def test_a_hook_of_one_of_several_optimizers_has_all_tables_sent() -> None:
+    model = seeded()
+    optimizers = MAKERS["two"](model)
+
+    def shrink(*_: Any) -> None:
+        with torch.no_grad():
+            model.words.weight.mul_(0.5)
+
+    optimizers[1].register_step_pre_hook(shrink)
+    with mirrorc.compile(model, 2, optimizer=optimizers, loss_fn=F.mse_loss, backend="eager", **COPIES) as step:
+        for x, y in batches((4,)):
+            step(x, target=y)
+        assert count_stores(step) == 0
+        assert_copies_are_equal(step, model)
+
+
+def test_a_step_that_is_skipped_writes_no_rows() -> None:
+    model, x = Table(), torch.tensor([1, 2])
+    before = copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with compiled(torch.optim.SGD(model.parameters(), lr=0.5), model, scaler=scaler) as step:
+        step(x, target=torch.full((2, 2), torch.inf))
+        assert_same(dict(model.state_dict()), dict(before))
+        assert_copies_are_equal(step, model)
+        step(x, target=torch.ones(2, 2))
+        assert count_stores(step) == 1
+        assert_copies_are_equal(step, model)
+    assert not torch.equal(model.table.weight, before["table.weight"])
+
+
+def test_rows_are_counted_where_bytes_are() -> None:
+    """Four lookups on each device, 8 bytes each: at most 64 bytes, in place of 800."""
+    model = Table()
+    with compiled(torch.optim.SGD(model.parameters(), lr=0.5), model) as step:
+        step(torch.arange(8), target=torch.ones(8, 2))
+        explained, memory, text = step.explain(), step.memory(), str(step.program)
+    (sent,) = [bucket for bucket in explained.buckets if bucket.kind == "send"]
+    assert sent.num_bytes == 64
+    assert "the rows that SGD group 0 writes are sent to each other device, at most 0.1 KiB in place of 0.8 KiB" in text
+    assert "updated_rows(bucket=0" in text and "store_rows(bucket=0" in text
+    assert "at most 8 of 100" in text
+    assert all(row.activations < 2048 for row in memory.rows)
+
+
+def test_where_rows_may_be_a_large_part_of_the_table_it_is_sent_whole() -> None:
+    model = Table()
+    with compiled(torch.optim.SGD(model.parameters(), lr=0.5), model) as step:
+        step(torch.arange(13), target=torch.ones(13, 2))
+        assert count_stores(step) == 0
+        assert "all of table.weight is sent, 0.8 KiB, and not its rows, 0.1 KiB at most: devices of one" in str(
+            step.program
+        )
+        assert_copies_are_equal(step, model)
+        step(torch.arange(12), target=torch.ones(12, 2))
+        assert count_stores(step) == 1
+        assert_copies_are_equal(step, model)

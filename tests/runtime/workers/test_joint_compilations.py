@@ -1,0 +1,149 @@
+"""Steps that workers compile together: one that fails on a worker fails on all at once, and the next one is as if it had not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selections import slow_but
+from worker_processes import LazyOutcomes, free_port, outcomes, told
+
+GOOD = ["", "", ""]
+ATTEMPTS: dict[str, list[list[str]]] = {
+    "on one worker": [GOOD, ["", "optimizer", ""], ["", "value", ""], ["value", "", ""], GOOD],
+    "on all": [["optimizer", "optimizer", "optimizer"], ["value", "kind", "value"], GOOD],
+    "in a capture": [["", "", "capture"], GOOD],
+    "of one that is interrupted": [GOOD, ["", "", "interrupt"], ["kind", "", ""], GOOD],
+    "in what is sent": [["unsendable", "unsendable", "unsendable"], GOOD],
+    "for devices": [["devices", "", ""], GOOD],
+}
+FIRST = {
+    f"in the first call, a wrong {how}": [how if rank == number % 3 else "" for rank in range(3)]
+    for number, how in enumerate(("model", "optimizer", "time", "kind", "options", "rank", "world"))
+}
+ATTEMPTS |= {name: [ways, GOOD] for name, ways in FIRST.items()}
+DIFFER: dict[str, list[list[str]]] = {"with other options": [["", "differs", ""], GOOD]}
+FAST = ("on one worker", "in a capture", *list(FIRST)[:3])
+FAILED = "failed in mirrorc.compile, which all workers call together: "
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What came of each case in each process."""
+    cases: dict[str, list[Any]] = {}
+    for name, attempts in (ATTEMPTS | DIFFER).items():
+        port = free_port()
+        cases[name] = [{"variables": told(rank, 3, port), "compiles": attempts} for rank in range(3)]
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=120)
+
+
+def of_each(found: Mapping[str, Any], case: str) -> list[tuple[Any, ...]]:
+    """What each worker has found of each attempt."""
+    return list(zip(*(own["attempts"] for own in found[case]), strict=True))
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, ATTEMPTS))
+def test_a_step_that_one_worker_cannot_compile_is_refused_by_all_and_leaves_no_trace(
+    found: Mapping[str, Any], case: str
+) -> None:
+    expected = None
+    for ways, results in zip(ATTEMPTS[case], of_each(found, case), strict=True):
+        if not any(ways):
+            expected = expected or results[0]
+            assert isinstance(expected, list) and all(own == expected for own in results)
+            continue
+        for way, own in zip(ways, results, strict=True):
+            assert isinstance(own, str)
+            if way and sum(map(bool, ways)) == 1:  # of several, some may hear of the others' first
+                assert FAILED not in own and not own.startswith("CommunicationError"), own
+            elif not way and case != "in a capture":
+                failing = next(rank for rank, other in enumerate(ways) if other)
+                assert own.startswith(f"CommunicationError: worker {failing} "), own
+
+
+def test_who_has_failed_and_why_is_told_to_all(found: Mapping[str, Any]) -> None:
+    first, second = found["on one worker"][0]["attempts"][1:3]
+    assert FAILED + "ValueError: " in first and "worker 1 " in first
+    assert first.endswith("Mend that, and call mirrorc.compile again on all workers")
+    assert FAILED + "ValueError: bucket_cap_mb" in second
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, FIRST))
+def test_those_who_wait_in_their_first_call_are_told_why_one_fails_before_it_has_looked_at_its_model(
+    found: Mapping[str, Any], case: str
+) -> None:
+    results = found[case]
+    failing = next(rank for rank, how in enumerate(FIRST[case]) if how)
+    own = results[failing]["attempts"][0]
+    for rank in {0, 1, 2} - {failing}:
+        assert f"{FAILED}{own}".rstrip(".") in results[rank]["attempts"][0]
+
+
+def test_a_worker_that_ends_before_it_comes_to_compile_is_named_to_all_others(tmp_path: Path) -> None:
+    port, attempts = free_port(), [GOOD, ["", "", "kill"]]
+    cases: dict[str, list[Any]] = {"": [{"variables": told(r, 3, port), "compiles": attempts} for r in range(3)]}
+    (_, first), (_, second) = (own["attempts"] for own in outcomes(tmp_path, cases, num_ended=1)[""])
+    assert first.startswith("CommunicationError: worker 2 ") and first == second
+    assert first.endswith(
+        "does not come to mirrorc.compile: its process has ended. End all workers, and start them again"
+    )
+
+
+ENDS = """
+import mirrorc, torch
+if mirrorc.cluster.join(timeout_seconds=60).rank:
+    raise ValueError("there is no data")
+model = torch.nn.Linear(2, 1)
+mirrorc.compile(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=torch.nn.MSELoss(), backend="eager")
+"""
+
+
+@pytest.mark.slow
+def test_what_ends_the_script_of_a_worker_that_has_joined_is_told_to_those_who_compile() -> None:
+    port = free_port()
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS], env={**os.environ, **told(rank, 2, port)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [worker.communicate(timeout=100)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert "ValueError: there is no data" in said[1]
+    assert "CommunicationError: worker 1 " in said[0]
+    assert "does not come to mirrorc.compile: its process has ended, after ValueError: there is no data. End" in said[0]
+
+
+@pytest.mark.slow
+def test_after_different_options_all_may_compile_again_with_the_same_scaler(found: Mapping[str, Any]) -> None:
+    refused, trained = of_each(found, "with other options")
+    assert all(
+        own.startswith("CommunicationError: workers differ in the arguments of mirrorc.compile") for own in refused
+    )
+    assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sent_of_an_optimizer_is_named(found: Mapping[str, Any]) -> None:
+    own, *others = of_each(found, "in what is sent")[0]
+    assert own.startswith(
+        "ValueError: the workers take over what worker 0 has in its optimizers, and it cannot be sent: "
+    )
+    assert "['param_groups'][0]['schedule'], a function, cannot be saved" in own
+    assert all("CommunicationError" in other and "worker 0 " in other and "'schedule'" in other for other in others)
+
+
+def test_a_model_that_one_worker_cannot_capture_is_told_to_those_who_call_the_step(found: Mapping[str, Any]) -> None:
+    first, second, own = of_each(found, "in a capture")[0]
+    assert own.startswith("UnreadableError")
+    assert "worker 2 " in first and "UnreadableError" in first
+    assert "worker 2 " in second and "UnreadableError" in second

@@ -1,0 +1,99 @@
+"""Workers whose texts have lengths of their own train as one process does, with few programs each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import selections
+from worker_processes import LazyOutcomes, free_port, told
+from worker_texts import reference
+
+LENGTHS = [[6, 9], [7, 9], [11, 4], [5, 13], [8, 8], [12, 7]]
+BATCHES = [[[4, one], [4, other]] for one, other in LENGTHS]
+OF_THREE = [[[6, one], [4, other], [5, 3 + number]] for number, (one, other) in enumerate(LENGTHS)]
+UNEVEN = [[[4 + number % 3, one], [6 - number % 2, other]] for number, (one, other) in enumerate(LENGTHS)]
+WIDE: dict[str, Any] = {"width": 2800}
+CASES: dict[str, dict[str, Any]] = {
+    "lengths": {"devices": [1, 1], "batches": BATCHES},
+    "2 x 2": {"devices": [2, 2], "batches": UNEVEN},
+    "other devices": {"devices": [1, 2, 1], "batches": OF_THREE},
+    "one changes": {"devices": [1, 1], "batches": [[[4, 6], one] for _, one in BATCHES]},
+    "from the first on": {"devices": [1, 1], "batches": UNEVEN, "options": {"dynamic": True}},
+    "few": {"devices": [2, 2], "batches": [*BATCHES[:3], [[1, 5], [2, 6]], *BATCHES[3:]]},
+    "leaves": {
+        "devices": [2, 1],
+        "batches": [*BATCHES[:3], [BATCHES[3][0], []], [BATCHES[4][0], []]],
+        "joins": True,
+    },
+    "whole": {"devices": [1, 1], "batches": BATCHES, "model": WIDE},
+    "factors": {"devices": [1, 1], "batches": BATCHES[:4], "model": WIDE, "options": {"exchange": "factors"}},
+    "rows": {"devices": [1, 1], "batches": BATCHES[:4], "model": {"takes_rows": True}},
+    "dealt out": {"devices": [1, 1], "batches": BATCHES, "options": {"shard_optimizer": True}},
+    "early": {"devices": [1, 1], "batches": BATCHES, "options": {"overlap_next_step": True}},
+    "inductor": {"devices": [1, 1], "batches": BATCHES[:4], "options": {"backend": "inductor"}},
+}
+FAST = ("lengths", "2 x 2", "whole")
+AS_NUMBERS = ("factors", "rows")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What came of each case in each process."""
+    cases: dict[str, list[dict[str, Any] | None]] = {}
+    for name, given in CASES.items():
+        size, port = len(given["devices"]), free_port()
+        own = [{"variables": told(rank, size, port), "texts": given} for rank in range(size)]
+        cases[name] = [*own, *[None] * (3 - size)]
+    return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
+
+
+@pytest.mark.parametrize("case", selections.slow_but(FAST, list(CASES)))
+def test_steps_are_those_of_one_process(found: Mapping[str, Any], case: str) -> None:
+    given = CASES[case]
+    losses, values = reference(given)
+    for own in found[case][: len(given["devices"])]:
+        assert own["losses"] == pytest.approx(losses[: len(own["losses"])], rel=1e-11)
+        for name, expected in values.items():
+            assert own["values"][name] == pytest.approx(expected, rel=1e-10, abs=1e-12), name
+        assert own["values"] == found[case][0]["values"]
+
+
+@pytest.mark.parametrize("case", selections.slow_but(FAST, [name for name in CASES if name not in AS_NUMBERS]))
+def test_one_program_serves_all_lengths(found: Mapping[str, Any], case: str) -> None:
+    for rank, own in enumerate(found[case][: len(CASES[case]["devices"])]):
+        if case == "one changes" and rank == 0:
+            assert own["programs"] == 1 and "i64[4, 6]" in own["text"]
+        else:
+            most = {"from the first on": 1, "few": 4, "2 x 2": 4}.get(
+                case, 3
+            )  # batches of fewer texts come first, each alone
+            assert own["programs"] <= most
+            assert ": size[s0]" in own["text"]
+
+
+def test_workers_send_whole_gradients_and_say_why(found: Mapping[str, Any]) -> None:
+    for own in found["whole"][:2]:
+        assert (
+            "workers send gradients whole, none as factors, because sizes of arguments may become symbols"
+            in own["text"]
+        )
+        assert "sent as factors" not in own["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("factors", "workers may send each other factors of gradients, of which they know how many there are"),
+        (
+            "rows",
+            "workers send each other rows of the gradient of 'tokens.weight', of which they know how many there are",
+        ),
+    ],
+)
+def test_where_numbers_of_rows_are_told_sizes_are_numbers(found: Mapping[str, Any], case: str, why: str) -> None:
+    for own in found[case][:2]:
+        assert f"sizes of arguments are numbers: {why}" in own["text"]
+        assert ": size[" not in own["text"]

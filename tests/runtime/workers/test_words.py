@@ -1,0 +1,26 @@
+"""What workers tell each other in a store, where one of them does not come any more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from mirrorc.cluster import Worker
+from mirrorc.runtime.workers.call_state import CallState
+from mirrorc.runtime.workers.lane import LostConnectionError
+from mirrorc.runtime.workers.words import Words
+
+
+@pytest.mark.parametrize(("is_known", "is_broken"), [(True, False), (False, True)])
+def test_a_worker_that_is_gone_is_not_waited_for_to_tell_a_difference(is_known: bool, is_broken: bool) -> None:
+    cluster: Any = SimpleNamespace(rank=0, workers=[Worker(rank, 2, "host", 1, {}) for rank in range(2)])
+    connections: Any = SimpleNamespace(part_of_store=lambda name: distributed.HashStore(), are_broken=is_broken)
+    failures: Any = SimpleNamespace(is_any=lambda: is_known)
+    call = CallState(are_all_raising=True)
+    words = Words(cluster, 600.0, call, connections, failures)
+    with pytest.raises(LostConnectionError, match="a worker is gone, or has failed"):
+        words.refuse_difference("their variables", {"a": "1"}, "")
+    assert not call.are_all_raising, "who is behind it is found out, as they do not raise the like"

@@ -1,0 +1,97 @@
+"""Workers that compile several steps, one after the other, of which some fail on one worker; for processes of `outcomes`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mirrorc
+
+
+class Layer(nn.Linear):
+    """Cannot be captured as one graph by Dynamo if it breaks."""
+
+    breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def _arguments(how: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model, and arguments of `mirrorc.compile`, that fail in the way that is asked for."""
+    torch.manual_seed(0)
+    model = Layer(3, 2)
+    model.breaks = how == "capture"
+    if how == "model":
+        model.requires_grad_(False)  # nothing to train
+    trained = nn.Linear(3, 2) if how == "optimizer" else model
+    given: dict[str, Any] = {
+        "devices": 2 if how == "devices" else 1,
+        "optimizer": torch.optim.SGD(trained.parameters(), lr=0.1),
+        "loss_fn": functional.mse_loss,
+        "backend": "eager",
+        "capture": "dynamo",
+        "exchange": "dense",  # "auto" measures, and so may have other bits in the next attempt
+        "timeout_seconds": 600.0,  # longer than the test waits
+    }
+    if how == "differs":
+        given["loss_reduction"] = "sum"
+    elif how == "value":
+        given["bucket_cap_mb"] = -1.0
+    elif how == "kind":
+        given["microbatches"] = "two"
+    elif how == "time":
+        given["timeout_seconds"] = -1.0
+    elif how == "options":
+        given["communication_options"] = mirrorc.CommunicationOptions(timeout_seconds=3.0)
+    elif how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "rank":
+        given["rank"] = 1  # of no world
+    elif how == "world":
+        given["world"] = 3
+    elif how == "capture":
+        given["example_inputs"] = ((torch.zeros(4, 3),), {"target": torch.zeros(4, 2)})
+    elif how == "devices":
+        given["placement"] = "mirrored"
+    elif how == "unsendable":
+        given["optimizer"].param_groups[0]["schedule"] = lambda step: 0.1 / step
+    elif how == "interrupt":
+        given["dump"] = Interrupting()
+    return model, given
+
+
+class Interrupting:
+    """A path that interrupts who asks for it."""
+
+    def __fspath__(self) -> str:
+        raise KeyboardInterrupt("from the keyboard")
+
+
+def compile_in_turn(rank: int, attempts: list[list[str]]) -> dict[str, Any]:
+    """What came of each attempt: the weights after a step, or the text of the error.
+
+    Args:
+        rank: of this worker.
+        attempts: for each, in which way it fails on each worker, by rank; "" where it does not.
+    """
+    found: list[Any] = []
+    kept: list[BaseException] = []  # as a debugger keeps them, with all that their frames hold
+    scaler = torch.amp.GradScaler("cpu")
+    for ways in attempts:
+        model, given = _arguments(ways[rank])
+        try:
+            with mirrorc.compile(model, scaler=scaler, **given) as step:
+                step(torch.full((2, 3), rank + 1.0), target=torch.ones(2, 2))
+            found.append(model.weight.tolist())
+        except (mirrorc.MirrorcError, ValueError, TypeError, KeyboardInterrupt) as error:
+            found.append(f"{type(error).__name__}: {error}")
+            kept.append(error)
+    return {"attempts": found}

@@ -1,0 +1,97 @@
+"""Ragged text on which workers train, each with lengths of its own, and the same in one process; for processes of `outcomes`."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mirrorc
+
+WORDS = 50
+
+
+class Reader(nn.Module):
+    """Pools what it has read of a text.
+
+    Args:
+        width: of the hidden layer; of 2800 units, gradients are large enough to be sent as factors.
+        takes_rows: whether the gradient of the table is a sparse tensor.
+        draws: whether it drops some of the hidden layer.
+    """
+
+    def __init__(self, width: int = 12, *, takes_rows: bool = False, draws: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, 48, sparse=takes_rows)
+        self.hidden, self.head, self.draws = nn.Linear(48, width), nn.Linear(width, 5), draws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.hidden(self.tokens(x)))
+        if self.draws:
+            hidden = functional.dropout(hidden, 0.2)
+        return self.head(hidden.amax(1) + hidden.mean(1))
+
+
+def made(given: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Reader(**given.get("model", {})).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batch(number: int, rank: int, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As many texts as the first size, of as many words as the second."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    x = torch.randint(WORDS, tuple(sizes), generator=generator)
+    return x, x[:, 0] % 5
+
+
+def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Trains as one of the workers.
+
+    Args:
+        rank: of this worker.
+        given: ``devices`` of each worker; ``batches``, for each call the sizes of each worker's batch, none for one that has
+            left; ``model``, see `Reader`; ``options`` of `mirrorc.compile`; ``joins``, if workers leave.
+    """
+    model, optimizer = made(given)
+    options = {"backend": "eager", "timeout_seconds": 100.0, "dynamic": None, **given.get("options", {})}
+    losses = []
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there are many sizes
+        with mirrorc.compile(
+            model, given["devices"][rank], optimizer=optimizer, loss_fn=nn.CrossEntropyLoss(), **options
+        ) as step:
+            with step.join() if given.get("joins") else contextlib.nullcontext():
+                for number, sizes in enumerate(given["batches"]):
+                    if not sizes[rank]:
+                        break
+                    x, y = batch(number, rank, sizes[rank])
+                    losses.append(step(x, target=y).item())
+            x, y = batch(0, rank, next(sizes[rank] for sizes in reversed(given["batches"]) if sizes[rank]))
+            program = step.prepare(x, target=y)
+            return {
+                "losses": losses,
+                "programs": step._specializer.num_programs,
+                "text": program.to_text(),
+                "values": {name: value.flatten().tolist() for name, value in model.state_dict().items()},
+            }
+
+
+def reference(given: dict[str, Any]) -> tuple[list[float], dict[str, list[float]]]:
+    """The losses and values of plain PyTorch, in one process, on the batches of all workers."""
+    model, optimizer = made(given)
+    losses = []
+    for number, sizes in enumerate(given["batches"]):
+        own = [batch(number, rank, size) for rank, size in enumerate(sizes) if size]
+        sums = [functional.cross_entropy(model(x), y, reduction="sum") for x, y in own]
+        loss = sum(sums) / sum(len(x) for x, _ in own)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: value.flatten().tolist() for name, value in model.state_dict().items()}

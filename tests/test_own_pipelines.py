@@ -1,0 +1,278 @@
+"""Options beside a pipeline of the user's own: each has its effect there, or is refused; and what such a pipeline must have."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mirrorc
+from mirrorc import api
+from mirrorc.ir.program import Program, Stage
+from mirrorc.packing import EqualPacks
+from mirrorc.passes import default_pipeline
+
+MODEL = nn.Linear(2, 1)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+OTHER = nn.Linear(2, 2)
+
+GIVEN: dict[str, Any] = {
+    "optimizer": [torch.optim.Adam(MODEL.parameters())],
+    "loss_fn": F.l1_loss,
+    "loss_reduction": "sum",
+    "backend": "inductor",
+    "dump": "folder",
+    "print_after": ["replicate"],
+    "print_after_all": True,
+    "add_passes": [mirrorc.after("plan-buckets", mirrorc.passes.RecomputeCheckpoints())],
+    "disable_passes": ["schedule-overlap"],
+    "bucket_cap_mb": 3.0,
+    "first_bucket_mb": 3.0,
+    "packing": 3,
+    "gradient_order": "reversed",
+    "link": "copy",
+    "all_reduce": "ring",
+    "communication_options": mirrorc.CommunicationOptions(bytes_per_pack=4),
+    "exact_order": True,
+    "capture": "trace",
+    "timeout_seconds": 3.0,
+    "record": False,
+    "cuda_graphs": True,
+    "return_outputs": True,
+    "microbatches": 2,
+    "activation_memory": 0.5,
+    "progress": False,
+    "autocast": True,
+    "scaler": torch.amp.GradScaler("cpu"),
+    "clip_grad_norm": 1.0,
+    "clip_grad_value": 1.0,
+    "check_finite": True,
+    "check_replicas_every": 3,
+    "example_inputs": ({"input": torch.ones(4, 2), "target": torch.ones(4, 1)}),
+    "workers": None,
+    "process_group": object(),
+    "world": mirrorc.World(2, 2),
+    "rank": 0,
+    "exchange": "dense",
+    "early_update": False,
+    "compression": "bfloat16",
+    "shard_optimizer": True,
+    "overlap_next_step": True,
+    "placement": "central",
+    "dynamic": True,
+}
+"""For each option another value than its default."""
+BESIDE = {
+    "optimizer": {"optimizer": OPTIMIZER},
+    "rank": {"world": mirrorc.World(2, 2), "passes": default_pipeline(over_workers=True)},
+    "world": {"passes": default_pipeline(over_workers=True), "devices": ["cpu:0", "cpu:1"]},
+}
+"""What an option needs besides."""
+WITHOUT_EFFECT = {
+    "workers": "there are no others in this process",
+    "rank": "0 is its default beside a world",
+    "process_group": "refused, as nobody has initialised one",
+    "cuda_graphs": "refused, as there is no GPU",
+}
+
+
+class Options:
+    """Stands for a step, and remembers what it was made with."""
+
+    def __init__(self, options: Any, model_state: Any) -> None:
+        self.made = {one.name: getattr(options, one.name) for one in fields(options)}
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        self.made["prepared"] = True
+
+
+def made(**options: Any) -> Mapping[str, Any]:
+    """The options of a step with these arguments, those of `mirrorc.compile` by their text where they are objects."""
+    given = {"model": MODEL, "devices": 2, "optimizer": OPTIMIZER, "loss_fn": F.mse_loss, "backend": "eager"}
+    step: Any = mirrorc.compile(**{**given, "passes": default_pipeline(), **options})
+    return {name: _text(value) for name, value in step.made.items()}
+
+
+def _text(value: Any) -> str:
+    shown = repr(value) if " object at 0x" not in repr(value) else f"{type(value).__name__} {vars(value)}"
+    return re.sub(" at 0x[0-9a-f]+", "", shown)
+
+
+def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(api, "Step", Options)
+    monkeypatch.chdir(tmp_path)
+    assert {*GIVEN, "model", "devices", "passes"} == set(inspect.signature(mirrorc.compile).parameters)
+    silent = []
+    for option, value in GIVEN.items():
+        besides = BESIDE.get(option, {})
+        try:
+            found = made(**{**besides, option: value})
+        except (ValueError, TypeError) as error:
+            if option not in WITHOUT_EFFECT:
+                assert re.match(f"{option}=.*(given with passes=|the pipeline given with passes= has not)", str(error))
+            continue
+        if found == made(**(besides if option != "world" else {})) and option not in WITHOUT_EFFECT:
+            silent.append(option)
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"link": "copy"}, "link='copy' has no part in a pipeline given with passes=: put mirrorc.passes.LowerCollec"),
+        (
+            {"bucket_cap_mb": 1},
+            "bucket_cap_mb=1 has no part in a pipeline given with passes=: give mirrorc.passes.Plan",
+        ),
+        ({"bucket_cap_mb": "auto"}, "bucket_cap_mb='auto' has no part in a pipeline given with passes="),
+        ({"first_bucket_mb": math.inf}, "first_bucket_mb=inf has no part in a pipeline given with passes="),
+        ({"packing": EqualPacks(2)}, "packing= has no part in a pipeline given with passes="),
+        (
+            {"early_update": False},
+            "early_update=False has no part in a pipeline given with passes=: put mirrorc.passes.",
+        ),
+        (
+            {"communication_options": mirrorc.CommunicationOptions(implementation="ring")},
+            "communication_options= has no part in a pipeline given with passes=: give mirrorc.passes.PlanBuckets",
+        ),
+    ],
+)
+def test_what_a_pass_of_the_pipeline_says_is_refused_beside_it(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}") as caught:
+        mirrorc.compile(MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, passes=default_pipeline(), **options)
+    assert "add_passes and disable_passes in place of passes" in str(caught.value)
+
+
+def test_the_time_of_a_wait_is_no_matter_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "Step", Options)
+    assert made(communication_options=mirrorc.CommunicationOptions(timeout_seconds=7))["timeout_seconds"] == "7.0"
+
+
+OWNERS = {"placement": "least-loaded"}
+NO_WHOLE = "what passes= gives is no pipeline of a whole step: "
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "world", "said"),
+    [
+        (
+            "plan-buckets",
+            {},
+            None,
+            "the pass 'plan-buckets' is missing, and no gradient has a bucket without; add mirr",
+        ),
+        (
+            "outline-regions",
+            {},
+            None,
+            "pass 'factor-gradients' takes programs from OUTLINED to OUTLINED, but is given ",
+        ),
+        (
+            "replicate",
+            {},
+            None,
+            "pass 'pack-gradients' takes programs from REPLICATED to PACKED, but is given one at OU",
+        ),
+        (
+            "pack-gradients",
+            {},
+            None,
+            "pass 'insert-all-reduce' takes programs from PACKED to REDUCED, but is given one ",
+        ),
+        (
+            "insert-all-reduce",
+            {},
+            None,
+            "pass 'insert-update' takes programs from REDUCED to UPDATED, but is given one",
+        ),
+        (
+            "insert-update",
+            {},
+            None,
+            "pass 'schedule-overlap' takes programs from UPDATED to SCHEDULED, but is given on",
+        ),
+        (
+            "lower-collectives",
+            {},
+            None,
+            "the pass 'lower-collectives' is missing, and no collective has a link without",
+        ),
+        (
+            "lower-devices",
+            {},
+            None,
+            "the pipeline ends with a SCHEDULED program, which cannot run: it must end at LOWE",
+        ),
+        (
+            "place-variables",
+            OWNERS,
+            None,
+            "the pass 'place-variables' is missing, and no variable has an owner without",
+        ),
+        (
+            "update-at-owner",
+            OWNERS,
+            None,
+            "the pass 'update-at-owner' is missing, and nothing has an owner whose copie",
+        ),
+        (
+            "share-parameters",
+            {"over_workers": True},
+            2,
+            "the pass 'share-parameters' is missing, and each of 2 devices",
+        ),
+        (
+            "reduce-over-workers",
+            {"over_workers": True},
+            2,
+            "the pass 'reduce-over-workers' is missing, and no gradient",
+        ),
+    ],
+)
+def test_a_pipeline_without_a_needed_pass_is_refused(
+    name: str, options: dict[str, Any], world: int | None, said: str
+) -> None:
+    passes = [one for one in default_pipeline(**options) if one.name != name]
+    given: dict[str, Any] = {"world": mirrorc.World(world, 2)} if world else {}
+    with pytest.raises(mirrorc.PassError, match=f"^{re.escape(NO_WHOLE + said)}"):
+        mirrorc.compile(
+            MODEL, ["cpu:0", "cpu:1"], optimizer=OPTIMIZER, loss_fn=F.mse_loss, backend="eager", passes=passes, **given
+        )
+
+
+def test_the_options_that_make_a_pipeline_are_named() -> None:
+    with pytest.raises(
+        mirrorc.PassError, match=r"^what disable_passes= gives is no pipeline of a whole step: pass 'pack"
+    ):
+        mirrorc.compile(MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, disable_passes=["replicate"])
+    with pytest.raises(mirrorc.PassError, match=r"^what passes= gives .* ends with a CAPTURED program"):
+        mirrorc.compile(MODEL, 2, optimizer=OPTIMIZER, loss_fn=F.mse_loss, passes=[])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pass from outside that does what 'plan-buckets' does."""
+
+    name: str = field(default="plan", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+
+    def run(self, program: Program) -> Program:
+        return mirrorc.passes.PlanBuckets().run(program)
+
+
+def test_a_pass_from_outside_may_do_the_work_of_one_that_is_needed() -> None:
+    passes = [Plan() if one.name == "plan-buckets" else one for one in default_pipeline()]
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", passes=passes) as step:
+        assert step(torch.ones(4, 2), target=torch.ones(4, 1)).isfinite()

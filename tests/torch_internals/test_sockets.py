@@ -1,0 +1,28 @@
+"""Which sockets this process has, and which of them the other side has closed."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from mirrorc.torch_internals.sockets import connections_since, is_any_closed, open_sockets
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the sockets of a process cannot be seen")
+
+
+def test_new_connections_to_a_port_are_told_from_others_and_seen_when_they_are_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as old:
+            before = open_sockets()
+            with socket.create_connection(("127.0.0.1", port)) as new, socket.create_connection(other.getsockname()):
+                found = connections_since(before, port)
+                assert set(found) == {new.fileno()} and old.fileno() in before
+                accepted = [listener.accept()[0] for _ in range(2)]
+                assert not is_any_closed(found)
+                accepted[1].close()
+                assert is_any_closed(found)
+                accepted[0].close()
+            assert is_any_closed(found), "by this process"
