@@ -1,7 +1,7 @@
 """Looks at mirrorc on one GPU: is it right, how fast is it, what drives several devices, does the example train.
 
     python benchmarks/gpu_acceptance.py --out FOLDER                    # all parts, each in less than ten minutes
-    python benchmarks/gpu_acceptance.py --out FOLDER --only correctness
+    python benchmarks/gpu_acceptance.py --out FOLDER --only correctness --at-once 6
     python benchmarks/gpu_acceptance.py --out FOLDER --device cpu       # a rehearsal with tiny sizes, on a machine without a GPU
 
 Each probe is a process of its own with a bound on its time: a crash and a timeout are results. Prints a table for each part, and
@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,20 @@ from gpu_probes.probe import PARTS, PROBES, Probe  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-PART_SECONDS = 570.0  # no probe of a part runs longer
 _FEWEST_SECONDS = 15.0  # a probe is not begun with less than that
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of a part runs.
+
+    Attributes:
+        part_seconds: no probe of a part runs longer.
+        at_once: how many probes that measure nothing run beside each other.
+    """
+
+    part_seconds: float
+    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -126,21 +139,38 @@ def run_probe(probe: Probe, device: str, out: Path, seconds: float, caches: Path
     return result_of(probe.name, status, found, log, time.perf_counter() - begun)
 
 
-def run_part(part: str, probes: Sequence[Probe], device: str, out: Path, console: Console) -> list[Result]:
-    """Runs the probes of a part one after the other; writes what is known after each."""
-    deadline = time.perf_counter() + PART_SECONDS
-    results: list[Result] = []
+def _as_they_come(run: Callable[[Probe], Result], probes: Sequence[Probe], at_once: int) -> Iterator[Result]:
+    if at_once == 1:
+        yield from map(run, probes)
+        return
+    threads = ThreadPoolExecutor(at_once)
+    try:
+        for done in as_completed([threads.submit(run, probe) for probe in probes]):
+            yield done.result()
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def run_part(
+    part: str, probes: Sequence[Probe], device: str, out: Path, console: Console, limits: Limits
+) -> list[Result]:
+    """Runs the probes of a part in order, those that measure one after the other; writes what is known after each."""
+    deadline = time.perf_counter() + limits.part_seconds
+    results: dict[str, Result] = {}
+
+    def result_of_one(probe: Probe) -> Result:
+        left = deadline - time.perf_counter()
+        if left < _FEWEST_SECONDS:
+            return Result(probe.name, "not run", f"the part's {limits.part_seconds:.0f} s are over")
+        return run_probe(probe, device, out, left, Path(caches))
+
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
-        for probe in probes:
-            left = deadline - time.perf_counter()
-            if left < _FEWEST_SECONDS:
-                results.append(Result(probe.name, "not run", f"the part's {PART_SECONDS:.0f} s are over"))
-            else:
-                results.append(run_probe(probe, device, out, left, Path(caches)))
-            last = results[-1]
+        is_measured = part != "correctness"
+        for last in _as_they_come(result_of_one, probes, 1 if is_measured else limits.at_once):
             console.print(f"{part}: {last.name}: {last.status} ({last.seconds:.0f} s)", markup=False, highlight=False)
-            write(part, results, device, out)
-    return results
+            results[last.name] = last
+            write(part, list(results.values()), device, out)
+    return [results[probe.name] for probe in probes]
 
 
 def write(part: str, results: Sequence[Result], device: str, out: Path) -> None:
@@ -191,6 +221,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for results, logs and a trace")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--probes", nargs="+", default=[], metavar="NAME", help="of these parts' probes, only these")
+    parser.add_argument("--seconds", type=float, default=570.0, help="no probe of a part runs longer")
+    parser.add_argument("--at-once", type=int, default=1, help="so many of correctness run beside each other")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
     return parser.parse_args(arguments)
 
@@ -211,7 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.only:
         probes = [probe for probe in PROBES.values() if probe.part == part]
         probes = [probe for probe in probes if not options.probes or probe.name in options.probes]
-        results = run_part(part, probes, options.device, out, console)
+        limits = Limits(options.seconds, options.at_once)
+        results = run_part(part, probes, options.device, out, console, limits)
         console.print(table_of(part, results))
         goals = goals_table(results)
         if goals is not None:

@@ -10,6 +10,7 @@ from distribution import Scheduler, longest_first, scope
 from interrupts import Interrupter, fail
 from selections import slow, thinned
 from tiny_programs import handmade
+from worker_processes import free_port, own_ports
 
 
 def is_slow(case: object) -> bool:
@@ -49,6 +50,15 @@ def test_long_tests_start_first_and_none_is_left_out() -> None:
     ]
     order = longest_first(nodeids)
     assert sorted(order) == [0, 1, 2, 3] and order == [1, 3, 0, 2]
+
+
+def test_ports_of_tests_are_those_of_nobody_else() -> None:
+    owners = ["", *(f"gw{i}" for i in range(8))]
+    taken = [port for owner in owners for port in own_ports(owner)]
+    assert len(taken) == len(set(taken)) > 5000
+    assert all(10_000 <= port < 16_000 for port in taken), "others are given to sockets that ask for any port"
+    assert own_ports("gw9") == own_ports("gw1"), "more workers share"
+    assert len({free_port() for _ in range(20)}) == 20
 
 
 def test_torch_writes_no_structured_trace_for_pytest() -> None:

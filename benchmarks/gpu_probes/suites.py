@@ -42,7 +42,7 @@ def tests(paths: Sequence[str], workers: int = 1) -> Figures:
         raise Skipped("pytest is not installed")
     command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-m", selected, "--maxfail=1000", *paths]
     if workers > 1 and importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(workers), "--dist", "loadfile"]
+        command += ["-n", str(workers), "--dist", "loadscope"]
     found = _SUMMARY.findall(output_of(command, "pytest").splitlines()[-1])
     return {what: int(number) for number, what in found}
 
@@ -51,7 +51,7 @@ def cuda_tests(scene: Scene) -> Figures:
     """The tests that run where torch sees a GPU, and those of CUDA graphs."""
     scene.needs_gpu()
     found = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "end_to_end").glob("test_cuda*.py"))
-    return tests(found)
+    return tests(found, 6)
 
 
 def private_apis(scene: Scene) -> Figures:

@@ -106,7 +106,8 @@ SKIPPED = {"recapture", "mlp-8 without synchronization", "memcheck"}
 
 @pytest.mark.parametrize("part", [*slow(("correctness",)), *exhaustive(("speed",), ("processes",), ("example",))])
 def test_a_rehearsal_runs_every_kind_of_probe(tmp_path: Path, part: str) -> None:
-    assert main(["--out", str(tmp_path), "--device", "cpu", "--only", part, "--probes", *REHEARSED[part]]) == 0
+    given = ["--device", "cpu", "--only", part, "--at-once", "2", "--probes", *REHEARSED[part]]
+    assert main(["--out", str(tmp_path), *given]) == 0
     told = json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8"))
     assert {probe["name"] for probe in told["probes"]} == set(REHEARSED[part])
     for probe in told["probes"]:
