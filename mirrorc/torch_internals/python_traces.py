@@ -8,6 +8,7 @@ import gc
 import linecache
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
@@ -176,7 +177,7 @@ class _Checkpoints:
 
         mode: Any = get_proxy_mode()
         number, self._num = self._num, self._num + 1
-        last = next(reversed(mode.tracer.graph.nodes), None) if mode is not None else None
+        last = next(iter(reversed(mode.tracer.graph.nodes)), None) if mode is not None else None
         yield
         for node in reversed(mode.tracer.graph.nodes) if mode is not None else ():
             if node is last:
@@ -236,19 +237,23 @@ class LeftTensors:
     """Tells whether tensors of a trace are held after its end, by what forward has kept."""
 
     def __init__(self) -> None:
-        self._before = self._now()
+        self._before = {id(tensor): weakref.ref(tensor) for tensor in self._now()}
 
     @staticmethod
-    def _now() -> int:
+    def _now() -> list[torch.Tensor]:
         from torch._subclasses.functional_tensor import FunctionalTensor
 
-        return list(map(type, gc.get_objects())).count(FunctionalTensor)
+        return [one for one in gc.get_objects() if type(one) is FunctionalTensor]
 
     def are_there(self) -> bool:
-        """Whether there are more of them than before."""
-        if self._now() > self._before:
+        """Whether there are any that were not there before."""
+        if self._are_new():
             gc.collect()
-        return self._now() > self._before
+        return self._are_new()
+
+    def _are_new(self) -> bool:
+        before = self._before
+        return any(id(tensor) not in before or before[id(tensor)]() is not tensor for tensor in self._now())
 
 
 def is_traced_tensor(tensor: torch.Tensor) -> bool:

@@ -134,6 +134,16 @@ def test_tensors_that_are_kept_are_seen() -> None:
     )
 
 
+def test_a_tensor_that_is_kept_is_seen_where_others_have_gone_meanwhile() -> None:
+    kept: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    graph_of(lambda run, h: (others.append(h), others.append(h.sin()), h)[2])
+    left = LeftTensors()
+    others.clear()
+    graph_of(lambda run, h: (kept.append(h), h)[1])
+    assert left.are_there()
+
+
 def test_caches_that_have_grown_are_emptied() -> None:
     @functools.cache
     def cached(number: int) -> int:
