@@ -49,7 +49,7 @@ class OptimizerGroups:
     def fused(self, device_type: str) -> tuple[int, ...]:
         """The numbers of the groups whose parameters of 32 bits torch's fused kernels now update on devices of a type."""
         held = [(number, *self[number]) for number in range(len(self))]
-        return tuple(n for n, own, i in held if is_fused(own.param_groups[i], torch.float32, device_type))
+        return tuple(n for n, own, i in held if is_fused(type(own), own.param_groups[i], torch.float32, device_type))
 
     def numbers_as(self, other: OptimizerGroups) -> bool:
         """Whether these are the same optimizers, in the same order, whose groups have the same numbers."""
@@ -270,7 +270,7 @@ def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable])
     Raises:
         ValueError: says which parameter's update, why, and the remedy.
     """
-    remedy = "use Adam, AdamW, SGD or Adagrad with fused=True, or compile with cuda_graphs=False"
+    remedy = "use Adam, AdamW or SGD with fused=True, or compile with cuda_graphs=False"
     for name, variable in variables.items():
         rule = variable.update
         if rule is None:
@@ -283,7 +283,7 @@ def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable])
                 f"ones, or with hooks, capturable or differentiable): {remedy}"
             )
         group = optimizer.param_groups[index]
-        if not is_fused(group, variable.dtype, "cuda"):
+        if not is_fused(type(optimizer), group, variable.dtype, "cuda"):
             raise ValueError(
                 f"cuda_graphs=True cannot capture the update of {name!r} ({variable.dtype}) by {name_of}, group {rule.group}, "
                 f"which is not fused: {remedy}"

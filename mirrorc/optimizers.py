@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.torch_internals import bare_step, has_step_hooks, has_torchs_step
+from mirrorc.torch_internals import adagrad_is_fused_on_gpus, bare_step, has_step_hooks, has_torchs_step
 
 _REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # entries of their state
     torch.optim.SGD: (),  # it makes its momentum when there is none
@@ -170,15 +170,17 @@ def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[i
     return torch.sparse_coo_tensor(indices[None], values, tuple(shape), is_coalesced=True, check_invariants=False)
 
 
-def is_fused(group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
-    """Whether torch's fused kernels update a group's parameters of a dtype on devices of a type.
+def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
+    """Whether torch's fused kernels update a group's parameters of a dtype on devices of a type, by an optimizer of a kind.
 
     They do if the group asks for them. If the group leaves the choice open, they do for parameters that every fused kernel
     updates: on CPUs those of 32 and 64 bits (torch's fused SGD does not update 16-bit ones there, seen in 2.13), on GPUs
-    16-bit ones, too.
+    16-bit ones, too, but not by Adagrad with a torch that has no such kernel.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):
+        if device_type == "cuda" and issubclass(kind, torch.optim.Adagrad) and not adagrad_is_fused_on_gpus():
+            return False
         return dtype in (_FUSED_ON_GPUS if device_type == "cuda" else _FUSED_ON_CPUS)
     return bool(fused)
 

@@ -19,6 +19,7 @@ from mirrorc.optimizers import (
     state_signature,
     writes_rows,
 )
+from mirrorc.torch_internals import adagrad_is_fused_on_gpus
 
 
 def model_and_parameters() -> tuple[nn.Module, dict[str, nn.Parameter]]:
@@ -79,9 +80,12 @@ def test_torchs_fused_kernels_are_chosen_by_dtype_and_device() -> None:
         (torch.float16, False, True),
         (torch.complex64, False, False),
     ):
-        assert (is_fused(open_, dtype, "cpu"), is_fused(open_, dtype, "cuda")) == (on_cpu, on_gpu), dtype
-        assert is_fused(chosen, dtype, "cpu") and is_fused(chosen, dtype, "cuda")
-        assert not any(is_fused(group, dtype, "cuda") for group in (foreach, {}, {"fused": False}))
+        adam, adagrad = torch.optim.Adam, torch.optim.Adagrad
+        assert [is_fused(adam, open_, dtype, where) for where in ("cpu", "cuda")] == [on_cpu, on_gpu], dtype
+        assert is_fused(adam, chosen, dtype, "cpu") and is_fused(adam, chosen, dtype, "cuda")
+        assert not any(is_fused(adam, group, dtype, "cuda") for group in (foreach, {}, {"fused": False}))
+        assert is_fused(adagrad, open_, dtype, "cpu") == on_cpu
+        assert is_fused(adagrad, open_, dtype, "cuda") == (on_gpu and adagrad_is_fused_on_gpus())
 
 
 class MySGD(torch.optim.SGD):

@@ -50,6 +50,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import LOSS_OUTPUT, Argument, ArgumentKind, Program, Stage
+from mirrorc.ir.type_rules import any_value
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
 from mirrorc.ir.workers import ALONE, Workers
 from mirrorc.optimizer_groups import OptimizerGroups, hyperparameters_by_label, update_rules
@@ -307,6 +308,13 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
     return dict(output)
 
 
+def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
+    """The constants that operators on GPUs read in the host's memory, which torch permits for numbers alone."""
+    reads = [node for c in captured for node in calls_to(c.graph, ops.read) if node.kwargs["variable"] in c.constants]
+    elsewhere = [node for node in reads if node.meta["val"].device != any_value(node.graph).device]
+    return {str(node.kwargs["variable"]) for node in elsewhere}
+
+
 def _variables(
     captured: Sequence[CapturedGraph], state: ModelState, optimizers: OptimizerGroups
 ) -> dict[str, Variable]:
@@ -317,6 +325,7 @@ def _variables(
     sparse = captured[0].sparse
     rules = update_rules(optimizers, state.parameters, list(gradients), sparse, may_be_unused=is_plain)
     others = {name: value for c in captured for name, value in (*c.constants.items(), *c.outside.items())}
+    on_host = _constants_on_host(captured)
     variables = {}
     for name in [*read, *(name for name in writes if name not in read)]:
         tensor = state.tensors[name] if name in state.tensors else others[name]
@@ -326,6 +335,6 @@ def _variables(
             synchronization = Synchronization.PER_REPLICA
             aggregation = Aggregation.MEAN if tensor.dtype.is_floating_point else Aggregation.FIRST
             aggregation = Aggregation.SAME if iterated_alike(name, [c.alike for c in captured]) else aggregation
-        about = (role, synchronization, aggregation, rules.get(name))
+        about = (role, synchronization, aggregation, rules.get(name), name in on_host)
         variables[name] = Variable(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, *about)
     return variables

@@ -72,7 +72,8 @@ def of_variable(program: Program, node: fx.Node) -> ValueType:
     variable = program.variables.get(str(node.kwargs["variable"]))
     if variable is None:
         raise TypeError(f"{node.kwargs['variable']} is no variable of the program")
-    return ("tensor", variable.shape, variable.strides, variable.dtype, any_value(node.graph).device)
+    device = torch.device("cpu") if variable.is_on_host else any_value(node.graph).device
+    return ("tensor", variable.shape, variable.strides, variable.dtype, device)
 
 
 def of_slot(program: Program, node: fx.Node) -> ValueType:

@@ -156,6 +156,7 @@ class Variable:
         synchronization: mirrored, or per-replica for buffers that the forward writes.
         aggregation: how a per-replica variable is read as one.
         update: the rule by which the optimizer changes it; None if nothing updates it.
+        is_on_host: whether it is a number in the host's memory where the devices are GPUs, whose operators take one.
     """
 
     name: str
@@ -166,3 +167,4 @@ class Variable:
     synchronization: Synchronization = Synchronization.MIRRORED
     aggregation: Aggregation = Aggregation.NONE
     update: UpdateRule | None = None
+    is_on_host: bool = False

@@ -2,7 +2,7 @@
 
 A file is one JSON object, data only, compressed with gzip if its name ends in ``.gz``::
 
-    {"format": "mirrorc program", "version": 14, "mirrorc": VERSION, "torch": VERSION,
+    {"format": "mirrorc program", "version": 15, "mirrorc": VERSION, "torch": VERSION,
      "program": {FIELD: ...},            the fields of `mirrorc.ir.program.Program`
      "tables": {TABLE: [...]}}           what nodes refer to, see `mirrorc.serialization.graph_data`
 
@@ -35,7 +35,7 @@ from mirrorc.serialization.record_data import check_keys, decode_record, encode_
 from mirrorc.torch_internals import lazy_graph_module
 
 FORMAT = "mirrorc program"
-VERSION = 14
+VERSION = 15
 """The version of the format that is written; it increases with every change that older readers would not understand."""
 
 _GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")  # fields of a program that records cannot hold

@@ -79,6 +79,7 @@ from mirrorc.torch_internals.size_assumptions import assume_num_elements, knowle
 from mirrorc.torch_internals.source_words import SourceWords, in_users_words, source_words
 from mirrorc.torch_internals.state import (
     UncountedHook,
+    adagrad_is_fused_on_gpus,
     bare_step,
     calls_step_hooks,
     dividing_gradients,
@@ -160,6 +161,7 @@ __all__ = [
     "StandIns",
     "ToldNumber",
     "UncountedHook",
+    "adagrad_is_fused_on_gpus",
     "add_node",
     "asked_for_class",
     "assert_true",

@@ -93,13 +93,49 @@ def compile_with_inductor(
     tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
     with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing, _room_for_symbols(fake_mode):
         _expand(graph_module.graph)
+        products, wanted = _products(graph_module.graph), _strides_of_outputs(graph_module.graph)
         with V.set_fake_mode(fake_mode):  # torch 2.11 traces replacements in it, newer versions find it themselves
             joint_graph_passes(graph_module)
+        if _products(graph_module.graph) != products:
+            _keep_strides(graph_module, example_inputs, wanted)
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
         # a part of the cache's key, of which neither the line above is one nor what `call_directly` was told
         graph_module.meta["mirrorc"] = "all outputs keep their strides, and some operators are called directly"
         return compile_fx_inner(graph_module, list(example_inputs))
+
+
+def _products(graph: fx.Graph) -> list[fx.Node]:
+    aten = torch.ops.aten
+    return [node for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default, aten.bmm.default)]
+
+
+def _strides_of_outputs(graph: fx.Graph) -> list[Any]:
+    outputs: Any = graph.output_node().args[0]
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in outputs]
+    return [value.stride() if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def _keep_strides(graph_module: fx.GraphModule, example_inputs: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Has outputs lie in memory as they did before torch made products for GPUs of padded operands, of which they are parts."""
+    from torch._inductor.compile_fx import fake_tensor_prop
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    graph = graph_module.graph
+    view_to_reshape(graph_module)  # a view of the padded product may not be one
+    graph_module.recompile()
+    fake_tensor_prop(graph_module, list(example_inputs))
+    output = graph.output_node()
+    kept = []
+    for node, strides, found in zip(output.args[0], wanted, _strides_of_outputs(graph), strict=True):  # type: ignore[arg-type]
+        if strides != found:
+            value = node.meta["val"]
+            with graph.inserting_before(output):
+                memory = graph.call_function(torch.ops.aten.new_empty_strided.default, (node, value.shape, strides))
+                node = graph.call_function(torch.ops.aten.copy.default, (memory, node))
+        kept.append(node)
+    output.args = (tuple(kept),)
+    graph_module.recompile()
 
 
 _LARGER = 16

@@ -35,6 +35,11 @@ def trace_artifact(name: str, text: str) -> None:
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=lambda: text, expect_trace_id=False)
 
 
+def adagrad_is_fused_on_gpus() -> bool:
+    """Whether this torch has a fused Adagrad for CUDA: 2.13 has, 2.11 refuses ``fused=True`` for parameters there."""
+    return "cuda_unsupported=True" not in inspect.getsource(torch.optim.Adagrad)
+
+
 def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tells LR schedulers that the optimizer has stepped, though its own ``step`` was not called."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ class FlatOptimizer:
         """The user's present hyperparameters; if they leave the implementation open, the fused one is chosen."""
         group = {**self._source.param_groups[self._group], "params": [self.parameter]}
         if group.get("fused", False) is None and not group.get("foreach"):
-            group["fused"] = is_fused(group, self.parameter.dtype, self.parameter.device.type)
+            group["fused"] = is_fused(type(self._source), group, self.parameter.dtype, self.parameter.device.type)
         if self._rate is not None:
             group["lr"] = self._rate
         return group

@@ -28,6 +28,8 @@ from mirrorc.ir.devices import Device
 from mirrorc.options import check_cuda_graphs
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA stands in for itself, see test_cuda.py")
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": partial(torch.optim.Adam, amsgrad=True),

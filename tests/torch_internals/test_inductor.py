@@ -74,6 +74,29 @@ def test_compile_with_inductor_computes_and_keeps_strides() -> None:
 
 
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
+def test_outputs_of_products_that_torch_pads_keep_their_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs torch makes products of odd sizes as parts of larger ones, whose rows are longer."""
+    from torch._inductor.fx_passes import pad_mm
+
+    monkeypatch.setattr(pad_mm, "should_pad", lambda *_, **__: True)
+
+    def body(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        product, shifted = aten.mm(x, weight), aten.addmm(bias, x, weight)
+        return product, aten.view(product, [3, 2, 7]), product.sin(), shifted, aten.permute(shifted, [1, 0]), x.sum()
+
+    with FakeTensorMode():
+        examples = [torch.empty(6, 5), torch.empty(5, 7), torch.empty(7)]
+    graph = internals.traced_on_fake_tensors(body, examples, {})
+    strides = [node.meta["val"].stride() for node in graph.output_node().args[0]]
+    function = internals.compile_with_inductor(fx.GraphModule({}, graph), examples, num_threads=1)
+    given = [torch.randn(6, 5), torch.randn(5, 7), torch.randn(7)]
+    found = function(list(given))
+    assert "8" in function.source_code and [value.stride() for value in found] == strides
+    for one, other in zip(found, body(*given), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 def test_compile_with_inductor_finds_what_it_compiled_in_the_cache_and_not_what_others_did() -> None:
     from torch._dynamo.utils import counters
     from torch._inductor.compile_fx import compile_fx_inner

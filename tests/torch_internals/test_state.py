@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -21,6 +22,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mirrorc import torch_internals as internals
 from mirrorc.optimizers import ELEMENTWISE
+
+
+def test_adagrad_is_fused_on_gpus_where_torch_permits_it() -> None:
+    if torch.cuda.is_available():
+        found = torch.nn.Parameter(torch.ones(3, device="cuda"))
+        refuses = (
+            pytest.raises(RuntimeError, match="fused") if not internals.adagrad_is_fused_on_gpus() else nullcontext()
+        )
+        with refuses:
+            found.grad = torch.ones_like(found)
+            torch.optim.Adagrad([found], fused=True).step()
+    else:
+        assert internals.adagrad_is_fused_on_gpus() == (torch.__version__ >= (2, 13))
 
 
 def test_mark_optimizer_stepped_satisfies_schedulers() -> None:

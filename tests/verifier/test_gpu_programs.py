@@ -13,6 +13,7 @@ from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.variables import Role, Variable
 from mirrorc.passes import default_pipeline, told_of_sharing
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.codegen.regions import retarget
@@ -50,6 +51,33 @@ def test_a_value_on_the_wrong_device_is_refused() -> None:
         node.meta["val"] = torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
     with pytest.raises(VerifyError, match="tanh"):
         verify(program)
+
+
+def test_a_number_of_the_host_is_read_there() -> None:
+    """Operators of GPUs take a model's ``self.scale = torch.tensor(0.5)`` from there, and so does Inductor's code."""
+    program = on_gpus(captured("mlp"), gpus("cuda:0", "cuda:1", "cuda:2"))
+    for graph in program.shard_graphs:
+        tanh = next(n for n in graph.nodes if n.target is torch.ops.aten.tanh.default)
+        with graph.inserting_after(tanh):
+            number = graph.call_function(ops.read, (), {"variable": "scale"})
+        with tanh.meta["val"].fake_mode:
+            number.meta["val"] = torch.empty((), dtype=tanh.meta["val"].dtype)
+        user = next(n for n in tanh.users if n.target is torch.ops.aten.addmm.default)
+        with graph.inserting_after(number):
+            scaled = graph.call_function(torch.ops.aten.mul.Tensor, (tanh, number))
+        scaled.meta = {**tanh.meta}
+        user.replace_input_with(tanh, scaled)
+    dtype = number.meta["val"].dtype
+    for is_on_host in (True, False):
+        constant = Variable("scale", (), (), dtype, Role.BUFFER, is_on_host=is_on_host)
+        given = program.evolve(variables={**program.variables, "scale": constant})
+        if not is_on_host:
+            with pytest.raises(VerifyError, match="scale"):
+                verify(given)
+            continue
+        lowered = run_passes(given, told_of_sharing(default_pipeline()), [Verify()])
+        reads = [n for m in lowered.device_graphs.values() for n in calls_to(m.graph, ops.read)]
+        assert {n.meta["val"].device.type for n in reads if n.kwargs["variable"] == "scale"} == {"cpu"}
 
 
 def test_regions_are_moved_from_gpu_to_gpu() -> None:
