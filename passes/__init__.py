@@ -23,6 +23,7 @@ from mirrorc.passes.lower_devices import LowerDevices
 from mirrorc.passes.outline_regions import OutlineRegions
 from mirrorc.passes.overlap_next_step import OverlapNextStep
 from mirrorc.passes.pack_gradients import PackGradients
+from mirrorc.passes.pad_products import PadProducts
 from mirrorc.passes.place_gradients import PlaceGradients
 from mirrorc.passes.place_variables import CACHED, CENTRAL, LEAST_LOADED, PlaceVariables
 from mirrorc.passes.plan_buckets import PlanBuckets
@@ -71,6 +72,7 @@ __all__ = [
     "OutlineRegions",
     "OverlapNextStep",
     "PackGradients",
+    "PadProducts",
     "PlaceGradients",
     "PlaceVariables",
     "PlanBuckets",
@@ -103,6 +105,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "read-row-elements": ReadRowElements,
     "recompute-elementwise": RecomputeElementwise,
     "lay-channels-last": LayChannelsLast,
+    "pad-products": PadProducts,
     "choose-checkpoints": ChooseCheckpoints,
     "recompute-checkpoints": RecomputeCheckpoints,
     "plan-buckets": PlanBuckets,
@@ -152,6 +155,7 @@ def default_pipeline(
     part_elements: int = 2**19,
     gelu_by_sigmoid: bool = False,
     channels_last: bool = False,
+    pads_products: bool = False,
     microbatches: int = 1,
     recomputes: bool = False,
     chooses_checkpoints: bool = False,
@@ -186,6 +190,7 @@ def default_pipeline(
         gelu_by_sigmoid, channels_last, recomputes, reuses_arguments, reserves_memory: whether these make a step faster, see
             `DecomposeGelu`, `LayChannelsLast`, `RecomputeElementwise`, `ReuseArguments` and `ReserveMemory`; `mirrorc.compile`
             determines it from backend and devices.
+        pads_products: whether large products of odd sizes are padded, see `PadProducts`; it does so for GPUs.
         chooses_checkpoints: whether there is a bound for the memory of activations, see `ChooseCheckpoints`; `mirrorc.compile`
             sets it for each program.
         microbatches: in how many parts a shard is run, see `AccumulateMicrobatches`; they are made at capture.
@@ -219,6 +224,7 @@ def default_pipeline(
         ReadRowElements(),
         RecomputeElementwise(wanted=recomputes),
         LayChannelsLast(wanted=channels_last),
+        *([PadProducts()] if pads_products else []),
         *([ChooseCheckpoints()] if chooses_checkpoints else []),
         RecomputeCheckpoints(),
         PlanBuckets(bucket_cap_mb, first_bucket_mb, is_cut and not shard_optimizer, packing, gradient_order),

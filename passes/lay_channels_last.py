@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides, strides_of
 from mirrorc.ir.graph_edits import copied
-from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.passes.relaid_values import DependsOnStrides, RelaidValues
 from mirrorc.printing.wording import counted
-from mirrorc.torch_internals import add_node
 
 aten = torch.ops.aten
 
@@ -63,7 +60,7 @@ class LayChannelsLast:
         try:
             for layout in layouts:
                 layout.run()
-        except _DependsOnStrides as found:
+        except DependsOnStrides as found:
             reason = f"convolutions are not laid channels-last: {found} depends on how values lie in memory"
             return program.with_remarks(reason)
         first = layouts[0]
@@ -77,10 +74,6 @@ class LayChannelsLast:
         return program.evolve(shard_graphs=tuple(layout.graph for layout in layouts)).with_remarks(said)
 
 
-class _DependsOnStrides(Exception):
-    """Raised for an operator whose result depends on the present layout of its arguments; names the operator."""
-
-
 def _is_convolution(node: fx.Node) -> bool:
     if node.target is not aten.convolution.default:
         return False
@@ -88,71 +81,22 @@ def _is_convolution(node: fx.Node) -> bool:
     return all(value.dim() == 4 and value.dtype in _DTYPES for value in values)
 
 
-class _Layout:
-    """Walks a graph once, in order, so that the type of each value is known before its uses are visited."""
-
+class _Layout(RelaidValues):
     def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+        super().__init__(graph)
         self.num_convolutions = sum(map(_is_convolution, graph.nodes))
-        self.num_copies = 0
-        self.laid: dict[fx.Node, fx.Node] = {}  # for values, their copies in channels-last format
-        self.changed: set[fx.Node] = set()  # values whose layout has changed
-        self.was_contiguous: set[fx.Node] = set()  # the changed values that were contiguous
-        self.restored: dict[fx.Node, fx.Node] = {}  # for changed values, their copies in the former layout
+        self._laid: dict[fx.Node, fx.Node] = {}  # for values, their copies in channels-last format
 
-    def run(self) -> None:
-        for node in list(self.graph.nodes):
-            if reads_strides(node.target):
-                raise _DependsOnStrides(node.name)
-            if may_read_memory_in_order(node.target):
-                for given in node.all_input_nodes:
-                    if given in self.changed:
-                        node.replace_input_with(given, self._restored(node, given))
-            if _is_convolution(node):
-                node.args = (*(self._channels_last(node, given) for given in node.args[:2]), *node.args[2:])
-            elif node.target is aten.convolution_backward.default:
-                own = (self.laid.get(given, given) for given in node.args[1:3])
-                node.args = (node.args[0], *own, *node.args[3:])
-            if is_compute(node) or (node.op == "call_function" and node.all_input_nodes):
-                self._find_type(node)
-        self.graph.lint()
+    def change(self, node: fx.Node) -> None:
+        if _is_convolution(node):
+            node.args = (*(self._channels_last(node, given) for given in node.args[:2]), *node.args[2:])
+        elif node.target is aten.convolution_backward.default:
+            own = (self._laid.get(given, given) for given in node.args[1:3])
+            node.args = (node.args[0], *own, *node.args[3:])
 
     def _channels_last(self, convolution: fx.Node, given: Any) -> fx.Node:
         if given.meta["val"].is_contiguous(memory_format=torch.channels_last):
             return given
-        if given not in self.laid:
-            self.laid[given] = self._copy(convolution, given, torch.channels_last)
-        return self.laid[given]
-
-    def _restored(self, user: fx.Node, given: fx.Node) -> fx.Node:
-        if given not in self.was_contiguous:
-            raise _DependsOnStrides(user.name)
-        if given not in self.restored:
-            self.restored[given] = self._copy(user, given, torch.contiguous_format)
-            self.changed.discard(self.restored[given])
-        return self.restored[given]
-
-    def _copy(self, user: fx.Node, given: fx.Node, memory_format: torch.memory_format) -> fx.Node:
-        name = f"{given.name}_{str(memory_format).removeprefix('torch.').removesuffix('_format')}"
-        with self.graph.inserting_before(user):
-            copy = add_node(
-                self.graph, "call_function", aten.clone.default, (given,), {"memory_format": memory_format}, name
-            )
-        copy.meta.update({key: user.meta[key] for key in user.meta if key != "val"})
-        self.num_copies += 1
-        self.changed.add(copy)
-        self._find_type(copy)
-        return copy
-
-    def _find_type(self, node: fx.Node) -> None:
-        if node not in self.changed and not any(given in self.changed for given in node.all_input_nodes):
-            return
-        was = node.meta.get("val")
-        try:
-            find_type_anew(node)
-        except TypeError as error:
-            raise _DependsOnStrides(node.name) from error
-        if was is None or strides_of(node.meta["val"]) != strides_of(was):
-            self.changed.add(node)
-            if isinstance(was, torch.Tensor) and was.is_contiguous():
-                self.was_contiguous.add(node)
+        if given not in self._laid:
+            self._laid[given] = self.copy(convolution, given, torch.channels_last)
+        return self._laid[given]

@@ -21,6 +21,7 @@ from mirrorc.ir.program import Program, Region
 from mirrorc.ir.rearrangements import REARRANGEMENTS, RESHAPES, SAME_MEMORY
 from mirrorc.ir.value_types import value_type
 from mirrorc.torch_internals import sizes_key, writes_argument
+from mirrorc.verifier.numbered_columns import NumberedColumns
 from mirrorc.verifier.numbered_rows import Number, NumberedRows
 
 
@@ -46,6 +47,7 @@ class Expressions:
     ) -> None:
         self.program, self.numbers, self.roots, self.inlined, self.makers = program, numbers, roots, inlined, makers
         self.rows = NumberedRows(lambda target, args: self._number_application(target, args, {}, {}))
+        self.columns = NumberedColumns(lambda target, args: self._number_application(target, args, {}, {}))
 
     def number(self, *key: Any) -> int:
         """The number of an expression, given its operation and the numbers of its arguments."""
@@ -90,6 +92,7 @@ class Expressions:
             else:
                 numbered[node] = self._number_other(node, numbered)
             self.rows.note(node, numbered)
+            self.columns.note(node, numbered)
             if self.makers is not None and isinstance(numbered.get(node), int):
                 self.makers.setdefault(numbered[node], node)
         return numbered
@@ -97,7 +100,8 @@ class Expressions:
     def _number_compute(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
         """Numbers the value of an operator of torch."""
         if _is_plain(node.target):
-            numbered[node] = self._number_operator(node, numbered)
+            columns = self.columns.first_columns(node, numbered)
+            numbered[node] = self._number_operator(node, numbered) if columns is None else columns
         elif is_layout_only(node):
             numbered[node] = numbered[node.args[0]]  # type: ignore[index]
         elif (body := decomposition_of(node)) is not None:

@@ -53,6 +53,7 @@ class InductorBackend(Backend):
         """
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
         own = {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
+        own["pads_products"] = device.type == "cuda"
         return {**super().preferences(device), **own, "cuts_for_next_step": False}
 
     def prepare(self, device: torch.device) -> None:

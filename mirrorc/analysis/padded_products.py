@@ -1,0 +1,35 @@
+"""Products of two matrices, of which the second one may be padded: a column of the result follows from its own one alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+FACTORS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+"""The places of the two matrices among the arguments of each operator that makes a product."""
+
+
+def has_columns(value: fx.Node, num_columns: Any) -> bool:
+    """Whether the last dimension of a value has this size, so that it is padded where the columns of a product are."""
+    return bool(value.meta["val"].shape[-1:] == (num_columns,))
+
+
+def first_columns(node: fx.Node) -> Any:
+    """The number of columns if a node takes the first ones of a matrix; None otherwise."""
+    if node.target is not aten.slice.Tensor or node.kwargs or len(node.args) != 4:
+        return None
+    _, dim, first, last = node.args
+    return last if (dim, first) == (1, 0) and node.meta["val"].dim() == 2 else None
+
+
+def columns_before_padding(node: fx.Node) -> Any:
+    """The number of columns that a value had if a node pads rows at their ends; None otherwise."""
+    if node.target is not aten.constant_pad_nd.default or node.kwargs or len(node.args) != 2:
+        return None
+    value, padding = node.args
+    is_at_the_end = isinstance(padding, list | tuple) and len(padding) == 2 and padding[0] == 0
+    return value.meta["val"].shape[-1] if is_at_the_end else None  # type: ignore[union-attr]

@@ -1,0 +1,118 @@
+"""Makes products with odd numbers of columns as parts of larger ones, whose rows begin where fast kernels want them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.padded_products import FACTORS, has_columns
+from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.rearrangements import REARRANGEMENTS
+from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.passes.relaid_values import DependsOnStrides, RelaidValues
+from mirrorc.printing.wording import counted
+from mirrorc.torch_internals import add_node
+
+aten = torch.ops.aten
+
+_ROW_BYTES = 16  # what a row must be a multiple of, for the kernels of GPUs' matrix units
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class PadProducts:
+    """Pads the second matrix of large products whose numbers of columns are odd, for 50,257 words in float32::
+
+        logits = aten.mm(x, w)               w_padded = aten.constant_pad_nd(w, [0, 3])
+        loss   = f(logits)            ->     logits_padded = aten.mm(x, w_padded)
+                                             logits = aten.slice(logits_padded, 1, 0, 50257)
+                                             loss   = f(logits)
+
+    The result keeps its shape and has longer rows, and so has what is computed from it element by element. The types of all these
+    values are inferred again. A view that the new layout does not permit becomes a reshape. Operators that torch does not define
+    get their arguments in the former layout. Gradients of weights stay as they are, because they are made in their buckets.
+
+    Needs: a captured graph of functional operators.
+    Guarantees: every value keeps its elements. This cannot be guaranteed if an operator addresses elements by their position in
+        memory. The program then stays as it is, and a remark names the operator.
+    Source: torch's own compiler pads products on GPUs while it compiles. Here each region is compiled by itself and keeps the
+        strides of its results, so what backward reads must have longer rows before the graph is cut; it would be copied else.
+
+    Attributes:
+        fewest_rows: of the first matrix; with fewer, to copy the second one takes longer than what is gained.
+        fewest_elements: of the result; smaller ones are copied soon.
+    """
+
+    fewest_rows: int = 1024
+    fewest_elements: int = 2**22
+    name: str = field(default="pad-products", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    changes_bits: str = field(default="the kernels of padded products add in another order", init=False)
+
+    def run(self, program: Program) -> Program:
+        padded = [_Padded(copied(graph), self) for graph in program.shard_graphs]
+        try:
+            for one in padded:
+                one.run()
+        except DependsOnStrides as found:
+            return program.with_remarks(f"products are not padded: {found} depends on how values lie in memory")
+        num_products = padded[0].num_products
+        if not any(one.num_products for one in padded):
+            reason = "there is no large product with an odd number of columns"
+            return program.with_remarks(reason, is_kept=False)
+        said = f"{counted(num_products, 'product')} with an odd number of columns are parts of larger ones, whose rows are padded"
+        return program.evolve(shard_graphs=tuple(one.graph for one in padded)).with_remarks(said)
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a product is a result of the graph, perhaps rearranged, as gradients of weights are."""
+    users = node.users
+    return any(user.op == "output" or (user.target in REARRANGEMENTS and _is_result(user)) for user in users)
+
+
+class _Padded(RelaidValues):
+    def __init__(self, graph: fx.Graph, bounds: PadProducts) -> None:
+        super().__init__(graph)
+        self.num_products = 0
+        self._bounds = bounds
+
+    def change(self, node: fx.Node) -> None:
+        if node.target not in FACTORS or node.kwargs or _is_result(node):
+            return
+        x, weight = (node.args[place] for place in FACTORS[node.target])
+        missing = self._missing(x.meta["val"], weight.meta["val"])  # type: ignore[union-attr]
+        if not missing:
+            return
+        num_columns = weight.meta["val"].shape[1]  # type: ignore[union-attr]
+        given = [
+            self._made(node, aten.constant_pad_nd.default, (one, [0, missing]), f"{one}_padded")
+            if one is not x and has_columns(one, num_columns)  # type: ignore[arg-type]
+            else one
+            for one in node.args
+        ]
+        product = self._made(node, node.target, tuple(given), f"{node.name}_padded")
+        node.target, node.args = aten.slice.Tensor, (product, 1, 0, num_columns)
+        self.changed.add(node)
+        self.num_products += 1
+
+    def _missing(self, x: torch.Tensor, weight: torch.Tensor) -> int:
+        """How many columns the product lacks; 0 if it is not to be padded."""
+        sizes = (*x.shape, *weight.shape)
+        if x.dtype not in _DTYPES or weight.dtype is not x.dtype or not all(isinstance(size, int) for size in sizes):
+            return 0
+        num_rows, num_columns = x.shape[0], weight.shape[1]
+        if num_rows < self._bounds.fewest_rows or num_rows * num_columns < self._bounds.fewest_elements:
+            return 0
+        return -num_columns % (_ROW_BYTES // x.dtype.itemsize)
+
+    def _made(self, user: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        with self.graph.inserting_before(user):
+            made = add_node(self.graph, "call_function", target, args, {}, name)
+        made.meta.update({key: user.meta[key] for key in user.meta if key != "val"})
+        find_type_anew(made)
+        return made

@@ -1,0 +1,92 @@
+"""Finds the types of values again, in order, where some lie in memory in another way than before."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides, strides_of
+from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.torch_internals import add_node
+
+aten = torch.ops.aten
+
+
+class DependsOnStrides(Exception):
+    """Raised for an operator whose result depends on the present layout of its arguments; names the operator."""
+
+
+class RelaidValues:
+    """What has another layout in a graph than before; it is walked once, in order, so that the type of each value is known before
+    its uses are visited.
+
+    Attributes:
+        graph: the graph.
+        num_copies: how many values are copied.
+        changed: values whose layout has changed.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.num_copies = 0
+        self.changed: set[fx.Node] = set()
+        self._was_contiguous: set[fx.Node] = set()  # the changed values that were contiguous
+        self._restored: dict[fx.Node, fx.Node] = {}  # for changed values, their copies in the former layout
+
+    def run(self) -> None:
+        """Changes the layouts of values by `change`, and finds the types of all that is computed from them.
+
+        Raises:
+            DependsOnStrides: an operator depends on the layout of its arguments.
+        """
+        for node in list(self.graph.nodes):
+            if reads_strides(node.target):
+                raise DependsOnStrides(node.name)
+            if may_read_memory_in_order(node.target):
+                for given in node.all_input_nodes:
+                    if given in self.changed:
+                        node.replace_input_with(given, self._as_before(node, given))
+            self.change(node)
+            if is_compute(node) or (node.op == "call_function" and node.all_input_nodes):
+                self.find_type(node)
+        self.graph.lint()
+
+    def change(self, node: fx.Node) -> None:
+        """Gives arguments or the result of a node another layout, if it should have one."""
+        raise NotImplementedError
+
+    def copy(self, user: fx.Node, given: fx.Node, memory_format: torch.memory_format) -> fx.Node:
+        """Copies a value into another format, before a node that reads it."""
+        name = f"{given.name}_{str(memory_format).removeprefix('torch.').removesuffix('_format')}"
+        with self.graph.inserting_before(user):
+            copy = add_node(
+                self.graph, "call_function", aten.clone.default, (given,), {"memory_format": memory_format}, name
+            )
+        copy.meta.update({key: user.meta[key] for key in user.meta if key != "val"})
+        self.num_copies += 1
+        self.changed.add(copy)
+        self.find_type(copy)
+        return copy
+
+    def find_type(self, node: fx.Node) -> None:
+        """Finds the type of a node again if its arguments have changed."""
+        if node not in self.changed and not any(given in self.changed for given in node.all_input_nodes):
+            return
+        was = node.meta.get("val")
+        try:
+            find_type_anew(node)
+        except TypeError as error:
+            raise DependsOnStrides(node.name) from error
+        if was is None or strides_of(node.meta["val"]) != strides_of(was):
+            self.changed.add(node)
+            if isinstance(was, torch.Tensor) and was.is_contiguous():
+                self._was_contiguous.add(node)
+
+    def _as_before(self, user: fx.Node, given: fx.Node) -> fx.Node:
+        if given not in self._was_contiguous:
+            raise DependsOnStrides(user.name)
+        if given not in self._restored:
+            self._restored[given] = self.copy(user, given, torch.contiguous_format)
+            self.changed.discard(self._restored[given])
+        return self._restored[given]
