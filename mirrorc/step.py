@@ -193,8 +193,7 @@ class Step(StepReports):
         if self._joint is None:
             return []
         take_part = functools.partial(self._exclusively, self._take_part)
-        is_closed = functools.partial(getattr, self._calls, "is_closed")
-        return [JoinedStep(self._joint, take_part, self._exclusively, self.synchronize, is_closed)]
+        return [JoinedStep(self._joint, take_part, self._exclusively, self.synchronize, lambda: self._calls.is_closed)]
 
     def gather_optimizer_state(self) -> None:
         """Makes the optimizer's state whole in the user's optimizers, on all workers, until the next training call.

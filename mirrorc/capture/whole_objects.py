@@ -16,8 +16,6 @@ from mirrorc.capture.watched_objects import contents_of, is_lasting
 from mirrorc.capture.whole_reads import DICT, LOOKUP, WholeReads, whole_reads
 from mirrorc.torch_internals import is_script_module
 
-_ABSENT = object()
-
 
 @dataclass(frozen=True)
 class WatchedWhole:

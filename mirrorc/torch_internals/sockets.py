@@ -29,9 +29,20 @@ def connections_since(before: Mapping[int, int], port: int) -> dict[int, int]:
 
 
 def is_any_closed(sockets: Mapping[int, int]) -> bool:
-    """Whether the other side of any of these connected sockets has closed it, or this process has; reads nothing."""
-    there = open_sockets()
-    return any(there.get(number) != inode or _is_closed(number) for number, inode in sockets.items())
+    """Whether the other side of any of these connected sockets has closed it, or this process has; reads nothing.
+
+    It is asked often, and looks at these sockets alone, however many files the process has.
+    """
+    return any(not _is_there(number, inode) or _is_closed(number) for number, inode in sockets.items())
+
+
+def _is_there(number: int, inode: int) -> bool:
+    """Whether a file's number is still that of the socket with this inode."""
+    try:
+        status = os.fstat(number)
+    except OSError:  # no file has it
+        return False
+    return stat.S_ISSOCK(status.st_mode) and status.st_ino == inode
 
 
 def _leads_to(number: int, port: int) -> bool:

@@ -1,7 +1,7 @@
 """The pass recompute-elementwise, on the decomposed operators that Inductor gets, run eagerly."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,29 +20,10 @@ from mirrorc.ir.program import Program
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import OutlineRegions, PlanBuckets, RecomputeElementwise
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.runtime.codegen.backends import register_backend, unregister_backend
-from mirrorc.runtime.codegen.eager import EagerBackend
 from mirrorc.torch_internals import inductor_decompositions
 from mirrorc.verifier.verifier import Verify
 
-
-class Decomposed(EagerBackend):
-    """Runs the operators that Inductor would compile."""
-
-    name = "decomposed"
-
-    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        return inductor_decompositions()
-
-    def preferences(self, device: torch.device) -> dict[str, bool]:
-        return {"recomputes": True}
-
-
-@pytest.fixture(autouse=True)
-def decomposed() -> Iterator[None]:
-    register_backend(Decomposed())
-    yield
-    unregister_backend("decomposed")
+pytestmark = pytest.mark.usefixtures("decomposed")
 
 
 class Net(nn.Module):

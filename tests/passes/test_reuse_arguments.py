@@ -1,6 +1,6 @@
 """The pass reuse-arguments: on the decomposed losses that Inductor gets, run eagerly, and compiled."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,30 +32,14 @@ from mirrorc.passes import (
 )
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.runtime.codegen.backends import register_backend, unregister_backend
-from mirrorc.runtime.codegen.eager import EagerBackend
 from mirrorc.torch_internals import inductor_decompositions
 from mirrorc.verifier.rules.gradients import regions_write_only_what_is_theirs
 from mirrorc.verifier.verifier import Verify, verify
 
+pytestmark = pytest.mark.usefixtures("decomposed")
+
 aten = torch.ops.aten
 REUSING = ReuseArguments(min_bytes=0)
-
-
-class Decomposed(EagerBackend):
-    """Runs the operators that Inductor would compile."""
-
-    name = "decomposed"
-
-    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        return inductor_decompositions()
-
-
-@pytest.fixture(autouse=True)
-def decomposed() -> Iterator[None]:
-    register_backend(Decomposed())
-    yield
-    unregister_backend("decomposed")
 
 
 class Tied(nn.Module):

@@ -2,8 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,34 +23,15 @@ from mirrorc.ir.program import Program
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import ReadRowElements, RecomputeElementwise
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.runtime.codegen.backends import register_backend, unregister_backend
-from mirrorc.runtime.codegen.eager import EagerBackend
 from mirrorc.torch_internals import inductor_decompositions
 from mirrorc.verifier.verifier import Verify
+
+pytestmark = pytest.mark.usefixtures("decomposed")
 
 aten = torch.ops.aten
 NUM_CLASSES, IGNORED = 40, -100
 WEIGHTS = torch.linspace(0.5, 2, NUM_CLASSES, dtype=torch.float64)
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Decomposed(EagerBackend):
-    """Runs the operators that Inductor would compile."""
-
-    name = "decomposed"
-
-    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        return inductor_decompositions()
-
-    def preferences(self, device: torch.device) -> dict[str, bool]:
-        return {"recomputes": True}
-
-
-@pytest.fixture(autouse=True)
-def decomposed() -> Iterator[None]:
-    register_backend(Decomposed())
-    yield
-    unregister_backend("decomposed")
 
 
 def by_hand(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

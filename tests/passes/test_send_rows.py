@@ -1,3 +1,5 @@
+"""The pass send-rows: which broadcasts of a table with sparse gradients carry rows alone, and why others do not."""
+
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ from mirrorc.ir.program import Program
 from mirrorc.passes import LowerCollectives, SendRows, SpreadCopies, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.placement import select_passes
-from mirrorc.verifier.verifier import verify
+from mirrorc.verifier.verifier import Verify, verify
 
 
 def whole(num_devices: int, rows: int = 8, *, writes_rows: bool = True) -> Program:
@@ -82,6 +84,20 @@ def test_a_remark_has_the_bytes_of_both(one: SendRows, rows: int, writes_rows: b
 def test_what_is_no_table_of_rows_is_broadcast_whole() -> None:
     program = run_passes(run_up_to("schedule-overlap", handmade(2)), [SendRows()])
     assert said(program) == ["no rows are sent: no device has a copy of a table of rows"]
+
+
+@pytest.mark.parametrize("again", [SendRows(), SendRows(most_in_one_memory=1)], ids=["the same", "another bound"])
+def test_a_second_run_keeps_what_the_first_has_done(again: SendRows) -> None:
+    once = run_passes(whole(3), [SendRows()])
+    twice = run_passes(once, [again], [Verify()])
+    assert twice.to_text() == once.to_text()
+    assert said(twice) == said(once)
+
+
+def test_a_second_run_with_a_larger_bound_sends_the_rows_of_tables_that_the_first_has_left_whole() -> None:
+    program = run_passes(whole(2, 10), [SendRows(), SendRows(most_in_one_memory=1)], [Verify()])
+    assert [targets(program.mirrored_graph, target) != [] for target in (ops.updated_rows, ops.store)] == [True, False]
+    assert [ALL in text for text in said(program)] == [True, False]
 
 
 def test_rows_are_not_cut_into_chunks() -> None:

@@ -1,0 +1,33 @@
+"""What tests of passes share: a backend that runs the operators that Inductor gets, without compiling them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from mirrorc.runtime.codegen.backends import register_backend, unregister_backend
+from mirrorc.runtime.codegen.eager import EagerBackend
+from mirrorc.torch_internals import inductor_decompositions
+
+
+class Decomposed(EagerBackend):
+    """Runs the operators that Inductor would compile."""
+
+    name = "decomposed"
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return inductor_decompositions()
+
+    def preferences(self, device: torch.device) -> dict[str, bool]:
+        return {"recomputes": True}
+
+
+@pytest.fixture
+def decomposed() -> Iterator[None]:
+    """Within the test, ``backend="decomposed"`` names that backend."""
+    register_backend(Decomposed())
+    yield
+    unregister_backend(Decomposed.name)
