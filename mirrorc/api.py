@@ -235,7 +235,7 @@ def compile(
             the same but for the last bits, where the order of additions or the cuts of compiled regions differ.
         dynamic: False to compile each new size of an argument. None for symbols in place of sizes that change: where a call
             brings the second size of a dimension, one more program is compiled for all of its sizes. True for symbols in the
-            first program already. See docs/semantics.md for what stays a number.
+            first program already. See docs/semantics.md for what stays a number, such as numbers of examples beside microbatches.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.

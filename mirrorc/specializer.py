@@ -13,7 +13,7 @@ import torch
 from mirrorc.analysis.worker_meetings import RowsElsewhere
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.changing_numbers import ChangingNumbers
-from mirrorc.capture.changing_sizes import ChangingSizes
+from mirrorc.capture.changing_sizes import ChangingSizes, without_numbers_of_examples
 from mirrorc.capture.errors import HooksMissingError, LoneExampleError
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.output_capturing import install_capturing_hooks
@@ -37,6 +37,7 @@ from mirrorc.torch_internals import attribute_source, torch_modes
 
 logger = logging.getLogger(__name__)
 
+_CUT_BY_EXAMPLES = "microbatches are cut by numbers of examples"  # why these are no symbols
 _MOST_KINDS = 4096  # of calls of which it is known how many rows other workers gather
 
 
@@ -160,14 +161,15 @@ class Specializer:
         """Compiles, with symbols for sizes that change; without, if the model or torch does not take them."""
         about = (purpose, len(shards.num_examples))
         is_lone = shards.have_one_example
-        counts_parts = bool(shards.microbatches)
-        symbolic = self._sizes.symbolic_dims(call, about, has_one_example=is_lone, counts_parts=counts_parts)
-        why = self._why_numbers(shards)
-        if symbolic and why:
-            return self._compiler.compile(call, shards, what_is_new, purpose, why_static=why)
+        wished = self._sizes.symbolic_dims(call, about, has_one_example=is_lone)
+        symbolic = without_numbers_of_examples(call, wished) if shards.microbatches else wished
+        why = self._why_numbers(shards) if symbolic else _CUT_BY_EXAMPLES
+        if wished and why:
+            return self._compiler.compile(call, shards, what_is_new, purpose, on_sizes=_told_of_numbers(why))
         if symbolic:
+            told = f"numbers of examples are numbers: {_CUT_BY_EXAMPLES}" if symbolic != wished else ""
             try:
-                new = self._compiler.compile(call, shards, what_is_new, purpose, symbolic)
+                new = self._compiler.compile(call, shards, what_is_new, purpose, symbolic, told)
                 if new.sizes is None or new.fits(shards):
                     self._symbolic.add(purpose)
                     self._sizes.note_program(call, about)
@@ -178,13 +180,14 @@ class Specializer:
             except Exception as error:
                 logger.debug("not compiled with symbolic sizes", exc_info=error)
                 why = next(iter(str(error).splitlines()), type(error).__name__)
+            told = _told_of_numbers(why)
             new = self._compiler.compile(
-                call, shards, what_is_new, purpose, why_static=why
+                call, shards, what_is_new, purpose, on_sizes=told
             )  # raises, if that is no reason
             self._sizes.give_up(call, about, why, has_one_example=is_lone)
             return new
         why = self._sizes.why_not(call, about, has_one_example=is_lone)
-        return self._compiler.compile(call, shards, what_is_new, purpose, why_static=why)
+        return self._compiler.compile(call, shards, what_is_new, purpose, on_sizes=_told_of_numbers(why))
 
     def _why_numbers(self, shards: Shards) -> str:
         """Why sizes are numbers, whatever the model is; empty if they may be symbols."""
@@ -232,3 +235,8 @@ class Specializer:
         of_optimizers = self._options.optimizers.structure() if purpose.trains else ()
         parts, rows = (*types, shards.microbatches), shards.rows_elsewhere
         return call.structure, parts, self._model.fingerprint(), of_optimizers, torch_modes(), rows
+
+
+def _told_of_numbers(why: str) -> str:
+    """The remark that sizes are numbers although they change; empty if there is no reason to tell."""
+    return f"sizes of arguments are numbers: {why}" if why else ""

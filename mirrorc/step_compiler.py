@@ -5,7 +5,6 @@ The file is long because it has all of these phases.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
@@ -118,7 +117,7 @@ class StepCompiler:
         what_is_new: str,
         purpose: Purpose,
         symbolic: SymbolicDims = (),
-        why_static: str = "",
+        on_sizes: str = "",
     ) -> Specialization:
         """Compiles for a call; if that fails, the model's tensors are moved back to their former devices.
 
@@ -127,7 +126,7 @@ class StepCompiler:
             what_is_new: in it, for whoever waits.
             purpose: what it is for.
             symbolic: the dimensions of the arguments that are to be symbolic.
-            why_static: why none are, although their sizes change; for a remark.
+            on_sizes: a remark on sizes that change and are numbers all the same; empty for none.
 
         Raises:
             SizesGivenUp: these cannot be symbolic.
@@ -142,7 +141,7 @@ class StepCompiler:
         progress = Progress(f"{what} ({what_is_new})", is_shown=self._options.progress)
         try:
             progress.begin()
-            return self._compile_at_home(call, shards, what, progress, purpose, symbolic, why_static)
+            return self._compile_at_home(call, shards, what, progress, purpose, symbolic, on_sizes)
         except BaseException as error:
             progress.is_over = True
             for tensor, data in moved:
@@ -175,7 +174,7 @@ class StepCompiler:
         progress: Progress,
         purpose: Purpose,
         symbolic: SymbolicDims,
-        why_static: str,
+        on_sizes: str,
     ) -> Specialization:
         times = [time.perf_counter()]
         types = shard_types(shards.tensors[0], self._home)
@@ -184,12 +183,9 @@ class StepCompiler:
             self._options.optimizers.check(self._model.parameters)
             check_bounds_of_groups(self._options.pipeline, self._options.optimizers)
         self._regions.prepare(self._home)
-        training_call, captured = self._captured(call, shards, progress, purpose, symbolic)
+        training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
         if captured.sizes is not None and self._options.program_workers.are_several:
             _refuse_counted_rows(captured.program)
-        if why_static:
-            told = captured.program.with_remarks(f"sizes of arguments are numbers: {why_static}")
-            captured = dataclasses.replace(captured, program=told)
         times.append(time.perf_counter())
         program, regions = self._lowered_and_compiled(captured, progress, purpose, times)
         _log_times(what, program, times)
@@ -208,7 +204,7 @@ class StepCompiler:
         )
 
     def _captured(
-        self, call: Call, shards: Shards, progress: Progress, purpose: Purpose, symbolic: SymbolicDims
+        self, call: Call, shards: Shards, progress: Progress, purpose: Purpose, symbolic: SymbolicDims, on_sizes: str
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
         """The module that was traced, and what came of it, of whose variables the step's state knows then."""
         progress.enter("capture")
@@ -217,7 +213,7 @@ class StepCompiler:
         training_call, captured = climbed.found
         what = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(what))
-        told = [Remark(text, by=CAPTURE) for text in climbed.remarks(what)]
+        told = [Remark(text, by=CAPTURE) for text in (*climbed.remarks(what), on_sizes) if text]
         captured = replace(captured, program=captured.program.evolve(remarks=(*captured.program.remarks, *told)))
         self._check_memory(captured)
         counters = self._model.outside.counters_of(captured.outside)

@@ -69,14 +69,10 @@ class ChangingSizes:
         self._given_up: dict[Hashable, str] = {}  # why, by the kind of a call and whether a shard has one example
         self._num_programs: dict[Hashable, int] = {}
 
-    def symbolic_dims(
-        self, call: Call, purpose: Hashable, *, has_one_example: bool = False, counts_parts: bool = False
-    ) -> SymbolicDims:
+    def symbolic_dims(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> SymbolicDims:
         """The dimensions of a call's tensors that are to be symbolic in the program that it needs; empty for none.
 
         Calls with a shard of one example are apart: its size is a number, so that what is found out of it says nothing of others.
-
-        ``counts_parts``: whether shards are run in microbatches, so that numbers of examples are no symbols.
         """
         key = _kind(call, purpose)
         if (key, has_one_example) in self._given_up:
@@ -84,18 +80,15 @@ class ChangingSizes:
         seen = self._seen.setdefault(key, [[_Seen() for _ in range(_rank(leaf))] for leaf in call.leaves])
         for leaf, dims in zip(call.leaves, seen, strict=True):
             for dim, own in enumerate(dims):
-                if counts_parts and _counts_examples(leaf, dim):
-                    continue
                 self._note_wishes(leaf, dim, own)
                 if self._dynamic is not False and not _counts_examples(leaf, dim):
                     own.add(_sizes(leaf, dim))
         others = [own.is_symbolic for leaf, dims in zip(call.leaves, seen, strict=True) for own in dims]
-        if self._dynamic is not False and not counts_parts:
+        if self._dynamic is not False:
             for leaf, dims in zip(call.leaves, seen, strict=True):
                 if leaf.split and dims:
                     dims[0].add(_sizes(leaf, 0), spares_larger=not any(others))
-        found = tuple(frozenset(dim for dim, own in enumerate(dims) if own.is_symbolic) for dims in seen)
-        return found if any(found) else ()
+        return _unless_empty(frozenset(dim for dim, own in enumerate(dims) if own.is_symbolic) for dims in seen)
 
     def _note_wishes(self, leaf: Leaf, dim: int, own: _Seen) -> None:
         """Notes whether a dimension is to be a symbol whatever its sizes are."""
@@ -121,6 +114,21 @@ class ChangingSizes:
     def why_not(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> str:
         """Why the sizes of such calls cannot be symbols; empty if they can."""
         return self._given_up.get((_kind(call, purpose), has_one_example), "")
+
+
+def without_numbers_of_examples(call: Call, dims: SymbolicDims) -> SymbolicDims:
+    """Symbolic dimensions of a call's tensors but for those along which a batch is split; empty if there are no others."""
+    if not dims:
+        return ()
+    return _unless_empty(
+        frozenset(dim for dim in own if not _counts_examples(leaf, dim))
+        for leaf, own in zip(call.leaves, dims, strict=True)
+    )
+
+
+def _unless_empty(dims: Iterable[frozenset[int]]) -> SymbolicDims:
+    found = tuple(dims)
+    return found if any(found) else ()
 
 
 def _warn_of_marked(path: str, dim: int, size: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CAPTURE = "capture"
-"""Stands in the place of a pass in remarks on the front end that has captured a program, if it was not the first one."""
+"""Stands in the place of a pass in remarks on how a program was captured: by which front end, if it was not the first one, and
+which sizes are numbers in it although they change."""
 
 
 @dataclass(frozen=True)

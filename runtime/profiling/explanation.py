@@ -45,7 +45,8 @@ class Explanation:
         devices: the devices' times, in order of replicas.
         advice: the change that is estimated to help most, or why there is none.
         prediction: what a simulation of such a step gives, where it goes over several workers; otherwise None.
-        capture: which front end has captured the program and why, if it was not the first one.
+        capture: which front end has captured the program and why, if it was not the first one; which sizes are numbers in it
+            although they change, and why.
     """
 
     num_steps: int

@@ -9,7 +9,7 @@ import torch
 
 import mirrorc
 from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.changing_sizes import ChangingSizes
+from mirrorc.capture.changing_sizes import ChangingSizes, without_numbers_of_examples
 
 NONE: list[set[int]] = []
 
@@ -78,3 +78,12 @@ def test_a_marked_size_is_a_symbol_and_the_other_ones_count_as_ever() -> None:
     torch._dynamo.mark_dynamic(x, 1)
     assert symbols_of(sizes, x, torch.empty(8)) == [{1}, set()]
     assert symbols_of(sizes, torch.empty(9, 6), torch.empty(9)) == [{1}, set()]
+
+
+def test_numbers_of_examples_are_taken_out_of_symbols() -> None:
+    whole = mirrorc.replicated(torch.empty(8, 5))  # has no examples
+    call = flatten_call(["x", "y", "z"], (torch.empty(8, 5), torch.empty(8), whole), {})
+    both, first, none = frozenset({0, 1}), frozenset({0}), frozenset()
+    assert without_numbers_of_examples(call, (both, first, both)) == (frozenset({1}), none, both)
+    assert without_numbers_of_examples(call, (first, first, none)) == ()
+    assert without_numbers_of_examples(call, ()) == ()

@@ -325,10 +325,11 @@ def test_symbols_are_refused_with_factors_that_workers_are_to_send() -> None:
 def test_numbers_that_stay_are_remarked_on() -> None:
     step, _ = step_of(Classifier, microbatches=2)
     step(*text(5, 6))
-    program = step.prepare(*text(5, 8))
-    remarks = [str(remark) for remark in program.remarks]
+    step(*text(5, 8))
+    remarks = [str(remark) for remark in step.program.remarks]
     why = "microbatches of a shard have different numbers of examples, and each number has a graph"
-    assert f"sizes of arguments are numbers: {why}" in remarks
+    assert f"capture: sizes of arguments are numbers: {why}" in remarks
+    assert f"sizes of arguments are numbers: {why}" in step.explain().capture
 
 
 @pytest.mark.parametrize(
@@ -349,6 +350,53 @@ def test_lengths_of_microbatches_are_symbols_from_the_first_call_on(quiet: None)
     step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), (8, 9), (8, 4)], 2, microbatches=4, dynamic=True)
     assert num_programs(step) == 1
     assert "x: i64[4, s0]" in program.to_text()
+
+
+CUT_BY_EXAMPLES = "microbatches are cut by numbers of examples"
+
+
+@pytest.mark.parametrize("num_devices", [2, *slow((1,))])
+def test_numbers_of_examples_beside_microbatches_are_remarked_on(num_devices: int, quiet: None) -> None:
+    sizes = [(8, 5), (8, 9), (12, 4), (12, 7), (16, 6)]
+    step, program = trained_beside_plain_pytorch(Classifier, sizes, num_devices, microbatches=2, dynamic=True)
+    assert num_programs(step) == 3  # one for each number of examples
+    assert f"x: i64[{16 // num_devices}, s0]" in program.to_text()
+    remark = f"numbers of examples are numbers: {CUT_BY_EXAMPLES}"
+    assert told(program, remark)
+    assert remark in program.to_text() and remark in step.explain().capture
+    assert not told(program, "sizes of arguments are numbers")
+
+
+def test_microbatches_of_which_only_numbers_of_examples_change_leave_numbers_and_a_remark(quiet: None) -> None:
+    """Two numbers of examples may be all batches and the last one: none would be a symbol before the third."""
+    sizes = [(8, 5), (12, 5), (16, 5), (20, 5)]
+    step, program = trained_beside_plain_pytorch(Classifier, sizes, 2, microbatches=2)
+    assert num_programs(step) == 4
+    assert "x: i64[10, 5]" in program.to_text() and "s0" not in program.to_text()
+    remark = f"sizes of arguments are numbers: {CUT_BY_EXAMPLES}"
+    for (batch, length), is_told in zip(sizes, [False, False, True, True], strict=True):
+        own = step.prepare(*text(batch, length))
+        assert told(own, remark) == is_told
+        assert not told(own, "numbers of examples are numbers")
+    assert num_programs(step) == 4
+    assert remark in program.to_text() and remark in step.explain().capture
+
+
+def test_lengths_of_microbatches_alone_leave_no_remark(quiet: None) -> None:
+    step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), (8, 9), (8, 4)], 2, microbatches=2)
+    assert num_programs(step) == 2
+    assert "x: i64[4, s0]" in program.to_text()
+    assert not told(program, CUT_BY_EXAMPLES)
+
+
+def test_evaluations_beside_microbatches_have_symbols_for_numbers_of_examples() -> None:
+    step, model = step_of(Classifier, microbatches=2, dynamic=True)
+    for batch, length in [(8, 5), (12, 7), (16, 5), (7, 4)]:
+        x, y = text(batch, length)
+        with torch.no_grad():
+            expected = model(x, y)
+        torch.testing.assert_close(step.evaluate(x, y), expected)
+    assert num_programs(step) == 1
 
 
 def test_another_dtype_is_another_program() -> None:
