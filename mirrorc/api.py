@@ -162,8 +162,7 @@ def compile(
         timeout_seconds: the longest time that a device waits for another one; math.inf for no bound.
         record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
         cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay the graph from then on. This is
-            meant for steps in which Python launches kernels more slowly than the GPU runs them. Nothing is recorded then. It
-            has not run on a GPU yet.
+            meant for steps in which Python launches kernels more slowly than the GPU runs them. Nothing is recorded then.
         return_outputs: ``loss, outputs = step(...)``: what the model returns, in containers of its own kinds, without gradients;
             with a loss_fn that returns more than the loss, a pair of both. Tensors with a row for each example are those of the
             whole batch, in its order. A scalar is the mean over examples; marked by `mirrorc.summed`, the sum over the replicas.

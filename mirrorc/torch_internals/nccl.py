@@ -25,8 +25,8 @@ class NcclGroup:
 
     Collectives are launched by one thread at a time and in one order on all workers, from the thread on whose current stream the
     operand is made: NCCL's own stream begins when that stream has come as far. Each returns a work, whose ``wait()`` blocks the
-    host until the result is there, or the group is cut. This has not run on a GPU yet; it is tested with substitutes for streams
-    and for NCCL.
+    host until the result is there, or the group is cut. On a GPU, a group with one member alone was tried; tests have substitutes
+    for streams and for NCCL.
 
     Args:
         store: where the workers meet; nothing else uses its keys.

@@ -80,7 +80,7 @@ class Capturer(Protocol):
 
 
 class CudaCapturer:
-    """Captures with `torch.cuda.graph`, all into one private pool of memory. This has not run on a GPU yet.
+    """Captures with `torch.cuda.graph`, all into one private pool of memory.
 
     Graphs may share a pool if no value in it must survive the replay of another graph. None must: inputs, loss, variables and the
     optimizer's state are in memory outside of the pool. A pool is freed with its last graph, so an anchor graph keeps this one.

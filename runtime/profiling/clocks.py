@@ -65,8 +65,8 @@ class EventClock(Clock):
     Events are read only when times are asked for. How the GPU's clock stands to the host's is found by one more event, the
     anchor: it is waited for, so that the host knows when it happened. So times of several GPUs agree, however far each of them
     lags behind its thread. An anchor serves for the steps that began within a few seconds of it, because the time between two
-    events is a 32-bit number. Events of steps that are no longer kept are used again. This has not run on a GPU yet; it is tested
-    with a substitute for `torch.cuda.Event`.
+    events is a 32-bit number. Events of steps that are no longer kept are used again. Tests have a
+    substitute for `torch.cuda.Event`.
 
     Args:
         device: the GPU.

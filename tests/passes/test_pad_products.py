@@ -2,13 +2,13 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from memory_order import first_in_memory
 from selections import slow
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
@@ -17,13 +17,17 @@ from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import split_call
 from mirrorc.capture.specialize import capture_program
 from mirrorc.capture.training_call import TrainingCall
+from mirrorc.errors import VerifyError
 from mirrorc.ir.devices import parse_devices
-from mirrorc.ir.program import Program
+from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.type_inference import find_type_anew
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import PadProducts, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import backend_named
+from mirrorc.torch_internals import is_operator
 from mirrorc.verifier.verifier import Verify
 
 aten = torch.ops.aten
@@ -102,6 +106,55 @@ def test_rows_are_of_sixteen_bytes(dtype: torch.dtype, columns: int) -> None:
     program = run_passes(captured(Net().to(dtype), torch.randn(4, 6).to(dtype)), [ALL], [Verify()])
     relu = next(node for node in program.shard_graphs[0].nodes if node.target is aten.tanh.default)
     assert relu.args[0].meta["val"].stride() == (columns, 1)  # type: ignore[union-attr]
+
+
+def _takes_other_columns(part: fx.Node) -> None:
+    part.args = (part.args[0], 1, 1, part.args[3] + 1)  # type: ignore[operator]
+
+
+def _pads_in_front(part: fx.Node) -> None:
+    padded = part.args[0].args[-1]  # type: ignore[union-attr]
+    padded.args = (padded.args[0], [padded.args[1][1], 0])
+
+
+def _pads_another_bias(part: fx.Node) -> None:
+    padded = part.args[0].args[0]  # type: ignore[union-attr]
+    with part.graph.inserting_before(padded):
+        other = part.graph.call_function(aten.neg.default, (padded.args[0],))
+    other.meta = {**padded.args[0].meta}
+    padded.args = (other, padded.args[1])
+
+
+def _multiplies_another_matrix(part: fx.Node) -> None:
+    product = part.args[0]
+    bias, x, weight = product.args  # type: ignore[union-attr]
+    with part.graph.inserting_before(product):
+        other = part.graph.call_function(aten.neg.default, (x,))
+    other.meta = {**x.meta}
+    product.args = (bias, other, weight)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "spoil", [_takes_other_columns, _pads_in_front, _pads_another_bias, _multiplies_another_matrix]
+)
+def test_what_is_no_part_of_the_product_is_refused(spoil: Callable[[fx.Node], None]) -> None:
+    @dataclass(frozen=True)
+    class Spoil:
+        name: str = "spoil"
+        input_stage: Stage = Stage.CAPTURED
+        output_stage: Stage = Stage.CAPTURED
+
+        def run(self, program: Program) -> Program:
+            graph = copied(program.shard_graphs[0])
+            spoil(next(node for node in graph.nodes if node.target is aten.slice.Tensor))
+            for node in graph.nodes:
+                if node.op == "call_function" and is_operator(node.target):
+                    find_type_anew(node)
+            return program.evolve(shard_graphs=(graph,))
+
+    program = captured(Net(), torch.randn(4, 6))
+    with pytest.raises(VerifyError, match=r"is computed in another way than before|has the type|is f32"):
+        run_passes(program, [ALL, Spoil()], [Verify()])
 
 
 def test_small_products_stay() -> None:
