@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.padded_products import FACTORS, has_columns
+from mirrorc.analysis.padded_products import FACTORS, places_of_columns
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.rearrangements import REARRANGEMENTS
@@ -89,12 +89,10 @@ class _Padded(RelaidValues):
         if not missing:
             return
         num_columns = weight.meta["val"].shape[1]  # type: ignore[union-attr]
-        given = [
-            self._made(node, aten.constant_pad_nd.default, (one, [0, missing]), f"{one}_padded")
-            if one is not x and has_columns(one, num_columns)  # type: ignore[arg-type]
-            else one
-            for one in node.args
-        ]
+        given = list(node.args)
+        for place in places_of_columns(node):
+            padding = (given[place], [0, missing])
+            given[place] = self._made(node, aten.constant_pad_nd.default, padding, f"{given[place]}_padded")
         product = self._made(node, node.target, tuple(given), f"{node.name}_padded")
         node.target, node.args = aten.slice.Tensor, (product, 1, 0, num_columns)
         self.changed.add(node)

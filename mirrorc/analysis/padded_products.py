@@ -9,13 +9,16 @@ from torch import fx
 
 aten = torch.ops.aten
 
-FACTORS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+FACTORS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
 """The places of the two matrices among the arguments of each operator that makes a product."""
 
 
-def has_columns(value: fx.Node, num_columns: Any) -> bool:
-    """Whether the last dimension of a value has this size, so that it is padded where the columns of a product are."""
-    return bool(value.meta["val"].shape[-1:] == (num_columns,))
+def places_of_columns(node: fx.Node) -> tuple[int, ...]:
+    """The places of the arguments of a product that have its columns: those of what is added, and of the second matrix last."""
+    first, second = FACTORS[node.target]
+    columns = node.args[second].meta["val"].shape[1]  # type: ignore[union-attr]
+    others = [i for i in range(len(node.args)) if i not in (first, second)]
+    return (*(i for i in others if node.args[i].meta["val"].shape[-1:] == (columns,)), second)  # type: ignore[union-attr]
 
 
 def first_columns(node: fx.Node) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.padded_products import FACTORS, columns_before_padding, first_columns, has_columns
+from mirrorc.analysis.padded_products import FACTORS, columns_before_padding, first_columns, places_of_columns
 from mirrorc.verifier.numbered_rows import Number
 
 
@@ -20,7 +20,7 @@ class NumberedColumns:
 
     def __init__(self, number: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number = number
-        self._first: dict[int, tuple[Any, int]] = {}  # for a padded value: how many first columns, and their number
+        self._first: dict[Any, tuple[Any, Any]] = {}  # for a padded value: how many first columns, and their number
 
     def note(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> None:
         """Looks at a node that has its number, if it pads a value or makes a product of padded ones."""
@@ -31,24 +31,20 @@ class NumberedColumns:
 
     def first_columns(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
         """The number of a product, if the node takes those columns of a padded one that are its own."""
-        columns = first_columns(node)
-        known, number = (
-            self._first.get(numbered.get(node.args[0]), (None, None)) if columns is not None else (None, None)
-        )  # type: ignore[arg-type]
-        return number if known is not None and known == columns else None
+        wanted = first_columns(node)
+        if wanted is None:
+            return None
+        columns, number = self._of(node.args[0], numbered)
+        return number if columns is not None and columns == wanted else None
+
+    def _of(self, value: Any, numbered: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+        return self._first.get(numbered[value], (None, None)) if isinstance(value, fx.Node) else (None, None)
 
     def _note_product(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> None:
-        x, weight = (node.args[place] for place in FACTORS[node.target])
-        columns, _ = self._first.get(numbered[weight], (None, None))  # type: ignore[index]
-        if columns is None or node.kwargs:
-            return
-        own: list[Any] = []
-        for given in node.args:
-            if given is not x and has_columns(given, node.meta["val"].shape[1]):  # type: ignore[arg-type]
-                known, number = self._first.get(numbered[given], (None, None))  # type: ignore[index]
-                if known != columns:
-                    return  # of a bias that was not padded, the first columns have no number
-                own.append(Number(number))
-            else:
-                own.append(Number(numbered[given]))  # type: ignore[index]
-        self._first[numbered[node]] = (columns, self._number(node.target, tuple(own)))
+        places = places_of_columns(node)
+        found = {place: self._of(node.args[place], numbered) for place in places}
+        columns = found[places[-1]][0]
+        if columns is None or node.kwargs or any(known != columns for known, _ in found.values()):
+            return  # the first columns of what was not padded have no number
+        given = [found[i][1] if i in found else numbered[one] for i, one in enumerate(node.args)]  # type: ignore[index]
+        self._first[numbered[node]] = (columns, self._number(node.target, tuple(map(Number, given))))

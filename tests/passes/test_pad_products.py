@@ -68,6 +68,14 @@ class Own(Net):
         return self.last(self.even(h * first_in_memory(h.detach(), 9)))
 
 
+class Squares(Net):
+    """A product of a matrix with itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gram = torch.mm(self.first.weight, self.first.weight.T)
+        return self.last(self.even(self.first(x) @ torch.mm(gram, gram)))
+
+
 class Tied(nn.Module):
     """A table whose rows are the columns of the last product, as those of language models."""
 
@@ -180,7 +188,7 @@ def padded_pipeline() -> list[Pass]:
 
 
 CASES = [
-    *((make, n, "eager") for make in (Net, Views, Tied) for n in (2, 3)),
+    *((make, n, "eager") for make in (Net, Views, Tied, Squares) for n in (2, 3)),
     (Strided, 1, "eager"), (Own, 1, "eager"), (Views, 1, "inductor"),
     *slow((Net, 1, "eager"), (Net, 4, "eager"), (Tied, 4, "eager"), (Net, 2, "inductor"), (Tied, 3, "inductor")),
 ]  # fmt: skip
