@@ -91,7 +91,7 @@ class _Layout(RelaidValues):
         if _is_convolution(node):
             node.args = (*(self._channels_last(node, given) for given in node.args[:2]), *node.args[2:])
         elif node.target is aten.convolution_backward.default:
-            own: list[Any] = [self._laid.get(given, given) for given in node.args[1:3]]  # type: ignore[arg-type, call-overload]
+            own: list[Any] = [self._laid.get(given, given) for given in node.args[1:3]]  # type: ignore[arg-type]
             node.args = (node.args[0], *own, *node.args[3:])
 
     def _channels_last(self, convolution: fx.Node, given: Any) -> fx.Node:
