@@ -1,8 +1,9 @@
-"""The order in which the workers of a step take gradients from backwards of plain PyTorch: one for all of them."""
+"""The order in which the workers of a step take gradients: one for all of them."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,6 @@ from torch import fx
 
 from mirrorc.custom_ops.opaque_calls import take_gradient
 from mirrorc.ir.graph_edits import copied
-from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.options import StepOptions
 from mirrorc.runtime.workers.team import Team
@@ -21,8 +21,10 @@ from mirrorc.runtime.workers.team import Team
 class ReadyOrder:
     """The order in which the chief's backward has made gradients, found at the first training call and kept from then on.
 
-    A worker finds out its order by a run, which goes by the values of its own examples, but all workers must put gradients into
-    the same buckets. So each tells the others its order at the first call, and all go by that of the chief.
+    All workers must put gradients into the same buckets, but each finds out an order of its own. A backward that runs as plain
+    PyTorch goes by the values of the worker's examples, and a graph goes by their number: that of one example may have other
+    operators, as in attention, and make gradients in another order. So each worker tells the others its order at the first call,
+    and all go by that of the chief.
 
     Args:
         options: of the step.
@@ -54,15 +56,17 @@ class ReadyOrder:
         return self._names in (None, program.workers.gradient_order) or not program.workers.gradient_order
 
     def put_into(self, program: Program) -> Program:
-        """Brings the gradients of a captured program into this order, if plain PyTorch makes them, and notes it there."""
+        """Brings the gradients of a captured program into this order, and notes it there.
+
+        Variables that it does not name were frozen when the chief told it. Their gradients come behind, by their names, as all
+        that a program has besides may differ between workers; of layers with numbers the last comes first, as in backward.
+        """
         if not program.trains or not self._are_several:
             return program
         self._own = self._own or tuple(_gradients(program.shard_graphs[0]))
         self._choose()
-        if next(calls_to(program.shard_graphs[0], take_gradient), None) is None:
-            return program
         names = self._own if self._names is None else self._names
-        others = [name for name in reversed([*program.variables]) if name not in names]  # which were frozen then
+        others = sorted(program.variables.keys() - set(names), key=_with_numbers, reverse=True)
         return program.evolve(
             shard_graphs=tuple(_in_order(graph, [*names, *others]) for graph in program.shard_graphs),
             workers=replace(program.workers, gradient_order=names),
@@ -80,8 +84,16 @@ def _gradients(graph: fx.Graph) -> dict[str, fx.Node]:
     return dict(output["gradients"])
 
 
+def _with_numbers(name: str) -> list[str | int]:
+    """A key by which layer 10 comes behind layer 9."""
+    return [int(part) if number % 2 else part for number, part in enumerate(re.split("([0-9]+)", name))]
+
+
 def _in_order(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
-    """A captured graph whose gradients are taken in this order."""
+    """A captured graph whose output lists gradients in this order; those of plain PyTorch are taken in it, too.
+
+    Other operators stay where they are: outline-regions cuts backward where all gradients of a bucket are there.
+    """
     ordered = copied(graph)
     gradients, end = _gradients(ordered), ordered.output_node()
     known = {name: place for place, name in enumerate(names)}

@@ -75,7 +75,7 @@ class StepCompiler:
         state: the state that all programs of the step share.
         num_threads: the number of threads of each device.
         numbers: which Python numbers have changed.
-        order: that of gradients which workers take from plain PyTorch.
+        order: that in which workers take gradients.
         exchange: chooses how workers send gradients.
         sizes: chooses how large buckets are.
         planned: learns from how long programs take.

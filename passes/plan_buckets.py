@@ -86,7 +86,7 @@ class PlanBuckets:
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]        <- as planned, in the program's bucket table
         bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]
 
-    Needs: a captured graph whose output lists gradients in program order.
+    Needs: a captured graph whose output lists gradients in program order, or over several workers in the order of the chief's.
     Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
     Source: PyTorch DDP (Li et al., 2020) for the first small bucket and the reversed order.
 

@@ -1,4 +1,4 @@
-"""Workers take gradients of plain PyTorch in the chief's order, told at the first training call."""
+"""Workers take gradients in the chief's order, told at the first training call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_programs import captured_model
+from tiny_programs import SMALL_BUCKETS, captured_model, every_stage, outputs
 from torch import nn
 
 from mirrorc.capture.autograd import AutogradFrontEnd
@@ -45,6 +45,27 @@ def plain(*, evaluates: bool = False, front_end: Any = None) -> Program:
     return captured_model(model, 1, front_end=front_end, evaluates=evaluates, workers=World(2).worker(1))
 
 
+class Attention(nn.Module):
+    """Attends over an example's numbers, which gives a graph for one example that is another one than for several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.attention, self.head = (
+            nn.Linear(1, 4),
+            nn.MultiheadAttention(4, 2, batch_first=True),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = self.words(x.unsqueeze(2))
+        return self.head(self.attention(words, words, words, need_weights=False)[0].mean(1))
+
+
+def attending(rows: int) -> Program:
+    torch.manual_seed(0)
+    return captured_model(Attention(), 1, rows, front_end=front_end_named("dynamo"), workers=World(2).worker(1))
+
+
 def order_with(chief: Sequence[str] | None) -> tuple[ReadyOrder, Words]:
     order = ReadyOrder(SimpleNamespace(program_workers=World(2).worker(1)))  # type: ignore[arg-type]
     words = Words(chief or ())
@@ -59,6 +80,11 @@ def taken(program: Program) -> tuple[str, ...]:
     names = {node: name for name, node in graph.output_node().args[0]["gradients"].items()}  # type: ignore[union-attr, index, call-overload]
     assert list(names) == [node for node in graph.nodes if node in names], "the output lists them in program order"
     return tuple(names[node] for node in calls_to(graph, take_gradient))
+
+
+def listed(program: Program) -> tuple[str, ...]:
+    """The variables whose gradients the output lists, in its order."""
+    return tuple(outputs(program.shard_graphs[0])["gradients"])
 
 
 def test_gradients_are_in_the_order_in_which_backward_makes_them() -> None:
@@ -96,16 +122,57 @@ def test_what_the_chief_does_not_name_comes_behind_in_an_order_that_all_have() -
     with others.asked(), order.asked():
         own = others.put_into(plain())
         assert taken(own) == OTHER
-        assert taken(order.put_into(own)) == ("2.bias", "2.weight", "0.bias", "0.weight")
+        assert taken(order.put_into(own)) == ("2.bias", "2.weight", "0.weight", "0.bias")
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_other_programs_stay_as_they_are_and_those_that_train_tell_all_the_same(evaluates: bool) -> None:
+def test_what_the_chief_does_not_name_comes_by_the_numbers_of_layers() -> None:
+    """Layer 10 before layer 9, as in backward; by names alone, which all workers have, and not as variables are read."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(12)))
+    program = captured_model(model, 1, front_end=front_end_named("dynamo"), workers=World(2).worker(1))
+    turned = program.evolve(variables=dict(reversed(program.variables.items())))
+    for own in (program, turned):
+        order, _ = order_with(["3.weight"])
+        with order.asked():
+            assert listed(order.put_into(own)) == (
+                "3.weight",
+                *(f"{layer}.weight" for layer in reversed(range(12)) if layer != 3),
+            )
+
+
+def test_gradients_of_compiled_graphs_are_in_the_order_of_the_chief_too() -> None:
     order, words = order_with(OTHER)
-    program = plain(evaluates=evaluates, front_end=front_end_named("dynamo"))
+    program = plain(front_end=front_end_named("dynamo"))
+    assert listed(program) != OTHER
+    early = order_with(None)[0].put_into(program)
+    with order.asked():
+        ordered = order.put_into(program)
+        assert order.keeps(ordered) and not order.keeps(early)
+    assert listed(ordered) == ordered.workers.gradient_order == OTHER
+    assert words.told == [json.dumps(listed(program))]
+    before, after = ([node.name for node in own.shard_graphs[0].nodes] for own in (program, ordered))
+    assert before == after, "no operator is moved"
+
+
+def test_evaluations_stay_as_they_are_and_tell_nothing() -> None:
+    order, words = order_with(OTHER)
+    program = plain(evaluates=True, front_end=front_end_named("dynamo"))
     with order.asked():
         assert order.put_into(program) is program and order.keeps(program)
-    assert len(words.told) == (0 if evaluates else 1)
+    assert not words.told
+
+
+@pytest.mark.parametrize(("chief", "own"), [(1, 4), (4, 1)])
+def test_attention_over_one_example_has_the_buckets_of_several(chief: int, own: int) -> None:
+    """Each gradient has a bucket, and those whose places differ are launched in one order."""
+    theirs, program = attending(chief), attending(own)
+    assert sorted(listed(theirs)) == sorted(listed(program)) and listed(theirs) != listed(program)
+    order, _ = order_with(listed(theirs))
+    with order.asked():
+        ordered = order.put_into(program)
+    *_, expected = every_stage(theirs, over_workers=True, **SMALL_BUCKETS).values()
+    *_, found = every_stage(ordered, over_workers=True, **SMALL_BUCKETS).values()
+    assert found.buckets == expected.buckets and len(found.buckets) == len(listed(program))
+    verify(found)
 
 
 def test_a_world_that_is_not_there_has_the_order_of_its_own_run() -> None:

@@ -72,7 +72,7 @@ class Workers:
         shards_optimizer: whether each worker updates a part of each bucket alone, with that part of the optimizer's state.
         multiply_alike: whether a product of matrices has the same bits on all workers, as their machines and settings are the
             same; noted where sums of low rank ask for it.
-        gradient_order: the variables in the order in which all workers take their gradients, where backward is plain PyTorch.
+        gradient_order: the variables in the order in which all workers take their gradients, that of the chief's backward.
     """
 
     devices_per_worker: tuple[int, ...] = ()

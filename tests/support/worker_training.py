@@ -141,15 +141,17 @@ class Twins(nn.Sequential):
         super().__init__(nn.Linear(5, 5), nn.Linear(5, 5))
 
 
-class Swapped(nn.Module):
-    """Two layers, of which each worker's forward calls another one first."""
+class Layers(nn.Module):
+    """Two layers, of which each worker's forward calls those that it is told, in that order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.is_swapped = nn.Linear(5, 5), nn.Linear(5, 5), False
+        self.one, self.two, self.called = nn.Linear(5, 5), nn.Linear(5, 5), ["one", "two"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.one(torch.tanh(self.two(x))) if self.is_swapped else self.two(torch.tanh(self.one(x)))
+        for name in self.called:
+            x = torch.tanh(self.get_submodule(name)(x))
+        return x
 
 
 class Coupled(nn.Module):
@@ -206,7 +208,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "branching": Branching,
     "mixture": Mixture,
     "twins": Twins,
-    "swapped": Swapped,
+    "layers": Layers,
     "wide": Wide,
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -320,7 +322,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             batches of all, and takes its part; how many ``batches`` there are, if they are repeated; the seconds of a
             ``pause``; ``favoured``, the sizes of buckets that are predicted to be best; a folder into which each
             ``saves`` its state, or from which it ``loads`` that of all, to go on with the step ``first``; the numbers of the
-            calls that ``accumulates`` has, which keep gradients for the next step.
+            calls that ``accumulates`` has, which keep gradients for the next step; which of its `Layers` each worker has
+            ``called``.
     """
     global _is_full, _ends_there
     favour(given)
@@ -332,8 +335,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     if given["model"] == "twins":
         groups = [{"params": list(layer.parameters())} for layer in model]
         optimizer = torch.optim.SGD(groups[::-1] if rank else groups, lr=0.1)
-    if given["model"] == "swapped":
-        model.is_swapped = rank == 1
+    if "called" in given:
+        model.called = given["called"][rank]
     num_threads = torch.get_num_threads()
     if "threads" in given:
         torch.set_num_threads(given["threads"][rank])
@@ -481,6 +484,16 @@ def evaluation(given: dict[str, Any], values: dict[str, list[float]], rank: int)
     return float(nn.functional.cross_entropy(model(x), y).detach())
 
 
+def _called(model: nn.Module, x: torch.Tensor, sizes: Sequence[int], given: Mapping[str, Any]) -> torch.Tensor:
+    """The results of a model for the examples of all workers."""
+    if "called" not in given:
+        return model(x)
+    found = []
+    for part, model.called in zip(x.split(list(sizes)), given["called"], strict=True):
+        found.append(model(part))
+    return torch.cat(found)
+
+
 def reference(given: dict[str, Any], steps: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
     """The losses and values of plain PyTorch, in one process, on the batches of all workers."""
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=0)
@@ -491,7 +504,7 @@ def reference(given: dict[str, Any], steps: Sequence[int]) -> tuple[list[float],
         sizes = given["sizes"][number % len(given["sizes"])]
         x, y = whole(number % given.get("batches", number + 1), sizes)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = nn.functional.cross_entropy(_called(model, x, sizes, given), y)
         loss.backward()
         if bound is not None:
             nn.utils.clip_grad_norm_(model.parameters(), bound)

@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 import selections
 from worker_processes import LazyOutcomes, free_port, told
-from worker_texts import reference
+from worker_texts import in_one_process, reference
 
 LENGTHS = [[6, 9], [7, 9], [11, 4], [5, 13], [8, 8], [12, 7]]
 BATCHES = [[[4, one], [4, other]] for one, other in LENGTHS]
 OF_THREE = [[[6, one], [4, other], [5, 3 + number]] for number, (one, other) in enumerate(LENGTHS)]
 UNEVEN = [[[4 + number % 3, one], [6 - number % 2, other]] for number, (one, other) in enumerate(LENGTHS)]
 WIDE: dict[str, Any] = {"width": 2800}
+FOUR_AND_ONE = [[[4, one], [1, other]] for one, other in LENGTHS[:4]]
+ONE_AND_FOUR = [[[1, one], [4, other]] for one, other in LENGTHS[:4]]
+FOUR_AND_TWO = [[[4, one], [2, other]] for one, other in LENGTHS[:4]]
+OF_ONE_LENGTH = [[[4, one], [1, one]] for one, _ in LENGTHS[:4]]  # as replicas of one process have it
+ATTENDS: dict[str, Any] = {"devices": [1, 1], "model": {"attends": True}, "options": {"exchange": "dense"}}
+DRAWS = {**ATTENDS, "model": {"attends": True, "draws": True}}
 CASES: dict[str, dict[str, Any]] = {
     "lengths": {"devices": [1, 1], "batches": BATCHES},
     "2 x 2": {"devices": [2, 2], "batches": UNEVEN},
@@ -33,9 +39,15 @@ CASES: dict[str, dict[str, Any]] = {
     "dealt out": {"devices": [1, 1], "batches": BATCHES, "options": {"shard_optimizer": True}},
     "early": {"devices": [1, 1], "batches": BATCHES, "options": {"overlap_next_step": True}},
     "inductor": {"devices": [1, 1], "batches": BATCHES[:4], "options": {"backend": "inductor"}},
+    "one text": {**ATTENDS, "batches": FOUR_AND_ONE},
+    "one text first": {**ATTENDS, "batches": ONE_AND_FOUR},
+    "parts of one": {**ATTENDS, "batches": FOUR_AND_TWO, "options": {"exchange": "dense", "microbatches": 2}},
+    "draws": {**DRAWS, "batches": OF_ONE_LENGTH},
+    "draws, each size": {**DRAWS, "batches": OF_ONE_LENGTH, "options": {"exchange": "dense", "dynamic": False}},
 }
-FAST = ("lengths", "2 x 2", "whole")
-AS_NUMBERS = ("factors", "rows")
+FAST = ("lengths", "2 x 2", "whole", "one text")
+AS_NUMBERS = ("factors", "rows", "draws, each size")
+AT_RANDOM = ("draws", "draws, each size")
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +61,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
 
 
-@pytest.mark.parametrize("case", selections.slow_but(FAST, list(CASES)))
+@pytest.mark.parametrize("case", selections.slow_but(FAST, [name for name in CASES if name not in AT_RANDOM]))
 def test_steps_are_those_of_one_process(found: Mapping[str, Any], case: str) -> None:
     given = CASES[case]
     losses, values = reference(given)
     for own in found[case][: len(given["devices"])]:
         assert own["losses"] == pytest.approx(losses[: len(own["losses"])], rel=1e-11)
+        for name, expected in values.items():
+            assert own["values"][name] == pytest.approx(expected, rel=1e-10, abs=1e-12), name
+        assert own["values"] == found[case][0]["values"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", AT_RANDOM)
+def test_random_streams_are_those_of_one_process(found: Mapping[str, Any], case: str) -> None:
+    losses, values = in_one_process(CASES[case])
+    for own in found[case][:2]:
+        assert own["losses"] == pytest.approx(losses, rel=1e-11)
         for name, expected in values.items():
             assert own["values"][name] == pytest.approx(expected, rel=1e-10, abs=1e-12), name
         assert own["values"] == found[case][0]["values"]
