@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +53,17 @@ def _attribute_names(part: nn.Module) -> list[str]:
     return [name for name in part._concrete_type.get_attributes() if name not in others]  # type: ignore[union-attr, operator]
 
 
+def _compiled_anew(original: nn.Module) -> nn.Module:
+    """A copy that shares no code with the original.
+
+    A deep copy would share it: TorchScript keeps with it what it has optimized by the first runs of any module of that class, the
+    user's own among them, and runs that from then on, whether optimizations are asked for or not.
+    """
+    written = io.BytesIO()
+    torch.jit.save(original, written)  # type: ignore[no-untyped-call]
+    return torch.jit.load(io.BytesIO(written.getvalue()))  # type: ignore[no-untyped-call, no-any-return]
+
+
 class ScriptCopy:
     """A copy of such a module, to be run in one thread while others run their own.
 
@@ -65,7 +76,7 @@ class ScriptCopy:
     """
 
     def __init__(self, original: nn.Module) -> None:
-        self.module = copy.deepcopy(original)
+        self.module = _compiled_anew(original)
         self.pairs = list(zip(original.modules(), self.module.modules(), strict=True))
         self._loaded: list[tuple[str, nn.Module, Any, Any]] = []
         self.unload()
