@@ -31,7 +31,7 @@ class LayChannelsLast:
     The result of such a convolution has channels-last format, and so have the values that are computed from it, up to an operator
     that changes the shape. The types of all these values are inferred again. A view that the new layout does not permit becomes a
     reshape. Parameters keep their format: a step copies the weights, which are small, and their gradients. Operators that torch
-    does not define get their arguments in the former layout.
+    does not define, and operations of mirrorc, such as those that hand outputs to the caller, get theirs in the former layout.
 
     Needs: a captured graph of functional operators.
     Guarantees: every value keeps its elements. This cannot be guaranteed if an operator addresses elements by their position in

@@ -33,8 +33,9 @@ class PadProducts:
                                              loss   = f(logits)
 
     The result keeps its shape and has longer rows, and so has what is computed from it element by element. The types of all these
-    values are inferred again. A view that the new layout does not permit becomes a reshape. Operators that torch does not define
-    get their arguments in the former layout. Gradients of weights stay as they are, because they are made in their buckets.
+    values are inferred again. A view that the new layout does not permit becomes a reshape. Operators that torch does not define,
+    and operations of mirrorc, such as those that hand outputs to the caller, get their arguments in the former layout. Gradients
+    of weights stay as they are, because they are made in their buckets.
 
     Needs: a captured graph of functional operators.
     Guarantees: every value keeps its elements. This cannot be guaranteed if an operator addresses elements by their position in

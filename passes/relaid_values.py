@@ -7,6 +7,7 @@ from torch import fx
 
 from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides, strides_of
 from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.operation import operation_of
 from mirrorc.ir.type_inference import find_type_anew
 from mirrorc.torch_internals import add_node
 
@@ -19,7 +20,7 @@ class DependsOnStrides(Exception):
 
 class RelaidValues:
     """What has another layout in a graph than before; it is walked once, in order, so that the type of each value is known before
-    its uses are visited.
+    its uses are visited. Operations of mirrorc, which hand outputs to the caller or have replicas meet, get values as they lay.
 
     Attributes:
         graph: the graph.
@@ -43,7 +44,7 @@ class RelaidValues:
         for node in list(self.graph.nodes):
             if reads_strides(node.target):
                 raise DependsOnStrides(node.name)
-            if may_read_memory_in_order(node.target):
+            if may_read_memory_in_order(node.target) or operation_of(node.target) is not None:
                 for given in node.all_input_nodes:
                     if given in self.changed:
                         node.replace_input_with(given, self._as_before(node, given))

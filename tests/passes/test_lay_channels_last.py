@@ -233,3 +233,36 @@ def test_a_compiled_convolutional_net_trains_as_on_one_device() -> None:
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert one.stride() == other.stride()
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+class GivesFeatures(nn.Module):
+    """Returns what a convolution gives beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.conv(x)
+        return self.head(h.relu().mean((2, 3))), h
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_outputs_lie_as_in_pytorch(num_devices: int) -> None:
+    torch.manual_seed(0)
+    model = GivesFeatures()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"backend": "eager", "passes": default_pipeline(channels_last=True), "return_outputs": True}
+    with mirrorc.compile(
+        model,
+        num_devices,
+        optimizer=optimizer,
+        loss_fn=lambda given, target: F.cross_entropy(given[0], target),
+        **options,
+    ) as step:
+        x = torch.randn(5, 3, 6, 6)
+        expected = model(x)[1].detach()
+        _, (_, features) = step(x, target=torch.arange(5))
+        torch.testing.assert_close(features, expected, rtol=1e-5, atol=1e-6)
+        assert features.is_contiguous()
+        assert any("work in channels-last format" in remark.text for remark in step.program.remarks)

@@ -213,3 +213,19 @@ def test_no_number_changes(make: Callable[[], nn.Module], num_devices: int, back
         assert any(("not padded: " if make is Strided else "rows are padded") in text for text in said), said
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_outputs_lie_as_in_pytorch(num_devices: int) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"loss_fn": F.cross_entropy, "backend": "eager", "passes": padded_pipeline(), "return_outputs": True}
+    with mirrorc.compile(model, num_devices, optimizer=optimizer, **options) as step:
+        x, target = torch.randn(7, 6), torch.arange(7) % 5
+        for run in (step.evaluate, step):
+            expected = model(x).detach()
+            _, outputs = run(x, target=target)
+            torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
+            assert outputs.is_contiguous()
+        assert any("rows are padded" in remark.text for remark in step.program.remarks)
