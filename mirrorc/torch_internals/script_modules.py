@@ -60,8 +60,8 @@ def _compiled_anew(original: nn.Module) -> nn.Module:
     user's own among them, and runs that from then on, whether optimizations are asked for or not.
     """
     written = io.BytesIO()
-    torch.jit.save(original, written)  # type: ignore[no-untyped-call]
-    return torch.jit.load(io.BytesIO(written.getvalue()))  # type: ignore[no-untyped-call, no-any-return]
+    torch.jit.save(original, written)
+    return torch.jit.load(io.BytesIO(written.getvalue()))
 
 
 class ScriptCopy:
