@@ -26,7 +26,7 @@ from mirrorc.ir.workers import World
 from mirrorc.joint_compilation import JointCompilation
 from mirrorc.microbatches import checked_microbatches
 from mirrorc.mixed_precision import checked_autocast, checked_scaler
-from mirrorc.next_step import check_overlap
+from mirrorc.next_step import check_overlap, plan_of_next_step
 from mirrorc.optimizer_groups import check_optimizers
 from mirrorc.optimizer_sharding import sharding
 from mirrorc.option_kinds import (
@@ -301,6 +301,7 @@ def compile(
                 compression=compression,
                 overlap_next_step=overlap_next_step,
                 shard_optimizer=shard_optimizer,
+                **plan_of_next_step(program_workers),
                 **{**placed, **preferred},
             )
         pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))

@@ -77,6 +77,19 @@ def check_overlap(workers: Workers, devices: Sequence[Device], asked: Mapping[st
             )
 
 
+def plan_of_next_step(workers: Workers) -> dict[str, bool]:
+    """The options of `mirrorc.passes.default_pipeline` by which the plan of buckets keeps the bits of steps that wait.
+
+    Two workers add up each element alike, wherever it lies. More add it up in an order that depends on its place in its bucket,
+    so their buckets stay. Several devices of a worker make large gradients from gathered factors, but none that is cut.
+    """
+    is_pair = workers.num_workers <= 2
+    return {
+        "plans_for_next_step": is_pair,
+        "packs_for_next_step": is_pair and set(workers.devices_per_worker) == {1},
+    }
+
+
 def _has_tensors(given: Any) -> bool:
     """Whether a hyperparameter of an optimizer, or of several, is a tensor."""
     optimizers = given if isinstance(given, Sequence) else [given]

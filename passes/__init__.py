@@ -172,6 +172,8 @@ def default_pipeline(
     compression: str | TopK | PowerSGD | None = None,
     overlap_next_step: bool = False,
     cuts_for_next_step: bool = True,
+    plans_for_next_step: bool = True,
+    packs_for_next_step: bool = True,
     shard_optimizer: bool = False,
     placement: str = "auto",
     owners: tuple[tuple[str, str], ...] = (),
@@ -205,8 +207,10 @@ def default_pipeline(
         compression: the dtype in which workers send sums, see `CompressExchange`, which part of them, see `SendLargest`, or
             factors of which rank, see `SendLowRank`; None for all in the buckets' own dtype.
         overlap_next_step: whether the last buckets may be in flight when a step returns, see `OverlapNextStep`.
-        cuts_for_next_step: whether the buckets are planned, and forward is cut, for that; otherwise regions are those without it.
+        cuts_for_next_step: whether forward is cut, and buckets are planned, for that; otherwise regions are those without it.
             `mirrorc.compile` determines it from the backend: one that fuses operators rounds otherwise where regions are cut.
+        plans_for_next_step, packs_for_next_step: whether the last buckets are then planned by need, and whether a large gradient
+            is cut for that, see `PlanBuckets`. `mirrorc.compile` determines both from the workers, so that bits stay.
         shard_optimizer: whether each worker updates a part of each bucket alone, see `ShardOptimizer`.
         placement: where parameters are. "auto" and "shared" keep them once for devices that share one memory, see
             `ShareParameters`, "mirrored" as a copy on each device; anything else is a rule of `PlaceVariables`, by which one
@@ -217,6 +221,10 @@ def default_pipeline(
     needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
     has_owners = placement not in ("auto", "mirrored", "shared")
     is_cut = overlap_next_step and over_workers and cuts_for_next_step
+    by_need = is_cut and plans_for_next_step and not shard_optimizer
+    cuts_by_need = packs_for_next_step and not isinstance(
+        compression, PowerSGD
+    )  # which sends matrices that lie in one pack
     needs_all = next((option for option, is_given in needing.items() if is_given), "")
     unscaling: list[Pass] = [UnscaleGradients(), CheckFinite("skip")] if scales_loss else []
     return [
@@ -227,7 +235,7 @@ def default_pipeline(
         *([PadProducts()] if pads_products else []),
         *([ChooseCheckpoints()] if chooses_checkpoints else []),
         RecomputeCheckpoints(),
-        PlanBuckets(bucket_cap_mb, first_bucket_mb, is_cut and not shard_optimizer, packing, gradient_order),
+        PlanBuckets(bucket_cap_mb, first_bucket_mb, by_need, packing, gradient_order, cuts_by_need),
         *([PlaceVariables(placement, owners)] if has_owners else []),
         OutlineRegions(cuts_forward=is_cut),
         FactorGradients(min_elements=min_factored_elements, link=link),

@@ -11,7 +11,7 @@ from torch import fx
 from mirrorc.analysis.handed_over import readers_of
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket, are_cut
+from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, is_early, region_calls, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
@@ -43,7 +43,7 @@ class OverlapNextStep:
     Handed over are the buckets that are launched behind the last region: nothing of this step is left to hide them. The other
     ones are updated meanwhile. If `PlanBuckets` has put the buckets that come last into the order in which forward reads their
     parameters (``by_need``), and `OutlineRegions` has cut forward there (``cuts_forward``), each is awaited when it is needed;
-    otherwise all are when forward begins.
+    otherwise all are when forward begins. A bucket whose last pack alone is launched there is handed over with all its packs.
 
     Where workers update parts of buckets (see `ShardOptimizer`), all is updated when a step returns, and the gathers of new
     parameters are in flight, those that forward needs first at the head::
@@ -84,10 +84,6 @@ class OverlapNextStep:
                 "pass 'overlap-next-step' hands over gathers of new parameters where workers update parts of buckets, and there "
                 "is none: 'shard-optimizer' must come before it"
             )
-        if are_cut(program.buckets):
-            raise PassError(
-                "pass 'overlap-next-step' hands over whole buckets, and this plan cuts them into packs: leave one of both out"
-            )
         graph = copied(program.mirrored_graph)
         if not all(map(is_early, calls_to(graph, ops.commit))):
             return program.with_remarks("nothing to hand over: all sums are needed before the commit")
@@ -107,10 +103,10 @@ class OverlapNextStep:
 
 
 def _can_be_late(graph: fx.Graph, bucket: Bucket) -> bool:
-    """Whether a bucket is launched behind all regions, and its update needs nothing but its own sum."""
+    """Whether a bucket, or the last pack of it, is launched behind all regions, and its update needs nothing but its own sum."""
     launches = [node for node in calls_to(graph, *ops.EXCHANGES_OF_SUMS) if bucket_of(node) == bucket.index]
     regions = region_calls(graph)  # a worker without examples has none
-    return bucket.rule.elementwise and bool(launches) and (not regions or launches[0] > regions[-1])
+    return bucket.rule.elementwise and bool(launches) and (not regions or launches[-1] > regions[-1])
 
 
 def _gathered(program: Program) -> list[Bucket]:
@@ -119,14 +115,18 @@ def _gathered(program: Program) -> list[Bucket]:
 
 
 def _moved_behind(graph: fx.Graph, buckets: Sequence[int], *, is_dealt: bool) -> fx.Node:
-    """Moves waits for the sums of buckets, and what takes these, or for their parameters, to the end of the graph; gives the
-    first of them."""
+    """Moves waits for the sums of buckets, and what takes these, or for their parameters, to the end of the graph, bucket by
+    bucket, in the order in which the last pack of each is launched; gives the first of them."""
     given = (ops.gather_parameters,) if is_dealt else ops.EXCHANGES_OF_SUMS
     launches = [node for node in calls_to(graph, *given) if bucket_of(node) in buckets]
-    moved = sorted({node for launch in launches for wait in launch.users for node in (wait, *users_of_sum(wait))})
-    for node in moved:
+    last = {bucket_of(launch): launch for launch in launches}
+    moved = {
+        node: bucket_of(launch) for launch in launches for wait in launch.users for node in (wait, *users_of_sum(wait))
+    }
+    in_order = sorted(moved, key=lambda node: (last[moved[node]], node))
+    for node in in_order:
         graph.output_node().prepend(node)
-    return moved[0]
+    return in_order[0]
 
 
 def _await(program: Program, buckets: Sequence[Bucket]) -> list[int]:

@@ -121,10 +121,10 @@ def _pack(
     order: dict[fx.Node, int],
     latest: dict[int, fx.Node],
 ) -> fx.Node:
-    """Packs gradients right after the last of them; behind the pack before, if both are complete with the same gradient."""
+    """Packs gradients right after the last of them, and behind the pack before, which may be complete later."""
     members = tuple(gradients[slot.variable][replica] for slot in bucket.slots_in(pack))
     last = max(members, key=order.__getitem__)
-    place = max(last, latest.get(replica, last)) if bucket.packs else last
+    place = max(last, latest.get(replica, last))
     with graph.inserting_after(place):
         node = call(graph, ops.pack, members, {**words_of_pack(bucket, pack), "replica": replica})
     _set_type(node, bucket, pack, last.meta["val"])

@@ -14,9 +14,7 @@ import torch
 
 from mirrorc.analysis.sent_factors import sent_factors
 from mirrorc.errors import PassError
-from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack, SentFactors, Slot
-from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.shares import SHARE_ELEMENTS
 from mirrorc.ir.variables import UpdateRule, Variable
@@ -36,13 +34,14 @@ from mirrorc.packing import (
     in_order,
     plan_of,
 )
+from mirrorc.passes.late_gradients import LateGradients, last_third
+from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted, listed, numbered
 
 _Kind = tuple[torch.dtype, UpdateRule, bool, str]
 """What all gradients of a bucket have alike: dtype, update rule, whether workers send or devices gather their factors, and which
 table it is if its optimizer takes rows."""
 
-_NUM_LATE = 4  # buckets, about, of gradients that come when forward needs their parameters
 _LEAST_PART = 16  # a bucket of less than this part of its cap takes the next gradient in, whatever its size
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 
@@ -77,7 +76,13 @@ class PlanBuckets:
     Where the next step begins while the last buckets are in flight (``by_need``, see `OverlapNextStep`), those that come last, up
     to a third of all bytes, are numbered in the order in which forward reads their parameters, so that each arrives when it is
     needed; all of them become ready when backward ends. A third, because forward takes about a third of a step: the lane has as
-    much time for these as for the others. Their cap is a quarter of that, as forward waits for the first of them.
+    much time for these as for the others. Their cap is a quarter of that, as forward waits for the first of them. A gradient
+    across the bound of that third which is larger than the cap (``cuts_by_need``), such as that of an output layer with many
+    words, is cut there: its first elements are sent while backward goes on, the others behind all that forward reads sooner::
+
+        bucket 0  f32  head.weight[16000, 64]            packs: 0 at elements 0 ... 682687, 3 at 682688 ... 1023999
+        bucket 1  f32  embedding.weight[...] ...         pack 1: forward reads it first
+        bucket 2  f32  ...                               pack 2
 
     The graph stays as it is::
 
@@ -101,6 +106,7 @@ class PlanBuckets:
     Attributes:
         bucket_cap_mb, first_bucket_mb: those of `mirrorc.packing.ByBytes`, in MiB.
         by_need: whether the last buckets are numbered in the order in which forward reads their parameters.
+        cuts_by_need: whether a large gradient is cut for that.
         packing: another plan of `mirrorc.packing`, in place of these caps; None for them.
         gradient_order: in which order gradients are put into buckets, see `mirrorc.packing.GradientOrder`.
     """
@@ -110,6 +116,7 @@ class PlanBuckets:
     by_need: bool = False
     packing: Packing | None = None
     gradient_order: GradientOrder = "ready"
+    cuts_by_need: bool = True
     name: str = field(default="plan-buckets", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.CAPTURED, init=False)
@@ -144,32 +151,44 @@ class PlanBuckets:
         position = {one.name: one.ready for one in ready}
         try:
             gradients = in_order(ready, self.gradient_order, list(program.variables))
-            late = _last_third(program, [one.name for one in ready]) if self.by_need else {}
+            late = self._late(program, ready, factored) if self.by_need else LateGradients({})
             planned = self._planned(program, gradients, factored, late)
         except (TypeError, ValueError) as error:
             raise PassError(f"pass 'plan-buckets': {error}") from error
         closed = sorted(planned.closed, key=lambda members: max(position[member.name] for member in members))
-        closed = _last_by_need(program, closed, late) if late else closed
+        closed = late.sorted_by_need(program, closed) if self.by_need else closed
         unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
         buckets = [_bucket(i, members, as_factors, unit) for i, members in enumerate(closed)]
         buckets = [replace(b, gathers_factors=b.slots[0].variable in program.gathered) for b in buckets]
-        buckets = _cut(program, buckets, planned.num_packs, position)
+        ranges = late.ranges(program, buckets) if late.across else _equal_packs(buckets, planned.num_packs, position)
+        buckets = _cut(program, buckets, ranges)
         remarks = [*planned.remarks, *_said_of_packs(buckets, planned.num_packs)]
         result = program.evolve(buckets=tuple(buckets)).with_remarks(*remarks, is_kept=False)
         alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
         alike += ", sent to other devices in one way" if program.gathered else ""
         num_kinds = len({_kind(member, factored) for members in closed for member in members})
         kinds = f"{num_kinds} kinds of bucket: a bucket holds {alike}"
-        needed = [bucket.index for bucket in buckets if bucket.slots[0].variable in late]
+        needed = [bucket.index for bucket in buckets if late.holds(bucket)]
         by_need = (
             f"{numbered('bucket', needed)}, a third of all bytes, in the order in which forward reads their parameters"
         )
-        return result.with_remarks(
-            self._remark(buckets), *([kinds] if num_kinds > 1 else []), *([by_need] if len(needed) > 1 else [])
-        )
+        said = [self._remark(buckets), *([kinds] if num_kinds > 1 else []), *([by_need] if len(needed) > 1 else [])]
+        return result.with_remarks(*said, *_said_of_bound(program, late))
+
+    def _late(self, program: Program, gradients: Sequence[Gradient], factored: Collection[str]) -> LateGradients:
+        """The gradients that are sent when backward has ended; one that is sent as factors or rows, or whose optimizer does not
+        work element by element, cannot be cut."""
+        assert isinstance(self._plan, ByBytes), "gradients are sent by need where buckets are planned by bytes"
+        variables = [program.variables[one.name] for one in gradients]
+        divisible = {
+            one.name: one.dtype.itemsize
+            for one in variables
+            if self.cuts_by_need and one.update and one.update.elementwise and one.name not in factored
+        }
+        return last_third({one.name: _num_bytes(one) for one in variables}, self._plan.caps[1], divisible)
 
     def _planned(
-        self, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str], late: Mapping[str, int]
+        self, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str], late: LateGradients
     ) -> _Planned:
         plan = self._plan
         if isinstance(plan, ByBytes):
@@ -184,20 +203,19 @@ class PlanBuckets:
         program: Program,
         gradients: Sequence[Gradient],
         as_factors: Collection[str],
-        late: Mapping[str, int],
+        late: LateGradients,
     ) -> _Planned:
         """Buckets of whole gradients, as large as caps allow."""
         open_buckets: dict[_Kind, list[Variable]] = {}
         closed: list[list[Variable]] = []
         opened: list[str] = []
-        late_cap = sum(late.values()) / _NUM_LATE
         first_cap, other_cap = plan.caps
         for name, *_ in gradients:
             variable = program.variables[name]
             key = _kind(variable, as_factors)
             members = open_buckets.setdefault(key, [])
             cap = first_cap if not closed else other_cap
-            why = _why_new(members, variable, late, cap, late_cap) if members else ""
+            why = _why_new(members, variable, late, cap) if members else ""
             if why:
                 opened.append(f"{name} opens a new bucket: {why}")
                 closed.append(members)
@@ -295,15 +313,20 @@ def _equal(
     return _Planned(closed, remarks, num_packs)
 
 
-def _cut(
-    program: Program, buckets: list[Bucket], num_packs: Mapping[str, int], position: Mapping[str, int]
-) -> list[Bucket]:
-    """The buckets with their packs, which are numbered in the order in which they become complete; as they are if none is cut."""
-    ranges: list[tuple[int, int, tuple[int, int]]] = []  # when it is complete, its bucket, its elements
+def _equal_packs(
+    buckets: Sequence[Bucket], num_packs: Mapping[str, int], position: Mapping[str, int]
+) -> list[tuple[int, tuple[int, int]]]:
+    """Packs of equal length, in the order in which they become complete: the number of a bucket, and its elements."""
+    found: list[tuple[int, int, tuple[int, int]]] = []  # when it is complete, its bucket, its elements
     for bucket in buckets:
         for start, stop in equal_ranges(bucket.num_elements, num_packs.get(bucket.slots[0].variable, 1)):
             own = bucket.slots_in(Pack(0, start, stop))
-            ranges.append((max(position[slot.variable] for slot in own), bucket.index, (start, stop)))
+            found.append((max(position[slot.variable] for slot in own), bucket.index, (start, stop)))
+    return [(index, elements) for _, index, elements in sorted(found)]
+
+
+def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tuple[int, int]]]) -> list[Bucket]:
+    """The buckets with their packs, which are numbered in the order of these ranges; as they are if none is cut."""
     if len(ranges) == len(buckets):
         return buckets
     if program.workers.shards_optimizer:
@@ -312,10 +335,25 @@ def _cut(
             "buckets: leave shard_optimizer out, or give another packing"
         )
     packs: dict[int, list[Pack]] = {}
-    for number, (_, index, elements) in enumerate(sorted(ranges)):
+    for number, (index, elements) in enumerate(ranges):
         packs.setdefault(index, []).append(Pack(number, *elements))
     return [
         replace(bucket, packs=tuple(sorted(packs[bucket.index], key=lambda pack: pack.start))) for bucket in buckets
+    ]
+
+
+def _said_of_bound(program: Program, late: LateGradients) -> list[str]:
+    """Says which gradient is cut, as its last elements are sent behind all that forward reads sooner."""
+    if not late.across:
+        return []
+    variable = program.variables[late.across]
+    num_elements = math.prod(variable.shape)
+    early, rest = (
+        size_text(number * variable.dtype.itemsize) for number in (late.num_early, num_elements - late.num_early)
+    )
+    return [
+        f"{late.across} is cut: {early} are sent while backward goes on, {rest} behind what forward reads sooner, with the last "
+        "third of all bytes"
     ]
 
 
@@ -323,7 +361,9 @@ def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> l
     """Says which gradients lie in several packs, and which buckets have fewer packs than asked for."""
     said = []
     for bucket in buckets:
-        asked = num_packs.get(bucket.slots[0].variable, 1)
+        asked = num_packs.get(bucket.slots[0].variable, 0)
+        if not asked:
+            continue
         if len(bucket.own_packs) < asked:
             said.append(
                 f"bucket {bucket.index} has {counted(len(bucket.own_packs), 'pack')}, not {asked}: it has as many elements"
@@ -349,42 +389,16 @@ def _gradients(program: Program) -> list[Gradient]:
     return [Gradient(one.name, math.prod(one.shape), one.dtype, ready) for ready, one in enumerate(variables)]
 
 
-def _why_new(
-    members: Sequence[Variable], variable: Variable, late: Collection[str], cap: float, late_cap: float
-) -> str:
+def _why_new(members: Sequence[Variable], variable: Variable, late: LateGradients, cap: float) -> str:
     """Why a variable's gradient opens a new bucket, after those of ``members``; empty if it does not. Caps are in bytes."""
     before = sum(map(_num_bytes, members))
     if before + _num_bytes(variable) > cap and before >= cap / _LEAST_PART:
         return f"with it the last would be over {cap / 2**20:g} MiB"
-    if variable.name not in late:
+    if variable.name not in late.num_bytes:
         return ""
-    if members[-1].name not in late:
+    if members[-1].name not in late.num_bytes:
         return "it is the first of those that come when forward needs their parameters"
-    return f"the last has {late_cap / 2**20:.3g} MiB" if before >= late_cap else ""
-
-
-def _last_third(program: Program, gradients: Sequence[str]) -> dict[str, int]:
-    """The gradients that come last in backward, up to a third of all bytes, and the bytes of each."""
-    sizes = {name: _num_bytes(program.variables[name]) for name in gradients}
-    found: dict[str, int] = {}
-    for name in reversed(gradients):
-        if found and 3 * (sum(found.values()) + sizes[name]) > sum(sizes.values()):
-            break
-        found[name] = sizes[name]
-    return found
-
-
-def _last_by_need(program: Program, closed: Sequence[list[Variable]], late: Collection[str]) -> list[list[Variable]]:
-    """The buckets, those of late gradients in the order in which forward reads their parameters, behind all others."""
-    graph = program.shard_graphs[0]
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    first = {
-        str(read.kwargs["variable"]): min((place[user] for user in read.users), default=len(place))
-        for read in calls_to(graph, ops.read)
-    }
-    early = [members for members in closed if members[0].name not in late]
-    needed = [members for members in closed if members[0].name in late]
-    return [*early, *sorted(needed, key=lambda members: min(first[member.name] for member in members))]
+    return f"the last has {late.cap / 2**20:.3g} MiB" if before >= late.cap else ""
 
 
 def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFactors], unit: int) -> Bucket:

@@ -12,7 +12,9 @@ from torch import nn
 
 import mirrorc
 from mirrorc import World
+from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
+from mirrorc.ir.nodes import calls_to, pack_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers
 from mirrorc.next_step import check_overlap
@@ -141,3 +143,30 @@ def test_a_process_on_its_own_has_nothing_in_flight() -> None:
             str(remark).startswith("overlap-next-step: nothing to hand over: there is one worker")
             for remark in step.program.remarks
         )
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_buckets_by_need_are_launched_in_their_order_whichever_is_complete_first(
+    num_devices: int, microbatches: int
+) -> None:
+    """Backward makes the gradient of the first bias last, though its bucket is not numbered last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 400, bias=False))
+    step = mirrorc.compile(
+        model,
+        ["cpu:0", "cpu:1"][:num_devices],
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loss_fn=nn.CrossEntropyLoss(),
+        world=World(2, num_devices),
+        overlap_next_step=True,
+        backend="eager",
+        exchange="dense",
+        bucket_cap_mb=0.0005,
+        microbatches=microbatches,
+    )
+    program = step.prepare(torch.zeros(8, 5), target=torch.zeros(8, dtype=torch.int64))
+    for graph in program.graphs():
+        launched = [pack_of(node) for node in calls_to(graph, ops.exchange)]
+        assert launched == sorted(launched) and len(launched) > 2
+    assert any(bucket.is_cut for bucket in program.buckets) == (num_devices == 1), "several devices gather its factors"

@@ -20,6 +20,8 @@ from torch import nn
 import mirrorc
 from mirrorc.capture.model_state import ModelState
 from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
 from mirrorc.joint_facts import facts_of_options
 from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient, equal_ranges, groups_of, in_order
 from mirrorc.passes import OverlapNextStep, PlanBuckets, ReduceOverWorkers, default_pipeline
@@ -205,13 +207,19 @@ def test_a_wrong_plan_is_refused_when_it_is_asked_and_nothing_has_changed() -> N
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_passes_that_need_whole_buckets_refuse_packs() -> None:
+def test_buckets_in_packs_are_handed_over_with_all_of_them() -> None:
     model = nn.Linear(30, 20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = default_pipeline(packing=2, over_workers=True)
     place = next(i for i, one in enumerate(pipeline) if isinstance(one, ReduceOverWorkers))
     pipeline.insert(place + 1, OverlapNextStep())
     options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": F.mse_loss, "backend": "eager", "passes": pipeline}
-    refused = pytest.raises(PassError, match="'overlap-next-step' hands over whole buckets")
-    with mirrorc.compile(model, ["cpu:0"], world=mirrorc.World(2), **options) as step, refused:
-        step.prepare(torch.zeros(4, 30), target=torch.zeros(4, 20))
+    with mirrorc.compile(model, ["cpu:0"], world=mirrorc.World(2), **options) as step:
+        program = step.prepare(torch.zeros(4, 30), target=torch.zeros(4, 20))
+    (graph,) = program.graphs()
+    late = [
+        node
+        for node in calls_to(graph, ops.wait, ops.unpack, ops.update)
+        if node > next(calls_to(graph, ops.hand_over))
+    ]
+    assert [node.target.__name__ for node in late] == ["wait", "wait", "unpack", "update"]

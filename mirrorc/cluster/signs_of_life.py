@@ -22,6 +22,7 @@ _MOST_BEATS_PER_SECOND = 100.0  # of all workers together, at one store
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SILENT_BEATS = 30  # after which a worker is not waited for: Python may hold its threads up for long
 _LONGEST_ANSWER_SECONDS = 3.0  # of the store
+_SHORTEST_ANSWER_SECONDS = 0.3  # where a sign of life has waited for it: this process may have been stopped meanwhile
 _LONGEST_CONNECTING_SECONDS = 20.0
 _LONGEST_TEXT = 600  # of an error that is told to the others
 _NUM_ENDED = "ended"
@@ -45,6 +46,7 @@ class SignsOfLife:
         self._rank, self._pid = rank, os.getpid()
         self._interval = _seconds_between_beats(num_workers)
         self._ending = threading.Event()
+        self._asked_at: float | None = None  # when the store was asked something that it has not answered yet
         self._store.set(_beat(rank), "0")
         threading.Thread(target=self._tell, name="mirrorc signs of life", daemon=True).start()
         atexit.register(self._end)
@@ -54,7 +56,10 @@ class SignsOfLife:
         while not self._ending.wait(self._interval) and not self._connection.is_lost:
             number += 1
             try:
+                self._asked_at = time.monotonic()
                 self._store.set(_beat(self._rank), str(number))
+                self._store.check([_beat(self._rank)])  # which awaits an answer, as telling does not
+                self._asked_at = None
             except RuntimeError as error:  # its host has ended, because all is done, perhaps
                 logger.debug("the workers' store is lost: %s", first_line(error))
                 self._ending.set()
@@ -65,8 +70,10 @@ class SignsOfLife:
             return
         self._ending.set()
         text = f"its process has ended{after_what()}"
+        waited = time.monotonic() - self._asked_at if self._asked_at is not None else 0.0
+        seconds = max(_SHORTEST_ANSWER_SECONDS, _LONGEST_ANSWER_SECONDS - waited)
         try:
-            in_bounded_time(lambda: self._tell_the_end(text), _LONGEST_ANSWER_SECONDS)
+            in_bounded_time(lambda: self._tell_the_end(text), seconds)
         except (RuntimeError, TimeoutError) as error:
             logger.debug("the workers' store is lost: %s", first_line(error))
 

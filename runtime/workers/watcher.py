@@ -30,6 +30,7 @@ _FRESH_SECONDS = 2.0  # an older sample says nothing: this worker itself may hav
 _LONGEST_ANSWER_SECONDS = 3.0  # of the store
 _LONGEST_CONNECTING_SECONDS = 20.0
 _SLACK_SECONDS = 1.0
+_SECONDS_BETWEEN_TRIES = 0.02
 _LONGEST_READING_SECONDS = 5.0  # for which a worker that has failed stays, so that the others can read why
 _MOST_ERRORS = 5  # of the store, one after the other
 _NUM_FAILURES = "failures"
@@ -92,6 +93,7 @@ class Watcher:
         self._heard: dict[int, tuple[bytes, float]] = {}  # the beat of each other worker, and when it was heard first
         self._heard_at = float("-inf")
         self._is_lost = False  # the store: it has not answered when that was asked last
+        self._asked_at: float | None = None  # when the thread began to ask what the store has not answered yet
         self._own: set[str] = set()  # the keys of what this worker has published
         self._gone: set[int] = set()  # the ranks of those that cannot go on, who may read nothing more
         self._ending = threading.Event()
@@ -104,6 +106,7 @@ class Watcher:
             if self._connection.is_lost:  # the host of the store has ended, because all is done, perhaps
                 return
             number += 1
+            self._asked_at = time.monotonic()
             try:
                 self._store.set(_beat(self._rank), f"{number} {self.own.to_text()}")
                 self.look()
@@ -113,6 +116,7 @@ class Watcher:
             except RuntimeError as error:
                 num_errors += 1
                 logger.debug("the workers' store does not answer: %s", first_line(error))
+            self._asked_at = None
 
     def look(self) -> None:
         """Reads what was published since the last look."""
@@ -157,13 +161,31 @@ class Watcher:
     def find_silent(self, is_known: Callable[[], bool]) -> list[int] | None:
         """The ranks of the workers that tell nothing any more; None if the store does not answer.
 
-        Takes some seconds; ends early, without a finding, when ``is_known`` says that a failure is known meanwhile.
+        Takes some seconds, or one where the thread has waited for the store as long; ends early, without a finding, when
+        ``is_known`` says that a failure is known meanwhile.
         """
+        seconds = self._silent_seconds + _SLACK_SECONDS
         try:
-            return in_bounded_time(lambda: self._find_silent(is_known), self._silent_seconds + _SLACK_SECONDS)
+            self._await_answer(seconds)
+            return in_bounded_time(lambda: self._find_silent(is_known), seconds)
         except (RuntimeError, TimeoutError):
             self._is_lost = True
             return None
+
+    def _await_answer(self, seconds: float) -> None:
+        """Returns at once if the thread waits for no answer of the store, or not for so long yet. Otherwise that hangs, or this
+        worker was stopped, and hears the answer now.
+
+        Raises:
+            TimeoutError: there is none.
+        """
+        asked_at, until = self._asked_at, time.monotonic() + _SLACK_SECONDS
+        if asked_at is None or time.monotonic() - asked_at < seconds:
+            return
+        while self._asked_at == asked_at:
+            if time.monotonic() > until:
+                raise TimeoutError("the workers' store does not answer")
+            time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
         """Whether all other workers show that they live, though they may not call their steps; takes some seconds at most.

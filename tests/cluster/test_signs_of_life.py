@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -92,6 +93,51 @@ def test_a_thread_tells_that_a_worker_lives(monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(0.01)
     assert int(store.get("beat/1")) >= 2
     signs._end()
+
+
+class Hanging:
+    """A store whose host is stopped: it takes what it is told, and answers nothing from some moment on."""
+
+    def __init__(self) -> None:
+        self.answers, self.told = threading.Event(), threading.Event()
+        self.answers.set()
+
+    def clone(self) -> Hanging:
+        return self
+
+    def add(self, key: str, value: int) -> int:
+        return value
+
+    def set(self, key: str, value: str) -> None:
+        if not self.answers.is_set():
+            self.told.set()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.answers.wait(60)
+
+
+def test_the_end_of_a_process_waits_once_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs_of_life, "_FEWEST_SECONDS_BETWEEN_BEATS", 0.01)
+    bounds: list[float] = []
+    store = Hanging()
+    lost, recent, answered = (SignsOfLife(store, 2, 1) for _ in range(3))
+    store.answers.clear()
+    assert store.told.wait(60)
+    until = time.monotonic() + 60
+    while None in (lost._asked_at, recent._asked_at) and time.monotonic() < until:
+        time.sleep(0.01)
+    monkeypatch.setattr(signs_of_life, "in_bounded_time", lambda function, seconds: bounds.append(seconds))
+    lost._asked_at = time.monotonic() - signs_of_life._LONGEST_ANSWER_SECONDS
+    lost._end()
+    assert bounds.pop() == signs_of_life._SHORTEST_ANSWER_SECONDS, "a sign of life has waited as long"
+    recent._asked_at = time.monotonic() - signs_of_life._LONGEST_ANSWER_SECONDS / 2
+    recent._end()
+    assert 0 < bounds.pop() <= signs_of_life._LONGEST_ANSWER_SECONDS / 2
+    store.answers.set()
+    while answered._asked_at is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    answered._end()
+    assert bounds and bounds[0] > signs_of_life._LONGEST_ANSWER_SECONDS / 2
 
 
 def test_all_who_wait_in_a_round_raise_the_same_error_when_one_is_gone() -> None:

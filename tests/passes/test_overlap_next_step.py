@@ -10,6 +10,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, region_calls, replica_of
 from mirrorc.ir.program import Accumulation, Program
+from mirrorc.ir.shares import SHARE_ELEMENTS
 from mirrorc.passes import OverlapNextStep, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import Verify
@@ -73,6 +74,26 @@ def test_forward_is_cut_where_each_of_the_last_buckets_is_needed() -> None:
     assert all(between), "a region runs between two of them"
     order = [slot.variable for node in awaits for slot in lowered.buckets[bucket_of(node)].slots]
     assert order == sorted(order), "the layers that forward reads first come first"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_a_large_layer_that_forward_reads_last_some_is_sent_behind_what_it_reads_sooner(rank: int) -> None:
+    weights = [*(Weight(f"w{i}", (200,)) for i in range(4)), Weight("head", (4000,))]
+    program = run_until(over(World(3, (1, 2, 1)), rank, weights), "lower-devices")
+    head = program.buckets[0]
+    for graph in program.graphs():
+        sent = [(bucket_of(node), node > max(region_calls(graph))) for node in targets(graph, ops.exchange)]
+        is_launched_at_once = program.num_replicas == 1  # otherwise devices meet for it when the next one is launched
+        assert sent[0] == (0, not is_launched_at_once) and sent[-1] == (0, True) and len(sent) > 3
+        assert all(bucket != head.index and is_late for bucket, is_late in sent[1:-1])
+        awaited = [bucket_of(node) for node in targets(graph, ops.await_update)]
+        assert awaited[-1] == head.index and len(awaited) == len(program.buckets), "forward reads it last"
+        begin = targets(graph, ops.hand_over)[0]
+        waits = [bucket_of(node) for node in targets(graph, ops.wait) if node > begin]
+        assert waits[-2:] == [head.index] * 2 and head.index not in waits[:-2]
+    late = head.packs[-1]
+    num_late = late.num_elements + sum(bucket.num_elements for bucket in program.buckets[1:])
+    assert 0 <= num_late - sum(bucket.num_elements for bucket in program.buckets) / 3 < SHARE_ELEMENTS + 64
 
 
 @pytest.mark.parametrize("rank", [0, 1])

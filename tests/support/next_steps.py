@@ -170,7 +170,9 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                     found.append(getattr(between, what)(number))
         told = {"program": str(step.program), "explained": str(step.explain())}
     counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
-    state = _sum_of([list(entries.values()) for entries in optimizer.state.values()])
+    state = _sum_of(
+        [list(optimizer.state[own].values()) for own in model.parameters()]
+    )  # not in the order of first updates
     told |= {"values": values_of(model), "state": state, "counts": counts}
     return {**told, "losses": losses, "found": found, "in_flight": in_flight}
 

@@ -195,6 +195,15 @@ STRIKES: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _fill,
 }
+
+
+class Words(nn.Sequential):
+    """Small layers below a large one, of whose outputs the first few are used."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 400, bias=False))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "coupled": Coupled,
@@ -210,6 +219,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "twins": Twins,
     "layers": Layers,
     "wide": Wide,
+    "words": Words,
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),

@@ -91,9 +91,24 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"shard_optimizer": True},
         "steps": 7,
     },
+    "a large layer in two packs": {"model": "words", "devices": [1, 1], "sizes": [[4, 4], [4, 2]], "between": _USES},
+    "several devices beside a large layer": {
+        "model": "words",
+        "devices": [2, 2],
+        "sizes": [[4, 6]],
+        "between": [[2, "saves_the_model"], [4, "accumulates"]],
+        "options": {"microbatches": 2, "bucket_cap_mb": 0.001},
+    },
+    "several gradients in a bucket of three workers": {
+        "model": "words",
+        "devices": [1, 2, 1],
+        "sizes": [[3, 5, 2], [2, 4, 2]],
+        "between": [[3, "evaluates"]],
+        "options": {"bucket_cap_mb": 0.001},
+    },
     "factors": {"model": "table", "devices": [1, 1], "sizes": [[4, 5]], "options": {"exchange": "factors"}},
 }
-FAST = ("2 x 1", "written", "a worker fails in forward", "dealt out")
+FAST = ("2 x 1", "a large layer in two packs", "written", "a worker fails in forward", "dealt out")
 REFUSED = {
     "refused": {
         "model": "mlp",

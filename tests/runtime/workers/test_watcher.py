@@ -88,6 +88,28 @@ def test_who_has_told_nothing_for_long_is_known_at_once_unless_this_worker_has_n
     assert both[1].watcher.find_silent(lambda: False) == [0] and time.monotonic() - began > 0.3
 
 
+def test_a_store_for_which_the_thread_has_waited_long_is_not_waited_for_as_long_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watcher, "_SLACK_SECONDS", 0.1)
+    told = Told(distributed.HashStore(), 0, num_workers=2)
+    told.watcher.close()
+    told.watcher._thread.join()
+    assert told.watcher._asked_at is None
+    told.watcher._silent_seconds = 1000.0
+    told.watcher._asked_at = time.monotonic() - 2000.0
+    assert told.watcher.find_silent(lambda: False) is None
+
+    def answer(seconds: float) -> None:
+        told.watcher._asked_at = None  # this worker was stopped meanwhile, and hears the answer now
+
+    monkeypatch.setattr(watcher.time, "sleep", answer)
+    told.watcher._asked_at = time.monotonic() - 2000.0
+    assert told.watcher.find_silent(lambda: True) == []
+    told.watcher._asked_at = time.monotonic()  # it has only just been asked
+    assert told.watcher.find_silent(lambda: True) == []
+
+
 def test_workers_that_look_seldom_are_silent_later() -> None:
     few, many = (Told(distributed.HashStore(), 0, number) for number in (300, 1000))
     assert few.watcher._silent_seconds == 2.0 and many.watcher._silent_seconds == 3 * many.watcher._interval == 6.0

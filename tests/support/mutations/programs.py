@@ -391,6 +391,11 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
             over_workers | {"overlap_next_step": True},
         )
         yield Source(
+            f"a large weight handed over in packs by worker {n - 1} of 3",
+            handmade(n, [*pairs, Weight("head", (4000,))]).evolve(workers=workers),
+            over_workers | {"overlap_next_step": True},
+        )
+        yield Source(
             f"pairs, compressed by worker {n - 1} of 3",
             handmade(n, pairs, buffer=True).evolve(workers=workers),
             over_workers | {"compression": "bfloat16"},
