@@ -26,7 +26,7 @@ from mirrorc.ir.workers import World
 from mirrorc.joint_compilation import JointCompilation
 from mirrorc.microbatches import checked_microbatches
 from mirrorc.mixed_precision import checked_autocast, checked_scaler
-from mirrorc.next_step import check_overlap, plan_of_next_step
+from mirrorc.next_step import check_overlap, plan_of_next_step, why_not_by_need
 from mirrorc.optimizer_groups import check_optimizers
 from mirrorc.optimizer_sharding import sharding
 from mirrorc.option_kinds import (
@@ -310,6 +310,8 @@ def compile(
         is_within_process = every and not program_workers.are_several
         why = why_replicas_are_not_compared(parsed, pipeline) if is_within_process else ""
         remarks = [why] if why else []
+        if overlap_next_step and passes is None and (why := why_not_by_need(program_workers, preferred)):
+            remarks.append(why)
         if exact_order:
             pipeline, remark = in_exact_order(pipeline)
             remarks += [remark] if remark else []

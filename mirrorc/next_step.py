@@ -90,6 +90,22 @@ def plan_of_next_step(workers: Workers) -> dict[str, bool]:
     }
 
 
+def why_not_by_need(workers: Workers, preferred: Mapping[str, Any]) -> str:
+    """Why buckets are planned as for steps that wait, though forward is cut for steps that return early; empty if they are not.
+
+    Args:
+        workers: of the step.
+        preferred: the options of `mirrorc.passes.default_pipeline` that its backend prefers.
+    """
+    if not preferred.get("cuts_for_next_step", True) or plan_of_next_step(workers)["plans_for_next_step"]:
+        return ""
+    return (
+        f"overlap_next_step: buckets are planned as without it: {workers.num_workers} workers add up an element in an order that "
+        "depends on its place in its bucket, so the last bits would differ (passes=mirrorc.passes.default_pipeline("
+        "over_workers=True, overlap_next_step=True) plans them in the order in which forward reads their parameters)"
+    )
+
+
 def _has_tensors(given: Any) -> bool:
     """Whether a hyperparameter of an optimizer, or of several, is a tensor."""
     optimizers = given if isinstance(given, Sequence) else [given]

@@ -207,10 +207,10 @@ def default_pipeline(
         compression: the dtype in which workers send sums, see `CompressExchange`, which part of them, see `SendLargest`, or
             factors of which rank, see `SendLowRank`; None for all in the buckets' own dtype.
         overlap_next_step: whether the last buckets may be in flight when a step returns, see `OverlapNextStep`.
-        cuts_for_next_step: whether forward is cut, and buckets are planned, for that; otherwise regions are those without it.
+        cuts_for_next_step: whether forward is cut for that; otherwise regions and buckets are those without it.
             `mirrorc.compile` determines it from the backend: one that fuses operators rounds otherwise where regions are cut.
-        plans_for_next_step, packs_for_next_step: whether the last buckets are then planned by need, and whether a large gradient
-            is cut for that, see `PlanBuckets`. `mirrorc.compile` determines both from the workers, so that bits stay.
+        plans_for_next_step, packs_for_next_step: whether the last buckets are planned by need, too, and whether a large gradient
+            is cut into packs for that, see `PlanBuckets`. `mirrorc.compile` determines both from the workers, so that bits stay.
         shard_optimizer: whether each worker updates a part of each bucket alone, see `ShardOptimizer`.
         placement: where parameters are. "auto" and "shared" keep them once for devices that share one memory, see
             `ShareParameters`, "mirrored" as a copy on each device; anything else is a rule of `PlaceVariables`, by which one
@@ -220,8 +220,8 @@ def default_pipeline(
     clips = max_grad_norm is not None or max_grad_value is not None
     needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
     has_owners = placement not in ("auto", "mirrored", "shared")
-    is_cut = overlap_next_step and over_workers and cuts_for_next_step
-    by_need = is_cut and plans_for_next_step and not shard_optimizer
+    cuts_forward = overlap_next_step and over_workers and cuts_for_next_step
+    by_need = cuts_forward and plans_for_next_step and not shard_optimizer
     cuts_by_need = packs_for_next_step and not isinstance(
         compression, PowerSGD
     )  # which sends matrices that lie in one pack
@@ -237,7 +237,7 @@ def default_pipeline(
         RecomputeCheckpoints(),
         PlanBuckets(bucket_cap_mb, first_bucket_mb, by_need, packing, gradient_order, cuts_by_need),
         *([PlaceVariables(placement, owners)] if has_owners else []),
-        OutlineRegions(cuts_forward=is_cut),
+        OutlineRegions(cuts_forward=cuts_forward),
         FactorGradients(min_elements=min_factored_elements, link=link),
         PlaceGradients(),
         *([AccumulateMicrobatches()] if microbatches > 1 else []),

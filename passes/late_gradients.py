@@ -12,8 +12,10 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.shares import SHARE_ELEMENTS
 from mirrorc.ir.variables import Variable
 
+LEAST_PART = 16
+"""Less than this part of a cap is not worth a message of its own."""
+
 _NUM_BUCKETS = 4  # of whole late gradients, about
-_LEAST_PART = 16  # of a gradient that is cut, a part of less than this part of the cap is not worth a message
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class LateGradients:
         return sum(self.num_bytes.values()) / _NUM_BUCKETS
 
     def holds(self, bucket: Bucket) -> bool:
-        """Whether a bucket's gradients are whole late ones."""
+        """Whether a bucket's gradients are whole late ones; the first of them opens a bucket."""
         return bucket.slots[0].variable in self.num_bytes
 
     def sorted_by_need(self, program: Program, closed: Sequence[list[Variable]]) -> list[list[Variable]]:
@@ -51,13 +53,12 @@ class LateGradients:
         first = _first_reads(program)
         found = []  # whether it is late, when it is sent among these, its bucket, its elements
         for bucket in buckets:
-            need = min(first[slot.variable] for slot in bucket.slots)
             own = bucket.slot_of.get(self.across)
             bound = own.offset + self.num_early if own is not None else 0
             if own is not None:
                 found.append((False, bucket.index, bucket.index, (0, bound)))
-                need = first[self.across]
             is_late = own is not None or self.holds(bucket)
+            need = first[self.across] if own is not None else min(first[slot.variable] for slot in bucket.slots)
             found.append((is_late, need if is_late else bucket.index, bucket.index, (bound, bucket.num_elements)))
         return [(index, elements) for *_, index, elements in sorted(found)]
 
@@ -70,16 +71,17 @@ def last_third(sizes: Mapping[str, int], cap: float, divisible: Mapping[str, int
         cap: the bytes above which one is cut at the bound of that third.
         divisible: the bytes of an element of those that may be cut.
     """
-    third = sum(sizes.values()) / 3
+    third, least = sum(sizes.values()) / 3, cap / LEAST_PART
     found: dict[str, int] = {}
     for name in reversed(list(sizes)):
         rest = third - sum(found.values())
         if not found or sizes[name] <= rest:
             found[name] = sizes[name]
             continue
-        if sizes[name] > cap and rest >= cap / _LEAST_PART and name in divisible:
+        if sizes[name] > cap and rest >= least and name in divisible:
             num_early = int((sizes[name] - rest) / divisible[name]) // SHARE_ELEMENTS * SHARE_ELEMENTS
-            return LateGradients(found, name, num_early) if num_early else LateGradients(found)
+            if num_early and num_early * divisible[name] >= least:
+                return LateGradients(found, name, num_early)
         break
     return LateGradients(found)
 

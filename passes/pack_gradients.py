@@ -21,7 +21,7 @@ from mirrorc.printing.wording import counted
 
 @dataclass(frozen=True)
 class PackGradients:
-    """Inserts one `pack` per bucket and replica, right after the last gradient of the bucket::
+    """Inserts one `pack` per bucket and replica, right after the last gradient of the bucket, and behind the pack before::
 
         bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
         g0, g1 = bwd_0[0], bwd_0[1]                         ->    g0, g1 = bwd_0[0], bwd_0[1]

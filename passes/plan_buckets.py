@@ -34,7 +34,7 @@ from mirrorc.packing import (
     in_order,
     plan_of,
 )
-from mirrorc.passes.late_gradients import LateGradients, last_third
+from mirrorc.passes.late_gradients import LEAST_PART, LateGradients, last_third
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted, listed, numbered
 
@@ -42,7 +42,6 @@ _Kind = tuple[torch.dtype, UpdateRule, bool, str]
 """What all gradients of a bucket have alike: dtype, update rule, whether workers send or devices gather their factors, and which
 table it is if its optimizer takes rows."""
 
-_LEAST_PART = 16  # a bucket of less than this part of its cap takes the next gradient in, whatever its size
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 
 
@@ -169,9 +168,7 @@ class PlanBuckets:
         num_kinds = len({_kind(member, factored) for members in closed for member in members})
         kinds = f"{num_kinds} kinds of bucket: a bucket holds {alike}"
         needed = [bucket.index for bucket in buckets if late.holds(bucket)]
-        by_need = (
-            f"{numbered('bucket', needed)}, a third of all bytes, in the order in which forward reads their parameters"
-        )
+        by_need = f"{numbered('bucket', needed)}, of the last third of all bytes, in the order in which forward reads their parameters"
         said = [self._remark(buckets), *([kinds] if num_kinds > 1 else []), *([by_need] if len(needed) > 1 else [])]
         return result.with_remarks(*said, *_said_of_bound(program, late))
 
@@ -392,7 +389,7 @@ def _gradients(program: Program) -> list[Gradient]:
 def _why_new(members: Sequence[Variable], variable: Variable, late: LateGradients, cap: float) -> str:
     """Why a variable's gradient opens a new bucket, after those of ``members``; empty if it does not. Caps are in bytes."""
     before = sum(map(_num_bytes, members))
-    if before + _num_bytes(variable) > cap and before >= cap / _LEAST_PART:
+    if before + _num_bytes(variable) > cap and before >= cap / LEAST_PART:
         return f"with it the last would be over {cap / 2**20:g} MiB"
     if variable.name not in late.num_bytes:
         return ""

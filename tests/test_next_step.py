@@ -17,7 +17,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to, pack_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers
-from mirrorc.next_step import check_overlap
+from mirrorc.next_step import check_overlap, plan_of_next_step, why_not_by_need
 from mirrorc.passes import default_pipeline
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.codegen.backends import backend_named
@@ -170,3 +170,31 @@ def test_buckets_by_need_are_launched_in_their_order_whichever_is_complete_first
         launched = [pack_of(node) for node in calls_to(graph, ops.exchange)]
         assert launched == sorted(launched) and len(launched) > 2
     assert any(bucket.is_cut for bucket in program.buckets) == (num_devices == 1), "several devices gather its factors"
+
+
+@pytest.mark.parametrize(
+    ("devices_per_worker", "backend", "plans", "packs"),
+    [
+        ((1, 1), "eager", True, True),
+        ((1, 2), "eager", True, False),
+        ((1, 1, 1), "eager", False, False),
+        ((1, 1, 1), "inductor", False, False),
+    ],
+)
+def test_buckets_are_planned_by_need_where_that_keeps_the_bits(
+    devices_per_worker: tuple[int, ...], backend: str, plans: bool, packs: bool
+) -> None:
+    workers = World(len(devices_per_worker), devices_per_worker).worker(0)
+    assert plan_of_next_step(workers) == {"plans_for_next_step": plans, "packs_for_next_step": packs}
+    why = why_not_by_need(workers, backend_named(backend).preferences(torch.device("cpu")))
+    assert ("3 workers add up an element in an order that depends on its place" in why) == (
+        not plans and backend == "eager"
+    )
+
+
+def test_a_remark_says_that_three_workers_keep_their_buckets() -> None:
+    given = {"world": World(3), "bucket_cap_mb": 0.01}
+    overlapped, waiting = prepared(**given), prepared(**given, overlap_next_step=False)
+    assert "overlap_next_step: buckets are planned as without it" in str(overlapped)
+    assert overlapped.buckets == waiting.buckets
+    assert "are planned as without it" not in str(prepared()) + str(waiting)

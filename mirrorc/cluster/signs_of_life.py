@@ -70,7 +70,8 @@ class SignsOfLife:
             return
         self._ending.set()
         text = f"its process has ended{after_what()}"
-        waited = time.monotonic() - self._asked_at if self._asked_at is not None else 0.0
+        asked_at = self._asked_at
+        waited = time.monotonic() - asked_at if asked_at is not None else 0.0
         seconds = max(_SHORTEST_ANSWER_SECONDS, _LONGEST_ANSWER_SECONDS - waited)
         try:
             in_bounded_time(lambda: self._tell_the_end(text), seconds)

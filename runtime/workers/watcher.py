@@ -116,7 +116,8 @@ class Watcher:
             except RuntimeError as error:
                 num_errors += 1
                 logger.debug("the workers' store does not answer: %s", first_line(error))
-            self._asked_at = None
+            finally:
+                self._asked_at = None
 
     def look(self) -> None:
         """Reads what was published since the last look."""
@@ -166,15 +167,15 @@ class Watcher:
         """
         seconds = self._silent_seconds + _SLACK_SECONDS
         try:
-            self._await_answer(seconds)
+            self._await_answer(seconds, is_known)
             return in_bounded_time(lambda: self._find_silent(is_known), seconds)
         except (RuntimeError, TimeoutError):
             self._is_lost = True
             return None
 
-    def _await_answer(self, seconds: float) -> None:
-        """Returns at once if the thread waits for no answer of the store, or not for so long yet. Otherwise that hangs, or this
-        worker was stopped, and hears the answer now.
+    def _await_answer(self, seconds: float, is_known: Callable[[], bool]) -> None:
+        """Returns at once if the thread waits for no answer of the store, or not for so long yet, or if ``is_known`` says so.
+        Otherwise the store hangs, or this worker was stopped, and hears the answer now.
 
         Raises:
             TimeoutError: there is none.
@@ -182,7 +183,7 @@ class Watcher:
         asked_at, until = self._asked_at, time.monotonic() + _SLACK_SECONDS
         if asked_at is None or time.monotonic() - asked_at < seconds:
             return
-        while self._asked_at == asked_at:
+        while self._asked_at == asked_at and not is_known():
             if time.monotonic() > until:
                 raise TimeoutError("the workers' store does not answer")
             time.sleep(_SECONDS_BETWEEN_TRIES)

@@ -311,6 +311,7 @@ def test_what_is_sent_when_backward_has_ended_is_in_the_order_of_forward(weights
         (Weight("head", (4000,)), {"cuts_by_need": False}, False),
         (Weight("head", (100,)), {}, False),  # not above the cap
         (Weight("head", (310,)), {}, False),  # what would come late is not worth a message
+        (Weight("head", (132,)), {"bucket_cap_mb": 0.5 * KIB}, False),  # nor what would come early
     ],
 )
 def test_a_large_gradient_across_the_bound_of_the_last_third_is_cut(
