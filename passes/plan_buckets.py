@@ -168,7 +168,8 @@ class PlanBuckets:
         num_kinds = len({_kind(member, factored) for members in closed for member in members})
         kinds = f"{num_kinds} kinds of bucket: a bucket holds {alike}"
         needed = [bucket.index for bucket in buckets if late.holds(bucket)]
-        by_need = f"{numbered('bucket', needed)}, of the last third of all bytes, in the order in which forward reads their parameters"
+        late_ones = numbered("bucket", needed)
+        by_need = f"{late_ones}, of the last third of all bytes, in the order in which forward reads their parameters"
         said = [self._remark(buckets), *([kinds] if num_kinds > 1 else []), *([by_need] if len(needed) > 1 else [])]
         return result.with_remarks(*said, *_said_of_bound(program, late))
 

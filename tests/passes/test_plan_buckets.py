@@ -18,6 +18,7 @@ from mirrorc.ir.variables import UpdateRule
 from mirrorc.ir.workers import World
 from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient
 from mirrorc.passes import PlanBuckets
+from mirrorc.passes.late_gradients import last_third
 
 KIB = 1 / 1024  # in MiB
 
@@ -311,7 +312,6 @@ def test_what_is_sent_when_backward_has_ended_is_in_the_order_of_forward(weights
         (Weight("head", (4000,)), {"cuts_by_need": False}, False),
         (Weight("head", (100,)), {}, False),  # not above the cap
         (Weight("head", (310,)), {}, False),  # what would come late is not worth a message
-        (Weight("head", (132,)), {"bucket_cap_mb": 0.5 * KIB}, False),  # nor what would come early
     ],
 )
 def test_a_large_gradient_across_the_bound_of_the_last_third_is_cut(
@@ -321,3 +321,13 @@ def test_a_large_gradient_across_the_bound_of_the_last_third_is_cut(
     program = PlanBuckets(**(BY_NEED | options)).run(handmade(1, weights))
     assert any(bucket.is_cut for bucket in program.buckets) == is_cut
     assert ("head is cut: " in str(program)) == is_cut
+
+
+@pytest.mark.parametrize(("early", "is_cut"), [(256, False), (1024, True)])
+def test_a_gradient_of_which_hardly_anything_would_come_early_is_not_cut(early: int, is_cut: bool) -> None:
+    sizes = {"first": 20_000, "head": 10_000, "rest": 10_000}
+    sizes["rest"] -= sizes["head"] - early
+    sizes["first"] = 2 * (sizes["head"] - early + sizes["rest"]) - early
+    late = last_third(sizes, 8192.0, {"head": 4})
+    assert late.across == ("head" if is_cut else "") and set(late.num_bytes) == {"rest"}
+    assert late.num_early * 4 == (early if is_cut else 0)
