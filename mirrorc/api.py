@@ -301,8 +301,7 @@ def compile(
                 compression=compression,
                 overlap_next_step=overlap_next_step,
                 shard_optimizer=shard_optimizer,
-                **plan_of_next_step(program_workers),
-                **{**placed, **preferred},
+                **{**placed, **preferred, **plan_of_next_step(program_workers)},
             )
         pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
         check_finite_option(check_finite, passes, disable_passes, pipeline, cuda_graphs)
