@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from kinds_of_models import Depthwise, Gated, Norms, Patches, Recurrent, UpAndDown
 from torch import nn
 from torch.nn import functional as F
 
@@ -161,6 +162,14 @@ def _clicks(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 125_000, (n, 8)), torch.randint(0, 2, (n,)).float()
 
 
+def _bytes(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 256, (n, 50)), torch.randint(0, 10, (n,))
+
+
+def _pairs(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 3, 32, 32), torch.randn(n, 3, 32, 32)
+
+
 def _four(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, 4), torch.randn(n, 4)
 
@@ -174,6 +183,12 @@ WORKLOADS = {
         *(_word_workload(thousands, is_tied=is_tied) for thousands in (16, 50) for is_tied in (True, False)),
         Workload("resnet-16", ResNet, F.cross_entropy, _images, 16),
         Workload("resnet18-4", ResNet18, F.cross_entropy, _photos, 4),
+        Workload("lstm-32", Recurrent, F.cross_entropy, _bytes, 32),
+        Workload("norms-16", Norms, F.cross_entropy, _images, 16),
+        Workload("patches-16", Patches, F.cross_entropy, _images, 16),
+        Workload("depthwise-16", Depthwise, F.cross_entropy, _images, 16),
+        Workload("unet-8", UpAndDown, F.mse_loss, _pairs, 8),
+        Workload("gated-16", Gated, F.cross_entropy, _bytes, 16),
         Workload("recommender-256", Recommender, F.binary_cross_entropy_with_logits, _clicks, 256),
         Workload("tiny", lambda: nn.Linear(4, 4), F.mse_loss, _four, 2),
     )
