@@ -28,5 +28,5 @@ def test_whoever_is_struck_is_named_and_a_restart_goes_on(tmp_path: Path, kind: 
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, start_new_session=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("as it should be") == times, done.stdout
-    assert done.stdout.count("too late: ") <= times // 2, done.stdout
+    num_late = done.stdout.count("too late: ")
+    assert done.stdout.count("as it should be") == times + num_late and num_late <= times // 2, done.stdout
