@@ -65,12 +65,13 @@ class Exchanges(Communicator):
         self._messages, self._made, self._rows_of, self._rank = messages, made, rows_of, rank
         self._parts: dict[int, SentPart] = {}
         self._joint = JointLaunches(len(devices), buckets, launch, timeout_seconds)
-        self._sharded = sharded
+        self._sharded, self._in_words = sharded, {bucket: str(bucket) for bucket in buckets}
         self.release()
 
-    def call_packs_so(self, are_packs: bool) -> None:
-        """Sets whether messages call what is exchanged a pack, or a bucket."""
-        self.unit = self._joint.unit = "pack" if are_packs else "bucket"
+    def say_packs(self, bucket_of_pack: Mapping[int, int]) -> None:
+        """Has messages name packs, each with its bucket, in place of buckets."""
+        self.unit = self._joint.unit = "pack"
+        self._in_words = {pack: f"{pack} of bucket {bucket_of_pack[pack]}" for pack in self._in_words}
 
     def begin_afresh(self) -> None:
         """Forgets what was launched, after a step that has failed."""
@@ -126,7 +127,7 @@ class Exchanges(Communicator):
 
     def wait_part(self, bucket: int, replica: int) -> SentPart:
         """As in the base class; raises as `wait_exchange`."""
-        self._joint.wait(bucket, replica, bucket)
+        self._joint.wait(bucket, replica, self._in_words[bucket])
         return self._parts[bucket]
 
     def launch_gather(self, bucket: int, replica: int, own: FactoredBucket) -> None:
@@ -162,7 +163,7 @@ class Exchanges(Communicator):
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
         """As in the base class; raises as `wait_exchange`."""
-        self._joint.wait(bucket, replica, bucket)
+        self._joint.wait(bucket, replica, self._in_words[bucket])
         own = self._offered[bucket][replica]
         assert own is not None, "it was launched"
         everyone = [FactoredBucket(own.tensor, factors, ()) for factors in self._gatherings[bucket].replicas]
@@ -197,7 +198,7 @@ class Exchanges(Communicator):
             Aborted: another device, or another worker, has failed.
             LostConnectionError: the exchange has failed, or took too long.
         """
-        self._joint.wait(bucket, replica, bucket)
+        self._joint.wait(bucket, replica, self._in_words[bucket])
         return pending
 
     def abort(self) -> None:
@@ -268,7 +269,8 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
     dealt = [bucket_of(node) for node in launches if node.target is ops.gather_parameters]
     sharded = ShardedBuckets(number, dealt, rank, num_workers, launch, seconds)
     exchanges = kind(program.devices, packs, launch, seconds, messages, made, rows_of, rank, sharded)
-    exchanges.call_packs_so(are_cut(program.buckets))
+    if are_cut(program.buckets):
+        exchanges.say_packs({pack.number: bucket.index for bucket, pack in program.packs})
     if isinstance(exchanges, ExchangesOfGpus):
         exchanges.end_collectives = team.connections.cut_buckets
     return {kind.link: exchanges}

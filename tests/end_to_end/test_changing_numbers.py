@@ -58,7 +58,7 @@ def distance(model: nn.Module, twin: nn.Module) -> float:
     return max(float((p - q).detach().abs().max()) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("num_devices", [2, *selections.slow((1,), (3,))])
+@pytest.mark.parametrize("num_devices", [2, *selections.slow((1,), (3,)), *selections.exhaustive((4,))])
 def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> None:
     torch.manual_seed(0)
     plain, gamma = Plain(), 1.0
@@ -94,7 +94,7 @@ def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> No
     assert kinds.count(ArgumentKind.NUMBER) == 7 and kinds.count(ArgumentKind.SEED) == 0
 
 
-@pytest.mark.parametrize("num_devices", [2, *selections.slow((1,), (3,))])
+@pytest.mark.parametrize("num_devices", [2, *selections.slow((1,), (3,)), *selections.exhaustive((4,))])
 def test_numbers_computed_with_the_size_of_a_microbatch(num_devices: int) -> None:
     torch.manual_seed(0)
     model, scale = nn.Linear(3, 2).double(), 1.0

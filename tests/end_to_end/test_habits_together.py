@@ -41,6 +41,7 @@ OTHERS: list[tuple[int, int, Optimizers, dict[str, Any]]] = [
     (4, 2, two, {"clip_grad_norm": 0.05}),
     (2, 1, two, UNSHARED),
     (3, 2, two, {"clip_grad_value": 0.01}),
+    (2, 2, two, {"clip_grad_norm": 0.05, "backend": "inductor"}),
 ]
 
 
@@ -59,9 +60,8 @@ def test_updates_are_those_of_one_device_on_all_examples(
         num_devices,
         optimizer=optimizers,
         loss_fn=F.mse_loss,
-        backend="eager",
         microbatches=microbatches,
-        **options,
+        **{"backend": "eager", **options},
     ) as step:
         for sizes in CALLS:
             batches = [(torch.randn(n, 5).double(), torch.randn(n, 3).double()) for n in sizes]

@@ -37,7 +37,7 @@ def net(width: int, *, normalizes: bool = False) -> nn.Sequential:
 def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     if request.param == "two memories":
         separate_memories(monkeypatch)
-    yield COPIES if request.param == "two memories" else {}
+    yield {"two memories": COPIES, "one memory": {}, "with Inductor": {"backend": "inductor"}}[request.param]
 
 
 class Game:
@@ -50,7 +50,7 @@ class Game:
         self.optimizers = [ADAMW(self.generator.parameters()), SGD(self.critic.parameters())]
         self.losses = self._losses(self.generator, self.critic)
         self.steps = [
-            mirrorc.compile(own, num_devices, optimizer=optimizer, loss_fn=loss, backend="eager", **options)
+            mirrorc.compile(own, num_devices, optimizer=optimizer, loss_fn=loss, **{"backend": "eager", **options})
             for own, optimizer, loss in zip(self.nets, self.optimizers, self.losses, strict=True)
             if num_devices
         ]
@@ -100,7 +100,13 @@ def assert_same(own: Game, plain: Game) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "options"), [(2, "two memories"), *slow((1, "one memory"), (3, "one memory"))], indirect=["options"]
+    ("num_devices", "options"),
+    [
+        (2, "two memories"),
+        *slow((1, "one memory"), (3, "one memory")),
+        *exhaustive((4, "two memories"), (2, "with Inductor")),
+    ],
+    indirect=["options"],
 )
 def test_a_game_over_closures_has_one_set_of_variables(num_devices: int, options: dict[str, Any]) -> None:
     own, plain = Game(num_devices, **options if num_devices > 1 else {}), Game()

@@ -123,7 +123,7 @@ class Turns:
         self.plain_nets = copy.deepcopy(self.nets)
         self.own, self.plain = way(self.nets), way(self.plain_nets)
         self.steps = [
-            mirrorc.compile(model, num_devices, optimizer=optimizer, backend="eager", **options)
+            mirrorc.compile(model, num_devices, optimizer=optimizer, **{"backend": "eager", **options})
             for model, optimizer in self.own
         ]
 
@@ -165,7 +165,7 @@ class Turns:
 def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     if request.param == "two memories":
         separate_memories(monkeypatch)
-    yield COPIES if request.param == "two memories" else {}
+    yield {"two memories": COPIES, "one memory": {}, "with Inductor": {"backend": "inductor"}}[request.param]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             ("one optimizer, other names", "one memory"),
         ),
         *slow(*((way, "two memories") for way in list(WAYS)[3:])),
-        *exhaustive(*((way, "one memory") for way in list(WAYS)[3:])),
+        *exhaustive(*((way, "one memory") for way in list(WAYS)[3:]), ("two optimizers", "with Inductor")),
     ],
     indirect=["options"],
 )

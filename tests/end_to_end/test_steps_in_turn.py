@@ -96,6 +96,7 @@ def new_memory(net: Any, optimizer: Any) -> None:
         *slow((torch.optim.SGD, 3, {"disable_passes": ["share-parameters"]}), (torch.optim.AdamW, 1, {})),
         *slow((torch.optim.Adadelta, 2, {})),
         *exhaustive((torch.optim.AdamW, 4, {"link": "copy"}), (torch.optim.SGD, 4, {})),
+        *exhaustive((torch.optim.AdamW, 2, {"backend": "inductor"})),
     ],
 )  # fmt: skip
 def test_each_goes_on_from_what_the_other_has_written(make: Any, num_devices: int, options: dict[str, Any]) -> None:

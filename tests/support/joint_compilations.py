@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 import mirrorc
+from mirrorc.ir import ops
+from mirrorc.ir.graph_edits import copied
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program, Stage
+from mirrorc.packing import Gradient
+from mirrorc.passes import default_pipeline
 
 
 class Layer(nn.Linear):
@@ -22,6 +30,63 @@ class Layer(nn.Linear):
         if self.breaks:
             torch._dynamo.graph_break()
         return super().forward(x)
+
+
+@dataclass(frozen=True)
+class TurnPlan:
+    """Numbers the buckets from the last one on; its text does not tell whether it does so."""
+
+    is_asked: bool = field(repr=False)
+    name: str = field(default="turn-plan", init=False)
+    input_stage: Stage = field(default=Stage.CAPTURED, init=False)
+    output_stage: Stage = field(default=Stage.CAPTURED, init=False)
+
+    def run(self, program: Program) -> Program:
+        turned = [replace(bucket, index=number) for number, bucket in enumerate(reversed(program.buckets))]
+        return program.evolve(buckets=tuple(turned)) if self.is_asked else program
+
+
+@dataclass(frozen=True)
+class MoveFirstLaunch:
+    """Moves the first exchange with other workers behind the last one, against the plan."""
+
+    is_asked: bool = field(repr=False)
+    name: str = field(default="move-first-launch", init=False)
+    input_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+    output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
+
+    def run(self, program: Program) -> Program:
+        program = program.evolve(graph=copied(program.mirrored_graph))
+        first, *others = calls_to(program.mirrored_graph, *ops.BETWEEN_WORKERS)
+        if self.is_asked:
+            others[-1].append(first)
+        return program
+
+
+def _order_by_function(is_reversed: bool) -> Callable[[Gradient], int]:
+    def key(gradient: Gradient) -> int:
+        return -gradient.ready if is_reversed else gradient.ready
+
+    return key
+
+
+def _in_order(how: str) -> dict[str, Any]:
+    """The arguments by which a worker fills its buckets, or launches them, as backward makes gradients, or the other way round.
+
+    Buckets are launched as they become complete, so that an order of gradients alone shows in what lies in them.
+    """
+    way, _, backwards = how.removeprefix("by ").partition(", ")
+    if way == "option":
+        return {"gradient_order": "reversed" if backwards else "ready"}
+    if way == "function":
+        return {"gradient_order": _order_by_function(bool(backwards))}
+    after, one = {
+        "plan": ("plan-buckets", TurnPlan(bool(backwards))),
+        "pass": ("reduce-over-workers", MoveFirstLaunch(bool(backwards))),
+    }[way]
+    passes = default_pipeline(over_workers=True, early_update=False, bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
+    place = [each.name for each in passes].index(after) + 1
+    return {"passes": [*passes[:place], one, *passes[place:]], "scaler": None}
 
 
 def _arguments(how: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -41,7 +106,9 @@ def _arguments(how: str) -> tuple[nn.Module, dict[str, Any]]:
         "exchange": "dense",  # "auto" measures, and so may have other bits in the next attempt
         "timeout_seconds": 600.0,  # longer than the test waits
     }
-    if how == "differs":
+    if how.startswith("by "):
+        given |= _in_order(how)
+    elif how == "differs":
         given["loss_reduction"] = "sum"
     elif how == "value":
         given["bucket_cap_mb"] = -1.0
@@ -88,7 +155,7 @@ def compile_in_turn(rank: int, attempts: list[list[str]]) -> dict[str, Any]:
     for ways in attempts:
         model, given = _arguments(ways[rank])
         try:
-            with mirrorc.compile(model, scaler=scaler, **given) as step:
+            with mirrorc.compile(model, **{"scaler": scaler, **given}) as step:
                 step(torch.full((2, 3), rank + 1.0), target=torch.ones(2, 2))
             found.append(model.weight.tolist())
         except (mirrorc.MirrorcError, ValueError, TypeError, KeyboardInterrupt) as error:

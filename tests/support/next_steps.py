@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,7 +225,7 @@ def fail_in_flight(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         rank: of this worker.
         given: as for `train`, with ``uses`` of each worker, and a ``folder`` for files by which workers see how far others are.
     """
-    model, optimizer = made("mlp", "AdamW", seed=rank)
+    model, optimizer = made(given["model"], "AdamW", seed=rank)
     folder, size = Path(given["folder"]), len(given["devices"])
     losses: list[float] = []
     options = {"backend": "eager", "timeout_seconds": 60.0, **SMALL, **given.get("options", {})}
@@ -248,7 +249,7 @@ def fail_in_flight(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             step.gather_optimizer_state()
         kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         is_lost = rank == given["culprit"] and given["strikes"] == "cut"
-        num_sent = (1 + is_dealt) * len(step.program.buckets)  # of what is dealt out, parameters as well
+        num_sent = (1 + is_dealt) * len(step.program.packs)  # of what is dealt out, parameters as well
         held = _hold_the_last(step, num_sent) if is_lost else []
         call(2)
         _meet(folder, "returned", rank, size)
@@ -265,7 +266,9 @@ def fail_in_flight(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
             if rank == given["culprit"] and given["strikes"] == "update":
                 stack.enter_context(_failing(step._state.optimizers.flat_optimizer(last, 0)))
-            told = {"failed": said(uses[given["uses"][rank]])}
+            told: dict[str, Any] = {"failed": said(uses[given["uses"][rank]])}
+        numbers = {bucket.index: [pack.number for pack in bucket.own_packs] for bucket in step.program.buckets}
+        told |= {"packs": numbers, "lost": max(itertools.chain(*numbers.values()))}
         _meet(folder, "failed", rank, size)
         told["refused"] = [said(model.state_dict), said(lambda: step.evaluate(batch(2, rank, 2)[0]))]
         if "close" in given["uses"]:

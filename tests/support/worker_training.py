@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from stand_in_nccl import nccl_over_gloo
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import mirrorc
@@ -522,6 +524,32 @@ def reference(given: dict[str, Any], steps: Sequence[int]) -> tuple[list[float],
         scheduler.step()
         losses.append(loss.item())
     return losses, values_of(model)
+
+
+def reference_by_shard(given: dict[str, Any]) -> tuple[list[float], dict[str, list[float]]]:
+    """The same, where each replica's shard is run by itself, and writes buffers of its own; values are means of these."""
+    model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=0)
+    replicas = [copy.deepcopy(dict(model.named_buffers())) for _ in range(sum(given["devices"]))]
+    losses = []
+    for number in range(given["steps"]):
+        sizes = given["sizes"][number % len(given["sizes"])]
+        parts = [batch(number, worker, size) for worker, size in enumerate(sizes)]
+        shards = [
+            shard
+            for part, n in zip(parts, given["devices"], strict=True)
+            for shard in zip(*(one.tensor_split(n) for one in part), strict=True)
+        ]
+        optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for buffers, (x, y) in zip(replicas, shards, strict=True):
+            loss = loss + nn.functional.cross_entropy(functional_call(model, buffers, (x,)), y, reduction="sum") / sum(
+                sizes
+            )
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    means = {name: torch.stack([own[name].double() for own in replicas]).mean(0) for name in replicas[0]}
+    return losses, {**values_of(model), **{name: value.flatten().tolist() for name, value in means.items()}}
 
 
 def in_one_process(given: dict[str, Any]) -> tuple[list[float], dict[str, list[float]]]:

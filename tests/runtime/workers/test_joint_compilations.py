@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,7 +28,11 @@ FIRST = {
     for number, how in enumerate(("model", "optimizer", "time", "kind", "options", "rank", "world"))
 }
 ATTEMPTS |= {name: [ways, GOOD] for name, ways in FIRST.items()}
-DIFFER: dict[str, list[list[str]]] = {"with other options": [["", "differs", ""], GOOD]}
+ORDERS = {
+    f"in another order {how}": [[how, f"{how}, backwards", how], [how] * 3]
+    for how in ("by option", "by function", "by plan", "by pass")
+}
+DIFFER: dict[str, list[list[str]]] = {"with other options": [["", "differs", ""], GOOD], **ORDERS}
 FAST = ("on one worker", "in a capture", *list(FIRST)[:3])
 FAILED = "failed in mirrorc.compile, which all workers call together: "
 
@@ -129,6 +134,38 @@ def test_after_different_options_all_may_compile_again_with_the_same_scaler(foun
     assert all(
         own.startswith("CommunicationError: workers differ in the arguments of mirrorc.compile") for own in refused
     )
+    assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in ORDERS if not case.endswith("pass")])
+def test_buckets_that_one_worker_fills_or_launches_in_another_order_are_refused_by_all(
+    found: Mapping[str, Any], case: str
+) -> None:
+    """By an option before anything is compiled; what a function, or a plan of a pipeline of one's own, does shows in programs."""
+    refused, trained = of_each(found, case)
+    assert refused[0] == refused[1] == refused[2]
+    if case.endswith("option"):
+        differ = "the arguments of mirrorc.compile: .*gradient_order='ready'.*gradient_order='reversed'"
+    else:
+        differ = r"what their programs exchange: worker 0 \(.*\) has line 1: .*, worker 1 \(.*\) has line 1: "
+    assert re.match(f"CommunicationError: workers differ in {differ}", refused[0]), refused[0]
+    if not case.endswith("option"):
+        one, other = re.findall(r"line 1: .*?: (weight|bias)\[", refused[0])
+        assert one != other, refused[0]
+    assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)
+
+
+@pytest.mark.slow
+def test_launches_against_the_plan_are_refused_by_the_verifier_and_told_to_all(found: Mapping[str, Any]) -> None:
+    refused, trained = of_each(found, "in another order by pass")
+    assert refused[1].startswith(
+        "VerifyError: pass 'move-first-launch' gave a program that breaks the rule buckets_are_"
+    )
+    assert refused[0] == refused[2] and refused[0].startswith(
+        "CommunicationError: training call 1 has failed: worker 1 ("
+    )
+    assert "VerifyError: pass 'move-first-launch' gave a program that breaks" in refused[0]
     assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)
 
 

@@ -233,7 +233,17 @@ FAILURES: dict[str, dict[str, Any]] = {
         "uses": ["step", "state_dict"],
         "options": {"shard_optimizer": True, **SOON},
     },
+    "one of two packs": {
+        "model": "words",
+        "devices": [1, 1],
+        "sizes": [[4, 3]],
+        "culprit": 1,
+        "strikes": "cut",
+        "uses": ["step", "step"],
+        "options": SOON,
+    },
 }
+FAILURES = {name: {"model": "mlp", **given} for name, given in FAILURES.items()}
 
 
 FAST_FAILURES = ("step", "update")
@@ -260,7 +270,8 @@ def test_a_failure_in_flight_surfaces_at_the_next_use_and_leaves_parameters_betw
     )
     assert "Parameters are between those before and those after that call: bucket" in own["failed"]
     if FAILURES[case]["strikes"] == "cut":
-        assert re.search(r"bucket \d could not be exchanged with the other workers: the cable is cut", own["failed"])
+        what = rf"pack {own['lost']} of bucket 0" if case == "one of two packs" else r"bucket \d"
+        assert re.search(rf"\({what} could not be exchanged with the other workers: the cable is cut", own["failed"])
     else:
         assert (
             "worker 1 (" in own["failed"]
@@ -273,9 +284,21 @@ def test_a_failure_in_flight_surfaces_at_the_next_use_and_leaves_parameters_betw
     assert "parameters are between those before and those after a step" in own["refused"][0]
 
 
+@pytest.mark.slow
+def test_a_bucket_of_which_one_pack_has_arrived_and_the_other_is_lost_is_not_updated(failed: LazyOutcomes) -> None:
+    for own in failed["one of two packs"][:2]:
+        arrived, lost = own["packs"]["0"]
+        assert arrived < lost == own["lost"]
+        assert f"pack {lost} of bucket 0 could not be exchanged" in own["failed"]
+        assert (
+            "Parameters are between those before and those after that call: buckets 1, 2 and 3 of 4 were"
+            in own["failed"]
+        )
+
+
 @pytest.mark.parametrize("case", slow_but(FAST_FAILURES, [case for case in FAILURES if case != "close"]))
 def test_training_goes_on_from_what_was_restored(failed: LazyOutcomes, case: str) -> None:
-    losses, values = reference({**FAILURES[case], "model": "mlp"}, (0, 1, 2, 3))
+    losses, values = reference(FAILURES[case], (0, 1, 2, 3))
     for own in failed[case][:2]:
         assert own["failed"].startswith("CommunicationError: training call ")
         assert own["losses"][-2:] == pytest.approx(losses[-2:], rel=1e-12)

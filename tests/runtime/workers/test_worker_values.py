@@ -14,7 +14,7 @@ from worker_training import made, reference, values_of, whole
 
 EVEN: dict[str, Any] = {"model": "coupled", "devices": [2, 2], "optimizer": "SGD", "sizes": [[6, 1], [6, 0]]}
 CASES: dict[str, dict[str, Any]] = {
-    "2 x 1": {"model": "coupled", "devices": [1, 1], "optimizer": "SGD", "sizes": [[4, 3]], "steps": 3},
+    "2 x 1": {"model": "coupled", "devices": [1, 1], "optimizer": "SGD", "sizes": [[4, 3]]},
     "2 x 2": EVEN,
     "3 x (1, 2, 1)": {
         "model": "coupled",
@@ -32,7 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dealt, in flight": {**EVEN, "options": {"overlap_next_step": True, "shard_optimizer": True}},
     "inductor": {**EVEN, "options": {"backend": "inductor"}},
 }
-AGAIN = {"again": EVEN}
+CASES = {name: {"steps": 5, **given} for name, given in CASES.items()}
+AGAIN = {"again": CASES["2 x 2"]}
 FAULTS: dict[str, dict[str, Any]] = {
     "recovers": {
         "model": "coupled",
@@ -78,7 +79,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
     assert own.keys() == expected.keys()
     for name, values in expected.items():
-        assert own[name] == pytest.approx(values, rel=1e-9, abs=1e-11), name
+        assert own[name] == pytest.approx(values, rel=1e-12, abs=1e-12), name
 
 
 @pytest.mark.parametrize(
@@ -91,10 +92,10 @@ def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) 
 def test_steps_are_those_of_one_device(found: Mapping[str, Any], case: str) -> None:
     given = CASES[case]
     plain = {"synchronized": "statistics"}.get(given["model"], given["model"])
-    losses, values = reference({**given, "model": plain}, range(given.get("steps", 4)))
+    losses, values = reference({**given, "model": plain}, range(given["steps"]))
     everyone = found[case][: len(given["devices"])]
     for own in everyone:
-        assert own["losses"] == pytest.approx(losses, rel=1e-9)
+        assert own["losses"] == pytest.approx(losses, rel=1e-12)
         assert_equal(own["values"], values)
         assert own["values"] == everyone[0]["values"], "all have the same bits"
         assert own["schedule"] == everyone[0]["schedule"]
@@ -114,7 +115,7 @@ def test_a_worker_that_fails_wakes_those_that_wait_for_its_values(found: Mapping
         assert f"training call {number + 1} has failed: worker {rank} (" in own["losses"][number]
         assert "No parameter was changed. The step may be called again" in own["losses"][number]
     for own in (first, second):
-        assert own["losses"][2] == pytest.approx(losses[0], rel=1e-9)
+        assert own["losses"][2] == pytest.approx(losses[0], rel=1e-12)
         assert_equal(own["values"], values)
 
 
@@ -124,7 +125,7 @@ def test_workers_that_have_left_take_part(found: Mapping[str, Any], case: str) -
     losses, values = reference(given, range(len(given["sizes"])))
     everyone = found[case][: len(given["devices"])]
     for rank, own in enumerate(everyone):
-        assert own["losses"] == pytest.approx(losses[: sum(sizes[rank] > 0 for sizes in given["sizes"])], rel=1e-9)
+        assert own["losses"] == pytest.approx(losses[: sum(sizes[rank] > 0 for sizes in given["sizes"])], rel=1e-12)
         assert_equal(own["values"], values)
         assert own["last"] == everyone[0]["last"]
 
