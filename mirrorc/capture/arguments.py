@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,8 @@ class Constant:
     def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
         self.path = path
-        self._is_float = isinstance(value, float | complex)  # told apart by their text: -0.0 == 0.0, and nan != nan
+        # these are told apart by their text: -0.0 == 0.0, and nan != nan
+        self._is_float = isinstance(value, float | complex | np.inexact)
         try:
             self._key: Any = (type(value), repr(value) if self._is_float else hash(value))
         except TypeError:
@@ -172,8 +174,18 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
 def _kept_apart(value: Any, path: str, plain: dict[str, Any]) -> Structure:
     while path in plain:
         path += "_"
-    plain[path] = value
+    plain[path] = _with_one_nan(value)
     return ("plain", path)
+
+
+def _with_one_nan(value: Any) -> Any:
+    """A value whose tuples have one object for all nan: guards compare tuples, which are equal then."""
+    if type(value) is float and value != value and math.copysign(1.0, value) > 0:
+        return math.nan
+    if type(value) is not tuple:
+        return value
+    items = tuple(map(_with_one_nan, value))
+    return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
 
 
 def _refuse_own_kinds(tensor: torch.Tensor, path: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from mirrorc.capture.outside_variables import OutsideNames
 from mirrorc.shared_memory import refuse_shared_memory
-from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables, is_ordinary
+from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables
 
 _ABSENT = object()
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -120,7 +120,7 @@ class ModelState:
         self._last_numbers = {
             place: attributes[key]
             for _, _, attributes, key in self._users_attributes()
-            if is_ordinary(attributes.get(key)) and (place := (id(attributes), key)) not in self._freed
+            if type(attributes.get(key)) in (int, float) and (place := (id(attributes), key)) not in self._freed
         }
 
     def free_changed_numbers(self) -> list[tuple[tuple[str, ...], str]]:
@@ -135,7 +135,7 @@ class ModelState:
             before = self._last_numbers.get(place)
             if (
                 before is None
-                or not is_ordinary(value)
+                or type(value) not in (int, float)  # what is nan or infinite stays a constant, which guards watch
                 or (type(value) is type(before) and repr(value) == repr(before))
             ):
                 continue

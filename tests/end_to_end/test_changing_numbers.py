@@ -171,7 +171,7 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Sequence[Any], int]] = {
     "in place": (lambda y, v: (y * 1).mul_(v).add_(v), [0.1, 0.2, 0.3], 2),
     "an exponential mean": (lambda y, v: torch.lerp(y, y.detach() + 1, v), [0.1, 0.2, 0.3], 2),
     "times another": (lambda y, v: torch.add(y, y.sin(), alpha=v), [0.1, 0.2, 0.3], 2),
-    "nan and infinite": (lambda y, v: y.clamp(max=v), [1.0, 2.0, math.inf, 3.0, math.inf, -math.inf], 4),
+    "infinite": (lambda y, v: y.clamp(max=v), [1.0, 2.0, math.inf, 3.0, math.inf, -math.inf], 4),
     "flags": (lambda y, v: y * 2 if v else y, [True, False, True], 2),
     "flags and numbers": (lambda y, v: y * v, [True, 2, 3, False, 4], 4),
     "names of numbers": (lambda y, v: y * v, [Level.LOW, Level.HIGH, 3, 4], 4),

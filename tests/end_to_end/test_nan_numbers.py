@@ -1,0 +1,99 @@
+"""Python numbers that are nan, which differs from itself: what is read has a program, and not a new one in each step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import selections
+import torch
+from torch import nn
+
+import mirrorc
+
+
+class Read(nn.Module):
+    """A layer to whose output a number is added: an argument, a part of one, or an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor, number: Any = None) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        if number is None:
+            number = self.scale
+        if isinstance(number, tuple):
+            number = number[0] + number[1][0]
+        return y + number
+
+
+def set_scale(model: Read, number: float) -> None:
+    model.scale = number
+
+
+PLACES: dict[str, tuple[Callable[[Read, float], Any], int]] = {
+    "an argument": (lambda model, number: number, 3),
+    "an attribute": (set_scale, 3),
+    "a part of a tuple": (lambda model, number: (0.0, (number,)), 4),  # each value of a tuple has a program
+    "numpy's float64": (lambda model, number: np.float64(number), 4),
+    "numpy's float32": (lambda model, number: np.float32(number), 4),
+}
+"""How the model gets a number, and how many programs serve 1, 2, 3 and nan."""
+
+
+def numbers() -> list[float]:
+    """Nan as one object, which is equal to itself in a tuple, and as new ones."""
+    nan, new, other = math.nan, float("nan"), float("nan")
+    return [1.0, nan, nan, new, 2.0, other, 3.0, nan, new]
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that is finite where outputs are nan, so that parameters stay finite."""
+    return (torch.nan_to_num(output, nan=0.5) - target).square().mean()
+
+
+@pytest.mark.parametrize("place", selections.slow_but(["an argument", "an attribute", "a part of a tuple"], PLACES))
+def test_nan_again_is_no_new_program_and_outputs_are_nan(place: str) -> None:
+    give, num_programs = PLACES[place]
+    torch.manual_seed(0)
+    model = Read().double()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, twin)]
+    programs: list[int] = []
+    of_nan = set()
+    with mirrorc.compile(
+        model, 2, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager", return_outputs=True
+    ) as step:
+        for number in numbers():
+            x, target = torch.randn(5, 3, dtype=torch.float64), torch.zeros(5, 2, dtype=torch.float64)
+            optimizers[1].zero_grad()
+            expected = twin(x, give(twin, number))
+            expected_loss = loss_fn(expected, target)
+            expected_loss.backward()
+            optimizers[1].step()
+            loss, outputs = step(x, give(model, number), target=target)
+            torch.testing.assert_close(outputs, expected.detach(), equal_nan=True)
+            torch.testing.assert_close(loss, expected_loss.detach())
+            assert outputs.isnan().all() if math.isnan(number) else outputs.isfinite().all()
+            programs.append(id(step.program))
+            if math.isnan(number):
+                of_nan.add(programs[-1])
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(of_nan) == 1 and len(set(programs)) == num_programs
+
+
+def test_a_loss_that_is_nan_is_that_of_plain_pytorch() -> None:
+    model = Read().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=nn.functional.mse_loss, backend="eager") as step:
+        for number in (1.0, math.nan, 2.0):
+            loss = step(torch.ones(4, 3).double(), number, target=torch.zeros(4, 2).double())
+            assert loss.isnan() == (number != 1.0)
+    assert all(parameter.isnan().all() for parameter in model.parameters())
