@@ -23,8 +23,10 @@ from tqdm import tqdm
 
 import mirrorc
 from mirrorc import progress
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.progress import free_terminal
+from mirrorc.runtime.codegen.backends import RegionFunction
+from mirrorc.runtime.codegen.regions import RegionCompiler
 
 SHOWS_CURSOR = "\x1b[?25h"
 
@@ -87,6 +89,19 @@ def test_a_line_on_a_terminal_says_what_is_done_and_goes_away(
     compiled(action)
     assert terminal.getvalue().rstrip().endswith(("\x1b[2K", SHOWS_CURSOR)) and SHOWS_CURSOR in terminal.getvalue()
     assert capsys.readouterr().out == ""
+
+
+def test_the_line_counts_the_regions_that_are_compiled(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_one, done = RegionCompiler.compile, []
+
+    def compile_when_told(regions: RegionCompiler, region: Region, device: torch.device) -> RegionFunction:
+        until(lambda: f"(the first call): regions, {len(done)} of 4, " in terminal.getvalue())
+        done.append(region.name)
+        return compile_one(regions, region, device)
+
+    monkeypatch.setattr(RegionCompiler, "compile", compile_when_told)
+    compiled(lambda: None)
+    assert sorted(done) == ["bwd_0", "bwd_0", "fwd_0", "fwd_0"]  # forward and backward, on two devices
 
 
 def test_a_later_call_says_what_is_new(terminal: Terminal) -> None:
