@@ -6,6 +6,7 @@ import ast
 import contextlib
 import copy
 import io
+import logging
 import math
 import random
 import re
@@ -30,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirrorc
-from mirrorc import CaptureError
+from mirrorc import CaptureError, progress
 from mirrorc.ir.buckets import Elements
 from mirrorc.runtime.state.dealt_state import DealtState, watch_dealt_state
 
@@ -1096,6 +1097,21 @@ def test_packed_sequence() -> None:
 # Progress, printing, logging, profiling and hooks
 
 
+def test_progress(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert progress.PATIENCE_SECONDS == 2.0
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "free_terminal", lambda: None)
+    caplog.set_level(logging.INFO, "mirrorc.progress")
+    with compiled(net(), progress=False) as step:
+        step(X, target=Y)
+    assert not [record for record in caplog.records if record.name == "mirrorc.progress"]
+    with compiled(net()) as step:
+        step(X, target=Y)
+        step(X, target=Y)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "mirrorc.progress"]
+    assert line.startswith("compiling Sequential for cpu:0, cpu:1 (the first call): ")
+
+
 def test_print_in_forward() -> None:
     def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
         print("shape", x.shape)  # noqa: T201
@@ -1103,6 +1119,47 @@ def test_print_in_forward() -> None:
 
     with compiled(Around(forward)) as step, warned("print-in-forward"):
         step(X, target=Y)
+
+
+def test_self_log() -> None:
+    class Logging(Around):
+        """What Lightning's module does in `log` before it has a Trainer; test_lightning.py has the real one."""
+
+        _trainer = None
+
+        def log(self, name: str, value: torch.Tensor) -> None:
+            if self._trainer is None:
+                warnings.warn(
+                    "You are trying to `self.log()` but the `self.trainer` reference is not registered on the model yet.",
+                    stacklevel=2,
+                )
+
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = own.net(x)
+        own.log("mean", y.mean())
+        return y
+
+    def storing(own: Any, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = own.net(x)
+        own.logged["mean"] = y.mean().detach()
+        return y
+
+    model, plain = Logging(forward), net()
+    optimizer = SGD(plain.parameters())
+    with compiled(model) as step, warned("self-log"):
+        found = [step(X, target=Y) for _ in range(3)]
+    for one in found:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(plain(X), Y)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(one, loss.detach())
+    assert_same_model(model.net, plain, 1e-10)
+    model = Around(storing)
+    model.logged = {}
+    with compiled(model) as step, warned("store-activations"):
+        step(X, target=Y)
+    assert not model.logged
 
 
 def test_store_activations() -> None:
