@@ -51,7 +51,7 @@ NO_DROPOUT = dict.fromkeys(
 def speech(kind: str = "wav2vec2", **options: Any) -> nn.Module:
     model, config = KINDS[kind]
     torch.manual_seed(0)
-    made: nn.Module = model(config(**SIZES, **options)).train()
+    made: nn.Module = model(config(**{**SIZES, **options})).train()
     return made
 
 
@@ -87,6 +87,30 @@ def test_masked_features_train_as_on_one_device() -> None:
     own = train_mirrored(model, SGD, batches, 2, None).model.state_dict()
     for name, value in single.items():
         torch.testing.assert_close(own[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_layers_are_left_out_as_on_one_device(num_devices: int) -> None:
+    """Each of two layers is drawn before a step; of six steps, some have both, one or none."""
+    options = {**NO_DROPOUT, "layerdrop": 0.5, "num_hidden_layers": 2, "mask_time_prob": 0.0}
+    own, other = (speech(**options).double() for _ in range(2))
+    optimizers = [SGD(model.parameters()) for model in (own, other)]
+    own_losses, losses = [], []
+    with mirrorc.compile(own, num_devices, optimizer=optimizers[0], backend="eager") as step:
+        for seed in range(6):
+            batch = {name: v.double() if v.is_floating_point() else v for name, v in sounds().items()}
+            torch.manual_seed(seed)
+            own_losses.append(step(**batch).item())
+            torch.manual_seed(seed)
+            optimizers[1].zero_grad()
+            loss = other(**batch).loss
+            loss.backward()
+            optimizers[1].step()
+            losses.append(loss.item())
+    assert own_losses == pytest.approx(losses, rel=1e-10)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(own.state_dict()[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
 class Tokens(nn.Module):
