@@ -426,6 +426,19 @@ def test_gradient_penalty() -> None:
     assert_same_model(own, plain, 1e-10)
 
 
+def test_distributions() -> None:
+    def loss_fn(o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return -torch.distributions.Normal(o, 1.0).log_prob(y[:, None].to(o.dtype)).mean()
+
+    with Pair(loss_fn=loss_fn, capture="dynamo") as pair:
+        pair.train(2)
+        with (
+            unchanged(pair.model),
+            pytest.raises(mirrorc.ExecutionError, match="the parameter loc of a distribution Normal"),
+        ):
+            pair.step(X * math.nan, target=Y)
+
+
 def test_accuracy() -> None:
     with compiled(net(), return_outputs=True) as step:
         _, logits = step(X, target=Y)
