@@ -646,6 +646,52 @@ def test_closure() -> None:
         compiled(model, torch.optim.LBFGS(model.parameters()))
 
 
+class Up(torch.optim.Optimizer):
+    """The first half of SAM: climbs along the gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05})
+
+    def step(self, closure: Any = None) -> None:
+        own = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in own if p.grad is not None]).norm()
+        with torch.no_grad():
+            for p in own:
+                assert p.grad is not None
+                self.state[p]["by"] = p.grad * (0.05 / norm)
+                p.add_(self.state[p]["by"])
+
+
+class Down(torch.optim.SGD):
+    """The second half: goes back, and updates with the gradient that it has found above."""
+
+    def __init__(self, parameters: Any, up: Up) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.up = up
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(self.up.state[p]["by"])
+        super().step()
+
+
+def test_two_evaluations() -> None:
+    model, plain = net(), net()
+    up, plain_up = Up(model.parameters()), Up(plain.parameters())
+    down, plain_down = Down(model.parameters(), up), Down(plain.parameters(), plain_up)
+    with compiled(model, up) as up_step, compiled(model, down) as down_step:
+        for seed in range(3):
+            x, y = batch(seed=seed)
+            up_step(x, target=y)
+            down_step(x, target=y)
+            for optimizer in (plain_up, plain_down):
+                plain.zero_grad()
+                F.cross_entropy(plain(x), y).backward()
+                optimizer.step()
+    assert_same_model(model, plain, 1e-10)
+
+
 def test_several_optimizers() -> None:
     model, plain = net(), net()
     own, other = ([torch.optim.Muon([m[0].weight]), ADAMW([m[0].bias, *m[2].parameters()])] for m in (model, plain))
