@@ -290,10 +290,7 @@ def test_an_optimizer_that_fails_half_way_is_said_to_be_torn(options: dict[str, 
         step(**BATCH)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         optimizer.fails = True  # type: ignore[attr-defined]
-        with pytest.raises(
-            ExecutionError,
-            match=TORN,
-        ):
+        with pytest.raises(ExecutionError, match=TORN):
             step(**BATCH)
         assert not torch.equal(before[0], next(model.parameters()))
         optimizer.fails = False  # type: ignore[attr-defined]
