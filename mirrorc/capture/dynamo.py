@@ -33,6 +33,7 @@ from mirrorc.capture.time_axes import leaves_with_time_first
 from mirrorc.capture.traced_outputs import LeafKind, TracedOutputs, memory_of_inputs, read_outputs, remove_marks
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.untrained_tensors import untrained_tensors
+from mirrorc.capture.validated_distributions import ASKED_OF_CLASSES, VALIDATIONS
 from mirrorc.capture.weighted_means import weighted_means_of
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import (
@@ -41,6 +42,7 @@ from mirrorc.torch_internals import (
     NumbersGivenUp,
     SizesGivenUp,
     asked_for_class,
+    called_while_traced,
     export_forward_graph,
     export_joint_graph,
     give_values,
@@ -153,11 +155,12 @@ def _trace(
     guards_results: bool = False,
 ) -> fx.GraphModule:
     can_draw, numbers = call.numbers.can_be_drawn, call.numbers.inputs
-    instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **CHECKS_OF_TENSORS, **masking_functions(call)}
+    instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **CHECKS_OF_TENSORS, **VALIDATIONS, **masking_functions(call)}
 
     def traced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> fx.GraphModule:
         with contextlib.ExitStack() as stack:
             stack.enter_context(traced_instead(functions))
+            stack.enter_context(called_while_traced(ASKED_OF_CLASSES))
             stack.enter_context(made_leaves())
             stack.enter_context(given_results())
             for kind in (PaddedSequences, DrawnScalar, DrawnScalarDecides):

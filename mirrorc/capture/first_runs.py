@@ -144,7 +144,7 @@ def _first_run(
         stream = ReplicaStream(0, parameters[0].device)
         own = [leaf.detach().clone() for leaf in leaves]
         try:
-            run = opaque.run_forward(stream, own, parameters, buffers, frozenset(passing))
+            run = opaque.run_forward(stream, own, parameters, buffers, frozenset(passing), is_first=True)
             break
         except AssignedAttributeError as error:
             if not error.attributes:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from mirrorc.capture.passing_attributes import Attribute, watching_class
+from mirrorc.capture.passing_attributes import Attribute, unread_elsewhere, unwatched_class, watching_class
 from mirrorc.torch_internals import ScriptCopy, is_script_module, renew_recurrent_weights
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -37,11 +37,14 @@ class ModuleCopy:
 
     def __init__(self, root: nn.Module) -> None:
         modules, scripts = _outside_of_scripts(root)
-        self._copies: dict[int, nn.Module] = {id(module): object.__new__(type(module)) for module in modules}
+        self._copies: dict[int, nn.Module] = {
+            id(module): object.__new__(unwatched_class(type(module))) for module in modules
+        }
         self._scripts = [ScriptCopy(module) for module in scripts]
         self._copies_of_all = self._copies | {
             id(source): own for script in self._scripts for source, own in script.pairs
         }
+        self._originals = modules
         self._pairs = [(vars(module), vars(self._copies[id(module)])) for module in modules]
         self._loaded: list[tuple[dict[str, Any], ...]] = []
         self._passing: Set[Attribute] = frozenset()
@@ -81,6 +84,15 @@ class ModuleCopy:
         for place, name in passing:
             for attributes in (self._pairs[place][1], self._loaded[place][0]):
                 attributes.pop(name, None)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block in which nothing may read the passing attributes of the originals, as a run assigns those of the copies."""
+        names: dict[nn.Module, set[str]] = {}
+        for place, name in self._passing:
+            names.setdefault(self._originals[place], set()).add(name)
+        with unread_elsewhere(names):
+            yield
 
     def run(self, *args: Any) -> Any:
         """Calls the copy. TorchScript runs operators as written, and does not optimize later runs by what it saw in the first."""

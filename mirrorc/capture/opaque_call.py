@@ -143,10 +143,13 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         passing: Set[Attribute] = frozenset(),
+        *,
+        is_first: bool = False,
     ) -> Run:
         """Runs forward on these tensors; buffers are copied, so that only the copies are written.
 
         Raises:
+            CaptureError: a first run reads a passing attribute of the user's own modules.
             ExecutionError: forward assigns an attribute that is not passing, reads a passing one that it has not assigned yet, or
                 draws random numbers without a stream.
             UnreadableOutputError: it returns what a step cannot make again.
@@ -167,7 +170,8 @@ class OpaqueCall:
         given = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
         copy.load(given, passing, plain=self._plain)
         modes, refuses = self._modes.entered(trains=self._call.trains), nobody_answers(_not_joined(self._what))
-        with modes, self._drawing(run, "forward"), refuses, noted_marks() as marked:
+        alone = copy.alone() if is_first else contextlib.nullcontext()
+        with modes, self._drawing(run, "forward"), refuses, alone, noted_marks() as marked:
             found = copy.run(*run.leaves)
         run.loss, outputs = found if self._call.keeps_outputs else (found, None)
         if self._call.keeps_outputs:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import contextlib
+import traceback
+from collections.abc import Iterator, Mapping, Sequence, Set
 from types import new_class
 from typing import Any
 
-from mirrorc.errors import ExecutionError
+from torch import nn
+
+from mirrorc.errors import CaptureError, ExecutionError
+from mirrorc.torch_internals import is_users_file
 
 Attribute = tuple[int, str]
 """An attribute of a module that is no parameter, buffer or submodule: the module's place among those of Python in
@@ -78,19 +83,65 @@ class _PassingAttribute:
             raise ReadBeforeAssignedError.of(self._name)
 
 
-def watching_class(kind: type, names: Set[str]) -> type:
+class _LeftAttribute(_PassingAttribute):
+    """An attribute of a user's own module, which nothing may read while a run assigns that of its copy."""
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        if module is not None and self._name not in vars(module):
+            raise _read_elsewhere(self._name)
+        return super().__get__(module, owner)
+
+
+def _read_elsewhere(name: str) -> CaptureError:
+    lines = [frame for frame in traceback.extract_stack() if is_users_file(frame.filename)]
+    where = f" at {lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line!r}" if lines else ""
+    return CaptureError(
+        f"the attribute {name!r} of a module, which forward assigns, is read{where} by another way than through the model's "
+        "modules, as by a global variable or a closure: each replica has modules of its own, so that what forward leaves "
+        "there is not found. Remedy: return it with the output, or make the loss a module that holds the model as a submodule"
+    )
+
+
+@contextlib.contextmanager
+def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
+    """A block in which reading attributes of modules, of which copies run, raises a `CaptureError`.
+
+    Args:
+        modules: the user's own, with the names of attributes that forward assigns in the copies.
+    """
+    kinds = {module: type(module) for module in modules}
+    kept = [
+        (vars(module), name, vars(module)[name])
+        for module, names in modules.items()
+        for name in names & vars(module).keys()
+    ]
+    try:
+        for attributes, name, _ in kept:
+            del attributes[name]
+        for module, names in modules.items():
+            object.__setattr__(module, "__class__", watching_class(kinds[module], names, _LeftAttribute))
+        yield
+    finally:
+        for module, kind in kinds.items():
+            object.__setattr__(module, "__class__", kind)
+        for attributes, name, value in kept:
+            attributes[name] = value
+
+
+def watching_class(kind: type, names: Set[str], attribute: type[_PassingAttribute] = _PassingAttribute) -> type:
     """A class like that of a module, whose attributes of these names can be read only once they were assigned.
 
     Args:
         kind: the class, or what this function has made of it for other names.
         names: of attributes; if there are none, it is the class itself.
+        attribute: what stands for each of them in the class.
     """
     watched: Set[str] = getattr(kind, _WATCHED, frozenset())
     if names == watched:
         return kind
     if watched:
-        return watching_class(kind.__mro__[1], names)
-    attributes = {name: _PassingAttribute(name) for name in names}
+        return watching_class(kind.__mro__[1], names, attribute)
+    attributes = {name: attribute(name) for name in names}
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__, _WATCHED: names}
     return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update({**own, **attributes}))
 

@@ -104,6 +104,7 @@ class RecordedCall(nn.Module):
         try:
             with (
                 recorded_run(modules, given, lambda tensor: id(tensor) in own_ids or is_traced_tensor(tensor)),
+                copy.alone(),
                 noted_marks() as marked,
             ):
                 found = copy.root(*leaves)

@@ -96,7 +96,13 @@ from mirrorc.torch_internals.state import (
     torch_modes,
     trace_artifact,
 )
-from mirrorc.torch_internals.substituted_calls import asked_for_class, noted_calls, traced_file, traced_instead
+from mirrorc.torch_internals.substituted_calls import (
+    asked_for_class,
+    called_while_traced,
+    noted_calls,
+    traced_file,
+    traced_instead,
+)
 from mirrorc.torch_internals.symbolic_sizes import (
     SizesGivenUp,
     SizesOfArguments,
@@ -170,6 +176,7 @@ __all__ = [
     "bare_name",
     "bare_step",
     "call_directly",
+    "called_while_traced",
     "calls_step_hooks",
     "checkpoint_tag",
     "compile_with_inductor",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 
@@ -14,7 +15,7 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
     """While it lasts, traces of this thread enter other functions in place of functions of torch.
 
     Args:
-        functions: for each function of torch, the Python function that is traced where it is called, with its arguments.
+        functions: for each function or method of torch, the Python function that is traced in its place, with its arguments.
     """
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -27,7 +28,8 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
             instead = by_id.get(id(getattr(self, attribute)))
             if instead is None or threading.get_ident() != thread:
                 return call(self, tx, args, kwargs)
-            return UserFunctionVariable(instead).call_function(tx, args, kwargs)
+            bound = self.self_args() if attribute == "fn" else []  # of a method, the object
+            return UserFunctionVariable(instead).call_function(tx, [*bound, *args], kwargs)
 
         return call_function
 
@@ -46,6 +48,32 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
     finally:
         for kind, call in zip(kinds, calls, strict=True):
             kind.call_function = call
+
+
+@contextlib.contextmanager
+def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[None]:
+    """While it lasts, traces of this thread call these Python functions with constants, such as classes, and do not enter them.
+
+    Args:
+        functions: each gives a constant, or a function, which is entered where it is called.
+    """
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    thread, call = threading.get_ident(), UserFunctionVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn not in functions or threading.get_ident() != thread:
+            return call(self, tx, args, kwargs)
+        given = {key: value.as_python_constant() for key, value in kwargs.items()}
+        found = self.fn(*(arg.as_python_constant() for arg in args), **given)
+        return UserFunctionVariable(found) if isinstance(found, FunctionType) else ConstantVariable.create(found)
+
+    UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        UserFunctionVariable.call_function = call  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

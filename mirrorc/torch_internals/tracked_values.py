@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
 MISSING = object()
 """In place of what is not there."""
@@ -65,8 +68,35 @@ def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
     if getattr(variable, "is_python_constant", lambda: False)():
         value = variable.as_python_constant()
         return type(value) is type(real) and repr(value) == repr(real)
-    name = source_name(variable)
+    name = source_name(variable) or _written_in_place(variable)
     return bool(name) and evaluated(name, scope) is real
+
+
+def _written_in_place(variable: Any) -> str:
+    """The expression that reads the tensor of which a variable is what operators in place have given, as ``x += 1`` is of x."""
+    from torch._dynamo.variables import TensorVariable
+
+    if not isinstance(variable, TensorVariable):
+        return ""
+    node: Any = variable.as_proxy().node
+    while _writes_its_first(node):
+        node = node.args[0]
+    source = getattr(node, "_dynamo_source", None)  # of an input
+    return str(source.name) if source is not None else ""
+
+
+def _writes_its_first(node: Any) -> bool:
+    """Whether a node of a tracer's graph gives its first argument, which it has written in place."""
+    if node.op == "call_method":
+        return bool(_METHOD_IN_PLACE.fullmatch(node.target))
+    return node.op == "call_function" and node.target in _OPERATORS_IN_PLACE and isinstance(node.args[0], fx.Node)
+
+
+_METHOD_IN_PLACE = re.compile(r"[a-z][a-z0-9_]*[a-z0-9]_")
+_OPERATORS_IN_PLACE = (
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow),
+    *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+)
 
 
 def source_name(variable: Any) -> str:

@@ -9,11 +9,17 @@ from torch import fx
 from mirrorc.analysis.taken_gradients import taken_gradients
 from mirrorc.custom_ops.opaque_calls import OPAQUE
 from mirrorc.errors import ExecutionError, MirrorcError, NonFiniteError
+from mirrorc.ir import ops
 from mirrorc.ir.program import Program
 from mirrorc.ir.source_lines import raising_line, source_line
 from mirrorc.ir.variables import Synchronization
 from mirrorc.runtime.codegen.graph_function import failing_nodes
 from mirrorc.runtime.communication import Aborted, StepStoppedError
+
+_OF_OPTIMIZER = (
+    "Check the optimizer's step(), which is called without a closure: one that evaluates the model anew in it (as SAM does) "
+    "becomes two, each with a step of its own, see two-evaluations in docs/from-pytorch.md."
+)
 
 
 def explain_failure(
@@ -41,7 +47,8 @@ def explain_failure(
     )
     line = next((text for node in reversed(nodes) if (text := source_line(node))), "")
     runs_plain = any(_runs_plain(program, node) for node in nodes)
-    if not line and runs_plain:
+    runs_optimizer = bool(nodes) and nodes[-1].target is ops.step_optimizer
+    if not line and (runs_plain or runs_optimizer):
         line = raising_line(error)
     at = f", at {line}" if line else ""
     state = f"It had committed. {_what_may_be_torn(program, torn)}" if has_committed else "No parameter was changed."
@@ -53,7 +60,7 @@ def explain_failure(
     else:
         explained = ExecutionError(
             f"replica {replica} on {devices[replica]} failed{where}{at}: {type(error).__name__}: {error}. All devices "
-            f"stopped. {state} {_advice([] if runs_plain else nodes, line)}"
+            f"stopped. {state} {_OF_OPTIMIZER if runs_optimizer else _advice([] if runs_plain else nodes, line)}"
         )
     explained.__cause__ = error
     return explained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import itertools
 import logging
@@ -305,3 +306,33 @@ def test_what_is_only_collected_is_spoken_of(entry: Any) -> None:
     model = Net(lambda net, y: log.append(entry(y)))
     (warning,) = train(model)
     assert "Net changes log in" in str(warning.message) and not log
+
+
+class Statistics(nn.Module):
+    """Writes buffers in place by assignments, which assign what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.steps += 1
+            self.mean = self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.layer(x - self.mean)
+
+
+def test_a_buffer_that_an_assignment_writes_in_place_is_written_in_each_step() -> None:
+    torch.manual_seed(0)
+    model = Statistics().double()
+    plain = copy.deepcopy(model)
+    x = torch.randn(3, 3, dtype=torch.float64).repeat(2, 1)  # shards of one mean
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", capture="dynamo") as step:
+        for _ in range(3):
+            step(x, target=x)
+            plain(x)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    assert model.get_buffer("steps") == 3

@@ -426,6 +426,19 @@ def test_gradient_penalty() -> None:
     assert_same_model(own, plain, 1e-10)
 
 
+def test_distributions() -> None:
+    def loss_fn(o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return -torch.distributions.Normal(o, 1.0).log_prob(y[:, None].to(o.dtype)).mean()
+
+    with Pair(loss_fn=loss_fn, capture="dynamo") as pair:
+        pair.train(2)
+        with (
+            unchanged(pair.model),
+            pytest.raises(mirrorc.ExecutionError, match="the parameter loc of a distribution Normal"),
+        ):
+            pair.step(X * math.nan, target=Y)
+
+
 def test_accuracy() -> None:
     with compiled(net(), return_outputs=True) as step:
         _, logits = step(X, target=Y)
@@ -631,6 +644,52 @@ def test_closure() -> None:
     model = net()
     with unchanged(model), pytest.raises(TypeError, match=quoted("closure")):
         compiled(model, torch.optim.LBFGS(model.parameters()))
+
+
+class Up(torch.optim.Optimizer):
+    """The first half of SAM: climbs along the gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05})
+
+    def step(self, closure: Any = None) -> None:
+        own = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in own if p.grad is not None]).norm()
+        with torch.no_grad():
+            for p in own:
+                assert p.grad is not None
+                self.state[p]["by"] = p.grad * (0.05 / norm)
+                p.add_(self.state[p]["by"])
+
+
+class Down(torch.optim.SGD):
+    """The second half: goes back, and updates with the gradient that it has found above."""
+
+    def __init__(self, parameters: Any, up: Up) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.up = up
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(self.up.state[p]["by"])
+        super().step()
+
+
+def test_two_evaluations() -> None:
+    model, plain = net(), net()
+    up, plain_up = Up(model.parameters()), Up(plain.parameters())
+    down, plain_down = Down(model.parameters(), up), Down(plain.parameters(), plain_up)
+    with compiled(model, up) as up_step, compiled(model, down) as down_step:
+        for seed in range(3):
+            x, y = batch(seed=seed)
+            up_step(x, target=y)
+            down_step(x, target=y)
+            for optimizer in (plain_up, plain_down):
+                plain.zero_grad()
+                F.cross_entropy(plain(x), y).backward()
+                optimizer.step()
+    assert_same_model(model, plain, 1e-10)
 
 
 def test_several_optimizers() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import train_step
+from references import train_step, unchanged
 from selections import slow
 from torch import nn
 
@@ -232,3 +232,46 @@ def _written(y: torch.Tensor, write: Callable[[torch.Tensor], object]) -> torch.
 def _without_gradient(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return module(x)
+
+
+class Leaving(nn.Module):
+    """Leaves an auxiliary loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.auxiliary = nn.Linear(3, 4), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.auxiliary = y.square().mean()
+        return y
+
+
+class Collecting(nn.Module):
+    """A loss that finds it in the model that it holds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(y, target) + self.model.auxiliary
+
+
+@pytest.mark.parametrize("capture", ["autograd", *slow(("trace",))])
+def test_an_attribute_that_forward_assigns_is_not_read_by_another_way(capture: Any) -> None:
+    model = Leaving().double()
+    x, target = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+
+    def compiled(loss_fn: Loss) -> mirrorc.Step:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", capture=capture)
+
+    with compiled(lambda y, t: F.mse_loss(y, t) + model.auxiliary) as step:
+        told = "'auxiliary' of a module, which forward assigns, is read at .*test_other_paths.*make the loss a module that holds"
+        with unchanged(model), pytest.raises(mirrorc.CaptureError, match=told):
+            step(x, target=target)
+    assert type(model) is Leaving and model.auxiliary == 0.0
+    with compiled(Collecting(model)) as step, pytest.warns(match="assigns attributes of modules"):
+        y = model.layer(x)
+        assert step(x, target=target).item() == pytest.approx((F.mse_loss(y, target) + y.square().mean()).item())

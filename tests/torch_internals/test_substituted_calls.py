@@ -19,6 +19,41 @@ def cube(inputs: torch.Tensor, state: torch.Tensor, *others: object) -> tuple[to
     return inputs**3, state
 
 
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+called: list[type] = []
+
+
+def chosen(kind: type) -> object:
+    called.append(kind)  # which a trace of it would not do
+    return double if kind is torch.Tensor else 2.0
+
+
+class Chooses(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return chosen(torch.Tensor)(x) * chosen(int)  # type: ignore[operator]
+
+
+def test_called_while_traced_gives_constants_and_functions_to_enter() -> None:
+    x = torch.ones(2)
+    with internals.called_while_traced([chosen]):
+        traced = internals.trace_full_graph(Chooses(), [x])
+    assert torch.equal(traced(x), 4 * x)
+    assert called == [torch.Tensor, int]
+
+
+def test_a_method_of_torch_is_traced_instead_with_its_object() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.extra_repr() * x  # type: ignore[operator]
+
+    with internals.traced_instead({nn.Module.extra_repr: lambda self: 3 if isinstance(self, Scaled) else 4}):
+        traced = internals.trace_full_graph(Scaled(), [torch.ones(2)])
+    assert "3 * " in traced.code
+
+
 def test_traced_instead_traces_another_function() -> None:
     module, x = Calls(), torch.ones(4, 2, 2)
     with internals.traced_instead({torch.gru: cube}):

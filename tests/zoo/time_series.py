@@ -45,7 +45,6 @@ SEQ2SEQ: dict[str, Any] = {
     "decoder_layerdrop": 0.0,
     "use_cache": False,
 }
-CHECKS = "torch.distributions looks at its arguments"
 
 
 def series(num_examples: int, generator: torch.Generator) -> Batch:
@@ -97,16 +96,12 @@ MODELS = [
         "Time Series Transformer",
         hugging_face("TimeSeriesTransformerForPrediction", SEQ2SEQ),
         dated_series,
-        rung="autograd",
-        why=CHECKS,
         run_by="test-slow",
     ),
     ZooModel(
         "Informer",
         hugging_face("InformerForPrediction", SEQ2SEQ, attention_type="full"),
         dated_series,
-        rung="autograd",
-        why=CHECKS,
         run_by="test-slow",
     ),
     ZooModel(
