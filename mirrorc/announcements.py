@@ -56,7 +56,7 @@ class Announcements:
             program: of the step.
             is_stale: whether the user has changed the optimizer's state.
         """
-        is_behind = self._state.is_behind or self._state.optimizers.user_steps.have_written
+        is_behind = self._state.are_variables_written or self._state.optimizers.user_steps.have_written
         if not (is_stale or is_behind):
             return 0
         if self._taken.lack_any():

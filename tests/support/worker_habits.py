@@ -23,7 +23,7 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         given: ``model``, ``optimizer``, ``devices`` and ``options`` as for `worker_training.train`; ``is_sum`` if losses
             are sums. ``calls`` are lists of what is called, ``"accumulate"``, ``"step"`` or ``"zero_grad"``, and the sizes of
             all workers' batches. More items are lists of a rank and what it does otherwise: one of the former, ``"fails"``,
-            or what is written before the call, see `_write`; or ``"evaluates"`` the batch first. With ``joins``, it is in
+            or what is written before the call, see `_write`; or ``"evaluates"`` the batch first, or ``"looks"`` at the variables. With ``joins``, it is in
             ``step.join()`` until a batch has no examples.
     """
     model, optimizer = worker_training.made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
@@ -48,6 +48,8 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 _write(own, model, optimizer, x)
                 if "evaluates" in own:
                     step.evaluate(x, target=y)
+                if "looks" in own:
+                    assert step.variables
                 worker_training._is_full = "fails" in own
                 try:
                     found["losses"].append(_called(step, next((w for w in own if w in CALLED), what), x, y))
