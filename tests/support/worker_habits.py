@@ -23,8 +23,8 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         given: ``model``, ``optimizer``, ``devices`` and ``options`` as for `worker_training.train`; ``is_sum`` if losses
             are sums. ``calls`` are lists of what is called, ``"accumulate"``, ``"step"`` or ``"zero_grad"``, and the sizes of
             all workers' batches. More items are lists of a rank and what it does otherwise: one of the former, ``"fails"``,
-            or what is written before the call, see `_write`; or ``"evaluates"`` the batch first, or ``"looks"`` at the variables. With ``joins``, it is in
-            ``step.join()`` until a batch has no examples.
+            or what is written before the call, see `_write`; or ``"evaluates"`` the batch first, or ``"looks"`` at the
+            variables. With ``joins``, it is in ``step.join()`` until a batch has no examples.
     """
     model, optimizer = worker_training.made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
@@ -203,4 +203,5 @@ worker_training.OPTIMIZERS |= {
     "keeps": Keeping,
     "keeps what drifts": lambda parameters: Keeping(parameters, drifts_at=1),
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
 }

@@ -76,6 +76,11 @@ CASES: dict[str, dict[str, Any]] = {
         "devices": [1, 2],
         "calls": [STEPS[0], ["step", [2, 4], [1, "double"], [1, "looks"]], *STEPS[:2]],
     },
+    "writes beside state of another dtype": {
+        "optimizer": "NAdam",
+        "devices": [1, 1],
+        "calls": [*STEPS[:2], ["step", [2, 4], [0, "halve"]], *STEPS[:2]],
+    },
     "writes alike": {
         "devices": [1, 2],
         "calls": [STEPS[0], ["step", [2, 4], *([r, w] for r in (0, 1) for w in ("halve", "double exp_avg"))], STEPS[0]],
