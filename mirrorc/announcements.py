@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from mirrorc.capture.model_state import ModelState
-from mirrorc.joint_facts import Facts, facts_of_program, hyperparameters_of, shapes
+from mirrorc.ir.program import Program
+from mirrorc.joint_facts import Facts, facts_of_program, hyperparameters_of, shapes, written_buffers
 from mirrorc.options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.workers.copies import checksums_of, updated_as_a_whole
+from mirrorc.runtime.workers.copies import checksums_of, checksums_of_state, updated_as_a_whole
 from mirrorc.runtime.workers.header import BESIDES, TURN, Header, digest, kind_of
 from mirrorc.runtime.workers.meetings import Details
 from mirrorc.runtime.workers.team import Team
@@ -46,15 +47,36 @@ class Announcements:
             found = self._facts[executor] = facts_of_program(executor.program, needs_seed=executor.needs_seed)
         return found
 
+    def written(self, program: Program, *, is_stale: bool) -> int:
+        """A digest of what the user has written since the last step, by which workers know whether they have written the same;
+        0 for nothing. Of variables these are all but the buffers that the step writes: forwards of a worker's own may have
+        written those, and they count in the step's mean.
+
+        Args:
+            program: of the step.
+            is_stale: whether the user has changed the optimizer's state.
+        """
+        is_behind = self._state.are_variables_written or self._state.optimizers.user_steps.have_written
+        if not (is_stale or is_behind):
+            return 0
+        if self._taken.lack_any():
+            return 1  # all take over the chief's values, whatever these are
+        tensors, optimizers = self._state.store.tensors, self._state.optimizers
+        own = {variable.name for variable in written_buffers(program)}
+        variables = checksums_of({name: it for name, it in tensors.items() if name not in own}) if is_behind else {}
+        has_state = is_stale and not optimizers.is_dealt
+        state = checksums_of_state(self._options.optimizers.optimizers, tensors.items()) if has_state else {}
+        return 1 + digest(repr((variables, is_stale, state))) // 2
+
     def of_step(
-        self, executor: Executor, num_examples: Sequence[int], *, has_written: bool, num_steps: int, has_left: bool
+        self, executor: Executor, num_examples: Sequence[int], *, written: int, num_steps: int, has_left: bool
     ) -> tuple[Header, dict[str, Details]]:
         """Of a training call.
 
         Args:
             executor: of the step's program; of a worker that has left, that of its last call.
             num_examples: for each replica of this worker; empty for one that has left.
-            has_written: whether the user has written variables or the optimizer's state since the last step.
+            written: see `written`.
             num_steps: how many steps this worker has made, of those that count for comparisons of copies.
             has_left: whether it makes no calls of its own any more.
         """
@@ -74,7 +96,7 @@ class Announcements:
         own = Header(
             call=self._team.num_calls,
             is_fresh=is_fresh,
-            has_written=has_written,
+            written=written,
             schedule=digest(f"{facts.digest} {sent}") if has_sent else facts.digest,
             variables=self._variables.digest,
             hyperparameters=digest(repr(hyperparameters_of(self._options))),
@@ -115,7 +137,7 @@ class Announcements:
         own = Header(
             self._team.num_calls,
             is_fresh=self._team.have_parted,
-            has_written=has_changed,
+            written=int(has_changed),
             schedule=facts.digest,
             variables=self._variables.digest,
             hyperparameters=digest(repr(hyperparameters_of(self._options))),

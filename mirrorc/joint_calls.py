@@ -144,13 +144,13 @@ class JointCalls:
         self._num_meetings += 1
         self.team.stop = executor.interrupt
         is_first = self._num_meetings == 1  # what was taken over in this call was written, but not by the user
-        wrote = is_first and (is_stale or self._state.is_behind or self._state.optimizers.user_steps.have_written)
+        written = self._announcements.written(executor.program, is_stale=is_stale) if is_first else 0
         self._num_present = sum(number > 0 for number in num_examples)
         facts, program = self._announcements.facts_of(executor), executor.program
         counts = facts.row_counts if num_examples else no_rows(program)
         told = facts.rows_told if num_examples else no_rows_told(program)
         own, details = self._announcements.of_step(
-            executor, num_examples, has_written=wrote, num_steps=self._num_steps, has_left=self.has_left
+            executor, num_examples, written=written, num_steps=self._num_steps, has_left=self.has_left
         )
         self._agreed = agreed = self.team.meet(own, details, counts, told)
         self.rows_elsewhere = None
@@ -162,7 +162,7 @@ class JointCalls:
             self._begin(agreed, meets=facts.meets)
             return True
         assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
-        self._taken.take_over(agreed, has_written=wrote)
+        self._taken.take_over(agreed, written)
         return False
 
     def _have_agreeing_rows(self) -> bool:

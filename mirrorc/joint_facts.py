@@ -90,7 +90,6 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         **{f"variable {name}": text for name, text in variables.items()},
         **{f"group {number}": f"{kind} of {', '.join(own)}" for number, (kind, own) in enumerate(groups)},
         "backend": options.backend.name,
-        **{f"pass {number}": _text_of_pass(one) for number, one in enumerate(options.pipeline)},
         "microbatches": str(options.microbatches),
         "check_replicas_every": str(options.check_replicas_every),
         "bucket sizes": "given" if options.to_measure is None else "chosen",
@@ -98,7 +97,11 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         "dynamic": str(options.dynamic),
         "autocast": str(options.autocast),
         "scaler": "none" if options.scaler is None else "one",
+        "shard_optimizer": str(options.program_workers.shards_optimizer),
+        "overlap_next_step": str(options.overlap_next_step),
         "devices": " ".join(map(str, options.program_workers.devices_per_worker)),
+        # last, as options that differ are told by their own names
+        **{f"pass {number}": _text_of_pass(one) for number, one in enumerate(options.pipeline)},
     }
 
 

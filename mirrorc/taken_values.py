@@ -38,23 +38,28 @@ class TakenValues:
         """Notes the variables that there are now; what is gone would be another one when it comes back."""
         self._ids = self._ids_now()
 
-    def take_over(self, agreed: Agreement, *, has_written: bool) -> None:
+    def take_over(self, agreed: Agreement, written: int) -> None:
         """Gives parameters, buffers, optimizers and the scaler the values that they have on the worker agreed about.
 
         Args:
             agreed: what all workers have agreed about, that they take over.
-            has_written: whether this worker's user has written to them since the last step.
+            written: digest of what this worker's user has written to them since the last step; 0 for nothing.
 
         Raises:
             CommunicationError: the workers' parts of the optimizer's state may be of two steps; all raise it.
             LostConnectionError: a worker has failed, or the connection broke.
         """
         self._state.finish_last()
-        if has_written and not agreed.has_source_written and self._ids is not None:
+        if written not in (0, agreed.written) and self._ids is not None:
+            source = f"worker {agreed.source}"
+            why = (
+                f"has written something else: write the same on all workers, or on {source} alone"
+                if agreed.written
+                else f"has not written: write on all workers, or on {source}"
+            )
             warnings.warn(
                 f"what was written to parameters, buffers or the optimizer's state of worker {self._team.cluster.rank} since the "
-                f"last step is replaced by the values of worker {agreed.source}, which has not written: write on all workers, or "
-                f"on worker {agreed.source}",
+                f"last step is replaced by the values of {source}, which {why}",
                 stacklevel=users_stack_level(),
             )
         self._make_state_whole_for(agreed.source)

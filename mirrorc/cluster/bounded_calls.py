@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
 
-def in_bounded_time(function: Callable[[], _T], seconds: float) -> _T:
+_SECONDS_BETWEEN_LOOKS = 0.05
+
+
+def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
     """Calls a function in a thread of its own, and returns or raises what it does.
 
     torch waits without a bound, and deaf to signals, for a store that is connected and does not answer.
+
+    Args:
+        function: called once.
+        seconds: the longest time to wait for it.
+        is_over: asked again and again whether it is waited for in vain; None if nothing can tell.
 
     Raises:
         TimeoutError: it has not ended in time. Its thread is left behind, and ends with the process at the latest.
@@ -27,10 +36,18 @@ def in_bounded_time(function: Callable[[], _T], seconds: float) -> _T:
             results.put((None, error))
 
     threading.Thread(target=run, name="mirrorc store", daemon=True).start()
-    try:
-        result, error = results.get(timeout=min(seconds, threading.TIMEOUT_MAX))
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+    until = time.monotonic() + seconds
+    while True:
+        left = max(until - time.monotonic(), 0.0)
+        try:
+            look = left if is_over is None else min(left, _SECONDS_BETWEEN_LOOKS)
+            result, error = results.get(timeout=min(look, threading.TIMEOUT_MAX))
+            break
+        except queue.Empty:
+            if is_over is not None and is_over():
+                raise TimeoutError("another worker has failed meanwhile") from None
+            if time.monotonic() >= until:
+                raise TimeoutError(f"no answer within {seconds:.0f} s") from None
     if error is not None:
         raise error
     return result

@@ -144,8 +144,14 @@ def after_what() -> str:
 
 
 def in_short(error: BaseException, longest: int | None = _LONGEST_TEXT) -> str:
-    """An error as it is told to others: its name and its text, or the beginning of that, on one line."""
-    said = " ".join(f"{error}"[:longest].split()).rstrip(".")
+    """An error as it is told to others: its name and its text, or the beginning and the end of that, on one line.
+
+    The end of a long one, such as of a DataLoader's worker, is often the last line of a traceback, which says what was wrong.
+    """
+    text = f"{error}".strip()
+    if longest is not None and len(text) > longest:
+        text = f"{text[: longest // 2]} … {text[-(longest // 2) :]}"
+    said = " ".join(text.split()).rstrip(".")
     return f"{type(error).__name__}{': ' if said else ''}{said}"
 
 

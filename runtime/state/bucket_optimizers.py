@@ -314,7 +314,7 @@ class BucketOptimizers:
         trains = {s.variable: self.groups[f.bucket.rule.group][0] for f in self._state.buckets for s in f.bucket.slots}
         if self.are_sharded:
             for optimizer in self.groups.optimizers:
-                watch_dealt_state(optimizer)
+                watch_dealt_state(optimizer, self._own_steps)
         self._shown.put(
             list({id(optimizer): optimizer for optimizer in trains.values()}.values()),
             (

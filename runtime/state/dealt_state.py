@@ -8,13 +8,14 @@ from typing import Any, NoReturn
 import torch
 
 from mirrorc.errors import ExecutionError
+from mirrorc.runtime.state.user_steps import OwnSteps
 from mirrorc.torch_internals import UncountedHook, calls_step_hooks
 
 _REMEDY = (
     "call step.gather_optimizer_state() on all workers before; it makes the state whole until the next step. Of a step that is "
     "closed, load state that was saved, or clear it: optimizer.state.clear()"
 )
-_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[OwnSteps]] = weakref.WeakKeyDictionary()
 
 
 class DealtState:
@@ -68,15 +69,21 @@ def refuse_dealt_state(optimizer: torch.optim.Optimizer, what: str) -> None:
         _refuse(what)
 
 
-def watch_dealt_state(optimizer: torch.optim.Optimizer) -> None:
+def watch_dealt_state(optimizer: torch.optim.Optimizer, own_steps: OwnSteps) -> None:
     """Lets ``state_dict()`` and ``step()`` of an optimizer raise an error while its state is not whole.
 
     One whose class does not call ``Optimizer.__init__`` takes no hooks; it runs by itself, so nothing of its state is dealt out.
+
+    Args:
+        optimizer: the user's.
+        own_steps: tells its steps that mirrorc makes, with gradients of parameters alone whose state is whole.
     """
     if optimizer not in _watched and calls_step_hooks(optimizer):
-        _watched.add(optimizer)
+        _watched[optimizer] = weakref.WeakSet()
         optimizer.register_state_dict_pre_hook(_before_state_dict)
         optimizer.register_step_pre_hook(UncountedHook(_before_step))
+    if optimizer in _watched:
+        _watched[optimizer].add(own_steps)
 
 
 def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
@@ -84,4 +91,5 @@ def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer) -> None:
-    refuse_dealt_state(optimizer, f"{type(optimizer).__name__}.step() was called")
+    if not any(own.has(optimizer) for own in _watched.get(optimizer, ())):  # a copy has the hook, too
+        refuse_dealt_state(optimizer, f"{type(optimizer).__name__}.step() was called")

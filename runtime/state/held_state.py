@@ -48,6 +48,7 @@ class HeldState:
         reserved: memory for large results of regions.
         layout: the number of the present layout of memory; when it changes, views of the memory must be made anew.
         is_whole: whether the variables are consistent.
+        was_behind: whether the user has written to variables since the last training step, and that was taken over since.
         gradients_writer: the writer of the gradients in the buckets; None after a failure.
         callers: who calls a step over it now, or over another state that has variables in common with it.
         is_used: whether a step over it has run, or was prepared.
@@ -60,6 +61,7 @@ class HeldState:
         self.reserved = ReservedMemory(store.devices)
         self.layout = 0
         self.is_whole = True
+        self.was_behind = False
         self.gradients_writer: Hashable = None
         self.callers = Callers()
         self.is_used = False
@@ -208,6 +210,7 @@ class HeldState:
             self._optimizers, self._unwritten = joined, unwritten
             self.layout, self._num_holds = layout, num_holds
             self.is_whole, self.is_used = self.is_whole and other.is_whole, self.is_used or other.is_used
+            self.was_behind = self.was_behind or other.was_behind
             self.gradients_writer = None
             self._read |= other._read
             other._optimizers = {}

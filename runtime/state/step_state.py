@@ -153,8 +153,14 @@ class StepState:
         """Whether the user, or a step that holds a state of its own, has written to variables since the last call."""
         return not self._is_closed and self._held.store.has_changes()
 
+    @property
+    def are_variables_written(self) -> bool:
+        """Whether the user has written to variables since the last training step, whatever has taken that over since."""
+        return self.is_behind or self._held.was_behind
+
     def catch_up(self) -> None:
         """Mirrors what was written, so that all replicas have it."""
+        self._held.was_behind = self.are_variables_written
         if self._held.store.mirror_changes():
             self._held.layout += 1
 
@@ -196,6 +202,7 @@ class StepState:
         self.optimizers.sync_hyperparameters(self.unfinished.buckets if self.unfinished is not None else ())
         user_steps.have_written = False
         user_steps.of_others.clear()
+        self._held.was_behind = False
         self._held.is_whole = self.optimizers.is_whole = True
 
     def take_over_variables(self, program: Program) -> None:
@@ -204,6 +211,7 @@ class StepState:
         The optimizer's state, and what the user did to it, is left to the next training step. Buckets stay as they are, unless
         the user has given a parameter other memory: then all parameters lie where the user has them, until that step.
         """
+        self._held.was_behind = self.are_variables_written
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
         if not was_whole:
             self._held.store.mirror_all()

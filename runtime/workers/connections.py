@@ -76,7 +76,7 @@ class Connections:
         store, seconds = self.part_of_store(f"call {call}"), self._timeout_seconds
         await_all(store, self._cluster, seconds, is_over, may_wait_on)
         for name, place in (("words", _HOST), ("buckets", self._device)):
-            self._lanes.append(open_lane(name, store, self._cluster, seconds, place))
+            self._lanes.append(open_lane(name, store, self._cluster, seconds, place, is_over))
         if self.buckets.is_deaf:
             cut_when_broken(self.buckets, told=self._lanes[0])
         self.link = measured_speed(self.buckets, self._cluster.num_workers, seconds, self._device)
@@ -86,7 +86,7 @@ class Connections:
         if len(self._lanes) == 2:
             store = self.part_of_store(f"values of call {call}")
             await_all(store, self._cluster, self._timeout_seconds, is_over)
-            self._lanes.append(open_lane("values", store, self._cluster, self._timeout_seconds, _HOST))
+            self._lanes.append(open_lane("values", store, self._cluster, self._timeout_seconds, _HOST, is_over))
 
     def part_of_store(self, name: str) -> Any:
         """A part of the store, over a connection of its own.

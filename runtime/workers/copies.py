@@ -59,6 +59,11 @@ def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iter
         path: where it is.
         known: what was told before, where, by ids; it is kept, and not told again.
     """
+    if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
+        yield f"{path} sizes", str(list(value.shape))
+        yield f"{path} indices", value._indices()
+        yield f"{path} values", value._values()
+        return
     if isinstance(value, torch.Tensor):
         yield path, value
         return

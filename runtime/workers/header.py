@@ -25,7 +25,8 @@ class Header:
     Attributes:
         call: the number of its training call.
         is_fresh: 1 if it has variables that were not taken over yet.
-        has_written: 1 if the user has written variables or the optimizer's state since the last step.
+        written: digest of the variables and the optimizer's state where the user has written to them since the last step; 0 for
+            nothing.
         schedule: digest of what its program exchanges, and of what else must be alike in programs.
         variables: digest of the variables that it has, those outside of the model included.
         hyperparameters: digest of those of its optimizers, and of the scale of the loss.
@@ -47,7 +48,7 @@ class Header:
 
     call: int
     is_fresh: int = 0
-    has_written: int = 0
+    written: int = 0
     schedule: int = 0
     variables: int = 0
     hyperparameters: int = 0
@@ -97,7 +98,7 @@ class Agreement:
         seed: of the step's random streams.
         takes_over: whether all must take over the source's values, and meet again.
         source: the rank of the first worker that has not left, whose values the others take over; 0 if there is none.
-        has_source_written: whether that worker's user has written since the last step.
+        written: digest of what that worker's user has written since the last step; 0 for nothing.
         tells_hyperparameters: whether it tells its hyperparameters to workers that have left, which have others.
         is_over: whether all have left.
         deals_anew: whether all make the optimizer's state whole, to deal it out anew.
@@ -115,7 +116,7 @@ class Agreement:
     seed: int
     takes_over: bool
     source: int
-    has_source_written: bool
+    written: int
     tells_hyperparameters: bool
     is_over: bool
     deals_anew: bool
@@ -134,7 +135,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
     said = [Header(*map(int, header)) for header in headers]
     source = next((rank for rank, one in enumerate(said) if not one.has_left), 0)
     is_over = all(one.has_left for one in said)
-    takes_over = not is_over and (any(one.is_fresh for one in said) or len({one.has_written for one in said}) > 1)
+    takes_over = not is_over and (any(one.is_fresh for one in said) or len({one.written for one in said}) > 1)
     adds = said[source].kind == kind_of(Accumulation.ADDS)
     ends = any(one.num_kept_calls for one in said)
     accumulation = Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
@@ -146,7 +147,6 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
         if other is not None:
             return None, name, other
     first = next((rank for rank, one in enumerate(said) if one.num_examples), 0)
-    has_written = bool(said[source].has_written)
     tells = not is_over and any(one.hyperparameters != said[source].hyperparameters for one in said)
     found = Agreement(
         num_examples=sum(one.num_examples for one in said),
@@ -160,7 +160,7 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
         seed=said[0].seed,
         takes_over=takes_over,
         source=source,
-        has_source_written=has_written,
+        written=said[source].written,
         tells_hyperparameters=tells,
         is_over=is_over,
         deals_anew=not (is_other or takes_over or is_over) and bool(said[source].deals_anew),

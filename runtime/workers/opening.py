@@ -124,8 +124,23 @@ def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device:
     return fitted_speed((small, least[small]), (large, least[large]), least[empty], num_workers)
 
 
-def open_lane(name: str, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> Lane:
+def open_lane(
+    name: str,
+    store: Any,
+    cluster: Cluster,
+    timeout_seconds: float,
+    device: torch.device,
+    is_over: Callable[[], bool],
+) -> Lane:
     """Opens a lane between workers that have all come, for tensors on a device of that type.
+
+    Args:
+        name: of the lane.
+        store: where they meet; nothing else uses its keys.
+        cluster: the workers.
+        timeout_seconds: the longest time to wait.
+        device: of the type of those on which tensors lie.
+        is_over: whether a worker has failed meanwhile.
 
     Raises:
         LostConnectionError: they could not connect.
@@ -134,7 +149,7 @@ def open_lane(name: str, store: Any, cluster: Cluster, timeout_seconds: float, d
     places = cluster.rank, cluster.num_workers
     opened = functools.partial(Lane, own, *places, timeout_seconds, f"mirrorc {name}", device)
     try:
-        return in_bounded_time(opened, min(_LONGEST_OPENING_SECONDS, timeout_seconds))  # one may end meanwhile
+        return in_bounded_time(opened, min(_LONGEST_OPENING_SECONDS, timeout_seconds), is_over)  # one may end meanwhile
     except (RuntimeError, TimeoutError) as error:
         variable = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME"
         raise LostConnectionError(

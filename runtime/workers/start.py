@@ -42,6 +42,27 @@ def take_over_values(
         state = _copied(team, holder.state_dict() if team.cluster.rank == source else None, source)
         if team.cluster.rank != source:
             holder.load_state_dict(state)
+            if isinstance(holder, torch.optim.Optimizer):
+                _take_over_dtypes(holder, state["state"])
+
+
+def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
+    """Puts back the entries of state that ``load_state_dict`` has cast to the dtype of their parameter, as NAdam's mu_product:
+    the worker that has saved them goes on with theirs.
+
+    Args:
+        optimizer: has loaded the state.
+        saved: the state of each parameter, by number.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, entries in saved.items():
+        own = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
+        if not isinstance(own, dict) or not isinstance(entries, Mapping):
+            continue  # an optimizer with a load_state_dict of its own
+        for key, value in entries.items():
+            loaded = own.get(key)
+            if isinstance(loaded, torch.Tensor) and isinstance(value, torch.Tensor) and loaded.dtype != value.dtype:
+                own[key] = value.to(loaded.device)
 
 
 def take_over_hyperparameters(

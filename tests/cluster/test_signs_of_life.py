@@ -39,6 +39,19 @@ def test_a_worker_that_ends_says_what_has_ended_its_script(monkeypatch: pytest.M
     assert Lookout(store, elsewhere(3), 2).gone() == {}  # nobody looks out for itself
 
 
+def test_of_a_long_error_the_beginning_and_the_end_are_told() -> None:
+    lines = [
+        "Caught OSError in DataLoader worker process 0.",
+        "Original Traceback:",
+        *["  File"] * 400,
+        "OSError: bad file",
+    ]
+    told = signs_of_life.in_short(OSError("\n".join(lines)))
+    assert told.startswith("OSError: Caught OSError in DataLoader worker process 0. Original Traceback: File")
+    assert told.endswith("File OSError: bad file") and len(told) < 700
+    assert signs_of_life.in_short(OSError("short.")) == "OSError: short"
+
+
 def test_a_child_that_was_forked_says_nothing_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     store = distributed.HashStore()
     signs = SignsOfLife(store, 2, 1)

@@ -110,6 +110,8 @@ def _arguments(how: str) -> tuple[nn.Module, dict[str, Any]]:
         given |= _in_order(how)
     elif how == "differs":
         given["loss_reduction"] = "sum"
+    elif how in ("in parts", "in shards"):
+        given |= {"microbatches": 2} if how == "in parts" else {"shard_optimizer": True}
     elif how == "value":
         given["bucket_cap_mb"] = -1.0
     elif how == "kind":

@@ -23,7 +23,9 @@ def state_of(optimizer: torch.optim.Optimizer) -> State:
     """The whole state, by number of the parameter and by entry."""
     saved = optimizer.state_dict()["state"]
     return {
-        str(number): {key: value.flatten().tolist() for key, value in entries.items()}
+        str(number): {
+            key: (value.to_dense() if value.is_sparse else value).flatten().tolist() for key, value in entries.items()
+        }
         for number, entries in saved.items()
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +16,15 @@ import mirrorc
 
 
 def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Makes calls as one of the workers.
+    """Makes calls as one of the workers, and tells of what it was warned.
 
     Args:
         rank: of this worker.
         given: ``model``, ``optimizer``, ``devices`` and ``options`` as for `worker_training.train`; ``is_sum`` if losses
             are sums. ``calls`` are lists of what is called, ``"accumulate"``, ``"step"`` or ``"zero_grad"``, and the sizes of
             all workers' batches. More items are lists of a rank and what it does otherwise: one of the former, ``"fails"``,
-            or what is written before the call, see `_write`; or ``"evaluates"`` the batch first. With ``joins``, it is in
-            ``step.join()`` until a batch has no examples.
+            or what is written before the call, see `_write`; or ``"evaluates"`` the batch first, or ``"looks"`` at the
+            variables. With ``joins``, it is in ``step.join()`` until a batch has no examples.
     """
     model, optimizer = worker_training.made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     options = {"backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}
@@ -31,9 +32,13 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     loss_fn = nn.CrossEntropyLoss(reduction=reduction)
     found: dict[str, Any] = {"losses": [], "kept": [], "skipped": [], "norms": []}
     torch.manual_seed(5 if rank == 0 else 6)  # the chief's stream is that of all
-    with mirrorc.compile(
-        model, given["devices"][rank], optimizer=optimizer, loss_fn=loss_fn, loss_reduction=reduction, **options
-    ) as step:
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        mirrorc.compile(
+            model, given["devices"][rank], optimizer=optimizer, loss_fn=loss_fn, loss_reduction=reduction, **options
+        ) as step,
+    ):
+        warnings.simplefilter("always")
         with step.join() if given.get("joins") else contextlib.nullcontext():
             for number, (what, sizes, *others) in enumerate(given["calls"]):
                 if given.get("joins") and not sizes[rank]:
@@ -43,6 +48,8 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
                 _write(own, model, optimizer, x)
                 if "evaluates" in own:
                     step.evaluate(x, target=y)
+                if "looks" in own:
+                    assert step.variables
                 worker_training._is_full = "fails" in own
                 try:
                     found["losses"].append(_called(step, next((w for w in own if w in CALLED), what), x, y))
@@ -64,6 +71,7 @@ def call(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             if isinstance(value, torch.Tensor)
         }
         step.zero_grad()  # what is kept at the end is kept on purpose
+    found["warned"] = [str(one.message) for one in warned]
     return {**found, "values": worker_training.values_of(model)}
 
 
@@ -102,10 +110,16 @@ class Keeping(torch.optim.SGD):
 
 
 def _write(own: Sequence[str], model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    """Writes nan into a batch, or one bit where the step does not see it: into memory of a parameter or of the state."""
+    """Writes nan into a batch; into a parameter or its state; or one bit there where the step does not see it."""
     if "nan" in own:
         x[0, 0] = float("nan")
     first = next(model.parameters())
+    with torch.no_grad():
+        for factor, name in ((0.5, "halve"), (2.0, "double")):
+            if name in own:
+                first *= factor
+            if f"{name} exp_avg" in own:
+                optimizer.state[first]["exp_avg"] *= factor
     for name, tensor in (
         ("flip parameter", first),
         *((f"flip {key}", value) for key, value in optimizer.state[first].items()),
@@ -115,7 +129,8 @@ def _write(own: Sequence[str], model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def reference(given: dict[str, Any]) -> tuple[list[float | None], dict[str, list[float]]]:
-    """The losses and values of plain PyTorch, in one process, on the batches of all workers, for calls that all make."""
+    """The losses and values of plain PyTorch, in one process, on the batches of all workers, for calls that all make, with what
+    the chief writes."""
     model, optimizer = worker_training.made(given["model"], given.get("optimizer", "AdamW"), seed=0)
     torch.manual_seed(5)
     bound, is_sum = given.get("options", {}).get("clip_grad_norm"), given.get("is_sum", False)
@@ -125,6 +140,7 @@ def reference(given: dict[str, Any]) -> tuple[list[float | None], dict[str, list
     counts, losses = [0] * num_workers, []
     for number, (what, sizes, *others) in enumerate(given["calls"]):
         faults = [does for _, does in others]
+        _write([does for who, does in others if who == 0 and does != "nan"], model, optimizer, torch.empty(0))
         if {"fails", "accumulate", "step", "nan"} & set(faults):  # no worker makes it
             losses.append(None)
             continue
@@ -187,4 +203,5 @@ worker_training.OPTIMIZERS |= {
     "keeps": Keeping,
     "keeps what drifts": lambda parameters: Keeping(parameters, drifts_at=1),
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
 }

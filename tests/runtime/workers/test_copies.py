@@ -56,6 +56,7 @@ MAKERS: dict[str, Any] = {
     "scalar": numpy.float64,
     "generator": generator,
     "set": lambda number: {"one", "two", f"{number}"},
+    "sparse": lambda number: torch.sparse_coo_tensor([[1, 4]], [1.0, number], (9,)),
     "nested": lambda number: [Plain({"deep": [Record(number)]})],
 }
 

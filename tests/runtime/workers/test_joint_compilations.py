@@ -32,7 +32,9 @@ ORDERS = {
     f"in another order {how}": [[how, f"{how}, backwards", how], [how] * 3]
     for how in ("by option", "by function", "by plan", "by pass")
 }
+NAMED = {"in parts": ("microbatches", "1", "2"), "in shards": ("shard_optimizer", "False", "True")}
 DIFFER: dict[str, list[list[str]]] = {"with other options": [["", "differs", ""], GOOD], **ORDERS}
+DIFFER |= {how: [["", how, ""], GOOD] for how in NAMED}
 FAST = ("on one worker", "in a capture", *list(FIRST)[:3])
 FAILED = "failed in mirrorc.compile, which all workers call together: "
 
@@ -135,6 +137,14 @@ def test_after_different_options_all_may_compile_again_with_the_same_scaler(foun
         own.startswith("CommunicationError: workers differ in the arguments of mirrorc.compile") for own in refused
     )
     assert isinstance(trained[0], list) and all(own == trained[0] for own in trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", NAMED)
+def test_an_option_that_differs_is_told_by_its_own_name(found: Mapping[str, Any], case: str) -> None:
+    (name, first, second), refused = NAMED[case], of_each(found, case)[0]
+    differ = rf"worker 0 \(.*\) has {name}: {first}, worker 1 \(.*\) has {name}: {second}"
+    assert all(re.search(differ, own) for own in refused), refused[0]
 
 
 @pytest.mark.slow

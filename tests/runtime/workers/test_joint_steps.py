@@ -346,7 +346,8 @@ def test_buckets_of_other_gradients_are_refused_by_all(found: Mapping[str, Any])
     assert re.search(r"worker 0 \(.*\) has line \d+: .*two\..*, worker 1 \(.*\) has line \d+: .*one\.", errors[0]), (
         errors[0]
     )
-    assert errors[0].endswith("No parameter was changed.")
+    assert "No parameter was changed. Let forward go the same way on all of them" in errors[0]
+    assert errors[0].endswith("give all the same seeds (random.seed, numpy.random.seed, torch.manual_seed).")
 
 
 def test_who_leaves_because_of_an_error_in_the_script_tells_it(found: Mapping[str, Any]) -> None:

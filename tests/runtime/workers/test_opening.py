@@ -84,5 +84,13 @@ def test_a_worker_that_ends_while_connections_are_opened_is_not_waited_for_longe
     never = threading.Event()
     monkeypatch.setattr(opening, "Lane", lambda *_: never.wait(60))
     with pytest.raises(LostConnectionError, match="workers could not connect: no answer within"):
-        open_lane("words", distributed.HashStore(), _CLUSTER, 0.2, torch.device("cpu"))
+        open_lane("words", distributed.HashStore(), _CLUSTER, 0.2, torch.device("cpu"), lambda: False)
+    never.set()
+
+
+def test_who_opens_a_connection_waits_no_longer_when_another_worker_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    never, looks = threading.Event(), iter([False, False, True])
+    monkeypatch.setattr(opening, "Lane", lambda *_: never.wait(60))
+    with pytest.raises(LostConnectionError, match="workers could not connect: another worker has failed meanwhile"):
+        open_lane("words", distributed.HashStore(), _CLUSTER, 30.0, torch.device("cpu"), lambda: next(looks))
     never.set()

@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"exchange": "factors", "microbatches": 2},
     },
     "table": {"model": "table", "devices": [2, 1], "sizes": [[4, 3]], "optimizer": "SGD"},
+    "rows": {"model": "rows", "devices": [1, 2], "sizes": [[4, 3], [2, 5]], "optimizer": "SGD"},
     "parts": {**TWO, "options": {"microbatches": 2, "clip_grad_value": 0.01}},
     "experts": {
         "model": "mixture",
@@ -77,6 +78,7 @@ PARITY = (
     "3 x (1, 2, 1)",
     *SENT,
     "table",
+    "rows",
     "parts",
     "experts",
     "moved",

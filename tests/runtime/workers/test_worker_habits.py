@@ -60,6 +60,31 @@ CASES: dict[str, dict[str, Any]] = {
         "calls": [STEPS[0], ["step", [4, 2], [0, "evaluates"]], STEPS[0]],
         "options": {"check_replicas_every": 1},
     },
+    "writes other values": {
+        "devices": [1, 2],
+        "calls": [STEPS[0], ["step", [2, 4], [0, "halve"], [1, "double"]], *STEPS[:2]],
+    },
+    "writes elsewhere": {
+        "devices": [1, 1],
+        "calls": [*STEPS[:2], ["step", [2, 4], [0, "halve"], [1, "halve exp_avg"]], *STEPS[:2]],
+    },
+    "writes and evaluates": {
+        "devices": [1, 1],
+        "calls": [STEPS[0], ["step", [2, 4], [0, "halve"], [0, "evaluates"]], *STEPS[:2]],
+    },
+    "writes and looks": {
+        "devices": [1, 2],
+        "calls": [STEPS[0], ["step", [2, 4], [1, "double"], [1, "looks"]], *STEPS[:2]],
+    },
+    "writes beside state of another dtype": {
+        "optimizer": "NAdam",
+        "devices": [1, 1],
+        "calls": [*STEPS[:2], ["step", [2, 4], [0, "halve"]], *STEPS[:2]],
+    },
+    "writes alike": {
+        "devices": [1, 2],
+        "calls": [STEPS[0], ["step", [2, 4], *([r, w] for r in (0, 1) for w in ("halve", "double exp_avg"))], STEPS[0]],
+    },
     "objects": {
         "optimizer": "keeps",
         "devices": [1, 1],
@@ -74,7 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 CASES = {name: {"model": "mlp", **given} for name, given in CASES.items()}
-FAST = ("whole, 2 x 2", "drifts", "skips", "bound", "bad memory")
+FAST = ("whole, 2 x 2", "drifts", "skips", "bound", "bad memory", "writes other values", "writes and evaluates")
 AS_ONE_PROCESS = [
     name for name in CASES if name not in ("drifts", "bad memory", "bad state", "evaluates alone", "bad object")
 ]
@@ -103,6 +128,17 @@ def test_steps_are_those_of_one_process_and_equal_on_all_workers(found: Mapping[
         for name, expected in values.items():
             assert own["values"][name] == pytest.approx(expected, rel=1e-9, abs=1e-11), name
         assert (own["values"], own["state"]) == (found[case][0]["values"], found[case][0]["state"])
+
+
+@pytest.mark.parametrize("case", selections.slow_but(FAST, [name for name in CASES if name.startswith("writes")]))
+def test_who_has_written_otherwise_than_the_chief_is_warned(found: Mapping[str, Any], case: str) -> None:
+    first, second = found[case][:2]
+    text = "of worker 1 since the last step is replaced by the values of worker 0, which has "
+    other = {"writes other values": "written something else", "writes elsewhere": "written something else"}
+    expected = {**other, "writes and looks": "not written"}.get(case)
+    assert not any("is replaced" in warning for warning in first["warned"])
+    assert sum("is replaced" in warning for warning in second["warned"]) == (expected is not None)
+    assert expected is None or any(text + expected in warning for warning in second["warned"])
 
 
 @pytest.mark.slow
