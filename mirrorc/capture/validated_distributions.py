@@ -11,6 +11,8 @@ from torch.distributions.utils import lazy_property
 
 from mirrorc.torch_internals import assert_true
 
+_NO_DIMS = torch.Size()
+
 
 def _is_dependent(constraint: Any) -> bool:
     return isinstance(constraint, constraints._Dependent)
@@ -21,47 +23,46 @@ def _is_made_when_read(kind: type, name: str) -> bool:
 
 
 def _begin(
-    self: Any,
-    batch_shape: torch.Size = torch.Size(),  # noqa: B008 - as torch has it
-    event_shape: torch.Size = torch.Size(),  # noqa: B008
-    validate_args: bool | None = None,
+    self: Any, batch_shape: Any = _NO_DIMS, event_shape: Any = _NO_DIMS, validate_args: bool | None = None
 ) -> None:
-    """`Distribution.__init__`."""
-    self._batch_shape = batch_shape
-    self._event_shape = event_shape
+    """Stands for `Distribution.__init__`; its parameters have torch's names, by which they are given."""
+    self._batch_shape, self._event_shape = batch_shape, event_shape
     if validate_args is not None:
         self._validate_args = validate_args
     if self._validate_args:
+        kind = type(self)
         for name, constraint in self.arg_constraints.items():
-            if _is_dependent(constraint):
-                continue
-            if name not in self.__dict__ and _is_made_when_read(type(self), name):
-                continue
-            assert_true(
-                constraint.check(getattr(self, name)).all(),
-                f"the parameter {name} of a distribution {type(self).__name__} is out of its bounds",
-            )
+            is_there = name in self.__dict__ or not _is_made_when_read(kind, name)
+            if is_there and not _is_dependent(constraint):
+                is_valid = constraint.check(getattr(self, name)).all()
+                assert_true(is_valid, f"the parameter {name} of a distribution {kind.__name__} is out of its bounds")
     super(Distribution, self).__init__()
 
 
 def _check_value(self: Any, value: Any) -> None:
-    """`Distribution._validate_sample`."""
+    """Stands for `Distribution._validate_sample`."""
+    kind = type(self).__name__
     if not isinstance(value, torch.Tensor):
-        raise ValueError("The value argument to log_prob must be a Tensor")
-    first = len(value.size()) - len(self._event_shape)
-    if value.size()[first:] != self._event_shape:
-        raise ValueError(f"The right-most size of value must match event_shape: {value.size()} vs {self._event_shape}.")
-    expected = self._batch_shape + self._event_shape
-    for own, wanted in zip(reversed(value.size()), reversed(expected), strict=False):
-        if own != 1 and wanted != 1 and own != wanted:
-            raise ValueError(f"Value is not broadcastable with batch_shape+event_shape: {value.size()} vs {expected}.")
-    assert_true(
-        self.support.check(value).all(), f"a value of a distribution {type(self).__name__} is out of its support"
-    )
+        raise ValueError(f"log_prob of a distribution {kind} takes a tensor, not {value!r}")
+    if not _fits(value.shape, self._batch_shape, self._event_shape):
+        raise ValueError(
+            f"a value of shape {tuple(value.shape)} does not fit a distribution {kind} with a batch of shape "
+            f"{tuple(self._batch_shape)} and events of shape {tuple(self._event_shape)}"
+        )
+    assert_true(self.support.check(value).all(), f"a value of a distribution {kind} is out of its support")
+
+
+def _fits(shape: Any, batch_shape: Any, event_shape: Any) -> bool:
+    """Whether a value ends with an event, and is broadcast with the batch before it."""
+    num_dims = len(event_shape)
+    if len(shape) < num_dims or tuple(shape[len(shape) - num_dims :]) != tuple(event_shape):
+        return False
+    before = tuple(shape[: len(shape) - num_dims])
+    return all(own == other or 1 in (own, other) for own, other in zip(before[::-1], batch_shape[::-1], strict=False))
 
 
 def _kl_divergence(p: Any, q: Any) -> torch.Tensor:
-    """`kl_divergence`."""
+    """Stands for `kl_divergence`."""
     return _divergence_of(type(p), type(q))(p, q)
 
 
@@ -72,7 +73,7 @@ def _divergence_of(kind: type, other: type) -> Callable[[Any, Any], torch.Tensor
 
 def _no_divergence(p: Any, q: Any) -> torch.Tensor:
     raise NotImplementedError(
-        f"No KL(p || q) is implemented for p type {type(p).__name__} and q type {type(q).__name__}"
+        f"torch has no divergence of a {type(p).__name__} from a {type(q).__name__}: register one by register_kl"
     )
 
 

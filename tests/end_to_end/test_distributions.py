@@ -103,3 +103,20 @@ def test_a_distribution_that_checks_nothing_is_not_checked() -> None:
     with step:
         step(torch.randn(6, 4, dtype=torch.float64), target=torch.randn(6, 2, dtype=torch.float64))
         assert "check(" not in str(step.program)
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [((6, 3), "does not fit a distribution Normal with a batch of shape"), ((), "takes a tensor, not 0.5")],
+)
+def test_a_value_of_another_kind_is_refused(shape: tuple[int, ...], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return -D.Normal(out[:, :2], out[:, 2:].exp()).log_prob(target if shape else 0.5).mean()
+
+    model = nn.Linear(4, 4).double()
+    step, optimizer = compiled(model, loss)
+    with step, unchanged(model, optimizer), pytest.raises(mirrorc.CaptureError) as refused:
+        step(torch.randn(6, 4).double(), target=torch.randn(shape or (6, 2)).double())
+    assert told in str(refused.value)
