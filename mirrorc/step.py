@@ -111,6 +111,14 @@ class Step(StepReports):
             if options.overlap_next_step:
                 self._rest = RestOfStep(options, self._state, self._joint, self.synchronize, self._is_in_flight)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and not hasattr(type(self), name):
+            raise AttributeError(
+                f"a step has no attribute {name!r} that could be set, and would not obey it: give options to mirrorc.compile(), "
+                "and change what the optimizer has between steps there"
+            )
+        super().__setattr__(name, value)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains on one batch: forward, backward, all-reduce, update.
 
