@@ -23,9 +23,9 @@ def join(*steps: Step) -> AbstractContextManager[None]:
         ExecutionError, CommunicationError: as `Step.join`; and by a call in the block, on all workers, if some call another step
             than others.
     """
-    other = next((step for step in steps if not isinstance(step, Step)), None)
-    if other is not None or not steps:
-        given = f"was given a {type(other).__name__}" if steps else "was given nothing"
+    others = [step for step in steps if not isinstance(step, Step)]
+    if others or not steps:
+        given = f"was given a {type(others[0]).__name__}" if others else "was given nothing"
         raise TypeError(
             f"mirrorc.join {given}: give it the steps of mirrorc.compile that the block calls, join(d_step, g_step)"
         )

@@ -33,7 +33,7 @@ from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.team import Team
 from mirrorc.specializations import Key, Specialization, Specializations
 from mirrorc.step_compiler import StepCompiler
-from mirrorc.torch_internals import attribute_source, torch_modes
+from mirrorc.torch_internals import attribute_source, torch_modes, without_dispatch_modes
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,10 @@ class Specializer:
 
     def _compiled(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
         """Compiles, with symbols for sizes that change; without, if the model or torch does not take them."""
+        with without_dispatch_modes():  # which would take what is traced for what is computed
+            return self._compiled_without_modes(call, shards, what_is_new, purpose)
+
+    def _compiled_without_modes(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
         about = (purpose, len(shards.num_examples))
         is_lone = shards.have_one_example
         wished = self._sizes.symbolic_dims(call, about, has_one_example=is_lone)

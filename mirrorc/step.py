@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from mirrorc.callers_modes import CallersModes
 from mirrorc.capture.arguments import Call
 from mirrorc.capture.model_state import ModelState
 from mirrorc.capture.shards import Shards, split_call
@@ -84,6 +85,7 @@ class Step(StepReports):
         super().__init__(options, model, make_state(hold, options.check_replicas_every))
         if options.scaler is not None:
             self._state.loss_scale = LossScale(options.scaler, options.devices)
+        self._modes = CallersModes()
         self._habits = GradientHabits(model.parameters.values(), options.optimizers)
         self._state.optimizers.user_steps.tell_when_idle(self._habits.warn_of_idle_step)
         on_cpu = options.devices[0].torch_device.type == "cpu"
@@ -108,6 +110,14 @@ class Step(StepReports):
             self._specializer.work_together(self._joint.team)
             if options.overlap_next_step:
                 self._rest = RestOfStep(options, self._state, self._joint, self.synchronize, self._is_in_flight)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and not hasattr(type(self), name):
+            raise AttributeError(
+                f"a step has no attribute {name!r} that could be set, and would not obey it: give options to mirrorc.compile(), "
+                "and change what the optimizer has between steps there"
+            )
+        super().__setattr__(name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains on one batch: forward, backward, all-reduce, update.
@@ -381,6 +391,7 @@ class Step(StepReports):
             raise ExecutionError(
                 "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
             )
+        self._modes.look(trains=True)
         goes_on = self._rest is not None and purpose is Purpose.STEP
         self._state.begin_use(goes_on=goes_on)
         if self._rest is not None and goes_on:
@@ -457,6 +468,7 @@ class Step(StepReports):
             return True
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._modes.look(trains=False)
         self._state.begin_use()
         call, shards = self._signature.split(args, kwargs, trains=False)
         found, shards = self._specializer.specialization_for(call, shards, purpose=Purpose.EVALUATION)

@@ -4,7 +4,8 @@ import importlib.metadata
 import logging
 import re
 import typing
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -143,6 +144,35 @@ def test_a_step_says_what_it_is() -> None:
         step(torch.ones(4, 3), target=torch.zeros(4, 2))
         assert repr(step) == "<Step of Linear on cpu:0, cpu:1, backend eager: 1 compiled program>"
     assert repr(step) == "<Step of Linear on cpu:0, cpu:1, backend eager: closed>"
+
+
+def test_an_attribute_that_a_step_would_not_obey_cannot_be_set() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=nn.MSELoss(), backend="eager") as step:
+        with pytest.raises(AttributeError, match=r"no attribute 'clip_grad_norm'.*give options to mirrorc.compile"):
+            step.clip_grad_norm = 1.0  # type: ignore[attr-defined]
+        with pytest.raises(AttributeError, match="num_skipped"):
+            step.num_skipped = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: mirrorc.summed(None), "summed takes a tensor, not NoneType"),
+        (lambda: mirrorc.summed(3), "summed takes a tensor, not int"),
+        (lambda: mirrorc.join(None), "was given a NoneType: give it the steps"),
+        (
+            lambda: mirrorc.PerReplica(None),
+            r"values for all replicas, not NoneType: give mirrorc.PerReplica\(\[x0, x1\]\)",
+        ),
+        (lambda: mirrorc.PerReplica(torch.zeros(2, 3)), "values for all replicas, not Tensor"),
+        (lambda: mirrorc.PerReplica({"x": torch.zeros(2)}), "values for all replicas, not dict"),
+    ],
+)
+def test_what_is_no_such_object_is_refused_where_it_is_given(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()
 
 
 def test_a_log_tells_what_is_compiled_and_how_long_it_took(caplog: pytest.LogCaptureFixture) -> None:

@@ -88,6 +88,7 @@ ORDER = (
     "mirrorc/analysis",
     "mirrorc/pipeline",
     "mirrorc/serialization",
+    "mirrorc/callers_modes",  # of the caller's thread, of which a step warns
     "mirrorc/gradient_habits",  # of a user's training loop, of which a step warns
     "mirrorc/optimizer_groups",  # the user's, under one count
     "mirrorc/optimizers",  # kinds of optimizers, which capture plans for and runtime runs

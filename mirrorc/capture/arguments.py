@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ class PerReplica:
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
+        if not isinstance(values, Iterable) or isinstance(values, (torch.Tensor, str, Mapping)):
+            kind = type(values).__name__
+            raise TypeError(f"PerReplica takes values for all replicas, not {kind}: give mirrorc.PerReplica([x0, x1])")
         self.values = tuple(values)
 
     def __repr__(self) -> str:

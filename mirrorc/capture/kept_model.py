@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-_CONTAINERS = (dict, OrderedDict, list, set)
+CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
+"""The kinds of collections whose contents are put back, where they are attributes of modules."""
 
 
 @contextlib.contextmanager
@@ -18,8 +19,9 @@ def kept_as_it_is(root: nn.Module) -> Iterator[None]:
     """Undoes what a block does to a module and its submodules, also if the block fails.
 
     A tracer puts its own tensors in the place of parameters and runs the user's code. Each module gets its own attributes back,
-    its tables of parameters, buffers, submodules and hooks are those of before, and so are the lists, dicts and sets that
-    are its attributes. Each tensor has its own memory, shape, ``requires_grad`` and ``grad`` again, each buffer its values.
+    its tables of parameters, buffers, submodules and hooks are those of before, and so are the lists, deques, dicts and
+    sets that are its attributes. Each tensor has its own memory, shape, ``requires_grad`` and ``grad`` again, each buffer its
+    values.
 
     Args:
         root: the module; nothing but what its modules hold is put back.
@@ -117,7 +119,7 @@ class _KeptModule:
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = module.__dict__
-        self._contents = [(value, _copy_of(value)) for value in module.__dict__.values() if type(value) in _CONTAINERS]
+        self._contents = [(value, content_of(value)) for value in module.__dict__.values() if type(value) in CONTAINERS]
         self._own = dict(module.__dict__)
 
     def put_back(self) -> None:
@@ -128,7 +130,8 @@ class _KeptModule:
                 _refill(container, content)
 
 
-def _copy_of(container: Any) -> Any:
+def content_of(container: Any) -> Any:
+    """The objects that a container holds, for `is_same`."""
     return dict(container) if isinstance(container, dict) else list(container)
 
 
@@ -141,7 +144,7 @@ def is_same(container: Any, content: Any) -> bool:
 
 def _refill(container: Any, content: Any) -> None:
     container.clear()
-    extend = container.extend if isinstance(container, list) else container.update
+    extend = container.extend if isinstance(container, (list, deque)) else container.update
     extend(content)
 
 

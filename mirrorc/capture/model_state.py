@@ -155,8 +155,8 @@ class ModelState:
     def fingerprint(self) -> tuple[Any, ...]:
         """A value that stays equal as long as the captured graph is valid.
 
-        It is made of the modules' modes, plain attributes and hooks, of the parameters' ``requires_grad`` and dtypes, and of what
-        was added to the model.
+        It is made of the modules' classes, modes, plain attributes and hooks, of the parameters' ``requires_grad`` and dtypes,
+        and of what was added to the model.
 
         Raises:
             ValueError: a parameter, buffer or submodule was replaced by another object, or a parameter has a hook.
@@ -181,7 +181,8 @@ class ModelState:
             if (value := attributes.get(key, _ABSENT)) is not _ABSENT
         )
         tensors = tuple((tensor.requires_grad, tensor.dtype) for tensor in self.tensors.values())
-        return plain, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks), self._added_now
+        classes = tuple(map(type, self._modules))  # module.__class__ may be assigned
+        return plain, classes, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks), self._added_now
 
     def _find_added(self) -> tuple[_Same, ...]:
         """The parameters, buffers and submodules in places that the model did not have at first."""

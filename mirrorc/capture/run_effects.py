@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.capture.kept_model import can_keep_value, is_same
+from mirrorc.capture.held_generators import HeldGenerators
+from mirrorc.capture.kept_model import CONTAINERS, can_keep_value, content_of, is_same
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
 
@@ -24,7 +24,7 @@ class SharedEffectError(CaptureError):
 
 @contextlib.contextmanager
 def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
-    """A block that must not draw of Python's or numpy's generators, nor change lists, dicts or tensors that replicas share.
+    """A block that must not draw of generators that replicas share, nor change collections or tensors that they share.
 
     Raises:
         SharedEffectError: names what it has done.
@@ -34,22 +34,31 @@ def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
     np.random.seed()
     python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
     contents = [
-        (key, value, _copy_of(value))
+        (key, value, content_of(value))
         for module in call.modules()
         for key, value in vars(module).items()
-        if type(value) in (dict, OrderedDict, list, set)
+        if type(value) in CONTAINERS
     ]
+    generators = HeldGenerators(call.modules())
     kinds = _kinds_of(nn.Module)
     modules = [one for one in gc.get_objects() if type(one) in kinds]  # of some million objects
     buffers = {id(buffer): buffer for module in modules for buffer in _buffers_of(module)}
     kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:
-        yield
+        with generators.watched():
+            yield
         if random.getstate() != python or not _is_same_state(np.random.get_state(legacy=False), of_numpy):
             raise SharedEffectError(
                 f"forward or loss of {what} draws from Python's random or numpy's, which all replicas share, and each would draw "
                 "other numbers in every run. Remedy: draw with torch, as in torch.rand(()).item(), or draw before the step and "
                 "pass what was drawn as an argument"
+            )
+        drawn = generators.drawn()
+        if drawn is not None:
+            raise SharedEffectError(
+                f"forward or loss of {what} draws from {drawn}, which all replicas share, and which number each gets would "
+                "follow their threads. Remedy: draw from torch's default generator, of which each replica has a stream of its "
+                "own, as in torch.rand(4), or draw before the step and pass what was drawn as an argument"
             )
         changed = next((key for key, value, content in contents if not is_same(value, content)), None)
         if changed is not None:
@@ -66,6 +75,7 @@ def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
+        generators.put_back()
         for buffer, value in kept:
             if not have_same_bits(buffer, value):
                 buffer.detach().copy_(value)
@@ -80,10 +90,6 @@ def _kinds_of(kind: type) -> set[type]:
         found.update(new)
         waiting += new
     return found
-
-
-def _copy_of(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def _is_same_state(one: Any, other: Any) -> bool:

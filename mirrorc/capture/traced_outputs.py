@@ -29,7 +29,12 @@ def summed(value: torch.Tensor) -> torch.Tensor:
 
     Args:
         value: such as a count, or a sum over the examples of a shard; of the same shape for shards of all sizes.
+
+    Raises:
+        TypeError: it is no tensor.
     """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"summed takes a tensor, not {type(value).__name__}: make one of it with torch.tensor")
     marked = getattr(_noted, "marked", None)
     if marked is None:
         return value.view_as(value)

@@ -82,9 +82,11 @@ from mirrorc.torch_internals.state import (
     adagrad_is_fused_on_gpus,
     bare_step,
     calls_step_hooks,
+    dispatch_modes,
     dividing_gradients,
     global_hook_tables,
     has_gradient_hooks,
+    has_hooks_on_saved_tensors,
     has_step_hooks,
     has_torchs_step,
     hook_tables,
@@ -95,6 +97,7 @@ from mirrorc.torch_internals.state import (
     takes_divisor,
     torch_modes,
     trace_artifact,
+    without_dispatch_modes,
 )
 from mirrorc.torch_internals.substituted_calls import (
     asked_for_class,
@@ -182,6 +185,7 @@ __all__ = [
     "compile_with_inductor",
     "copy_each",
     "dims_marked_by_user",
+    "dispatch_modes",
     "dividing_gradients",
     "environment_of",
     "export_forward_graph",
@@ -196,6 +200,7 @@ __all__ = [
     "guards_of",
     "has_cpp_compiler",
     "has_gradient_hooks",
+    "has_hooks_on_saved_tensors",
     "has_step_hooks",
     "has_symbols",
     "has_torchs_step",
@@ -281,5 +286,6 @@ __all__ = [
     "watched_operators",
     "with_overload",
     "with_sizes_now",
+    "without_dispatch_modes",
     "writes_argument",
 ]

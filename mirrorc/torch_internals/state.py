@@ -192,6 +192,29 @@ def is_plain_thread() -> bool:
     )
 
 
+def dispatch_modes() -> list[str]:
+    """The kinds of `TorchDispatchMode` that intercept the operators of this thread, such as that of a counter of FLOPs."""
+    if not torch._C._len_torch_dispatch_stack():
+        return []
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """A block in which no mode intercepts the operators of this thread."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def has_hooks_on_saved_tensors() -> bool:
+    """Whether what this thread keeps for backward is given to hooks, as within ``torch.autograd.graph.save_on_cpu()``."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill its memory without gaps and without overlaps, in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import queue
 import threading
 import time
@@ -82,7 +84,7 @@ class DevicePool:
     def run(
         self, jobs: Sequence[Job], on_failure: Callable[[], None], results: list[tuple[bool, Any] | None] | None = None
     ) -> list[tuple[bool, Any]]:
-        """Runs one job on each device.
+        """Runs one job on each device, in which context variables are those of the caller.
 
         Args:
             jobs: one for each device.
@@ -99,6 +101,10 @@ class DevicePool:
         self._check_free()
         results = [] if results is None else results
         results.extend([None] * len(jobs))
+        context = contextvars.copy_context()
+        jobs = [
+            functools.partial(context.copy().run, job) for job in jobs
+        ]  # a context is entered by one thread at a time
         if is_profiled():
             jobs = [seen_by_profiler(job) for job in jobs]
         waiting, deadline = dict(enumerate(jobs)), time.monotonic() + self.timeout_seconds

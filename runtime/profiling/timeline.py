@@ -50,6 +50,10 @@ def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequen
     try:
         unfinished.write_bytes(content)
         unfinished.replace(target)
+    except OSError as error:  # it names a temporary file, which the user does not know
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
         unfinished.unlink(missing_ok=True)
     return target

@@ -221,6 +221,32 @@ def test_is_plain_thread() -> None:
     assert internals.is_plain_thread()
 
 
+def test_modes_of_dispatch_are_named_and_left_for_a_while() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Doubles(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {})) * 2
+
+    one, found = torch.ones(()), []
+    assert internals.dispatch_modes() == []
+    with Doubles():
+        assert internals.dispatch_modes() == ["Doubles"]
+        found.append(one + one)
+        with internals.without_dispatch_modes():
+            assert internals.dispatch_modes() == []
+            found.append(one + one)
+        assert internals.dispatch_modes() == ["Doubles"]
+    assert found == [4, 2]
+
+
+def test_hooks_on_saved_tensors_are_seen() -> None:
+    assert not internals.has_hooks_on_saved_tensors()
+    with torch.autograd.graph.save_on_cpu():
+        assert internals.has_hooks_on_saved_tensors()
+    assert not internals.has_hooks_on_saved_tensors()
+
+
 def test_is_dense() -> None:
     assert internals.is_dense(torch.zeros(3, 4).t())
     assert internals.is_dense(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))

@@ -160,6 +160,13 @@ def test_a_file_is_compressed_where_its_name_says_so(tmp_path: Path, monkeypatch
     assert write_timeline(target, program, [step_of(program)]).read_bytes() == content, "the same bytes each time"
 
 
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"Is a directory: '[^']*/folder'$"):
+        write_timeline(tmp_path / "folder", program_of(), [step_of(program_of())])
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 @pytest.mark.parametrize("broken", ["write_bytes", "replace"])
 def test_what_cannot_be_written_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str

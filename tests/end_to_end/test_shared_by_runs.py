@@ -1,0 +1,174 @@
+"""What replicas that run as plain PyTorch have in common: collections, generators, classes and context variables."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from branching import batches
+from references import train_step, unchanged
+from torch import nn
+from torch.nn import functional as F
+
+import mirrorc
+
+
+class Does(nn.Module):
+    """Does something between its layers, which its values of one's own are for."""
+
+    def __init__(self, deed: Callable[[Any, torch.Tensor], Any], own: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(6, 8).double(), nn.Linear(8, 4).double()
+        self.deed, self.own = deed, own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        return self.last(h * self.deed(self.own, h))
+
+
+def compile_plain(model: nn.Module, optimizer: torch.optim.Optimizer, capture: str = "autograd") -> mirrorc.Step:
+    return mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", capture=capture, progress=False
+    )
+
+
+def rotated(own: Any, h: torch.Tensor) -> Any:
+    own.rotate(1)
+    return own[0]
+
+
+def counted(own: Any, h: torch.Tensor) -> Any:
+    own["calls"] += 1
+    return own["calls"]
+
+
+COLLECTIONS = [(rotated, deque([1.0, 2.0, 3.0])), (counted, Counter(calls=1)), (counted, defaultdict(float))]
+GENERATORS = [
+    (lambda own, h: torch.rand(8, generator=own), lambda: torch.Generator().manual_seed(1), "torch.Generator"),
+    (lambda own, h: torch.empty(8).normal_(generator=own), lambda: torch.Generator().manual_seed(1), "torch.Generator"),
+    (lambda own, h: own.random(), lambda: random.Random(1), "'own', a random.Random"),
+    (
+        lambda own, h: float(own.random()),
+        lambda: np.random.default_rng(1),
+        "'own', a numpy.random._generator.Generator",
+    ),
+    (lambda own, h: own.rand(), lambda: np.random.RandomState(1), "'own', a numpy.random.mtrand.RandomState"),
+]
+
+
+@pytest.mark.parametrize(("deed", "own"), COLLECTIONS, ids=lambda value: type(value).__name__)
+def test_a_collection_of_any_kind_that_forward_changes_is_refused_and_put_back(deed: Any, own: Any) -> None:
+    model = Does(deed, own)
+    before = copy.copy(own)
+    with (
+        compile_plain(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step,
+        unchanged(model),
+        pytest.raises(mirrorc.CaptureError, match=r"changes 'own', a collection that all replicas share.*Remedy"),
+    ):
+        step(**batches(6)[0])
+    assert own == before
+
+
+@pytest.mark.parametrize(("deed", "make", "words"), GENERATORS, ids=lambda value: "")
+def test_a_generator_of_ones_own_that_replicas_would_share_is_refused_and_put_back(
+    deed: Any, make: Any, words: str
+) -> None:
+    """Which number each replica gets would follow their threads, so that two runs would differ."""
+    model = Does(deed, make())
+    h = torch.zeros(1)
+    with (
+        compile_plain(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step,
+        unchanged(model),
+        pytest.raises(mirrorc.CaptureError, match=rf"draws from .*{words}.*follow their threads.*Remedy.*torch.rand"),
+    ):
+        step(**batches(6)[0])
+    assert torch.equal(torch.as_tensor(deed(model.own, h)), torch.as_tensor(deed(make(), h)))
+
+
+def test_a_generator_that_is_torchs_own_is_a_stream_of_each_replica() -> None:
+    model = Does(lambda own, h: torch.rand(8, generator=torch.default_generator))
+    with compile_plain(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step:
+        assert step(**batches(6)[0]).isfinite()
+
+
+class Doubles(Does):
+    """Another forward over the same layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class DoublingLinear(nn.Linear):
+    """Another forward over the same parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def one(own: Any, h: torch.Tensor) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("capture", ["auto", "autograd", "trace"])
+@pytest.mark.parametrize("where", ["model", "layer"])
+def test_another_class_of_a_module_counts_in_the_next_step(where: str, capture: str) -> None:
+    model, twin = Does(one), Does(one)
+    optimizer, plain = (torch.optim.SGD(own.parameters(), lr=0.1) for own in (model, twin))
+    found, expected = [], []
+    with compile_plain(model, optimizer, capture) as step:
+        for i, batch in enumerate(batches(6, 6, 6, 6, 6)):
+            if i >= 3:
+                for own in (model, twin):
+                    changed, kind = (own, Doubles) if where == "model" else (own.last, DoublingLinear)
+                    changed.__class__ = kind if i == 3 else kind.__base__  # type: ignore[assignment]
+            found.append(step(**batch).item())
+            expected.append(train_step(twin, plain, batch, F.cross_entropy))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+_factor: contextvars.ContextVar[float] = contextvars.ContextVar("factor", default=1.0)
+
+
+class ReadsBackward(torch.autograd.Function):
+    """The identity, whose gradient is a multiple by a context variable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * _factor.get()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("capture", ["auto", "autograd"])
+def test_context_variables_are_those_of_the_caller_in_each_step(capture: str, num_devices: int) -> None:
+    def reads(own: Any, h: torch.Tensor) -> Any:
+        return _factor.get() * ReadsBackward.apply(h)
+
+    model, twin = Does(reads), Does(reads)
+    optimizer, plain = (torch.optim.SGD(own.parameters(), lr=0.1) for own in (model, twin))
+    found, expected = [], []
+    token = _factor.set(1.0)
+    step = mirrorc.compile(
+        model, num_devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", capture=capture
+    )
+    with step:
+        for i, batch in enumerate(batches(6, 6, 6)):
+            _factor.set(1.0 + i)
+            found += [step.evaluate(**batch).item(), step(**batch).item()]
+            expected += [F.cross_entropy(twin(batch["x"]), batch["target"]).item()]
+            expected += [train_step(twin, plain, batch, F.cross_entropy)]
+    _factor.reset(token)
+    assert found == pytest.approx(expected, rel=1e-12)
+    for own, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)

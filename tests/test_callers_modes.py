@@ -1,0 +1,67 @@
+"""Modes around a step that its devices' threads do not have: one warning says so, and the step is as without them."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mirrorc
+
+
+class Doubles(TorchDispatchMode):
+    """Doubles what linear layers give."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return 2 * found if func is torch.ops.aten.addmm.default else found
+
+
+def trained(mode: contextlib.AbstractContextManager[Any]) -> tuple[list[float], str, list[str]]:
+    """The losses of steps and an evaluation, each called within a mode, the program, and the warnings."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", progress=False) as step,
+    ):
+        warnings.simplefilter("always")
+        losses = []
+        for call in (step, step, step.evaluate):
+            with mode:
+                losses.append(call(x, target=y).item())
+        return losses, str(step.program), [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        (Doubles(), "within Doubles, a TorchDispatchMode, which sees nothing of what devices run"),
+        (torch.autograd.graph.save_on_cpu(), "within torch.autograd.graph.saved_tensors_hooks"),
+    ],
+    ids=["dispatch", "saved tensors"],
+)
+def test_a_mode_that_devices_do_not_have_is_warned_of_once(mode: Any, words: str) -> None:
+    losses, program, told = trained(mode)
+    assert (losses, program) == trained(contextlib.nullcontext())[:2]
+    assert len(told) == 1 and words in told[0]
+
+
+def test_hooks_on_saved_tensors_are_no_matter_of_an_evaluation() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        warnings.catch_warnings(),
+        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step,
+        torch.autograd.graph.save_on_cpu(),
+    ):
+        warnings.simplefilter("error")
+        assert step.evaluate(torch.randn(6, 4), target=torch.randn(6, 4)).isfinite()
