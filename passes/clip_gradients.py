@@ -212,6 +212,7 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
             row = {"row": len(numbers_of(commit))} if numbers_of(commit) else {}
             commit.args = (*commit.args, norm)
             set_type(program, commit)
+            _set_types_behind(program, commit)
         first = min((one.taker for one in taken if one.taker is not None), default=graph.output_node())
         if are_exchanged:
             norm = insert(program, first, ops.norm, (commit,), words | row | here)
@@ -220,6 +221,14 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
             factor = insert(program, first, ops.clip_factor, (norm,), {"max_norm": float(bound.max_norm)} | here)
             for one in taken:
                 _rescale(program, one.taker, one.value, ops.scale, (factor,), here)
+
+
+def _set_types_behind(program: Program, commit: fx.Node) -> None:
+    """Types what was taken from a commit: the norms that it exchanges have one dtype, the widest that was added."""
+    for user in list(commit.users):
+        if user.target in (ops.norm, ops.clip_factor, ops.tell):
+            set_type(program, user)
+            _set_types_behind(program, user)
 
 
 def _own_elements(program: Program, one: _Sum, before: fx.Node, *, are_exchanged: bool) -> fx.Node:

@@ -74,7 +74,9 @@ class AutogradFrontEnd(FrontEnd):
         joint = _joint_graph(opaque, leaves) if call.trains else _forward_graph(opaque, leaves)
         joint.written_inputs = found.written_inputs
         remark = _REMARK if call.trains else _REMARK_ON_EVALUATION
-        return Traced(joint, HeldCall(opaque, call), found.notes, opaque.recorded.outputs, (remark,))
+        buffers = [*opaque.buffers]
+        alike = [buffers[place] for place in sorted(found.recorded.alike)]
+        return Traced(joint, HeldCall(opaque, call), found.notes, opaque.recorded.outputs, (remark,), alike)
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
         """Runs the first shard with its first example once more."""

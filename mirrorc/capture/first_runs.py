@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from mirrorc.capture.reached_parameters import note_reach, reached_otherwise
 from mirrorc.capture.replica_streams import ReplicaStream
 from mirrorc.capture.run_effects import have_same_bits, refused_effects
 from mirrorc.capture.run_outputs import UnreadableOutputError, difference
+from mirrorc.capture.spectral_norms import are_alike, vectors_of_spectral_norms
 from mirrorc.capture.traced_outputs import TracedOutputs
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.errors import CaptureError
@@ -44,11 +45,13 @@ class FirstRuns:
         recorded: what all runs have in common.
         written_inputs: see `mirrorc.torch_internals.JointGraph`.
         notes: warnings to give, once.
+        vectors: those of spectral norms as forward leaves them, by their places among the buffers.
     """
 
     recorded: Recorded
     written_inputs: list[tuple[str, str]]
     notes: tuple[Note, ...]
+    vectors: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 def first_runs(
@@ -78,7 +81,7 @@ def first_runs(
         num_known = -1
         while len(passing) > num_known:
             num_known = len(passing)
-            each = [_first_run(opaque, call, leaves, what, passing) for leaves in parts]
+            each = [_first_run(opaque, call, leaves, what, passing, seed) for seed, leaves in enumerate(parts)]
     recorded = [one.recorded for one in each]
     dtypes = {one.loss_dtype for one in recorded}
     if len(dtypes) > 1:
@@ -103,9 +106,14 @@ def first_runs(
         outputs,
         late=frozenset().union(*(one.late for one in recorded)),
         passing=frozenset(passing),
+        alike=frozenset(i for i in written if i in each[0].vectors and _is_alike([one.vectors[i] for one in each])),
     )
     notes = tuple(dict.fromkeys([*(note for one in each for note in one.notes), *notes_on_passing(passing, what)]))
     return FirstRuns(common, [one for run in each for one in run.written_inputs], notes)
+
+
+def _is_alike(values: Sequence[torch.Tensor]) -> bool:
+    return all(are_alike(values[0], value) for value in values[1:])
 
 
 def _order(opaque: OpaqueCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
@@ -134,14 +142,22 @@ def _common_outputs(outputs: Sequence[TracedOutputs], what: str) -> TracedOutput
 
 
 def _first_run(
-    opaque: OpaqueCall, call: TrainingCall, leaves: Sequence[torch.Tensor], what: str, passing: set[Attribute]
+    opaque: OpaqueCall,
+    call: TrainingCall,
+    leaves: Sequence[torch.Tensor],
+    what: str,
+    passing: set[Attribute],
+    seed: int,
 ) -> FirstRuns:
-    """Runs one part; notes which attributes forward assigns, in further runs, in which none of them can be read before that."""
+    """Runs one part, with random numbers of its own.
+
+    Notes which attributes forward assigns, in further runs, in which none of them can be read before that.
+    """
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
-    untouched = ReplicaStream(0, parameters[0].device)
+    untouched = ReplicaStream(seed, parameters[0].device)
     while True:
-        stream = ReplicaStream(0, parameters[0].device)
+        stream = ReplicaStream(seed, parameters[0].device)
         own = [leaf.detach().clone() for leaf in leaves]
         try:
             run = opaque.run_forward(stream, own, parameters, buffers, frozenset(passing), is_first=True)
@@ -151,6 +167,10 @@ def _first_run(
                 raise
             passing.update(error.attributes)
     loss = _checked_loss(run.loss, call, what)
+    own_vectors = vectors_of_spectral_norms([call])
+    vectors = {
+        i: run.buffers[i].detach() for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in own_vectors
+    }
     notes = _untrained(run, opaque, call, what) if call.trains else ()
     written_inputs, written = _written(run, opaque, (leaves, buffers))
     came: list[int] = []
@@ -169,7 +189,7 @@ def _first_run(
     late = frozenset(place for place in came if place in run.unreached or came.count(place) > 1)
     outputs = run.outputs.told if run.outputs is not None else None
     recorded = Recorded(loss, tuple(came), tuple(written), stream.has_advanced(untouched), outputs, late)
-    return FirstRuns(recorded, written_inputs, notes)
+    return FirstRuns(recorded, written_inputs, notes, vectors)
 
 
 def _checked_loss(loss: torch.Tensor, call: TrainingCall, what: str) -> torch.dtype | None:

@@ -39,6 +39,7 @@ class Traced:
         notes: warnings to give, once.
         outputs: what a step returns beside its loss, if the call keeps it.
         remarks: what readers of the program are told.
+        alike: the paths of buffers that are written to the same value on all replicas, besides those whose graph shows it.
     """
 
     joint: JointGraph
@@ -46,6 +47,7 @@ class Traced:
     notes: tuple[Note, ...] = ()
     outputs: TracedOutputs | None = None
     remarks: tuple[str, ...] = ()
+    alike: Sequence[str] = ()
 
 
 class FrontEnd(ABC):
@@ -202,7 +204,7 @@ def capture(
     captured = restructure(traced.joint, leaf_names, names, trained, what)
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
-    alike = _written_alike(graph, call, traced.joint, names)
+    alike = {**_written_alike(graph, call, traced.joint, names), **{names[path]: 0 for path in traced.alike}}
     told = replace(captured, guards=traced.guards, notes=traced.notes, outputs=traced.outputs, remarks=traced.remarks)
     return replace(told, graph=graph, alike=alike)
 

@@ -18,6 +18,7 @@ from mirrorc.capture.reached_parameters import note_reach, reached_otherwise
 from mirrorc.capture.replica_streams import ReplicaStream, generator_states
 from mirrorc.capture.run_gradients import RunGradients
 from mirrorc.capture.run_outputs import UnreadableOutputError, difference, read_run
+from mirrorc.capture.spectral_norms import are_alike
 from mirrorc.capture.traced_outputs import noted_marks
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.custom_ops.opaque_calls import UsedParameters
@@ -109,6 +110,7 @@ class OpaqueCall:
         self._check_loss(run)
         self._check_reach(run)
         self._check_writes(run)
+        self._check_alike(run)
         self._check_outputs(run)
         return run
 
@@ -271,6 +273,15 @@ class OpaqueCall:
                 raise ExecutionError(
                     f"forward of {self._what} wrote a value that requires a gradient to the buffer {_short(names[place])!r}: "
                     "write the detached value"
+                )
+
+    def _check_alike(self, run: Run) -> None:
+        names, places = [*self.buffers], self.recorded.alike if self._call.trains else ()
+        for name, value in ((names[place], run.buffers[place]) for place in places):
+            if not are_alike(value, self._used.first_value(self.buffers[name], value)):
+                raise ExecutionError(
+                    f"{_short(name)!r}, a vector of a spectral norm, was iterated another number of times on some shard of this "
+                    f"batch than on another. Remedy: {self._what} calls the module as often whatever the examples are"
                 )
 
 

@@ -85,6 +85,7 @@ class Recorded:
         outputs: what runs return beside the loss, if the call keeps that.
         late: the places of the parameters whose gradients came in several parts, or by another way than the graph of the loss.
         passing: the attributes that forward assigns before it reads them, so that what it leaves there does not count.
+        alike: the places of the buffers that all runs of a step write to one value.
     """
 
     loss_dtype: torch.dtype | None
@@ -94,6 +95,7 @@ class Recorded:
     outputs: TracedOutputs | None = None
     late: frozenset[int] = frozenset()
     passing: frozenset[Attribute] = frozenset()
+    alike: frozenset[int] = frozenset()
 
     @property
     def outputs_of_graph(self) -> list[tuple[torch.Size, torch.dtype]]:

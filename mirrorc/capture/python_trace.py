@@ -212,7 +212,7 @@ def _check_operators(joint: JointGraph) -> None:
             raise RefusedRunError("it draws from a generator of its own")
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            raise RefusedRunError("it makes sparse tensors, as lookups with sparse=True do in backward")
+            raise RefusedRunError("it makes sparse tensors")
     for node in joint.graph_module.graph.find_nodes(op="get_attr"):
         if not isinstance(joint.constant(node), torch.Tensor) or is_traced_tensor(joint.constant(node)):
             raise RefusedRunError("it reads a tensor that an earlier run has computed")

@@ -27,7 +27,13 @@ from mirrorc.capture.run_outputs import UnreadableOutputError
 from mirrorc.capture.training_call import TrainingCall
 from mirrorc.capture.whole_objects import WatchedWhole
 from mirrorc.errors import CaptureError
-from mirrorc.torch_internals import RefusedRunError, is_data_dependent, is_users_file, quiet_fake_tensors
+from mirrorc.torch_internals import (
+    RefusedRunError,
+    SparseLookupError,
+    is_data_dependent,
+    is_users_file,
+    quiet_fake_tensors,
+)
 
 _MOST_RUNS = 5  # until all code that runs is known
 _WITHOUT_NAMES = frozenset(
@@ -232,6 +238,10 @@ def _explained(what: str) -> Iterator[None]:
             raise LoneExampleError(
                 f"cannot capture {what}{where}: {error}. Remedy: give the batch, and each part of a PerReplica, two examples or "
                 "more"
+            ) from None
+        if isinstance(error, SparseLookupError):  # capture='autograd' takes none either
+            raise CaptureError(
+                f"cannot trace {what}{where}: {error}. Remedy: look it up without sparse=True, or with capture='dynamo'"
             ) from None
         missing = (
             isinstance(error, AssignedAttributeError | ReadBeforeAssignedError) and error.name == HOOKS_ARE_INSTALLED

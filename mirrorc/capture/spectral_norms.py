@@ -21,6 +21,11 @@ def vectors_of_spectral_norms(roots: Iterable[nn.Module]) -> set[int]:
     return {id(norm._buffers[name]) for norm in norms for name in _VECTORS if norm._buffers.get(name) is not None}
 
 
+def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two runs have iterated a vector, of length one, to the same value, but for rounding."""
+    return torch.allclose(one, other.to(one.device), rtol=0.0, atol=torch.finfo(one.dtype).eps ** 0.5, equal_nan=True)
+
+
 def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Iterable[str]) -> dict[str, int]:
     """Those among the vectors that a captured graph writes by variables alone, or by values of all replicas, which have the same
     value on all replicas that run it; for each, a number made of how it is computed, which is the same in graphs that compute it

@@ -15,7 +15,7 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
 class UsedParameters:
-    """Which parameters the backwards of one step of a process have used.
+    """Which parameters the backwards of one step of a process have used, and what its forwards write alike.
 
     A parameter that one replica uses has zeros for a gradient on the others, as in a backward of the whole batch. One that none
     uses has no gradient there, and is not updated.
@@ -23,12 +23,18 @@ class UsedParameters:
 
     def __init__(self) -> None:
         self._used = set[int]()
+        self._written: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     def note(self, used: torch.Tensor) -> None:
         """Notes a parameter of the user's, of which one more backward has a gradient."""
         with self._lock:
             self._used.add(id(used))
+
+    def first_value(self, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The value that the first forward of the step has given to a buffer of the user's; this one's, if it is the first."""
+        with self._lock:
+            return self._written.setdefault(id(buffer), value)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Whether any backward has noted it."""

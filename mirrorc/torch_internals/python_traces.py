@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import linecache
 import sys
 import threading
@@ -15,17 +16,23 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpoints
 
 from mirrorc.torch_internals.asserts import assert_true
 from mirrorc.torch_internals.tracing import is_users_file
 
+_LOOKUPS = (F.embedding, F.embedding_bag)
 _CALL: CodeType = nn.Module._call_impl.__code__
 
 
 class RefusedRunError(RuntimeError):
     """Forward does what a trace cannot record; the text says what."""
+
+
+class SparseLookupError(RefusedRunError):
+    """Forward looks up with ``sparse=True``, so that backward would make a sparse tensor."""
 
 
 class PythonRun(TorchFunctionMode):
@@ -59,6 +66,10 @@ class PythonRun(TorchFunctionMode):
             self._note()
         elif function.__self__ is torch.Tensor.grad:
             raise RefusedRunError("it reads the gradient of a tensor (.grad), which a trace has not")
+        if function in _LOOKUPS:
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            if given.get("sparse") and given["weight"].requires_grad and torch.is_grad_enabled():
+                raise SparseLookupError("it looks up with sparse=True, and gradients of what is traced are dense")
         return function(*args, **kwargs)
 
     def _replaced(self, value: Any) -> Any:

@@ -41,7 +41,8 @@ class UsedVariables:
 
     def begin(self) -> None:
         """Called before each step."""
-        self._begun, self._told = self._steps.begin() if self._places else None, None
+        begun = self._steps.begin()
+        self._begun, self._told = begun if self._places else None, None
 
     def tell(self) -> torch.Tensor | None:
         """Which of the parameters this process has used, [number] float64, ones and zeros; None if none can be unused.

@@ -317,3 +317,22 @@ def test_what_it_refuses() -> None:
     with compiled(clip_grad_norm=[1.0]) as step:
         step(torch.randn(4, 4), target=torch.randn(4, 3))
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_groups_of_two_dtypes_are_bounded_whichever_comes_first() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3).double())
+    model[0].register_forward_hook(lambda module, given, output: output.double())
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(6, 5), torch.randn(6, 3).double()
+    torch.nn.functional.mse_loss(plain(x), y).backward()
+    norms = [nn.utils.clip_grad_norm_(layer.parameters(), 0.1) for layer in plain]
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in model], lr=0.1)
+    loss_fn, bounds = torch.nn.functional.mse_loss, [0.1, 0.1]
+    with mirrorc.compile(
+        model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", clip_grad_norm=bounds
+    ) as step:
+        step(x, target=y)
+        torch.testing.assert_close([float(n) for n in step.grad_norm], [float(n) for n in norms], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close([*model.parameters()], [*plain.parameters()], rtol=1e-6, atol=1e-7)

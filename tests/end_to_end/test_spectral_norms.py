@@ -64,7 +64,9 @@ def assert_alike(step: mirrorc.Step, prefix: str = "") -> None:
     ("num_devices", "sizes", "options", "memories"),
     [
         (3, (6, 1), {}, "one"),
+        (2, (4, 1), {"capture": "autograd", "microbatches": 2}, "one"),
         *slow(
+            (3, SIZES, {"capture": "autograd"}, "two"),
             (2, (4,), {"microbatches": 2}, "two"),
             (1, SIZES, {}, "one"),
             (2, SIZES, {}, "two"),
@@ -163,12 +165,14 @@ def test_a_critic_outside_of_the_model_iterates_in_both_steps(num_devices: int, 
         step.close()
 
 
-def test_vectors_of_weights_that_are_drawn_at_random_are_each_replicas_own() -> None:
+@pytest.mark.parametrize("capture", ["dynamo", "autograd"])
+def test_vectors_of_weights_that_are_drawn_at_random_are_each_replicas_own(capture: str) -> None:
     layer = nn.Linear(8, 8)  # so many elements that no two replicas draw the same mask
     parametrize.register_parametrization(layer, "weight", nn.Dropout(0.5))
     model = spectral_norm(layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=mean_loss, backend="eager") as step:
+    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": mean_loss, "backend": "eager", "capture": capture}
+    with mirrorc.compile(model, 2, **options) as step:
         step(torch.ones(4, 8), target=torch.ones(4, 8))
         vector = step.variables["parametrizations.weight.1._u"]
         assert vector.aggregation is Aggregation.MEAN and not torch.equal(*vector.values)
@@ -193,3 +197,31 @@ def test_calls_that_follow_the_size_of_a_shard_are_refused() -> None:
         pytest.raises(mirrorc.CaptureError, match="is iterated another number of times for shards of other sizes"),
     ):
         step(torch.randn(5, 4), target=torch.randn(5, 3))
+
+
+class ByData(nn.Module):
+    """Calls a spectral norm once more where the sum of a shard is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = spectral_norm(nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.layer(x)
+        return self.layer(hidden) if x.sum() > 0 else hidden
+
+
+def test_a_step_of_plain_pytorch_whose_shards_iterate_otherwise_is_refused() -> None:
+    model, x = ByData(), torch.rand(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": mean_loss, "backend": "eager", "capture": "autograd"}
+    with mirrorc.compile(model, 2, **options) as step:
+        step(x, target=x)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(
+            mirrorc.ExecutionError, match=r"_[uv]', a vector of a spectral norm, was iterated another number"
+        ):
+            step(torch.cat([x[:2], -x[2:]]), target=x)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        step(-x, target=x)
+        assert_alike(step)
