@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mirrorc.custom_ops.random import lock_of, mix
+from mirrorc.custom_ops.random import STATES_LOCK, lock_of, mix
 from mirrorc.errors import ExecutionError
 
 _LONGEST_WAIT_SECONDS = 3600
@@ -55,13 +55,15 @@ class ReplicaStream:
 
 def generator_states(devices: list[torch.device]) -> list[torch.Tensor]:
     """The states of these devices' generators of the process."""
-    return [torch.get_rng_state() if d.type == "cpu" else torch.cuda.get_rng_state(d) for d in devices]
+    with STATES_LOCK:
+        return [torch.get_rng_state() if d.type == "cpu" else torch.cuda.get_rng_state(d) for d in devices]
 
 
 def set_generator_states(devices: list[torch.device], states: list[torch.Tensor]) -> None:
     """Puts the generators of the process into these states."""
-    for device, state in zip(devices, states, strict=True):
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, device)
+    with STATES_LOCK:
+        for device, state in zip(devices, states, strict=True):
+            if device.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)

@@ -18,6 +18,13 @@ _MASK_64 = (1 << 64) - 1
 
 _generator_locks: dict[torch.device, threading.Lock] = {}
 
+STATES_LOCK = threading.Lock()
+"""Held while a thread of a device reads or writes the state of a generator.
+
+Torch does both under a lock of the generator, for which it waits without giving Python's own lock away. If a thread that reads is
+interrupted by Python's collector of garbage, which may run code that does give it away, it never gets it back.
+"""
+
 
 def mix(seed: int, stream: int) -> int:
     """A 63-bit seed for stream ``stream`` of ``seed`` (the finalizer of SplitMix64, Steele et al., 2014)."""
@@ -82,12 +89,14 @@ def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str,
     """Runs an operator that draws from its device's global generator, and leaves that generator as it was."""
     generator = _global_generator(args, kwargs)
     with lock_of(generator.device):
-        state = generator.get_state()
-        generator.manual_seed(seed)
+        with STATES_LOCK:
+            state = generator.get_state()
+            generator.manual_seed(seed)
         try:
             return op(*args, **kwargs)
         finally:
-            generator.set_state(state)
+            with STATES_LOCK:
+                generator.set_state(state)
 
 
 def lock_of(device: torch.device) -> threading.Lock:

@@ -1,5 +1,8 @@
 """Each replica draws from its own stream, in whatever order blocks run."""
 
+import subprocess
+import sys
+
 import torch
 
 from mirrorc.capture.replica_streams import ReplicaStream
@@ -29,3 +32,34 @@ def test_a_stream_tells_whether_it_was_drawn_from() -> None:
     with one.drawn_from():
         torch.rand(3)
     assert one.has_advanced(two)
+
+
+_READS_IN_THREADS = """
+import gc, threading, time, torch
+from mirrorc.capture.replica_streams import generator_states
+
+def give_way(phase, info):
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(0.001)  # within the allocation of what is read
+
+def read():
+    kept = []
+    barrier.wait()
+    for _ in range(1000):
+        kept.append(generator_states([cpu]))
+
+cpu, barrier = torch.device("cpu"), threading.Barrier(3)
+gc.callbacks.append(give_way)
+threads = [threading.Thread(target=read) for _ in range(3)]
+[thread.start() for thread in threads]
+gc.set_threshold(1)  # while they read
+[thread.join() for thread in threads]
+print("all have read")
+"""
+
+
+def test_threads_read_the_generators_whatever_python_does_meanwhile() -> None:
+    """In a process of its own: where threads wait for each other with Python's lock held, nothing in it can end it."""
+    command = [sys.executable, "-c", _READS_IN_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "all have read" in done.stdout
