@@ -1,4 +1,7 @@
-"""A training call whose forward and backward replicas run as plain PyTorch."""
+"""A training call whose forward and backward replicas run as plain PyTorch.
+
+It is long, as each run is compared with the first ones in every respect.
+"""
 
 from __future__ import annotations
 

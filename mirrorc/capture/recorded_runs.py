@@ -32,6 +32,7 @@ from mirrorc.torch_internals import (
     SparseLookupError,
     is_data_dependent,
     is_users_file,
+    make_what_torch_makes_once,
     quiet_fake_tensors,
 )
 
@@ -129,6 +130,7 @@ def _observed(
     known: dict[CodeType, dict[str, Any]] = {}
     made: set[str] = set()
     whole = WatchedWhole()
+    make_what_torch_makes_once()
     for _ in range(_MOST_RUNS):
         state, calls = PythonState(call, known, made_names=made, whole=whole), PythonCalls()
         try:

@@ -71,6 +71,7 @@ from mirrorc.torch_internals.python_traces import (
     SparseLookupError,
     is_data_dependent,
     is_traced_tensor,
+    make_what_torch_makes_once,
     recorded_run,
 )
 from mirrorc.torch_internals.recurrent_weights import renew_recurrent_weights
@@ -231,6 +232,7 @@ __all__ = [
     "lazy_graph_module",
     "leaf_of_placeholder",
     "made_leaves",
+    "make_what_torch_makes_once",
     "mark_optimizer_stepped",
     "mark_symbolic",
     "norms_of_each",

@@ -277,6 +277,16 @@ def is_traced_tensor(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def make_what_torch_makes_once() -> None:
+    """Has torch make what it makes once in a process, when it first runs a graph, such as a monitor of progress bars.
+
+    The code of a model may reach it; made in a trace, it would be taken for what the model changes.
+    """
+    graph = fx.Graph()
+    graph.output(())
+    fx.Interpreter(fx.GraphModule({}, graph)).run()
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Whether a run on tensors without values has failed because it asked for values, or for a shape that follows from them."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException

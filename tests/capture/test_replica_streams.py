@@ -45,10 +45,10 @@ def give_way(phase, info):
 def read():
     kept = []
     barrier.wait()
-    for _ in range(1000):
+    while time.monotonic() < end:
         kept.append(generator_states([cpu]))
 
-cpu, barrier = torch.device("cpu"), threading.Barrier(3)
+cpu, barrier, end = torch.device("cpu"), threading.Barrier(3), time.monotonic() + 1
 gc.callbacks.append(give_way)
 threads = [threading.Thread(target=read) for _ in range(3)]
 [thread.start() for thread in threads]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
 from mirrorc import torch_internals as internals
 from mirrorc.torch_internals import FakeTensorMode, KeptCaches, LeftTensors, RefusedRunError, export_run
@@ -170,3 +171,12 @@ def test_what_a_trace_has_met_becomes_a_constant_of_its_graph() -> None:
     (constant,) = [node for node in joint.graph_module.graph.nodes if node.op == "get_attr"]
     assert joint.constant(constant) is held and len(constant.users) == num_users > 0
     assert weight not in joint.variable_of and "met" not in joint.variable_of.values()
+
+
+def test_what_torch_makes_once_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm, "monitor", None)
+    internals.make_what_torch_makes_once()
+    made = tqdm.monitor
+    assert made is not None
+    internals.make_what_torch_makes_once()
+    assert tqdm.monitor is made
