@@ -34,6 +34,7 @@ import mirrorc
 from mirrorc import CaptureError, progress
 from mirrorc.ir.buckets import Elements
 from mirrorc.runtime.state.dealt_state import DealtState, watch_dealt_state
+from mirrorc.runtime.state.user_steps import OwnSteps
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "from-pytorch.md"
 KINDS = {"Same", "Leave out", "Other", "Refused", "Warned", "Not yet"}
@@ -231,7 +232,8 @@ def test_sharded_optimizer() -> None:
         assert bucket.part == Elements(bucket.num_elements // 2, bucket.num_elements)
     optimizer = ADAMW(model.parameters())
     optimizer.state[model[0].weight] = {"exp_avg": DealtState(torch.float64)}  # as the step of a worker leaves it
-    watch_dealt_state(optimizer)
+    own_steps = OwnSteps()
+    watch_dealt_state(optimizer, own_steps)
     with pytest.raises(mirrorc.ExecutionError, match=quoted("sharded-optimizer")):
         optimizer.state_dict()
     with Pair(make=ADAMW, shard_optimizer=True) as pair:  # in a process on its own it changes nothing
@@ -426,7 +428,11 @@ def test_gradient_penalty() -> None:
     assert_same_model(own, plain, 1e-10)
 
 
-def test_distributions() -> None:
+def test_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.distributions.Distribution, "_validate_args", True
+    )  # torch.compile sets it to False for good
+
     def loss_fn(o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return -torch.distributions.Normal(o, 1.0).log_prob(y[:, None].to(o.dtype)).mean()
 

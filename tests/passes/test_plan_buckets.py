@@ -87,6 +87,14 @@ def test_a_bucket_that_is_nearly_empty_takes_the_next_gradient(num_before: int, 
     assert names == ([["small", "large"]] if is_joined else [["small"], ["large"]])
 
 
+@pytest.mark.parametrize(("num_before", "is_larger"), [(16, True), (17, False)])
+def test_a_bucket_over_its_cap_is_explained_in_a_remark(num_before: int, is_larger: bool) -> None:
+    weights = [Weight("next", (1000,)), Weight("large", (1000,)), Weight("small", (num_before,))]
+    remarks = [remark.text for remark in plan(weights, cap=2 * KIB, first=2 * KIB).remarks]
+    told = "; the last gradient of bucket 0 goes beyond that, as less than a sixteenth was full before it"
+    assert any(text.endswith(told) for text in remarks) == is_larger
+
+
 def test_buckets_reverse_the_forward() -> None:
     program = plan([Weight("first"), Weight("second"), Weight("third")], cap=math.inf, first=math.inf)
     assert [slot.variable for slot in program.buckets[0].slots] == ["third", "second", "first"]
