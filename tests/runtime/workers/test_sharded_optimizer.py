@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "loaded": {**TWO, "events": [[2, None, "keep"], [4, None, "load"]], "steps": 6},
     "frozen": {**TWO, "events": [[2, None, "gather"], [2, None, "freeze"]]},
     "frozen, dealt": {**TWO, "events": [[2, None, "freeze"], [3, None, "free"]]},
-    "clears half": {**TWO, "events": [[2, 0, "clear"], [2, 1, "write"], [2, None, "freeze"]], "ends": True},
+    "clears half": {**TWO, "events": [[2, 0, "clear"], [2, 1, "write"], [2, None, "freeze"]]},
     "sizes": {"model": "wide", "devices": [1, 2], "sizes": [[4, 4], [0, 3]], "steps": 11, "optimizer": "SGD", **CHOSEN},
     "chief clears": {**TWO, "events": [[2, 0, "clear"], [2, None, "gather"]]},
     "chief gathers": {**TWO, "events": [[2, 0, "gather"]], "ends": True},
@@ -206,14 +206,11 @@ def test_each_worker_takes_its_part_of_what_is_loaded(found: Mapping[str, Any]) 
 
 
 @pytest.mark.slow
-def test_state_that_is_not_of_one_kind_is_not_dealt_anew(found: Mapping[str, Any]) -> None:
-    for own in found["clears half"][:2]:
-        error = own["losses"][2]
-        assert error.startswith(
-            "CommunicationError: workers differ in what they have of the optimizer's state, which is to be dealt out anew: "
-        )
-        assert "has the optimizer's state: other state" in error and "worker 1 (" in error
-        assert error.endswith("No parameter was changed. Load it on all workers, or on none.")
+def test_workers_that_have_written_different_things_take_over_the_chiefs(found: Mapping[str, Any]) -> None:
+    """The chief clears the optimizer's state, the other one writes a parameter, and what is left is dealt out anew."""
+    chief, other = found["clears half"][:2]
+    assert all(isinstance(loss, float) for own in (chief, other) for loss in own["losses"])
+    assert chief["losses"] == other["losses"] and chief["values"] == other["values"]
 
 
 @pytest.mark.slow
