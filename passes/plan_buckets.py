@@ -233,17 +233,8 @@ class PlanBuckets:
             return f"{number} in one bucket" + ("" if self.gradient_order == "ready" else order)
         return (
             f"{number} in {len(buckets)} buckets{order}: a gradient that would take a bucket "
-            f"over {plan.cap_mb:g} MiB (bucket 0: {plan.first_mb:g} MiB) opens the next{self._said_of_larger(buckets)}"
+            f"over {plan.cap_mb:g} MiB (bucket 0: {plan.first_mb:g} MiB) opens the next{_said_of_larger(buckets, plan)}"
         )
-
-    def _said_of_larger(self, buckets: Sequence[Bucket]) -> str:
-        """Which buckets are over their cap, as what they had before their last gradient was too little for one."""
-        first, other = self._plan.caps
-        larger = [b for b in buckets if len(b.slots) > 1 and _slot_bytes(b) > (other if b.index else first)]
-        if not larger:
-            return ""
-        names = numbered("bucket", [bucket.index for bucket in larger])
-        return f"; the last gradient of {names} goes beyond that, as less than a sixteenth was full before it"
 
     def _said_of_order(self) -> str:
         if self.gradient_order == "ready":
@@ -419,6 +410,16 @@ def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFa
     sent = tuple(as_factors[member.name] for member in members if member.name in as_factors)
     num_elements = -(-offset // unit) * unit
     return Bucket(index, members[0].dtype, tuple(slots), num_elements, members[0].update, sent_factors=sent)
+
+
+def _said_of_larger(buckets: Sequence[Bucket], plan: ByBytes) -> str:
+    """Which buckets are over their cap, as what they had before their last gradient was too little for one."""
+    first, other = plan.caps
+    larger = [b for b in buckets if len(b.slots) > 1 and _slot_bytes(b) > (other if b.index else first)]
+    if not larger:
+        return ""
+    names = numbered("bucket", [bucket.index for bucket in larger])
+    return f"; the last gradient of {names} goes beyond that, as less than a sixteenth was full before it"
 
 
 def _slot_bytes(bucket: Bucket) -> int:
