@@ -93,6 +93,7 @@ EVENTS: dict[str, Callable[[_Training], Any]] = {
     "keep": _Training.keep,
     "load": _Training.load,
     "clear": lambda training: training.optimizer.state.clear(),
+    "clear one": lambda training: training.optimizer.state.pop(training.model[0].weight),
     "shift": _Training.shift,
     "write": lambda training: nn.init.zeros_(training.model[0].bias),
     "freeze": lambda training: training.freeze(True),

@@ -62,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "loaded": {**TWO, "events": [[2, None, "keep"], [4, None, "load"]], "steps": 6},
     "frozen": {**TWO, "events": [[2, None, "gather"], [2, None, "freeze"]]},
     "frozen, dealt": {**TWO, "events": [[2, None, "freeze"], [3, None, "free"]]},
+    "clears one": {**TWO, "events": [[2, 0, "clear"], [2, 1, "clear one"]], "ends": True},
     "clears half": {**TWO, "events": [[2, 0, "clear"], [2, 1, "write"], [2, None, "freeze"]]},
     "sizes": {"model": "wide", "devices": [1, 2], "sizes": [[4, 4], [0, 3]], "steps": 11, "optimizer": "SGD", **CHOSEN},
     "chief clears": {**TWO, "events": [[2, 0, "clear"], [2, None, "gather"]]},
@@ -211,6 +212,13 @@ def test_workers_that_have_written_different_things_take_over_the_chiefs(found: 
     chief, other = found["clears half"][:2]
     assert all(isinstance(loss, float) for own in (chief, other) for loss in own["losses"])
     assert chief["losses"] == other["losses"] and chief["values"] == other["values"]
+
+
+@pytest.mark.slow
+def test_workers_that_have_cleared_unlike_state_are_refused(found: Mapping[str, Any]) -> None:
+    """One clears all, the other that of one parameter."""
+    for own in found["clears one"][:2]:
+        assert own["losses"][2].startswith("CommunicationError: workers differ in what their programs exchange")
 
 
 @pytest.mark.slow
