@@ -13,10 +13,10 @@ from mirrorc.joint_facts import Facts, facts_of_program, hyperparameters_of, sha
 from mirrorc.options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.workers.copies import checksums_of, checksums_of_state, updated_as_a_whole
-from mirrorc.runtime.workers.header import BESIDES, TURN, Header, digest, kind_of
-from mirrorc.runtime.workers.meetings import Details
-from mirrorc.runtime.workers.team import Team
+from mirrorc.runtime.workers.protocol.checksums import checksums_of, checksums_of_state, updated_as_a_whole
+from mirrorc.runtime.workers.protocol.header import BESIDES, TURN, Header, digest, kind_of
+from mirrorc.runtime.workers.team.meetings import Details
+from mirrorc.runtime.workers.team.team import Team
 from mirrorc.taken_values import TakenValues
 
 _SENT = "steps of compression=mirrorc.PowerSGD(...)"

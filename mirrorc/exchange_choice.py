@@ -24,7 +24,7 @@ from mirrorc.options import StepOptions
 from mirrorc.passes import CompressExchange, FactorGradients, SendLargest, SendLowRank
 from mirrorc.passes.compress_exchange import NARROW
 from mirrorc.runtime.devices.machine import product_facts, seconds_per_multiplication
-from mirrorc.runtime.workers.team import Team
+from mirrorc.runtime.workers.team.team import Team
 from mirrorc.torch_internals import size_now
 
 _WHOLE_FOR_SYMBOLS = (

@@ -10,7 +10,7 @@ from typing import TypeVar
 from mirrorc.errors import ExecutionError
 from mirrorc.runtime.devices.thread_pool import is_thread_of_device
 from mirrorc.runtime.execution.interrupts import InterruptGuard
-from mirrorc.runtime.state.callers import Callers
+from mirrorc.runtime.state.shared.call_owner import Callers
 
 _T = TypeVar("_T")
 _LONGEST_CLOSING_SECONDS = 5.0

@@ -15,7 +15,7 @@ from mirrorc.capture.arguments import Call, Leaf
 from mirrorc.errors import ExecutionError
 from mirrorc.joint_calls import JointCalls
 from mirrorc.optimizer_groups import OptimizerGroups
-from mirrorc.runtime.workers.header import Agreement
+from mirrorc.runtime.workers.protocol.header import Agreement
 
 _around: ContextVar[Block | None] = ContextVar("the block in which this thread is", default=None)
 

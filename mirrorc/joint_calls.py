@@ -19,14 +19,14 @@ from mirrorc.joint_results import show_buffers, total_loss
 from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
-from mirrorc.runtime.state.accumulated_gradients import Examples
+from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
+from mirrorc.runtime.state.shared.torn_state import TornState
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.torn_state import TornState
-from mirrorc.runtime.workers.copies import checksums_of, checksums_of_state, updated_as_a_whole
-from mirrorc.runtime.workers.header import Agreement
-from mirrorc.runtime.workers.lane import LostConnectionError
-from mirrorc.runtime.workers.start import stream_of_chief, take_over_hyperparameters
-from mirrorc.runtime.workers.team import Team
+from mirrorc.runtime.workers.protocol.checksums import checksums_of, checksums_of_state, updated_as_a_whole
+from mirrorc.runtime.workers.protocol.header import Agreement
+from mirrorc.runtime.workers.team.broadcast_state import stream_of_chief, take_over_hyperparameters
+from mirrorc.runtime.workers.team.team import Team
+from mirrorc.runtime.workers.transport.lane import LostConnectionError
 from mirrorc.taken_values import TakenValues
 
 _SLACK_SECONDS = 5.0
@@ -39,7 +39,7 @@ class JointCalls:
 
     A call meets the others when its program is found, and before anything has changed. If a worker has not taken over the
     chief's values yet, or the user has written on some workers and not on others, all take them over, and meet again. So they do
-    if a worker has come with a program that does not go with the others', see `mirrorc.runtime.workers.header.agreement`.
+    if a worker has come with a program that does not go with the others', see `protocol.header.agreement`.
 
     Optimizers that are not element-wise run on every worker by itself, so that each has their state: if the chief ran them for
     all, that of the others would be stale when it leaves `mirrorc.step.Step.join` before them. They get sums of the same bits,

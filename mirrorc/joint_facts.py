@@ -20,7 +20,7 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.optimizer_groups import hyperparameters_by_label
 from mirrorc.options import StepOptions
-from mirrorc.runtime.workers.header import digest
+from mirrorc.runtime.workers.protocol.header import digest
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 

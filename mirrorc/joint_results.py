@@ -8,8 +8,8 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Aggregation, Variable
 from mirrorc.joint_facts import written_buffers
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.workers.header import Agreement
-from mirrorc.runtime.workers.words import Words
+from mirrorc.runtime.workers.protocol.header import Agreement
+from mirrorc.runtime.workers.team.control_messages import Words
 
 
 def total_loss(words: Words, own: torch.Tensor | None) -> torch.Tensor:

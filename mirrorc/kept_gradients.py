@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from mirrorc.exclusive_calls import ExclusiveCalls
-from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
+from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients
 
 
 class KeptGradients:

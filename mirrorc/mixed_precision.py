@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mirrorc.ir.devices import Device
-from mirrorc.runtime.state.loss_scale import is_in_use
+from mirrorc.runtime.state.optimizers.loss_scale import is_in_use
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -24,7 +24,7 @@ from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.profiling.calibration import costs_of_steps
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes
 from mirrorc.runtime.tuning.cache import Entry, MeasurementCache
-from mirrorc.runtime.workers.team import Team
+from mirrorc.runtime.workers.team.team import Team
 from mirrorc.size_predictions import LADDER, SizeFigures, chosen_sizes, predicted_milliseconds, sized
 
 NUM_MEASURED_CALLS = 8

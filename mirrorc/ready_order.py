@@ -15,7 +15,7 @@ from mirrorc.custom_ops.opaque_calls import take_gradient
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program
 from mirrorc.options import StepOptions
-from mirrorc.runtime.workers.team import Team
+from mirrorc.runtime.workers.team.team import Team
 
 
 class ReadyOrder:

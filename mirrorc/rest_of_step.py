@@ -10,8 +10,8 @@ from mirrorc.options import StepOptions
 from mirrorc.read_guards import ReadGuards
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.state.shared.in_flight_step import UnfinishedStep
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.unfinished_step import UnfinishedStep
 
 
 class RestOfStep:

@@ -30,7 +30,7 @@ from mirrorc.ready_order import ReadyOrder
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.workers.team import Team
+from mirrorc.runtime.workers.team.team import Team
 from mirrorc.specializations import Key, Specialization, Specializations
 from mirrorc.step_compiler import StepCompiler
 from mirrorc.torch_internals import attribute_source, torch_modes, without_dispatch_modes

@@ -47,11 +47,11 @@ from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.prediction import Foundations
-from mirrorc.runtime.state.accumulated_gradients import Examples
-from mirrorc.runtime.state.kept_factors import KeptFactors
-from mirrorc.runtime.state.loss_scale import LossScale
-from mirrorc.runtime.state.open_states import held_state
+from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
+from mirrorc.runtime.state.gradients.powersgd_factors import KeptFactors
+from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
+from mirrorc.runtime.state.shared.registry import held_state
 from mirrorc.specializations import Specialization
 from mirrorc.specializer import Specializer
 from mirrorc.step_reports import StepReports

@@ -55,10 +55,10 @@ from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
-from mirrorc.runtime.state.open_states import parameters_in_training
+from mirrorc.runtime.state.shared.in_flight_step import finish_all_steps
+from mirrorc.runtime.state.shared.registry import parameters_in_training
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.unfinished_step import finish_all_steps
-from mirrorc.runtime.workers.team import Team
+from mirrorc.runtime.workers.team.team import Team
 from mirrorc.shared_memory import refuse_shared_memory
 from mirrorc.specializations import Specialization
 from mirrorc.torch_internals import SizesGivenUp, is_dense

@@ -26,8 +26,8 @@ from mirrorc.runtime.profiling.explanation import Explanation
 from mirrorc.runtime.profiling.prediction import Foundations
 from mirrorc.runtime.profiling.recorder import RecordedStep, recorded_steps
 from mirrorc.runtime.profiling.timeline import write_timeline
-from mirrorc.runtime.state.mirrored_variable import MirroredVariable, mirrored_variables
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.variables.mirrored_variable import MirroredVariable, mirrored_variables
 from mirrorc.worlds import refuse_to_run
 
 _T = TypeVar("_T")

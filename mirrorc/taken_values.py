@@ -10,9 +10,9 @@ from mirrorc.errors import CommunicationError
 from mirrorc.ir.source_lines import users_stack_level
 from mirrorc.options import StepOptions
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.workers.header import Agreement
-from mirrorc.runtime.workers.start import take_over_values
-from mirrorc.runtime.workers.team import Team
+from mirrorc.runtime.workers.protocol.header import Agreement
+from mirrorc.runtime.workers.team.broadcast_state import take_over_values
+from mirrorc.runtime.workers.team.team import Team
 
 
 class TakenValues:

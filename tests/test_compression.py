@@ -22,7 +22,7 @@ from mirrorc.ir.workers import Workers
 from mirrorc.passes import CompressExchange, default_pipeline
 from mirrorc.power_sgd import PowerSGD
 from mirrorc.printing.reader import read_program_text
-from mirrorc.runtime.execution.used_variables import UsedVariables
+from mirrorc.runtime.execution.commit.used_parameters import UsedVariables
 from mirrorc.top_k import TopK
 
 

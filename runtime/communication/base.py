@@ -11,9 +11,9 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
 from mirrorc.runtime.devices.events import record_event, wait_event
-from mirrorc.runtime.state.gradient_shares import UnmadeShare
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Leaves, SumPiece, Visit, visit_parts
-from mirrorc.runtime.state.unmade_pieces import UnmadePieces
+from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare
+from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Leaves, SumPiece, Visit, visit_parts
 
 
 class Communicator:
@@ -163,7 +163,7 @@ class Communicator:
 
     def launch_part(self, bucket: int, replica: int, make: Callable[[], Any]) -> None:
         """Offers this replica's part of what is sent of a bucket in place of the whole: when all replicas of this worker have
-        offered theirs, ``make`` is called, and gives a `mirrorc.runtime.workers.sent_part.SentPart`."""
+        offered theirs, ``make`` is called, and gives a `mirrorc.runtime.workers.buckets.payload.SentPart`."""
         raise self._not_carried("parts of sums")
 
     def wait_part(self, bucket: int, replica: int) -> Any:

@@ -12,9 +12,9 @@ from mirrorc.ir.shares import share_bounds
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
-from mirrorc.runtime.state.gradient_shares import UnmadeShare, make_or_leave, make_share
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Leaves, Visit, add_visited
-from mirrorc.runtime.state.unmade_pieces import UnmadePieces
+from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, make_or_leave, make_share
+from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Leaves, Visit, add_visited
 
 
 @register_communicator

@@ -11,7 +11,7 @@ from mirrorc.custom_ops.random import mix
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.devices.events import wait_event
 from mirrorc.runtime.devices.host_copies import HostCopies
-from mirrorc.runtime.state.accumulated_gradients import Examples
+from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
 
 
 def replica_arguments(

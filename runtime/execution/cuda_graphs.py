@@ -16,7 +16,7 @@ from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.ir.source_lines import source_line, users_stack_level
 from mirrorc.optimizer_groups import OptimizerGroups, check_capturable
 from mirrorc.runtime.devices.events import wait_device
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
 
 NUM_WARM_UP_STEPS = 3  # as in torch.cuda.make_graphed_callables: kernels are tuned, optimizers make their state
 _MANY_RENEWALS = 8  # after this many, a warning says so, once

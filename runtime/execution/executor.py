@@ -23,37 +23,31 @@ from mirrorc.runtime.communication.replica_values import ReplicaValues
 from mirrorc.runtime.devices.events import record_event, wait_device
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.devices.thread_pool import DevicePool
-from mirrorc.runtime.execution import (  # noqa: F401 - register how their operations run
-    accumulation,
-    clipping,
-    compression,
-    reserved_memory,
-)
+from mirrorc.runtime.devices.uninterrupted import completed
 from mirrorc.runtime.execution.arguments import replica_arguments
-from mirrorc.runtime.execution.binding import Binder
-from mirrorc.runtime.execution.bound_functions import BoundFunctions
+from mirrorc.runtime.execution.binding.binder import Binder
+from mirrorc.runtime.execution.binding.bound_functions import BoundFunctions
+from mirrorc.runtime.execution.binding.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave
+from mirrorc.runtime.execution.binding.outputs import StepOutputs
+from mirrorc.runtime.execution.commit.finite_checks import commit_point_of
+from mirrorc.runtime.execution.commit.update_progress import progress_of
+from mirrorc.runtime.execution.commit.used_parameters import UsedVariables
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
 from mirrorc.runtime.execution.failures import explain_failure, note_if_torn
-from mirrorc.runtime.execution.finite_checks import commit_point_of
 from mirrorc.runtime.execution.handover import Handover
-from mirrorc.runtime.execution.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
-from mirrorc.runtime.execution.outputs import StepOutputs
-from mirrorc.runtime.execution.ranges import seen
+from mirrorc.runtime.execution.profiler_ranges import seen
 from mirrorc.runtime.execution.tail import Tail
-from mirrorc.runtime.execution.update_progress import progress_of
-from mirrorc.runtime.execution.used_variables import UsedVariables
 from mirrorc.runtime.profiling.recorder import Recorder
-from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.accumulation_state import ProgramState
-from mirrorc.runtime.state.completion import completed
-from mirrorc.runtime.state.gradient_shares import forget_what_is_written
+from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
+from mirrorc.runtime.state.shares.gradient_shares import forget_what_is_written
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.workers.exchanges import exchanges_of
-from mirrorc.runtime.workers.team import Team
-from mirrorc.runtime.workers.vote import Columns, Vote
-from mirrorc.runtime.workers.worker_values import WorkerValues
+from mirrorc.runtime.workers.buckets.exchanges import exchanges_of
+from mirrorc.runtime.workers.buckets.replica_values import WorkerValues
+from mirrorc.runtime.workers.protocol.vote import Columns, Vote
+from mirrorc.runtime.workers.team.team import Team
 from mirrorc.torch_internals import is_plain_thread
 
 

@@ -12,11 +12,11 @@ from mirrorc.analysis.handed_over import handed_over
 from mirrorc.ir.program import Program
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.devices.uninterrupted import completed
+from mirrorc.runtime.execution.commit.update_progress import UpdateProgress
 from mirrorc.runtime.execution.failures import explain_failure, note_if_torn
 from mirrorc.runtime.execution.tail import Tail
-from mirrorc.runtime.execution.update_progress import UpdateProgress
 from mirrorc.runtime.state.accumulation_state import ProgramState
-from mirrorc.runtime.state.completion import completed
 from mirrorc.runtime.state.step_state import StepState
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.runtime.execution.commit import CommitPoint
+from mirrorc.runtime.execution.commit.commit_point import CommitPoint
 
 _LONGEST_SECONDS = 5.0  # if a step does not end for so long after Ctrl-C, the next Ctrl-C is passed on
 Handler = Callable[[int, FrameType | None], Any]

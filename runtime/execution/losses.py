@@ -10,8 +10,8 @@ import torch
 
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 from mirrorc.runtime.devices.events import kept_for_caller, wait_event
-from mirrorc.runtime.state.accumulated_gradients import Examples
 from mirrorc.runtime.state.accumulation_state import ProgramState
+from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
 
 _MOST_KEPT = 16
 

@@ -42,12 +42,12 @@ from mirrorc.printing.values import PrintedValues, type_of
 from mirrorc.runtime.codegen.graph_function import last_uses
 from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
-from mirrorc.runtime.state.gradient_shares import largest_part_of_share, pieces_of_share, temporary_bytes
-from mirrorc.runtime.state.share_pieces import Factors, Piece
-from mirrorc.runtime.state.thin_products import elements_of_room
-from mirrorc.runtime.state.touched_rows import bytes_of_rows
-from mirrorc.runtime.state.unmade_products import bytes_to_measure
-from mirrorc.runtime.state.unmade_tables import bytes_of_tables, bytes_to_measure_tables
+from mirrorc.runtime.state.gradients.low_rank_products import elements_of_room
+from mirrorc.runtime.state.gradients.sparse_rows import bytes_of_rows
+from mirrorc.runtime.state.shares.gradient_shares import largest_part_of_share, pieces_of_share, temporary_bytes
+from mirrorc.runtime.state.shares.lazy_products import bytes_to_measure
+from mirrorc.runtime.state.shares.lazy_tables import bytes_of_tables, bytes_to_measure_tables
+from mirrorc.runtime.state.shares.pieces import Factors, Piece
 from mirrorc.torch_internals import num_bytes_now, size_now, storage_bytes_now
 
 Count = Callable[[Sequence[Piece], Sequence[Sequence[Sequence[Factors]]]], int]

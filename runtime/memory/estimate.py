@@ -21,8 +21,8 @@ from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.memory.activations import Activations, activations_of
 from mirrorc.runtime.memory.dry_run import DryRun, dry_run
 from mirrorc.runtime.memory.report import ActivationPeak, DeviceMemory, HeldMemory, LiveValue, MemoryReport
-from mirrorc.runtime.state.flat_optimizer import UpdateMemory
-from mirrorc.runtime.state.gradient_shares import pieces_of_share
+from mirrorc.runtime.state.optimizers.flat_optimizer import UpdateMemory
+from mirrorc.runtime.state.shares.gradient_shares import pieces_of_share
 from mirrorc.runtime.state.step_state import StepState
 
 _MOST_LISTED = 5  # values at the peak

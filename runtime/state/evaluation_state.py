@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from mirrorc.ir.program import Program
-from mirrorc.runtime.state.accumulated_gradients import Examples
+from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
 from mirrorc.runtime.state.state_view import StateView
 
 

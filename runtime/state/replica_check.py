@@ -12,9 +12,9 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.printing.wording import counted, listed
-from mirrorc.runtime.state.held_state import Hold
-from mirrorc.runtime.state.layout import slot_views
+from mirrorc.runtime.state.shared.shared_state import Hold
 from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.variables.layout import slot_views
 
 _ROW = 1024  # words that are added up together
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
-from mirrorc.runtime.state.reserved_memory import ReservedMemory
+from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.state.step_variables import StepVariables
+from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
+from mirrorc.runtime.state.variables.step_variables import StepVariables
 
 
 class StateView:

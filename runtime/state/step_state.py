@@ -12,20 +12,20 @@ import torch
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.runtime.devices.process_memory import return_freed_memory
-from mirrorc.runtime.state import open_states
-from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients, Examples
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers, Laid
-from mirrorc.runtime.state.callers import Callers
-from mirrorc.runtime.state.completion import completed
-from mirrorc.runtime.state.flat_optimizer import UpdateMemory
-from mirrorc.runtime.state.held_state import HeldState, Hold
-from mirrorc.runtime.state.layout import Layout, Moved
-from mirrorc.runtime.state.loss_scale import LossScale
-from mirrorc.runtime.state.reserved_memory import ReservedMemory
-from mirrorc.runtime.state.step_variables import StepVariables
-from mirrorc.runtime.state.torn_state import TornState, refuse_torn
-from mirrorc.runtime.state.unfinished_step import UnfinishedStep, finish_steps
-from mirrorc.runtime.state.unsent_gradients import UnsentGradients
+from mirrorc.runtime.devices.uninterrupted import completed
+from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients, Examples
+from mirrorc.runtime.state.gradients.residuals import UnsentGradients
+from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers, Laid
+from mirrorc.runtime.state.optimizers.flat_optimizer import UpdateMemory
+from mirrorc.runtime.state.optimizers.loss_scale import LossScale
+from mirrorc.runtime.state.shared import registry
+from mirrorc.runtime.state.shared.call_owner import Callers
+from mirrorc.runtime.state.shared.in_flight_step import UnfinishedStep, finish_steps
+from mirrorc.runtime.state.shared.shared_state import HeldState, Hold
+from mirrorc.runtime.state.shared.torn_state import TornState, refuse_torn
+from mirrorc.runtime.state.variables.layout import Layout, Moved
+from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
+from mirrorc.runtime.state.variables.step_variables import StepVariables
 from mirrorc.torch_internals import mark_optimizer_stepped
 
 
@@ -108,11 +108,11 @@ class StepState:
         call ``goes_on`` with it.
 
         Raises:
-            ExecutionError: see `mirrorc.runtime.state.open_states.begin_use`.
+            ExecutionError: see `mirrorc.runtime.state.shared.registry.begin_use`.
             CommunicationError: a step could not be finished.
         """
         finish_steps(self._held.store.names.keys(), besides=self.unfinished if goes_on else None)
-        open_states.begin_use(self._held)
+        registry.begin_use(self._held)
 
     def finish_last(self) -> None:
         """Updates the buckets that the last step has left, if it has left any.
@@ -136,8 +136,8 @@ class StepState:
     def take_in(
         self, outside: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
     ) -> None:
-        """See `mirrorc.runtime.state.open_states.take_in`."""
-        open_states.take_in(self._hold, outside, counters, written)
+        """See `mirrorc.runtime.state.shared.registry.take_in`."""
+        registry.take_in(self._hold, outside, counters, written)
 
     def keep_only(self, names: Collection[str]) -> None:
         """Lets go what was taken in under other names."""
@@ -145,8 +145,8 @@ class StepState:
             self._held.release()
 
     def reads(self, constants: Collection[torch.Tensor]) -> None:
-        """See `mirrorc.runtime.state.open_states.reads`."""
-        open_states.reads(self._held, constants)
+        """See `mirrorc.runtime.state.shared.registry.reads`."""
+        registry.reads(self._held, constants)
 
     @property
     def is_behind(self) -> bool:
@@ -332,7 +332,7 @@ class StepState:
         """Refuses to show variables that a step has left between two steps.
 
         Raises:
-            ExecutionError: see `mirrorc.runtime.state.torn_state.TornState.refuse`.
+            ExecutionError: see `mirrorc.runtime.state.shared.torn_state.TornState.refuse`.
         """
         refuse_torn(self._held.store.names.keys())
 

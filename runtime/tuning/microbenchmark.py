@@ -20,7 +20,7 @@ from mirrorc.optimizers import SCALAR_STATE
 from mirrorc.runtime.communication import Aborted, communicator_for
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.devices.thread_pool import DevicePool
-from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
+from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
 
 Layout = tuple[int, ...]  # elements of each bucket
 _SECONDS = 1.5  # after this time no further round begins, except for the first few

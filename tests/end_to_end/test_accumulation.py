@@ -20,7 +20,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.passes import default_pipeline
-from mirrorc.runtime.state.accumulated_gradients import AccumulatedGradients
+from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients
 
 TOLERANCE = 1e-11
 Batch = tuple[torch.Tensor, torch.Tensor]

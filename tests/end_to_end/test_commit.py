@@ -24,9 +24,9 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc import ExecutionError
 from mirrorc.runtime.execution import interrupts
-from mirrorc.runtime.execution.commit import CommitPoint
+from mirrorc.runtime.execution.commit.commit_point import CommitPoint
 from mirrorc.runtime.execution.interrupts import InterruptGuard
-from mirrorc.runtime.state import flat_optimizer
+from mirrorc.runtime.state.optimizers import flat_optimizer
 
 # torch's guards take an error in a function that they call for a change; Ctrl-C is kept meanwhile
 WITHIN_GUARDS = tuple(f"{torch.__path__[0]}/{folder}/" for folder in ("_dynamo", "_functorch"))

@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import mirrorc
 from mirrorc import CaptureError, progress
 from mirrorc.ir.buckets import Elements
-from mirrorc.runtime.state.dealt_state import DealtState, watch_dealt_state
-from mirrorc.runtime.state.user_steps import OwnSteps
+from mirrorc.runtime.state.optimizers.sharded_state import DealtState, watch_dealt_state
+from mirrorc.runtime.state.optimizers.user_steps import OwnSteps
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "from-pytorch.md"
 KINDS = {"Same", "Leave out", "Other", "Refused", "Warned", "Not yet"}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.runtime.state import share_pieces
+from mirrorc.runtime.state.shares import pieces
 
 NUM_ROWS, WIDTH = 3000, 50
 
@@ -143,18 +143,18 @@ def test_no_share_of_a_table_is_looked_at_or_changed_as_a_whole(
 ) -> None:
     """Nor does a fused kernel write a scaled gradient back: what is behind the rows of a step stays as it is."""
     parts: list[int] = []
-    visit = share_pieces.Visit.__call__
+    visit = pieces.Visit.__call__
 
-    def noting(one: share_pieces.Visit, part: torch.Tensor) -> None:
+    def noting(one: pieces.Visit, part: torch.Tensor) -> None:
         parts.append(part.numel())
         visit(one, part)
 
-    monkeypatch.setattr(share_pieces.Visit, "__call__", noting)
+    monkeypatch.setattr(pieces.Visit, "__call__", noting)
     net = Tables()
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     divided: list[object] = []
     monkeypatch.setattr(
-        mirrorc.runtime.state.flat_optimizer,
+        mirrorc.runtime.state.optimizers.flat_optimizer,
         "dividing_gradients",
         lambda *given: divided.append(given) or pytest.fail("it writes the gradient"),
     )

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.runtime.state import open_states
+from mirrorc.runtime.state.shared import registry
 
 COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
 ADAMW, SGD = functools.partial(torch.optim.AdamW, lr=0.05), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -506,7 +506,7 @@ def test_steps_that_are_interrupted_while_they_become_one_go_on(number: int, mon
     plain.losses[1] = lambda y, target: y.mean()
     take_turns(own, plain, 0, 1)
     reaches[0] = True
-    take_in = open_states.take_in
+    take_in = registry.take_in
 
     def interrupted(*args: Any) -> None:
         monkeypatch.undo()
@@ -518,7 +518,7 @@ def test_steps_that_are_interrupted_while_they_become_one_go_on(number: int, mon
             sys.settrace(before)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(open_states, "take_in", interrupted)
+    monkeypatch.setattr(registry, "take_in", interrupted)
     before = copy.deepcopy(own.nets.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

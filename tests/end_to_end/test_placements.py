@@ -31,7 +31,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.passes import SpreadCopies
-from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
+from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
 
 TOLERANCE = 1e-12
 ADAMW = partial(torch.optim.AdamW, lr=0.01)

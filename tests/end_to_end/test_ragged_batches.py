@@ -34,7 +34,7 @@ from mirrorc.comparison.diff import diff_programs
 from mirrorc.errors import CaptureError, NonFiniteError
 from mirrorc.passes import FactorGradients, default_pipeline
 from mirrorc.printing.reader import read_program_text
-from mirrorc.runtime.execution.interleaving import InterleavingTrial
+from mirrorc.runtime.execution.binding.interleaving import InterleavingTrial
 
 TOLERANCE = 1e-10
 ADAMW, SGD = partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Role, Variable
-from mirrorc.runtime.state.variables import VariableStore
+from mirrorc.runtime.state.variables.variables import VariableStore
 
 
 class Normed(nn.Module):

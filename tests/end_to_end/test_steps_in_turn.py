@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc import ExecutionError
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
 
 LOSSES = (F.mse_loss, F.l1_loss)
 

@@ -36,7 +36,7 @@ from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.power_sgd import PowerSGD
 from mirrorc.printing.colors import colored
 from mirrorc.printing.reader import read_program_text
-from mirrorc.runtime.execution.binding import binds
+from mirrorc.runtime.execution.binding.binder import binds
 from mirrorc.runtime.memory.activations import accounts
 from mirrorc.runtime.profiling.timeline import category_of
 from mirrorc.serialization.operator_names import find_operator, operator_name

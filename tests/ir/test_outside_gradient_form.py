@@ -28,7 +28,7 @@ from mirrorc.passes import FactorGradients, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.placement import add_passes
 from mirrorc.printing.reader import read_program_text
-from mirrorc.runtime.state.share_pieces import FactoredPiece, Factors, makes_shares_of
+from mirrorc.runtime.state.shares.pieces import FactoredPiece, Factors, makes_shares_of
 from mirrorc.verifier.verifier import Verify, VerifyError, verify
 
 aten = torch.ops.aten

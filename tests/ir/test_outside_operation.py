@@ -25,7 +25,7 @@ from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.placement import add_passes
 from mirrorc.printing.colors import colored
 from mirrorc.printing.reader import read_program_text
-from mirrorc.runtime.execution.binding import Binder, binds
+from mirrorc.runtime.execution.binding.binder import Binder, binds
 from mirrorc.verifier.verifier import Verify, VerifyError, verify
 
 Symbol = Callable[..., Any]

@@ -18,7 +18,7 @@ from torch import nn
 from worker_training import batch, made, values_of
 
 import mirrorc
-from mirrorc.runtime.state.flat_optimizer import FlatOptimizer
+from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
 
 _LONGEST_SECONDS = 60.0
 

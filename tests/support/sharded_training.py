@@ -14,7 +14,7 @@ from torch import nn
 from worker_training import batch, favour, made, values_of
 
 import mirrorc
-from mirrorc.runtime.workers.sharded_buckets import ShardedBuckets
+from mirrorc.runtime.workers.buckets.sharded_buckets import ShardedBuckets
 
 State = dict[str, dict[str, list[float]]]
 

@@ -14,7 +14,7 @@ import torch
 from late_streams import LateEvent, LateGpu
 
 from mirrorc.ir import links
-from mirrorc.runtime.workers import lane
+from mirrorc.runtime.workers.transport import lane
 from mirrorc.torch_internals import GlooGroup, NcclGroup
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from mirrorc.runtime.communication import (
     nccl,
 )
 from mirrorc.runtime.devices.events import wait_device
-from mirrorc.runtime.state.share_pieces import CACHED_ELEMENTS, Visit
+from mirrorc.runtime.state.shares.pieces import CACHED_ELEMENTS, Visit
 
 LINKS = ("shared-memory", "copy")
 KINDS = ("all_reduce", "reduce_scatter")

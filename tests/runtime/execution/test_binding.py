@@ -11,7 +11,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program, Stage
 from mirrorc.runtime.codegen.bound_calls import Constant
-from mirrorc.runtime.execution.binding import Binder, _following
+from mirrorc.runtime.execution.binding.binder import Binder, _following
 
 
 def test_constants_of_the_host_stay_there() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mirrorc.runtime.execution.finite_checks import Examined, examined, sums_are_finite
+from mirrorc.runtime.execution.commit.finite_checks import Examined, examined, sums_are_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 

@@ -14,8 +14,8 @@ from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.purposes import Purpose
 from mirrorc.runtime.communication import Aborted
 from mirrorc.runtime.devices.thread_pool import DevicePool
-from mirrorc.runtime.execution import interleaving
-from mirrorc.runtime.execution.interleaving import InterleavingTrial, can_interleave, interleave
+from mirrorc.runtime.execution.binding import interleaving
+from mirrorc.runtime.execution.binding.interleaving import InterleavingTrial, can_interleave, interleave
 
 
 def fed(trial: InterleavingTrial, seconds: float) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.runtime.execution import binding
-from mirrorc.runtime.state.unmade_pieces import UnmadePieces
+from mirrorc.runtime.execution.binding import binder
+from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces
 
 OPTIMIZERS: dict[str, Any] = {
     "fused": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
@@ -56,16 +56,16 @@ def test_what_is_made_late_is_what_would_be_made_at_once(
     options: dict[str, Any], is_left: bool, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[UnmadePieces] = []
-    leave = binding.LateShare.leave
+    leave = binder.LateShare.leave
 
     def noting(late: Any, unmade: UnmadePieces | None) -> None:
         left.extend([unmade] if unmade is not None else [])
         leave(late, unmade)
 
-    monkeypatch.setattr(binding.LateShare, "leave", noting)
+    monkeypatch.setattr(binder.LateShare, "leave", noting)
     found = trained(optimizer, 2, torch.float32, **options)
     assert bool(left) == is_left
-    monkeypatch.setattr(binding, "what_is_left", lambda wait: None)
+    monkeypatch.setattr(binder, "what_is_left", lambda wait: None)
     for one, other in zip(found, trained(optimizer, 2, torch.float32, **options), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
 
@@ -148,7 +148,7 @@ def test_what_a_skipped_step_has_left_is_forgotten(monkeypatch: pytest.MonkeyPat
     made: list[Noted] = []
     forgotten: list[Noted] = []
 
-    class Noted(binding.LateShare):
+    class Noted(binder.LateShare):
         def __init__(self) -> None:
             super().__init__()
             made.append(self)
@@ -157,7 +157,7 @@ def test_what_a_skipped_step_has_left_is_forgotten(monkeypatch: pytest.MonkeyPat
             forgotten.append(self)
             super().forget()
 
-    monkeypatch.setattr(binding, "LateShare", Noted)
+    monkeypatch.setattr(binder, "LateShare", Noted)
     net = nn.Linear(400, 400)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", check_finite="skip") as step:

@@ -16,8 +16,8 @@ from mirrorc import api, step_compiler
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.execution import arguments, executor, losses
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
-from mirrorc.runtime.state.bucket_optimizers import BucketOptimizers
-from mirrorc.runtime.state.shown_buffers import ShownBuffers
+from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.variables.user_buffers import ShownBuffers
 
 
 def noting(patch: pytest.MonkeyPatch, owner: Any, name: str, done: list[str], word: str) -> None:

@@ -6,7 +6,7 @@ from tiny_programs import SMALL_BUCKETS, Weight, every_stage, handmade, targets
 from mirrorc import World
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of
-from mirrorc.runtime.execution.update_progress import UpdateProgress, progress_of
+from mirrorc.runtime.execution.commit.update_progress import UpdateProgress, progress_of
 
 
 def program(**options: bool):  # type: ignore[no-untyped-def]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.runtime.execution import binding
-from mirrorc.runtime.state import factored_pieces, share_pieces
+from mirrorc.runtime.execution.binding import binder
+from mirrorc.runtime.state.shares import pieces, product_pieces
 
 
 def trained(**options: Any) -> list[Any]:
@@ -41,10 +41,10 @@ def trained(**options: Any) -> list[Any]:
 )
 def test_parts_give_what_the_whole_gives(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(binding, "visitors_of", lambda wait: {})
+        patched.setattr(binder, "visitors_of", lambda wait: {})
         expected = trained(**options)
     for most in (7, 2**18):
-        for module in (factored_pieces, share_pieces):
+        for module in (product_pieces, pieces):
             monkeypatch.setattr(module, "CACHED_ELEMENTS", most)
         found = trained(**options)
         assert len(found) == len(expected)

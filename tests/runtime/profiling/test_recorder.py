@@ -25,7 +25,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.nodes import call_name
 from mirrorc.runtime.codegen.graph_function import generate
-from mirrorc.runtime.execution.interleaving import NUM_TRIAL_STEPS
+from mirrorc.runtime.execution.binding.interleaving import NUM_TRIAL_STEPS
 from mirrorc.runtime.profiling.clocks import NUM_KEPT_STEPS, Clock, EventClock, clock_for
 from mirrorc.runtime.profiling.collectives import collectives_of, sources_of
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep, Recorder, recorded_steps

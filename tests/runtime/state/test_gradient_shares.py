@@ -12,15 +12,16 @@ from mirrorc.analysis.factored_gradients import FactoredSlot
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import PRODUCT, TABLE
 from mirrorc.ir.variables import Placement, UpdateRule
-from mirrorc.runtime.state import factored_pieces, share_pieces
-from mirrorc.runtime.state.gradient_shares import (
+from mirrorc.runtime.state.shares import pieces as share_pieces
+from mirrorc.runtime.state.shares import product_pieces
+from mirrorc.runtime.state.shares.gradient_shares import (
     UnmadeShare,
     forget_what_is_written,
     make_share,
     pieces_of_share,
     temporary_bytes,
 )
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit
 from mirrorc.torch_internals import peak_allocation
 
 RULE = UpdateRule("AdamW group 0", 0)
@@ -154,7 +155,7 @@ def test_both_ways_to_multiply_agree(dtype: torch.dtype, k: int) -> None:
 @pytest.mark.parametrize("most", [1, 50, 2**18])
 def test_parts_are_visited_in_order_when_they_are_whole(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of factored gradients, among them a table's, and of others, which are added up between them."""
-    for module in (share_pieces, factored_pieces):
+    for module in (share_pieces, product_pieces):
         monkeypatch.setattr(module, "CACHED_ELEMENTS", most)
     bucket = bucket_of([(8, 4), (33, 16), (9, 5), (3, 3)])
     factored = [FactoredSlot(1, PRODUCT), FactoredSlot(2, TABLE, {"padding_idx": -1})]

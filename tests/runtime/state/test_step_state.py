@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.passes import default_pipeline
 from mirrorc.runtime.execution import executor
-from mirrorc.runtime.state import bucket_optimizers
+from mirrorc.runtime.state.optimizers import bucket_optimizers
 
 
 class Scaled(nn.Module):

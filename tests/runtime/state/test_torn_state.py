@@ -12,7 +12,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc.errors import ExecutionError
-from mirrorc.runtime.state.torn_state import TornState, refuse_torn
+from mirrorc.runtime.state.shared.torn_state import TornState, refuse_torn
 
 WHAT = "bucket 0 of 2 was updated"
 

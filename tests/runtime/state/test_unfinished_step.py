@@ -3,8 +3,8 @@ import logging
 import pytest
 
 from mirrorc.errors import CommunicationError
-from mirrorc.runtime.state import unfinished_step
-from mirrorc.runtime.state.unfinished_step import UnfinishedStep, finish_steps
+from mirrorc.runtime.state.shared import in_flight_step
+from mirrorc.runtime.state.shared.in_flight_step import UnfinishedStep, finish_steps
 
 
 def test_whoever_uses_a_parameter_has_the_step_finished() -> None:
@@ -24,9 +24,9 @@ def test_whoever_uses_a_parameter_has_the_step_finished() -> None:
     finish_steps([2, 9])
     finish_steps([2, 9])
     assert made == ["one"]
-    unfinished_step._finish_all()
+    in_flight_step._finish_all()
     assert made == ["one", "other"]
-    unfinished_step._finish_all()
+    in_flight_step._finish_all()
     assert made == ["one", "other"]
 
 
@@ -40,7 +40,7 @@ def test_at_exit_a_failure_is_told_and_the_others_are_finished(caplog: pytest.Lo
     other = UnfinishedStep([2], [0], lambda: made.append(other))
     try:
         with caplog.at_level(logging.WARNING):
-            unfinished_step._finish_all()
+            in_flight_step._finish_all()
         assert made == [other]
         assert "the last step was not finished when the process ended: the cable is cut" in caplog.text
     finally:
@@ -51,8 +51,8 @@ def test_at_exit_a_failure_is_told_and_the_others_are_finished(caplog: pytest.Lo
 def test_a_forked_process_leaves_the_steps_of_its_parent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     step = UnfinishedStep([1], [0], lambda: pytest.fail("it is the parent's"))
     try:
-        monkeypatch.setattr(unfinished_step.os, "getpid", lambda: -1)
+        monkeypatch.setattr(in_flight_step.os, "getpid", lambda: -1)
         finish_steps([1])
-        unfinished_step._finish_all()
+        in_flight_step._finish_all()
     finally:
         step.end()

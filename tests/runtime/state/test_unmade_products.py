@@ -16,10 +16,10 @@ from mirrorc.analysis.updates_in_parts import is_bounded_by_factors, is_measured
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import PRODUCT
 from mirrorc.ir.variables import Placement, UpdateRule
-from mirrorc.runtime.state.gradient_shares import make_or_leave, make_share, pieces_of_share
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Leaves, Visit
-from mirrorc.runtime.state.unmade_pieces import UnmadePieces, are_finite, norm_of_unmade
-from mirrorc.runtime.state.unmade_products import bytes_to_measure
+from mirrorc.runtime.state.shares.gradient_shares import make_or_leave, make_share, pieces_of_share
+from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces, are_finite, norm_of_unmade
+from mirrorc.runtime.state.shares.lazy_products import bytes_to_measure
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Leaves, Visit
 
 Shape = tuple[int, int]
 

@@ -17,10 +17,10 @@ from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import TABLE
 from mirrorc.ir.shares import share_bounds
 from mirrorc.ir.variables import Placement, UpdateRule
-from mirrorc.runtime.state.gradient_shares import MadeShare, make_or_leave, make_share, pieces_of_share
-from mirrorc.runtime.state.share_pieces import FactoredBucket, Visit, bounding_by, scaling_by
-from mirrorc.runtime.state.unmade_pieces import UnmadePieces, are_finite, norm_of_unmade
-from mirrorc.runtime.state.unmade_tables import bytes_of_tables, bytes_to_measure_tables, rows_of_tables
+from mirrorc.runtime.state.shares.gradient_shares import MadeShare, make_or_leave, make_share, pieces_of_share
+from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces, are_finite, norm_of_unmade
+from mirrorc.runtime.state.shares.lazy_tables import bytes_of_tables, bytes_to_measure_tables, rows_of_tables
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, bounding_by, scaling_by
 from mirrorc.torch_internals import peak_allocation
 
 Shape = tuple[int, int]

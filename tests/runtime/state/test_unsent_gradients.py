@@ -16,12 +16,12 @@ from mirrorc import World
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.runtime.state.kept_factors import KeptFactors
-from mirrorc.runtime.state.orthonormal_columns import orthonormal_columns
-from mirrorc.runtime.state.thin_products import subtract_product, write_elements, write_product
-from mirrorc.runtime.state.unsent_gradients import UnsentGradients
-from mirrorc.runtime.workers.largest_elements import LargestElements, places_of_largest
-from mirrorc.runtime.workers.low_rank_sums import WholeSum
+from mirrorc.runtime.state.gradients.low_rank_products import subtract_product, write_elements, write_product
+from mirrorc.runtime.state.gradients.orthonormalize import orthonormal_columns
+from mirrorc.runtime.state.gradients.powersgd_factors import KeptFactors
+from mirrorc.runtime.state.gradients.residuals import UnsentGradients
+from mirrorc.runtime.workers.buckets.power_sgd import WholeSum
+from mirrorc.runtime.workers.buckets.top_k import LargestElements, places_of_largest
 from mirrorc.unsent_states import dealt_out
 
 ONES = torch.ones(300)

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from mirrorc.runtime.workers.copies import checksums_of_state
+from mirrorc.runtime.workers.protocol.checksums import checksums_of_state
 
 
 class Plain:

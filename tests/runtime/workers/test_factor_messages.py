@@ -7,9 +7,9 @@ import torch
 
 from mirrorc.analysis.sent_factors import split_counts
 from mirrorc.ir.buckets import RowType, SentFactors
-from mirrorc.runtime.workers.factor_messages import FactorMessage, Gathering
-from mirrorc.runtime.workers.header import Header
-from mirrorc.runtime.workers.known_counts import KnownCounts
+from mirrorc.runtime.workers.buckets.factor_messages import FactorMessage, Gathering
+from mirrorc.runtime.workers.protocol.header import Header
+from mirrorc.runtime.workers.protocol.known_counts import KnownCounts
 
 F64 = torch.float64
 MESSAGE = FactorMessage(

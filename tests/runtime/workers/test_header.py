@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mirrorc.ir.program import Accumulation
-from mirrorc.runtime.workers.header import BESIDES, TURN, Agreement, Header, agreement, kind_of
+from mirrorc.runtime.workers.protocol.header import BESIDES, TURN, Agreement, Header, agreement, kind_of
 
 PLAIN = Header(5, 0, 0, 1, 2, 3, 4, num_examples=4, num_present=1, seed=9)
 ADDS, ENDS = kind_of(Accumulation.ADDS), kind_of(Accumulation.ENDS)

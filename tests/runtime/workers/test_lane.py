@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed
 
-from mirrorc.runtime.workers import lane
-from mirrorc.runtime.workers.lane import Lane
+from mirrorc.runtime.workers.transport import lane
+from mirrorc.runtime.workers.transport.lane import Lane
 
 _HOST = torch.device("cpu")
 

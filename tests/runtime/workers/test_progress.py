@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mirrorc.runtime.workers.progress import Progress, least_far
+from mirrorc.runtime.workers.protocol.call_progress import Progress, least_far
 
 CALL = Progress().begun(3)
 

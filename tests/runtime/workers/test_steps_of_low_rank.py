@@ -17,7 +17,7 @@ from worker_training import batch, made, reference, values_of
 import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
-from mirrorc.runtime.state.kept_factors import KeptFactors
+from mirrorc.runtime.state.gradients.powersgd_factors import KeptFactors
 
 RANK_2 = {"rank": 2, "min_compression_rate": 1.0}
 CASES: dict[str, dict[str, Any]] = {

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from mirrorc.runtime.workers.call_state import CallState
-from mirrorc.runtime.workers.connections import Connections
-from mirrorc.runtime.workers.failures import Failures
-from mirrorc.runtime.workers.team import Team
-from mirrorc.runtime.workers.watcher import Failure
+from mirrorc.runtime.workers.protocol.call_state import CallState
+from mirrorc.runtime.workers.team.failure_detector import Failure
+from mirrorc.runtime.workers.team.failures import Failures
+from mirrorc.runtime.workers.team.team import Team
+from mirrorc.runtime.workers.transport.connections import Connections
 
 
 class FakeLane:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mirrorc.errors import CommunicationError
-from mirrorc.runtime.workers.vote import Columns, Outcome, Vote, outcome
+from mirrorc.runtime.workers.protocol.vote import Columns, Outcome, Vote, outcome
 
 
 def test_numbers_of_the_chief_reach_all_as_they_are() -> None:

@@ -12,9 +12,9 @@ from torch import distributed
 
 from mirrorc.cluster import Worker
 from mirrorc.errors import CommunicationError
-from mirrorc.runtime.workers import watcher
-from mirrorc.runtime.workers.progress import Progress
-from mirrorc.runtime.workers.watcher import Failure, Watcher
+from mirrorc.runtime.workers.protocol.call_progress import Progress
+from mirrorc.runtime.workers.team import failure_detector
+from mirrorc.runtime.workers.team.failure_detector import Failure, Watcher
 
 
 class Told:
@@ -49,12 +49,12 @@ def test_who_has_left_is_not_waited_for() -> None:
     assert both[0].has_come.wait(30)
     began = time.monotonic()
     both[0].watcher.publish(Failure(-1, 4, "the connection broke"))
-    assert time.monotonic() - began < watcher._LONGEST_READING_SECONDS
+    assert time.monotonic() - began < failure_detector._LONGEST_READING_SECONDS
     both[0].watcher.close()
 
 
 def test_who_has_not_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watcher, "_LONGEST_READING_SECONDS", 0.5)
+    monkeypatch.setattr(failure_detector, "_LONGEST_READING_SECONDS", 0.5)
     store = distributed.HashStore()
     both = [Told(store, rank) for rank in range(2)]  # the third one is not there
     began = time.monotonic()
@@ -91,7 +91,7 @@ def test_who_has_told_nothing_for_long_is_known_at_once_unless_this_worker_has_n
 def test_a_store_for_which_the_thread_has_waited_long_is_not_waited_for_as_long_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watcher, "_SLACK_SECONDS", 0.1)
+    monkeypatch.setattr(failure_detector, "_SLACK_SECONDS", 0.1)
     told = Told(distributed.HashStore(), 0, num_workers=2)
     told.watcher.close()
     told.watcher._thread.join()
@@ -103,7 +103,7 @@ def test_a_store_for_which_the_thread_has_waited_long_is_not_waited_for_as_long_
     def answer(seconds: float) -> None:
         told.watcher._asked_at = None  # this worker was stopped meanwhile, and hears the answer now
 
-    monkeypatch.setattr(watcher.time, "sleep", answer)
+    monkeypatch.setattr(failure_detector.time, "sleep", answer)
     told.watcher._asked_at = time.monotonic() - 2000.0
     assert told.watcher.find_silent(lambda: True) == []
     told.watcher._asked_at = time.monotonic()  # it has only just been asked
@@ -141,7 +141,7 @@ def test_which_calls_a_failure_ends(failure: Failure, ended: list[bool]) -> None
 def test_a_store_that_takes_connections_and_does_not_answer_is_not_waited_for_without_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watcher, "_LONGEST_CONNECTING_SECONDS", 0.1)
+    monkeypatch.setattr(failure_detector, "_LONGEST_CONNECTING_SECONDS", 0.1)
     goes_on = threading.Event()
     stopped: Any = SimpleNamespace(add=lambda *_: goes_on.wait(60))
     workers = [Worker(other, 2, "host", 1, {}) for other in range(2)]

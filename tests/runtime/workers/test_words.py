@@ -9,9 +9,9 @@ import pytest
 from torch import distributed
 
 from mirrorc.cluster import Worker
-from mirrorc.runtime.workers.call_state import CallState
-from mirrorc.runtime.workers.lane import LostConnectionError
-from mirrorc.runtime.workers.words import Words
+from mirrorc.runtime.workers.protocol.call_state import CallState
+from mirrorc.runtime.workers.team.control_messages import Words
+from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
 
 @pytest.mark.parametrize(("is_known", "is_broken"), [(True, False), (False, True)])

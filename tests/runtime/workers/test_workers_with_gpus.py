@@ -11,9 +11,9 @@ from worker_training import in_one_process, reference
 
 from mirrorc.ir.devices import parse_devices
 from mirrorc.runtime.communication import Aborted
-from mirrorc.runtime.workers.exchanges import ExchangesOfGpus
-from mirrorc.runtime.workers.sharded_buckets import ShardedBuckets
-from mirrorc.runtime.workers.words import on_host
+from mirrorc.runtime.workers.buckets.exchanges import ExchangesOfGpus
+from mirrorc.runtime.workers.buckets.sharded_buckets import ShardedBuckets
+from mirrorc.runtime.workers.team.control_messages import on_host
 
 CASES: dict[str, dict[str, Any]] = {
     "mlp": {"model": "mlp", "sizes": [[4, 4], [4, 2]], "stepped": 1},

@@ -1,0 +1,43 @@
+"""Runs what adds gradients to those of earlier calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, pack_of
+from mirrorc.runtime.execution.binding.binder import Binder, binds
+from mirrorc.runtime.state.evaluation_state import EvaluationState
+from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients
+
+
+@binds(ops.accumulate)
+def _bind_accumulate(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    accumulated, bucket = _accumulated(binder), bucket_of(node)
+
+    def accumulate(packed: torch.Tensor, **_: Any) -> None:
+        accumulated.add(bucket, replica, packed)
+
+    return accumulate
+
+
+@binds(ops.add_accumulated)
+def _bind_add_accumulated(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    accumulated, bucket = _accumulated(binder), bucket_of(node)
+    packs = binder.program.buckets[bucket].packs
+    elements = next((slice(pack.start, pack.stop) for pack in packs if pack.number == pack_of(node)), slice(None))
+
+    def add_accumulated(packed: torch.Tensor, **_: Any) -> torch.Tensor:
+        accumulated.add_to(bucket, replica, packed, elements)
+        return packed
+
+    return add_accumulated
+
+
+def _accumulated(binder: Binder) -> AccumulatedGradients:
+    assert not isinstance(binder.state, EvaluationState), "an evaluation has no gradients"
+    return binder.state.accumulated

@@ -1,0 +1,499 @@
+"""Binds a device's graph to memory, regions and links: says which function runs each of its nodes.
+
+It is long, as it has a handler for each operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.bucket_parts import BucketParts
+from mirrorc.analysis.clipping import before_rescaling
+from mirrorc.analysis.factored_gradients import is_left_to_shares, slots_left_as_factors, stays_factored
+from mirrorc.analysis.rows_of_updates import gives_indices_alone
+from mirrorc.analysis.updates_in_parts import part_elements_of
+from mirrorc.custom_ops.random import seed_of_microbatch
+from mirrorc.ir import ops
+from mirrorc.ir.gradient_forms import details_of, form_of
+from mirrorc.ir.nodes import bucket_of, is_compute, pack_of
+from mirrorc.ir.operation import Handlers
+from mirrorc.ir.program import Program
+from mirrorc.ir.routes import route_of
+from mirrorc.runtime.codegen.bound_calls import Constant, HandOver, Meeting
+from mirrorc.runtime.codegen.regions import RegionFunction
+from mirrorc.runtime.communication import Communicator
+from mirrorc.runtime.communication.replica_values import ReplicaValues
+from mirrorc.runtime.execution.binding.eager_backward import asking
+from mirrorc.runtime.execution.binding.outputs import StepOutputs
+from mirrorc.runtime.execution.binding.packs import pack_of_cut_bucket, side_by_side
+from mirrorc.runtime.execution.commit.commit_point import CommitPoint
+from mirrorc.runtime.execution.commit.deferred_shares import LateShare, leaving, what_is_left
+from mirrorc.runtime.execution.commit.finite_checks import CheckedCommit, Examined, ExaminedShare, examined
+from mirrorc.runtime.execution.commit.part_visitors import SumVisitor, Visitor, visiting, visitors_of
+from mirrorc.runtime.execution.commit.update_progress import UpdateProgress, is_noted
+from mirrorc.runtime.state.accumulation_state import ProgramState
+from mirrorc.runtime.state.gradients.sparse_rows import add_up_rows, note_rows, rows_written, write_rows
+from mirrorc.runtime.state.shares.gradient_shares import (
+    MadeShare,
+    UnmadeShare,
+    make_pieces,
+    make_whole,
+    pieces_of_share,
+)
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Piece
+from mirrorc.runtime.workers.buckets.replica_values import WorkerValues
+from mirrorc.torch_internals import copy_each
+
+binds: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("run")
+"""For each operation, a handler that returns the function to run a node of a replica, or a `Constant`.
+
+The function is called with the node's operands and keywords. For an operation that is declared elsewhere, a handler is registered
+with ``@binds(scale_bucket)``.
+"""
+
+binds_waits: Handlers[Callable[[Binder, int, fx.Node], Any]] = Handlers("wait for")
+"""For a launch, such a handler for the wait for it, where that needs one of its own."""
+
+
+class Binder:
+    """Makes functions for the nodes of a lowered program, for the present layout of memory.
+
+    Args:
+        program: a LOWERED program.
+        regions: for each device, its compiled regions by name.
+        state: the variables and the optimizer.
+        constants: tensors that the capture found outside of parameters and buffers.
+        communicators: the communicators by link.
+        commit: where the replicas decide on a step.
+        outputs: what the replicas hand to the caller.
+        replica_values: where the replicas meet, as the model asks for it.
+        progress: notes the updates of a program that commits early; None for any other.
+        await_update: called with a replica and a bucket where the step before must have updated the bucket.
+        unused: gives the slots of a bucket, by their places, that the step which has committed last leaves out.
+
+    Attributes:
+        parts: which parts of buckets the program's values hold.
+        visitors: for a wait and a node that takes its share, what does the node's work while the share is made.
+        late: for a wait, what it may leave unmade of its share until an update takes it, in the functions that are bound.
+        late_shares: the same of all functions that were bound for the present layout of memory.
+        pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
+        summed_pieces: those of them whose elements are added up, so that the memory may hold more than they have written.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        regions: Sequence[Mapping[str, RegionFunction]],
+        state: ProgramState,
+        constants: Mapping[str, torch.Tensor],
+        communicators: Mapping[str, Communicator],
+        commit: CommitPoint,
+        outputs: StepOutputs,
+        replica_values: ReplicaValues | WorkerValues,
+        progress: UpdateProgress | None = None,
+        await_update: Callable[[int, int], object] = lambda _replica, _bucket: None,
+        unused: Callable[[int], Set[int]] = lambda _bucket: frozenset(),
+    ) -> None:
+        self._await_update, self.unused = await_update, unused
+        self.program, self.regions, self.state = program, regions, state
+        self._constants, self.communicators, self._commit = constants, communicators, commit
+        self._outputs, self._progress, self._replica_values = outputs, progress, replica_values
+        self.pieces: list[Piece] = []
+        self.summed_pieces: list[Piece] = []
+        self.visitors: dict[tuple[Any, fx.Node], Visitor] = {}
+        self.late: dict[Any, LateShare] = {}
+        self.late_shares: list[LateShare] = []
+        self._shares: dict[tuple[int, int], MadeShare] = {}
+        self.parts = BucketParts(program)
+
+    def few_made(self, replica: int, gradient: Any) -> MadeShare:
+        """What is known of the memory of a reduced gradient: what the replica has made of it, and nobody has added to since."""
+        value = before_rescaling(gradient)
+        sources = [value]
+        if value.target is ops.wait and value.all_input_nodes[0].target in (ops.reduce_scatter, ops.gather_factors):
+            sources = value.all_input_nodes[0].all_input_nodes
+        if any(source.target is not ops.pack for source in sources):
+            return MadeShare()
+        return self._shares.get((bucket_of(value), replica), MadeShare())
+
+    def forget_late_shares(self) -> None:
+        """Drops what a step that was skipped, or has failed, has left unmade of its shares."""
+        for late in self.late_shares:
+            late.forget()
+
+    def bind(self, replica: int, node: fx.Node) -> Any:
+        """The function that runs a node on a replica; it ignores arguments that only the compiler needs."""
+        if node.op == "call_module":
+            return asking(self.program, node, self.regions[replica][str(node.target)])
+        if node.target is operator.getitem or is_compute(node):
+            return node.target
+        bound = binds.of(node.target)(self, replica, node)
+        if self._progress is not None and is_noted(node):
+            return self._progress.noting(node, bound)
+        return bound
+
+    @binds(ops.read)
+    def _bind_read(self, replica: int, node: fx.Node) -> Constant | Callable[..., torch.Tensor]:
+        name = str(node.kwargs["variable"])
+        if name in self._constants:
+            constant = self._constants[name]
+            own = _at_home(constant, self.program.devices[replica].torch_device)
+            return Constant(own) if own is constant else _following(constant, own)
+        return Constant(self.state.store.read_by(self.program.variables[name])[replica])
+
+    @binds(ops.check)
+    def _bind_check(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        text = str(node.kwargs["text"])
+
+        def check(condition: torch.Tensor, **_: Any) -> None:
+            if not condition.item():  # waits for a GPU: an assert of its own would end the process's use of it
+                raise AssertionError(text)
+
+        return check
+
+    @binds(ops.gather)
+    def _bind_gather(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        return self._outputs.part(replica, node)
+
+    @binds(ops.ATTENDED)
+    def _bind_meeting(self, replica: int, node: fx.Node) -> Meeting:
+        values = self._replica_values
+        return Meeting(
+            functools.partial(values.arrive, node, replica),
+            functools.partial(values.leave, node, replica),
+            is_timed=True,
+        )
+
+    @binds(ops.microbatch)
+    def _bind_microbatch(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        sizes: Any = node.kwargs["sizes"]
+        index: Any = node.kwargs["index"]
+        start, size = sum(sizes[:index]), sizes[index]
+        return lambda argument, **_: argument.narrow(0, start, size)
+
+    @binds(ops.microbatch_seed)
+    def _bind_microbatch_seed(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        return lambda seed, index, **_: seed_of_microbatch(seed, index)
+
+    @binds(ops.slot)
+    def _bind_slot(self, replica: int, node: fx.Node) -> Constant:
+        flat = self.state.store.buckets[bucket_of(node)]
+        names = [slot.variable for slot in self.program.buckets[bucket_of(node)].slots]
+        return Constant(flat.gradient_slots[replica][names.index(str(node.kwargs["variable"]))])
+
+    @binds(ops.pack)
+    def _bind_pack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
+        flat = self.state.store.buckets[bucket_of(node)]
+        if flat.bucket.rule.takes_rows:
+            return self._pack_of_rows(replica, node)
+        slots, whole = flat.gradient_slots[replica], flat.gradients[replica]
+        if self.program.buckets[bucket_of(node)].is_cut:
+            return pack_of_cut_bucket(node, self.program.buckets[bucket_of(node)], slots, whole)
+        factored = slots_left_as_factors(self.program, bucket_of(node))
+        left = [slot.place for slot in factored]
+        plain = [i for i in range(len(slots)) if i not in left]
+        is_left = is_left_to_shares(node)
+        is_gathered = flat.bucket.gathers_factors
+        share = (replica, self.program.num_replicas) if is_left and not is_gathered else (0, 1)
+        pieces = pieces_of_share(flat.bucket, factored, *share) if factored else []
+        self.pieces += pieces
+        if is_left or self.program.num_replicas == 1:
+            self._shares[(bucket_of(node), replica)] = MadeShare(pieces, flat.bucket.made(*share)[0])
+        if any(user.target not in (ops.gather_factors, ops.all_gather) for user in node.users):
+            self.summed_pieces += pieces
+        if not node.args:
+            of_shares = FactoredBucket(whole, (), pieces) if factored and is_left else None
+            return _zeros(whole, [slots[i] for i in plain] if of_shares is not None else [whole], of_shares)
+
+        def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
+            outside = [
+                i for i in plain if gradients[i] is not slots[i]
+            ]  # others were written into their slots by backward
+            if outside:
+                copy_each([slots[i] for i in outside], [gradients[i] for i in outside])
+            if not factored:
+                return whole
+            bucket = FactoredBucket(whole, [gradients[i] for i in left], pieces)
+            if is_left:
+                return bucket
+            make_whole(bucket, is_summed=self.program.num_replicas > 1)
+            return whole
+
+        return pack
+
+    def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
+        """Packs a table's rows for an optimizer that takes them; adds them up, where no other replica has any."""
+        flat, is_left = self.state.store.buckets[bucket_of(node)], is_left_to_shares(node)
+        whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
+
+        def pack(*gradients: Any, **_: Any) -> torch.Tensor | FactoredBucket:
+            bucket = FactoredBucket(whole, gradients, ())
+            return bucket if is_left else add_up_rows(flat, [bucket], replica, details)
+
+        return pack
+
+    def _wait_for_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
+        """Waits for the rows of all replicas, and adds them up if something takes the sum, and not just which rows there are."""
+        collective: Any = node.args[0]
+        communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
+        flat, pack = self.state.store.buckets[bucket], pack_of(node)
+        is_used = bool(node.users)
+        find = note_rows if gives_indices_alone(node) else add_up_rows
+        details = slots_left_as_factors(self.program, bucket)[0].details
+
+        def wait(pending: Any, **_: Any) -> torch.Tensor | None:
+            buckets = communicator.wait_factors(pack, replica, pending)
+            return find(flat, buckets, replica, details) if is_used else None
+
+        return wait
+
+    def _wait_for_factors(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        """Waits for the factors of all replicas, and makes the sum in the replica's own bucket."""
+        collective: Any = node.args[0]
+        communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
+        whole, pack = self.state.store.buckets[bucket].gradients[replica], pack_of(node)
+
+        def wait(pending: Any, **_: Any) -> torch.Tensor:
+            found = communicator.wait_factors(pack, replica, pending)
+            make_pieces(found[replica].pieces, [FactoredBucket(whole, one.factors, ()) for one in found])
+            return whole
+
+        return wait
+
+    @binds(ops.FACTORED)
+    def _bind_factored(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+        form, details, shape = form_of(node), details_of(node), node.meta["val"].shape
+        if stays_factored(node):
+            return lambda *factors, **_: form.parts(factors)
+        return lambda *factors, **_: form.make_sum(_apply, factors, shape, **details)
+
+    @binds(ops.REDUCTIONS)
+    def _bind_reduction(self, replica: int, node: fx.Node) -> Callable[..., Any]:
+        communicator, pack = self.communicators[str(node.kwargs["link"])], pack_of(node)
+        root: Any = node.kwargs.get("root")
+        launch: Any = {
+            ops.all_reduce: communicator.launch_all_reduce,
+            ops.reduce_scatter: communicator.launch_reduce_scatter,
+            ops.reduce: functools.partial(communicator.launch_reduce, root=root),
+            ops.all_gather: communicator.launch_factors,
+        }[node.target]  # type: ignore[index]
+
+        return lambda own, **_: launch(pack, replica, own)
+
+    @binds(ops.gather_factors)
+    def _bind_gather_factors(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        exchanges, pack = self.communicators[str(node.kwargs["link"])], pack_of(node)
+        return lambda own, **_: exchanges.launch_gather(pack, replica, own)
+
+    @binds(ops.exchange)
+    def _bind_exchange(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        exchanges, (bucket, pack) = self.communicators[str(node.kwargs["link"])], self.program.packs[pack_of(node)]
+        gradients = self.state.store.buckets[bucket.index].gradients[0]  # where the devices have added up their shares
+        whole: torch.Tensor | None = gradients[pack.start : pack.stop] if bucket.is_cut else gradients
+        if any(given.target is ops.compress for given in node.all_input_nodes):
+            whole = None  # they have compressed them elsewhere
+
+        def exchange(own: torch.Tensor, **_: Any) -> torch.Tensor:
+            exchanges.launch_exchange(pack.number, replica, whole)
+            return own
+
+        return exchange
+
+    @binds(ops.scatter_sums)
+    def _bind_scatter_sums(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        exchanges, bucket = self.communicators[str(node.kwargs["link"])], bucket_of(node)
+        whole = self.state.store.buckets[bucket].gradients[0]  # where the devices have added up their shares
+        return lambda own, **_: exchanges.launch_scatter(bucket, replica, whole)
+
+    @binds(ops.gather_parameters)
+    def _bind_gather_parameters(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        exchanges, bucket = self.communicators[str(node.kwargs["link"])], bucket_of(node)
+        whole = self.state.store.buckets[bucket].parameters[0]
+        return lambda **_: exchanges.launch_parameters(bucket, replica, whole)
+
+    @binds(ops.send)
+    def _bind_send(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        communicator, route = self.communicators[str(node.kwargs["link"])], route_of(self.program, node)
+
+        def send(value: torch.Tensor, **_: Any) -> None:
+            communicator.send(route, value)
+
+        return send
+
+    @binds(ops.recv)
+    def _bind_recv(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        communicator, route = self.communicators[str(node.kwargs["link"])], route_of(self.program, node)
+
+        def recv(**_: Any) -> None:
+            communicator.launch_receive(route)
+
+        return recv
+
+    @binds(ops.wait)
+    def _bind_wait(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | UnmadeShare | None]:
+        collective = node.args[0]
+        assert isinstance(collective, fx.Node)
+        communicator, bucket = self.communicators[str(collective.kwargs["link"])], pack_of(node)
+        if collective.target in binds_waits:
+            return binds_waits.of(collective.target)(self, replica, node)
+        if collective.target is ops.recv:
+            route = route_of(self.program, collective)
+            return lambda pending, **_: communicator.receive(route)
+        if collective.target is ops.scatter_sums:
+            flat = self.state.store.buckets[bucket_of(node)]
+            elements = flat.bucket.updated(replica, self.program.num_replicas)
+            return lambda pending, **_: communicator.wait_scatter(bucket, replica, flat.gradients[0], elements)
+        if collective.target is ops.gather_parameters:
+            return lambda pending, **_: communicator.wait_parameters(bucket, replica)
+        if self.program.buckets[bucket_of(node)].rule.takes_rows and collective.target in (
+            ops.all_gather,
+            ops.gather_factors,
+        ):
+            return self._wait_for_rows(replica, node)
+        if collective.target is ops.all_gather:
+            return self._wait_for_factors(replica, node)
+        if part_elements_of(node) is not None and len(node.users) == 1:
+            return lambda pending, **_: communicator.wait_unmade(bucket, replica, pending)
+        is_cpu = not self.program.devices[replica].is_asynchronous  # a GPU would start a kernel for each part
+        visitors = visitors_of(node) if is_cpu and collective.target in (ops.reduce_scatter, ops.gather_factors) else {}
+        if visitors:
+            self.visitors |= {(node, user): visitor for user, visitor in visitors.items()}
+            leaves = what_is_left(node)
+            if leaves is not None:
+                late = self.late[node] = LateShare()
+                self.late_shares.append(late)
+                return leaving(communicator, bucket, replica, list(visitors.values()), leaves, late)
+            return visiting(communicator, bucket, replica, list(visitors.values()))
+        root: Any = collective.kwargs.get("root")
+        waits: dict[Any, Callable[..., torch.Tensor]] = {
+            ops.all_reduce: communicator.wait_all_reduce,
+            ops.reduce_scatter: communicator.wait_reduce_scatter,
+            ops.reduce: functools.partial(communicator.wait_reduce, root=root),
+            ops.exchange: communicator.wait_exchange,
+            ops.gather_factors: communicator.wait_gather,
+        }
+        wait_for = waits[collective.target]
+
+        def wait(pending: Any, **_: Any) -> torch.Tensor:
+            return wait_for(bucket, replica, pending=pending)
+
+        return wait
+
+    @binds(ops.unpack)
+    def _bind_unpack(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        return lambda *packs, **_: side_by_side(packs)
+
+    @binds(ops.is_finite)
+    def _bind_is_finite(self, replica: int, node: fx.Node) -> Callable[..., Examined | ExaminedShare]:
+        visitor = self.visitors.get((node.args[0], node))
+        if isinstance(visitor, SumVisitor):
+            late = self.late.get(node.args[0])
+            return lambda value, **_: ExaminedShare(value, visitor, late)
+        return lambda value, **_: examined(value)
+
+    @binds(ops.commit)
+    def _bind_commit(self, replica: int, node: fx.Node) -> Meeting:
+        commit = self._commit
+        if isinstance(commit, CheckedCommit):
+
+            def arrive(*found: Any) -> None:
+                commit.arrive_with(replica, *found)
+
+            return Meeting(arrive, functools.partial(commit.leave_if_finite, replica), may_end=True)
+        return Meeting(functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica))
+
+    @binds(ops.hand_over)
+    def _bind_hand_over(self, replica: int, node: fx.Node) -> HandOver:
+        return HandOver()
+
+    @binds(ops.await_update)
+    def _bind_await_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        bucket, await_update = bucket_of(node), self._await_update
+
+        def run(**_: Any) -> None:
+            await_update(replica, bucket)
+
+        return run
+
+    @binds(ops.step_optimizer)
+    def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def step_optimizer(*gradients: torch.Tensor, buckets: Sequence[int], **_: Any) -> tuple[torch.Tensor, ...]:
+            left_out = [self.unused(index) for index in buckets]
+            self.state.optimizers.step_by_itself(buckets, *gradients, unused=left_out)
+            return tuple(self.state.store.buckets[index].parameters[replica] for index in buckets)
+
+        return step_optimizer
+
+    @binds(ops.updated)
+    def _bind_updated(self, replica: int, node: fx.Node) -> Constant:
+        return Constant(self.state.store.buckets[bucket_of(node)].parameters[replica])
+
+    @binds(ops.store)
+    def _bind_store(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        parameters = self.state.store.buckets[bucket_of(node)].parameters[replica]
+
+        def store(value: torch.Tensor, **_: Any) -> None:
+            parameters.copy_(value)
+
+        return store
+
+    @binds(ops.updated_rows)
+    def _bind_updated_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+        flat = self.state.store.buckets[bucket_of(node)]
+        return lambda parameters, gradient, **_: rows_written(flat, replica)
+
+    @binds(ops.store_rows)
+    def _bind_store_rows(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        flat = self.state.store.buckets[bucket_of(node)]
+        return lambda rows, gradient, **_: write_rows(flat, replica, rows)
+
+    @binds(ops.write)
+    def _bind_write(self, replica: int, node: fx.Node) -> Callable[..., None]:
+        own = self.state.store.values(str(node.kwargs["variable"]))[replica]
+
+        def write(value: torch.Tensor, **_: Any) -> None:
+            own.copy_(value)
+
+        return write
+
+
+def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A constant on its replica's device. One of another kind stays: regions were compiled for a number on the host, say."""
+    return constant.to(device) if constant.device.type == device.type else constant
+
+
+def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Gives the copy of a constant, in which is what was written into the constant since."""
+    version = constant._version
+
+    def read(**_: Any) -> torch.Tensor:
+        nonlocal version
+        if constant._version != version:
+            version = constant._version
+            copy.copy_(constant)
+        return copy
+
+    return read
+
+
+def _zeros(
+    whole: torch.Tensor, plain: Sequence[torch.Tensor], of_shares: FactoredBucket | None
+) -> Callable[..., torch.Tensor | FactoredBucket]:
+    """What a replica without examples packs. Of gradients that others leave as factors it has none, and no zeros either."""
+
+    def pack(**_: Any) -> torch.Tensor | FactoredBucket:
+        for part in plain:
+            part.zero_()
+        return whole if of_shares is None else of_shares
+
+    return pack
+
+
+def _apply(target: Any, *args: Any, **kwargs: Any) -> Any:
+    return target(*args, **kwargs)

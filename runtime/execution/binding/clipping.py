@@ -1,0 +1,237 @@
+"""Runs what measures and scales gradients: in the memory where they lie, if nobody else reads it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.bucket_parts import slots_in
+from mirrorc.analysis.clipping import lies_in_own_memory, scaling_factor
+from mirrorc.analysis.updates_in_parts import is_looked_at, part_elements_of
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of
+from mirrorc.ir.value_types import value_type
+from mirrorc.runtime.execution.binding.binder import Binder, binds
+from mirrorc.runtime.execution.commit.deferred_shares import LateShare
+from mirrorc.runtime.execution.commit.part_visitors import BoundVisitor, NormVisitor, norm_of, norms_of_all
+from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
+from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
+from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, forget_what_is_written
+from mirrorc.runtime.state.shares.pieces import bounding_by, scaling_by
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.variables.reserved_memory import OF_PARTS
+from mirrorc.torch_internals import scale_each
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_SMALLEST = torch.finfo(torch.float32).tiny  # what is smaller has no inverse
+
+
+@binds(ops.loss_scale)
+def _bind_loss_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    assert isinstance(binder.state, StepState) and binder.state.loss_scale is not None, "it was compiled for a scaler"
+    scale = binder.state.loss_scale
+    return lambda **_: scale.on(replica)
+
+
+@binds(ops.tell)
+def _bind_tell(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    assert isinstance(binder.state, StepState), "an evaluation has no gradients"
+    told, what = binder.state.told, str(node.kwargs["what"])
+
+    def tell(value: torch.Tensor, **_: Any) -> None:
+        if replica == 0:
+            told[what] = value
+
+    return tell
+
+
+@binds(ops.norm)
+def _bind_norm(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    norm_type, row = float(node.kwargs["norm_type"]), int(node.kwargs.get("row", 0))  # type: ignore[arg-type]
+    dtype = value_type(node.meta["val"])[3]
+    if node.all_input_nodes[0].target is ops.commit:
+        return lambda met, **_: torch.linalg.vector_norm(met[row], norm_type, dtype=dtype)
+
+    given = [binder.visitors.get((value, node)) for value in node.args]
+    visitors = [visitor for visitor in given if isinstance(visitor, NormVisitor)]
+    late = [binder.late[value] for value in node.args if value in binder.late]
+
+    def norm(*values: torch.Tensor, **_: Any) -> torch.Tensor:
+        of_unmade = LateShare.measure(late)
+        found = norms_of_all(visitors, norm_type, dtype)
+        if of_unmade is not None:
+            found.append(torch.tensor(of_unmade, dtype=dtype))
+        for value, visitor in zip(values, given, strict=True):
+            if visitor is None and value.numel():
+                found.append(norm_of(value, norm_type, dtype))
+        if not found:  # the share of a small bucket
+            return torch.zeros((), dtype=dtype, device=values[0].device)
+        return found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found), norm_type)
+
+    return norm
+
+
+@binds(ops.clip_factor)
+def _bind_clip_factor(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    return lambda norm, *, max_norm, **_: torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+
+
+@binds(ops.scale)
+def _bind_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    return _scaling(binder, replica, node)
+
+
+@binds(ops.update)
+def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    slots = binder.state.optimizers.slot_optimizer(bucket_of(node), replica)
+    if slots is not None:
+        return _by_slots(binder, replica, node, slots)
+    optimizer = binder.state.optimizers.flat_optimizer(bucket_of(node), replica)
+    part_elements: Any = node.kwargs.get("part_elements")
+    parts = _Parts(binder, replica, optimizer, part_elements) if part_elements is not None else None
+    if parts is not None and not is_looked_at(node):
+        return parts.update
+    late = binder.late.get(node.args[0], LateShare())
+    if scaling_factor(node) is None:
+
+        def update_as_it_is(gradient: torch.Tensor, **_: Any) -> None:
+            if parts is None or not parts.update_with(late):
+                late.make()
+                optimizer.update(gradient)
+
+        return update_as_it_is
+    scale, few = _scaling(binder, replica, node), binder.few_made(replica, node.args[0])
+
+    def update(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> None:
+        number = _usual(factor) if optimizer.divides_gradients else None
+        if number is None and factor.device.type == "cpu" and factor.item() == 1.0:
+            number = 1.0
+        if number is not None and parts is not None and parts.update_with(late, number):
+            return
+        if number in (None, 1.0):
+            optimizer.update(scale(gradient, factor))
+        elif late.make_scaled(number):
+            optimizer.update(gradient)
+        else:
+            late.make()
+            if few.visit(gradient, scaling_by(number)):
+                optimizer.update(gradient)
+            else:
+                optimizer.update_divided(gradient, 1.0 / number)
+
+    return update
+
+
+def _by_slots(binder: Binder, replica: int, node: fx.Node, optimizer: SlotOptimizer) -> Callable[..., None]:
+    """The update of a bucket whose parameters may be left out of a step: their gradients are whole."""
+    bucket = bucket_of(node)
+    if scaling_factor(node) is None:
+        return lambda gradient, **_: optimizer.update(gradient, binder.unused(bucket))
+    scale = _scaling(binder, replica, node)
+
+    def update(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> None:
+        number = _usual(factor) if optimizer.divides_gradients else None
+        if number is None:
+            optimizer.update(scale(gradient, factor), binder.unused(bucket))
+        else:
+            optimizer.update(gradient, binder.unused(bucket), 1.0 / number)
+
+    return update
+
+
+class _Parts:
+    """Makes shares in parts, and updates with each of them at once.
+
+    Args:
+        binder: has the memory for parts.
+        replica: whose share.
+        optimizer: of the share.
+        part_elements: of a part, at most.
+    """
+
+    def __init__(self, binder: Binder, replica: int, optimizer: FlatOptimizer, part_elements: int) -> None:
+        self._reserved, self._replica, self._optimizer = binder.state.reserved, replica, optimizer
+        self._num_elements = part_elements
+
+    def update(self, share: UnmadeShare, **_: Any) -> None:
+        """Updates with a share that nothing else takes."""
+        if largest := share.largest_part(self._num_elements):
+            parts = functools.partial(share.make_parts, self._num_elements, self._memory(largest))
+            self._optimizer.of_parts.update(parts)
+        else:
+            self._optimizer.update(share.make())
+
+    def update_with(self, late: LateShare, factor: float = 1.0) -> bool:
+        """Updates with a share that was looked at, times a finite factor, if its products are left; returns whether it has."""
+        unmade = late.take_in_parts(self._num_elements)
+        if unmade is not None:
+            memory = self._memory(unmade.largest_part(self._num_elements))
+            self._optimizer.of_parts.update(functools.partial(unmade.make_parts, self._num_elements, memory, factor))
+        return unmade is not None
+
+    def _memory(self, num_elements: int) -> torch.Tensor:
+        return self._reserved.block(self._replica, OF_PARTS, (num_elements,), self._optimizer.parameter.dtype)
+
+
+def _usual(factor: torch.Tensor) -> float | None:
+    """The number of a factor, if a kernel on the host's side may divide gradients by its inverse with the same result."""
+    if factor.device.type != "cpu":
+        return None
+    number = factor.item()
+    is_usual = number != 1.0 and _SMALLEST <= abs(number) <= 1 / _SMALLEST
+    return number if is_usual else None
+
+
+def _scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    """The function that gives a gradient times a factor, for a node that takes both."""
+    if not lies_in_own_memory(node.args[0]):
+        return lambda gradient, factor, **_: gradient.mul(factor)
+
+    late, few = binder.late.get(node.args[0], LateShare()), binder.few_made(replica, node.args[0])
+    part = binder.parts.of(node.args[0])
+    slots = [(start, stop) for _, _, start, stop in slots_in(binder.program, part)] if part is not None else []
+
+    def scale_slots(
+        gradient: torch.Tensor, factor: torch.Tensor
+    ) -> None:  # between slots are zeros, which nothing writes again
+        scale_each([gradient[start:stop] for start, stop in slots], factor)
+
+    def scale(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> torch.Tensor:
+        late.make()
+        if factor.device.type != "cpu":
+            scale_slots(gradient, factor)  # to look at the factor would wait for the GPU
+            return gradient
+        number = factor.item()
+        if not math.isfinite(number):
+            scale_slots(gradient, factor)
+            forget_what_is_written(binder.pieces)
+        elif number != 1.0 and not few.visit(gradient, scaling_by(number)):
+            gradient.mul_(number)
+        return gradient
+
+    return scale
+
+
+@binds(ops.clip_value)
+def _bind_clip_value(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    if isinstance(binder.visitors.get((node.args[0], node)), BoundVisitor):
+        return lambda gradient, **_: gradient  # bounded when it was made
+    given: Any = node.args[0]
+    if given.target is ops.wait and part_elements_of(given) is not None:
+        return lambda share, *, max_value, **_: share.bounded(max_value)
+    if not lies_in_own_memory(given):
+        return lambda gradient, *, max_value, **_: torch.clamp(gradient, -max_value, max_value)
+    few = binder.few_made(replica, given)
+
+    def clip_value(gradient: torch.Tensor, *, max_value: float, **_: Any) -> torch.Tensor:
+        bounding = bounding_by(max_value)
+        if not few.visit(gradient, bounding):
+            bounding(gradient)
+        return gradient
+
+    return clip_value

@@ -1,0 +1,122 @@
+"""Runs what makes sums narrower before they are sent to other workers, or sends a part, and makes sums over workers of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.compressed_sums import low_rank_matrices, own_elements, writes_for_all
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import pack_of
+from mirrorc.runtime.execution.binding.binder import Binder, binds, binds_waits
+from mirrorc.runtime.state.gradients.residuals import UnsentGradients
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.workers.buckets.payload import SentPart
+from mirrorc.runtime.workers.buckets.power_sgd import LowRankSum, WholeSum
+from mirrorc.runtime.workers.buckets.top_k import LargestElements
+
+LaunchPart = Callable[[int, int, Callable[[], SentPart]], None]
+"""See `mirrorc.runtime.communication.Communicator.launch_part`."""
+
+
+@binds(ops.compress)
+def _bind_compress(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    (launch,) = node.users
+    exchanges, (_, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
+    (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
+
+    def compress(own: torch.Tensor, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        into = exchanges.memory_to_send(pack.number, pack.num_elements, own, dtype)[start:stop]
+        return into.copy_(own) if writes else into
+
+    return compress
+
+
+@binds(ops.decompress)
+def _bind_decompress(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    bucket, pack = binder.program.packs[pack_of(node)]
+    (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
+    into = binder.state.store.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
+
+    def decompress(total: torch.Tensor, **_: Any) -> torch.Tensor:
+        return into.copy_(total) if writes else total.to(into.dtype)
+
+    return decompress
+
+
+@binds(ops.add_unsent)
+def _bind_add_unsent(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
+    (bucket, pack), unsent = binder.program.packs[pack_of(node)], _unsent_of(binder)
+    (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
+    elements = slice(pack.start + start, pack.start + stop)
+
+    def add_unsent(own: torch.Tensor, **_: Any) -> torch.Tensor:
+        return unsent.add(bucket.index, elements, own) if writes else own
+
+    return add_unsent
+
+
+@binds(ops.gather_largest)
+def _bind_gather_largest(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    (bucket, pack), number = binder.program.packs[pack_of(node)], binder.program.workers.num_workers
+    unsent = _unsent_of(binder)
+
+    def launch(launch_part: LaunchPart, *, count: int, **_: Any) -> None:
+        whole = unsent.new(bucket.index)[pack.start : pack.stop]
+        launch_part(pack.number, replica, lambda: LargestElements(whole, count, number))
+
+    return _launching(binder, node, launch)
+
+
+@binds(ops.exchange_low_rank)
+def _bind_exchange_low_rank(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    (bucket, pack), unsent = binder.program.packs[pack_of(node)], _unsent_of(binder)
+    matrices = low_rank_matrices(binder.program, node)
+
+    def launch(launch_part: LaunchPart, *, rank: int, start_step: int, seed: int, by_library: bool, **_: Any) -> None:
+        whole, factors = unsent.new(bucket.index)[pack.start : pack.stop], unsent.factors
+
+        def make() -> SentPart:
+            if factors.num_steps < start_step:
+                return WholeSum(whole)
+            begin = [factors.begin_with(one.variable, one.columns, rank, seed, whole.dtype) for one in matrices]
+            return LowRankSum(whole, matrices, begin, factors.new.update, by_library=by_library)
+
+        launch_part(pack.number, replica, make)
+
+    return _launching(binder, node, launch)
+
+
+def _launching(binder: Binder, node: fx.Node, launch: Callable[..., None]) -> Callable[..., None]:
+    """Launches over the link of a node."""
+    launch_part = binder.communicators[str(node.kwargs["link"])].launch_part
+    return lambda own, **words: launch(launch_part, **words)
+
+
+@binds_waits(*ops.EXCHANGES_OF_PARTS)
+def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
+    """Waits for what all workers have sent, and adds it up where the bucket's gradients lie, or in memory of its own."""
+    launch: Any = node.args[0]
+    exchanges, (bucket, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
+    (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
+    own = binder.state.store.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
+    is_needed = writes or bool(node.users)
+
+    def wait(_pending: None, **_: Any) -> torch.Tensor | None:
+        part = exchanges.wait_part(pack.number, replica)
+        if not is_needed:
+            return None
+        into = own if writes else torch.empty_like(own)
+        part.take(start, stop, into, keeps_rest=writes)
+        return into
+
+    return wait
+
+
+def _unsent_of(binder: Binder) -> UnsentGradients:
+    """What the worker has not sent, of the state of a program that updates."""
+    assert isinstance(binder.state, StepState), "programs that update nothing send nothing"
+    return binder.state.unsent

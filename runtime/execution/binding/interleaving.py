@@ -1,0 +1,115 @@
+"""Interleaves the replicas of a small step in the caller's thread, where waking threads takes longer than computing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from torch import fx
+
+from mirrorc.ir import ops
+from mirrorc.ir.links import link_named
+from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.program import Program
+from mirrorc.runtime.communication import Aborted
+from mirrorc.runtime.devices.uninterrupted import is_raised_by_signal
+
+LONGEST_SECONDS = 1e-3  # a longer step is never interleaved: it computes for longer than waking threads takes
+_NUM_UNCOUNTED, _NUM_TRIED = 3, 9  # steps of each way: the first ones are warm-up, the others are compared
+NUM_TRIAL_STEPS = 2 * (_NUM_UNCOUNTED + _NUM_TRIED)
+"""The number of steps after which the choice between threads and interleaving is final."""
+
+PausingStep = Generator[None, None, Any]
+"""A replica's step, which pauses where it needs the others, see `pauses_at`, and returns a result."""
+
+
+def pauses_at(node: fx.Node) -> bool:
+    """Whether a replica's step pauses at a node: at its commit, and before waits that come earlier.
+
+    Later waits need launches of other replicas, which come before the commit.
+    """
+    if node.target is ops.commit:
+        return True
+    return node.target is ops.wait and any(node < commit for commit in calls_to(node.graph, ops.commit))
+
+
+def can_interleave(program: Program) -> bool:
+    """Whether replicas that pause where `pauses_at` says, until all others pause there too, never block.
+
+    That holds if all replicas wait for the same buckets in the same order, and each wait needs nothing but the launches of
+    the others.
+    """
+    if len(program.devices) == 1 or any(device.is_asynchronous for device in program.devices):
+        return False
+    if any(next(calls_to(module.graph, *ops.ATTENDED), None) is not None for module in program.device_graphs.values()):
+        return False  # replicas without examples do not meet there
+    waits = [list(calls_to(module.graph, ops.wait)) for module in program.device_graphs.values()]
+    launches: list[Any] = [wait.args[0] for own in waits for wait in own]
+    needs_only_launches = all(
+        launch.target is ops.reduce_scatter and link_named(launch.kwargs["link"]).reads_one_memory
+        for launch in launches
+    )
+    return needs_only_launches and len({tuple(map(bucket_of, own)) for own in waits}) == 1
+
+
+def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] | None]) -> None:
+    """Runs every replica's step to its next pause, and repeats that until all have ended.
+
+    The first failure ends all steps. An interrupt ends all steps, too, and is raised.
+
+    Args:
+        replicas: their steps.
+        results: an empty list, to be filled with whether each replica's step succeeded, and its result or exception.
+    """
+    results.extend([(False, Aborted())] * len(replicas))
+    left = dict(enumerate(replicas))
+    while left:
+        for replica, steps in list(left.items()):
+            try:
+                next(steps)
+            except StopIteration as end:
+                results[replica] = (True, end.value)
+                del left[replica]
+            except Exception as error:  # the caller raises it
+                for other in left.values():
+                    other.close()
+                if is_raised_by_signal(error):
+                    raise
+                results[:] = [(False, Aborted())] * len(replicas)
+                results[replica] = (False, error)
+                return
+
+
+class InterleavingTrial:
+    """Finds out whether threads or interleaving is faster, from the times of the first steps.
+
+    The first steps run by threads. If they are short, the next ones are interleaved, and the faster way is kept. A step
+    gives the same numbers either way.
+
+    Attributes:
+        interleaves: whether the next step is to be interleaved.
+        is_decided: whether ``interleaves`` is final.
+    """
+
+    def __init__(self, can_interleave: bool) -> None:
+        self.interleaves = False
+        self.is_decided = not can_interleave
+        self._seconds: list[float] = []
+        self._threads_seconds = 0.0
+
+    def record(self, seconds: float) -> None:
+        """Takes the time of a step that ran in the way that ``interleaves`` says."""
+        if self.is_decided:
+            return
+        self._seconds.append(seconds)
+        if len(self._seconds) < _NUM_UNCOUNTED + _NUM_TRIED:
+            return
+        typical = statistics.median(self._seconds[_NUM_UNCOUNTED:])
+        self._seconds.clear()
+        if self.interleaves:
+            self.interleaves, self.is_decided = typical < self._threads_seconds, True
+        elif typical < LONGEST_SECONDS:
+            self.interleaves, self._threads_seconds = True, typical
+        else:
+            self.is_decided = True

@@ -1,0 +1,1 @@
+"""The moment of commit: meeting, finiteness, what is deferred behind it."""

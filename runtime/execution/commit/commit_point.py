@@ -1,0 +1,184 @@
+"""The point at which all replicas decide together that a step takes place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mirrorc.ir.devices import Device
+from mirrorc.runtime.communication.rendezvous import Aborted, Rendezvous
+from mirrorc.runtime.devices.events import record_event, wait_event
+from mirrorc.runtime.workers.protocol.vote import Vote
+
+TAKES_PLACE, SKIPPED, _STOPPED, _AGREEING = "takes place", "skipped", "stopped", "agreeing"
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Numbers that a replica has left for all, and the event on its device after which they are there."""
+
+    values: tuple[torch.Tensor, ...] = ()
+    event: Any = None
+
+
+class CommitPoint:
+    """Lets a step take place on all replicas or on none.
+
+    A step is decided once: by the first replica that has met all others, or by whoever stops it before. Both are one operation
+    that no thread and no signal can divide, so all see the same decision. A step may also be skipped, see `skip`.
+
+    Args:
+        devices: the devices, in order of replicas.
+        timeout_seconds: the longest time that a replica waits for the others.
+
+    Attributes:
+        agree: asks the other workers, see `Team.vote`; from its call on nothing on this worker stops
+            the step. None for a process on its own.
+        hear: tells the other workers a text, and gives those of all, each with the name of its worker.
+        settle: called by each replica when the step takes place, before it goes on.
+    """
+
+    def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
+        self._devices, self._timeout_seconds = devices, timeout_seconds
+        self._all = range(len(devices))
+        self._decision: dict[str, str] = {}
+        self._numbers: list[_Numbers] = [_Numbers()] * len(devices)  # of each replica that has arrived
+        self._is_suspended = False
+        self.agree: Callable[[Vote], tuple[bool, torch.Tensor | None]] | None = None
+        self.hear: Callable[[str], Sequence[tuple[str, str]]] | None = None
+        self.settle: Callable[[], None] = _nothing
+        self._told: torch.Tensor | None = None  # the numbers with which all workers go on
+        self._agreeing = threading.Lock()
+        self._rendezvous = self._make_rendezvous()
+
+    def _make_rendezvous(self) -> Rendezvous:
+        return Rendezvous("the commit", self._devices, self._timeout_seconds)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the present step, or otherwise the last one, takes place: nothing stops it any more."""
+        return self._decision.get("step") is TAKES_PLACE
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether all replicas leave the updates of the step out, and return its loss."""
+        return self._decision.get("step") is SKIPPED
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the step takes place or is skipped: nothing stops it any more."""
+        return self._decision.get("step") in (TAKES_PLACE, SKIPPED)
+
+    @property
+    def is_binding(self) -> bool:
+        """Whether the step is decided, or other workers may have decided it, who were told that this one can do it."""
+        return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _AGREEING)
+
+    def begin(self) -> None:
+        """Begins a step, which is not decided yet."""
+        self._decision, self._told = {}, None
+        self._numbers = [_Numbers()] * len(self._devices)
+
+    def begin_afresh(self) -> None:
+        """Forgets who has come, after a step that was stopped."""
+        self._rendezvous = self._make_rendezvous()
+
+    def stop(self) -> bool:
+        """Stops the step unless it is decided; returns whether it is stopped. Replicas that come later raise `Aborted`."""
+        return self._decision.setdefault("step", _STOPPED) is _STOPPED
+
+    def revoke(self) -> None:
+        """Records that a committed step was undone."""
+        self._decision = {"step": _STOPPED}
+
+    def commit(self) -> None:
+        """Decides that the step takes place; raises `Aborted` if it is stopped."""
+        if not self._is_suspended:
+            self._decide(TAKES_PLACE)
+
+    def skip(self) -> None:
+        """Decides that the step is skipped; raises `Aborted` if it is stopped."""
+        self._decide(SKIPPED)
+
+    def _decide(self, decision: str, numbers: torch.Tensor | None = None) -> None:
+        """Decides on a step that replicas of this worker can make; of several workers, all decide alike."""
+        if self.agree is None:
+            if self._decision.setdefault("step", decision) is not decision:
+                raise Aborted
+            return
+        with self._agreeing:  # one replica asks, and the others wait for the answer
+            if self._decision.setdefault("step", _AGREEING) is _AGREEING:
+                try:
+                    takes_place, self._told = self.agree(self._vote(decision, numbers))
+                    if not takes_place:
+                        self._refuse()
+                    self._decision["step"] = TAKES_PLACE if takes_place else SKIPPED
+                except BaseException:
+                    self._decision["step"] = _STOPPED
+                    raise
+            if self._decision["step"] is _STOPPED:
+                raise Aborted
+
+    def _vote(self, decision: str, numbers: torch.Tensor | None) -> Vote:
+        return Vote(decision is TAKES_PLACE, numbers=numbers)
+
+    def _refuse(self) -> None:
+        """Called when some worker finds that the step cannot take place; raises an error, or lets all skip it."""
+
+    def abort(self) -> None:
+        """Wakes every replica that waits here; they raise `Aborted`."""
+        self._rendezvous.abort()
+
+    def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
+        """Tells that a replica has done all that can fail, and leaves its numbers for all; never blocks."""
+        if numbers:
+            self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
+        self._rendezvous.announce(replica)
+
+    def leave(self, replica: int) -> torch.Tensor | None:
+        """Returns when all replicas have arrived and the step takes place: a row with all replicas' numbers for each of this one,
+        or as workers tell them, see `mirrorc.runtime.workers.protocol.vote.Columns`.
+
+        Raises:
+            Aborted: the step is stopped.
+            CommunicationError: the others did not arrive in time.
+        """
+        self._rendezvous.await_replicas(replica, self._all)
+        met = self._met(replica)
+        if not self._is_suspended:
+            self._decide(TAKES_PLACE, met)
+        return self._told_to_all(met)
+
+    def _told_to_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
+        """The numbers that all workers go on with, of the same bits; those of its own replicas in a process on its own."""
+        self.settle()
+        return met if self._told is None or met is None else self._told.to(met)
+
+    def _met(self, replica: int) -> torch.Tensor | None:
+        """The numbers that all replicas have left, [numbers of each, replicas], on one replica's device."""
+        if not self._numbers[replica].values:
+            return None
+        own = self._devices[replica].torch_device
+        rows = []
+        for left in self._numbers:
+            wait_event(left.event, own)
+            rows.append(torch.stack(left.values).to(own, non_blocking=True))
+        return torch.stack(rows, dim=1)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within it, replicas pass without a decision, because calls are only recorded."""
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,1 @@
+"""Gradients kept between calls: accumulated, residual, sparse."""

@@ -1,0 +1,398 @@
+"""Runs the user's optimizers: each on whole buckets if it is element-wise, otherwise by itself.
+
+It is long, as all that a step asks about the state of the user's optimizers, whole or dealt out, is asked here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from mirrorc.ir.buckets import Bucket
+from mirrorc.optimizer_groups import OptimizerGroups
+from mirrorc.optimizers import check_gradient_of, check_state, sparse_gradient, state_signature, state_switches
+from mirrorc.runtime.devices.process_memory import return_freed_memory
+from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
+from mirrorc.runtime.state.optimizers.flat_state import FlatState, Laid, Shown, UserState
+from mirrorc.runtime.state.optimizers.sharded_state import has_dealt_state, refuse_dealt_state, watch_dealt_state
+from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
+from mirrorc.runtime.state.optimizers.user_state import ShownNumbers, ShownState, are_the_same
+from mirrorc.runtime.state.optimizers.user_steps import OwnSteps, UserSteps
+from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
+from mirrorc.runtime.state.variables.variables import VariableStore
+from mirrorc.torch_internals import storage_key
+
+_numbers = itertools.count()
+
+
+class BucketOptimizers:
+    """The state and the updates of all buckets on all replicas.
+
+    The user's optimizers stay the interface: their hyperparameters are read before every step, and their ``state`` holds views
+    of replica 0's flat state, so that ``state_dict()`` and ``load_state_dict()`` work.
+
+    Args:
+        groups: the user's optimizers.
+        store: the variables.
+        own_steps: tells the steps that mirrorc makes with optimizers of these variables.
+        is_captured: whether updates are captured in CUDA graphs. The learning rate is then a 32-bit tensor on the first device,
+            as torch's fused kernels require.
+
+    Attributes:
+        groups: the user's optimizers.
+        user_steps: the steps that the user makes with them.
+        owner: the number under which the store has their buckets.
+        is_whole: whether the state is consistent.
+    """
+
+    def __init__(
+        self, groups: OptimizerGroups, store: VariableStore, own_steps: OwnSteps, *, is_captured: bool = False
+    ) -> None:
+        self.groups = groups
+        self.user_steps = UserSteps(groups.optimizers, own_steps)
+        self.owner = next(_numbers)
+        self.is_whole = True
+        self._own_steps, self._store, self._shown = own_steps, store, ShownState()
+        self._state = FlatState((), self._flat_optimizer, self._user_states)
+        self._entries: list[int] = []
+        self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
+        self._numbers = ShownNumbers([])
+        self._left_out: frozenset[int] = frozenset()  # the buckets whose flat optimizers may not have taken these over
+        self._fit_for_rows: list[Any] = []  # all of these but learning rates that were last tried with sparse gradients
+        self._hyperparameters: list[Any] = []  # what the user's groups held when the flat optimizers took it over
+        self._is_captured = is_captured
+        self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
+        self._has_run_by_itself = False
+        self.is_fresh = False  # whether the next step makes state, and nothing else writes any
+        self._has_new = False  # whether it makes state
+        self._gathered: Mapping[tuple[int, str], torch.Tensor] | None = None  # shown until the next step
+
+    @property
+    def leave_gradients(self) -> bool:
+        """Whether updates leave gradients unchanged; torch's foreach implementations may use their memory."""
+        return not any(group.get("foreach") for group in self.groups.hyperparameters)
+
+    def lay_out(self, buckets: Sequence[FlatBucket]) -> Laid:
+        """Makes flat optimizers for these buckets, with the state that the user's optimizer has, which stays as it is."""
+        self._write_rates()
+        elementwise = [flat for flat in buckets if flat.bucket.rule.elementwise]
+        if self._keeps_dealt_state(elementwise):
+            state = FlatState(elementwise, self._flat_optimizer, self._user_states, self._state)
+            return Laid(state, state.shown(self._gathered), self._gathered)
+        for optimizer in self.groups.optimizers:
+            refuse_dealt_state(optimizer, "memory for the optimizer's state is to be laid out anew, with other buckets")
+        self._check_state(elementwise)
+        state = FlatState(elementwise, self._flat_optimizer, self._user_states)
+        return Laid(state, state.shown())
+
+    def _keeps_dealt_state(self, buckets: Sequence[FlatBucket]) -> bool:
+        """Whether buckets have the state that is dealt out to workers already, which the user has not replaced."""
+        are_same = [flat.bucket for flat in buckets] == [flat.bucket for flat in self._state.buckets]
+        return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
+
+    def are_dealt_otherwise(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether the state is dealt out to workers, but for other buckets than these, so that it must be made whole first.
+
+        What the user has put in the place of a part is no state of these workers: `lay_out` refuses it.
+        """
+        own = [bucket for bucket in buckets if bucket.rule.elementwise]
+        are_others = self.are_sharded and own != [flat.bucket for flat in self._state.buckets]
+        return are_others and self.is_dealt and not self.is_stale()
+
+    def adopt(self, laid: Laid) -> None:
+        """Puts what `lay_out` has made in place. Every value stays the same, so this may be repeated from any point."""
+        self._state, self._gathered = laid.state, laid.gathered
+        self._note_whether_fresh()
+        self._show(laid.shown)
+
+    def _note_whether_fresh(self) -> None:
+        is_elementwise = all(flat.bucket.rule.elementwise for flat in self._store.buckets_of(self.owner))
+        self._has_new = not self._state.is_complete
+        self.is_fresh = is_elementwise and self._has_new
+
+    def _check_state(self, buckets: Sequence[FlatBucket]) -> None:
+        for flat in buckets:
+            optimizer, index = self.groups[flat.bucket.rule.group]
+            for slot in flat.bucket.slots:
+                check_state(optimizer, index, slot.variable, self._parameter(slot.variable))
+        self._switches = state_switches(self.groups.hyperparameters)
+
+    def _flat_optimizer(self, bucket: Bucket, parameters: torch.Tensor) -> FlatOptimizer:
+        optimizer, index = self.groups[bucket.rule.group]
+        return FlatOptimizer(optimizer, index, parameters, self._rates.get(bucket.rule.group))
+
+    def _user_states(self, bucket: Bucket) -> list[UserState]:
+        optimizer, _ = self.groups[bucket.rule.group]
+        return [optimizer.state.get(self._parameter(slot.variable), {}) for slot in bucket.slots]
+
+    def _parameter(self, name: str) -> torch.nn.Parameter:
+        parameter = self._store.tensors[name]
+        assert isinstance(parameter, torch.nn.Parameter)
+        return parameter
+
+    def is_stale(self) -> bool:
+        """Whether the user has changed the state in the optimizer: by loading other state, writing in place, or a step."""
+        return self.user_steps.have_written or self._shown.has_changed() or not self._numbers.are_as_written()
+
+    def fits(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether these buckets can hold the user's state: all parameters of a bucket must have the same entries and
+        scalars, unless some may be left out of a step."""
+        return all(
+            len({state_signature(state) for state in self._user_states(bucket)}) == 1
+            for bucket in buckets
+            if bucket.rule.elementwise and not bucket.rule.may_be_unused
+        )
+
+    def write_other_rows(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether the rules of these buckets do not say any more which rows of tables the optimizers' steps write, because
+        hyperparameters, or hooks on steps, have changed."""
+        rules = [bucket.rule for bucket in buckets if bucket.rule.takes_rows]
+        if not rules:
+            return False
+        write_rows = self.groups.write_rows()
+        return any(rule.writes_rows != write_rows[rule.group] for rule in rules)
+
+    def sync_hyperparameters(self, besides: Collection[int] = ()) -> None:
+        """Takes over hyperparameters that changed since the last step.
+
+        Args:
+            besides: buckets that the last step has not updated yet; `sync_bucket` does it for these.
+
+        Raises:
+            ValueError: they require state that is not there.
+        """
+        self._write_rates()
+        held = list(chain.from_iterable(map(dict.values, self.groups.hyperparameters)))
+        are_new = not are_the_same(held, self._hyperparameters)  # what is changed within a value is shared
+        if not are_new and self._left_out.issubset(besides):
+            return
+        if are_new and self.needs_check:
+            self._check_state(self._state.buckets)
+            self._note_whether_fresh()
+        if are_new:
+            self._check_rows()
+        for (bucket, _), own in self._state.optimizers.items():
+            if bucket not in besides and (are_new or bucket in self._left_out):
+                own.sync()
+        self._left_out = frozenset(besides) if are_new else self._left_out.intersection(besides)
+        self._hyperparameters = held
+
+    def _check_rows(self) -> None:
+        """Refuses hyperparameters with which torch's optimizers refuse sparse gradients; none does for its learning rate."""
+        tables = [flat for flat in self._store.buckets_of(self.owner) if flat.bucket.rule.takes_rows]
+        if tables:
+            held = [value for group in self.groups.hyperparameters for key, value in group.items() if key != "lr"]
+            if are_the_same(held, self._fit_for_rows):
+                return
+            for flat in tables:
+                optimizer, index = self.groups[flat.bucket.rule.group]
+                name = flat.bucket.slots[0].variable
+                check_gradient_of(optimizer, index, name, self._parameter(name), is_sparse=True)
+            self._fit_for_rows = held
+
+    def makes_state_of(self, buckets: Collection[int]) -> bool:
+        """Whether the next step makes the state of any of these buckets, of which some optimizers have none."""
+        flats = ((bucket, own) for (bucket, _), own in self._state.optimizers.items())
+        return self._has_new and any(not own.state for bucket, own in flats if bucket in buckets)
+
+    @property
+    def have_tensors(self) -> bool:
+        """Whether any hyperparameter is a tensor, which can be written in place."""
+        held = chain.from_iterable(map(dict.values, self.groups.hyperparameters))
+        return any(isinstance(value, torch.Tensor) for value in held)
+
+    def sync_bucket(self, bucket: int, replica: int) -> None:
+        """Takes over hyperparameters for a replica's updates of a bucket that `sync_hyperparameters` has left out."""
+        own = self._state.optimizers.get((bucket, replica))
+        if own is not None:  # a replica's share may be empty
+            own.sync()
+
+    @property
+    def needs_check(self) -> bool:
+        """Whether hyperparameters have changed that decide which state there must be."""
+        return bool(self._state.buckets) and self._switches != state_switches(self.groups.hyperparameters)
+
+    def _write_rates(self) -> None:
+        """Writes the learning rates into the tensors that captured updates read."""
+        if not self._is_captured:
+            return
+        for number in range(len(self.groups)):
+            if number not in self._rates:
+                device = self._store.devices[0].torch_device
+                self._rates[number] = torch.empty((), dtype=torch.float32, device=device)
+            optimizer, index = self.groups[number]
+            rate = optimizer.param_groups[index]["lr"]
+            if isinstance(rate, torch.Tensor):
+                self._rates[number].copy_(rate.reshape(()))
+            else:
+                self._rates[number].fill_(rate)
+
+    def baked_hyperparameters(self) -> tuple[tuple[Any, ...], ...]:
+        """The hyperparameters of each group that a captured update has as constants: all except the learning rate."""
+        return tuple(
+            tuple(group[name] for name in optimizer.defaults if name != "lr")
+            for optimizer in self.groups.optimizers
+            for group in optimizer.param_groups
+        )
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Marks the flat optimizers as capturable during a capture, as torch's Adam requires; fused implementations are.
+
+        The mark is removed afterwards, because torch warns of it outside of captures.
+        """
+        groups = [own.optimizer.param_groups[0] for own in self._state.optimizers.values()]
+        groups = [group for group in groups if "capturable" in group]
+        for group in groups:
+            group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group in groups:
+                group["capturable"] = False
+
+    def flat_optimizer(self, bucket: int, replica: int) -> FlatOptimizer:
+        """The optimizer that applies a reduced bucket of gradients on a replica."""
+        return self._state.optimizers[(bucket, replica)]
+
+    def slot_optimizer(self, bucket: int, replica: int) -> SlotOptimizer | None:
+        """Likewise of a bucket whose parameters may be left out of a step; None of another one."""
+        return self._state.by_slot.get((bucket, replica))
+
+    def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
+        """The state that each replica has for itself: bucket, entry, tensors in order of replicas."""
+        return self._state.copies()
+
+    def held(self) -> list[torch.Tensor]:
+        """The state that updates write, of replica 0."""
+        return [tensor for entries in self._state.whole.values() for tensor in entries.values()]
+
+    def finish_step(self) -> None:
+        """Shows the new state in the user's optimizer; may be repeated from any point."""
+        has_new = self._entries != self._state.entries()  # an optimizer makes its state in its first step
+        if has_new or self._gathered is not None:
+            self._state.hold_what_is_new()
+            self._gathered = None
+            self._show(self._state.shown())
+            return_freed_memory()  # the parts of the state have been copied together
+        self._numbers.write()
+        self._shown.count_versions()
+        self.is_fresh = self._has_new = False
+
+    @property
+    def are_sharded(self) -> bool:
+        """Whether each of several workers updates a part of the buckets alone."""
+        return any(flat.bucket.part is not None for flat in self._state.buckets)
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether the user's optimizers show state that is not whole, as parts of it lie with other workers."""
+        return any(map(has_dealt_state, self.groups.optimizers))
+
+    def gather(self, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Shows the whole state in the user's optimizers, until the next step; all workers call it.
+
+        Args:
+            all_gather: gives the parts of all workers, one behind the other, 1-D.
+        """
+        self._gathered = {(bucket, key): all_gather(part) for bucket, key, part in self._state.parts()}
+        self._show(self._state.shown(self._gathered))
+
+    def _show(self, shown: Shown) -> None:
+        self._numbers = shown.numbers
+        self._entries = self._state.entries()
+        if not self._state.buckets:
+            self._shown.forget()
+            return
+        whole = [tensor for entries in self._state.whole.values() for tensor in entries.values()]
+        whole += list((self._gathered or {}).values())
+        trains = {s.variable: self.groups[f.bucket.rule.group][0] for f in self._state.buckets for s in f.bucket.slots}
+        if self.are_sharded:
+            for optimizer in self.groups.optimizers:
+                watch_dealt_state(optimizer, self._own_steps)
+        self._shown.put(
+            list({id(optimizer): optimizer for optimizer in trains.values()}.values()),
+            (
+                (trains[name], self._parameter(name), entries)
+                for name, entries in shown.states.items()
+                if entries is not None
+            ),
+            (*whole, *self._numbers.flats),
+        )
+
+    def update_memory(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> UpdateMemory:
+        """The memory that the update of an element-wise bucket of these parameters needs; it need not be laid out."""
+        optimizer, index = self.groups[bucket.rule.group]
+        first = parameters[0]
+        state = {} if has_dealt_state(optimizer) else optimizer.state.get(first, {})
+        return update_memory(optimizer, index, bucket.dtype, first.device, state)
+
+    def own_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
+        """Bytes of state for buckets, each with its parameters, in an optimizer that runs by itself; None before its first step
+        makes the state."""
+        states = [
+            self.groups[bucket.rule.group][0].state.get(parameter, {}) for bucket, own in buckets for parameter in own
+        ]
+        tensors = [part for state in states for value in state.values() for part in _dense_parts(value)]
+        if not tensors and not self._has_run_by_itself:
+            return None
+        return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+    def step_by_itself(
+        self, buckets: Sequence[int], *gradients: torch.Tensor, unused: Sequence[Collection[int]] = ()
+    ) -> None:
+        """Runs the user's optimizers of these buckets on replica 0's parameters, in their order, as a training loop would.
+
+        Args:
+            buckets: their numbers.
+            *gradients: of each.
+            unused: for each of them, the places of the slots without a gradient; nothing for none.
+        """
+        flats = self._store.buckets_of(self.owner)
+        owners = {id(self.groups[flats[index].bucket.rule.group][0]) for index in buckets}
+        running = [optimizer for optimizer in self.groups.optimizers if id(optimizer) in owners]
+        for optimizer in running:
+            optimizer.zero_grad(set_to_none=True)
+        members: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        for index, gradient, left_out in zip(buckets, gradients, unused or [()] * len(buckets), strict=True):
+            flat = flats[index]
+            homes = slot_views(flat.parameters[0], flat.bucket)
+            views = zip(flat.bucket.slots, homes, _gradients(flat, gradient), strict=True)
+            for place, (slot, home, view) in enumerate(views):
+                parameter = self._parameter(slot.variable)
+                parameter.grad = view if place not in left_out else None
+                members.append((parameter, home))
+        try:
+            with (
+                torch.enable_grad(),
+                self._own_steps.running(running),
+            ):  # as in a training loop: its hooks may use autograd
+                for optimizer in running:
+                    optimizer.step()
+            self._has_run_by_itself = True
+            self._shown.look_again()  # it may have made state for what others have state of, too
+        finally:
+            for parameter, home in members:
+                parameter.grad = None
+                if parameter.data_ptr() != home.data_ptr():  # an optimizer may replace a parameter's tensor
+                    home.copy_(parameter.detach())
+                    parameter.data = home
+
+
+def _gradients(flat: FlatBucket, reduced: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients that lie in what an optimizer gets of a bucket, in order of the slots."""
+    if not flat.bucket.rule.takes_rows:
+        return slot_views(reduced, flat.bucket)
+    return [sparse_gradient(flat.touched[0], reduced, flat.bucket.slots[0].shape)]
+
+
+def _dense_parts(value: Any) -> list[torch.Tensor]:
+    """The tensors that have the memory of an entry of state; the momentum of sparse gradients is sparse."""
+    if not isinstance(value, torch.Tensor):
+        return []
+    return [value._indices(), value._values()] if value.is_sparse else [value]

@@ -1,0 +1,233 @@
+"""Element-wise optimizers in flat memory: one for each bucket and replica, and the state entries that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mirrorc.ir.buckets import Bucket
+from mirrorc.optimizers import SCALAR_STATE, flat_entries
+from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
+from mirrorc.runtime.state.optimizers.sharded_state import DealtState
+from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
+from mirrorc.runtime.state.optimizers.user_state import ShownNumbers
+from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
+
+UserState = Mapping[str, Any]
+"""What the user's optimizer has for a parameter; empty if nothing."""
+
+
+@dataclass
+class Shown:
+    """What the user's optimizer shows of flat state: made aside, so that it can be put in place at once.
+
+    Attributes:
+        states: for each parameter, by its name, the entries that it gets; None to leave what it has.
+        numbers: the entries that are one number for a bucket, and are shown for each of its parameters.
+    """
+
+    states: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    numbers: ShownNumbers = field(default_factory=lambda: ShownNumbers([]))
+
+
+class FlatState:
+    """Flat optimizers over a layout of the buckets, with the state that the user's optimizer has.
+
+    Args:
+        buckets: the memory of the buckets that are updated element by element.
+        make: makes a flat optimizer for a bucket's parameters on a replica, or a share of them.
+        states_of: gives the states that the user's optimizer has for the parameters of a bucket, in order of its slots.
+        earlier: what there was for the same buckets, whose state is kept in place of that of the user's optimizer.
+
+    Attributes:
+        buckets: as given.
+        optimizers: by bucket and replica.
+        by_slot: of buckets that hold parameters which may be left out of a step, by bucket and replica.
+        whole: the state entries of each bucket, as long as the bucket, or as the part of it that this worker updates.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        make: Callable[[Bucket, torch.Tensor], FlatOptimizer],
+        states_of: Callable[[Bucket], Sequence[UserState]],
+        earlier: FlatState | None = None,
+    ) -> None:
+        self.buckets = buckets
+        self.optimizers: dict[tuple[int, int], FlatOptimizer] = {}
+        self.by_slot: dict[tuple[int, int], SlotOptimizer] = {}
+        self.whole: dict[int, dict[str, torch.Tensor]] = {}
+        for flat in buckets:
+            for replica, parameters in enumerate(flat.parameters):
+                start, stop = flat.bucket.updated(replica, len(flat.parameters))
+                if start < stop:
+                    own = self.optimizers[(flat.bucket.index, replica)] = make(flat.bucket, parameters[start:stop])
+                    if flat.bucket.rule.may_be_unused:
+                        self.by_slot[(flat.bucket.index, replica)] = SlotOptimizer(own, flat.bucket, (start, stop))
+            if earlier is None:
+                self._take_over(flat, states_of(flat.bucket))
+            else:
+                self._go_on_from(flat, earlier)
+
+    def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
+        """The flat optimizers of a bucket, by replica; a replica has none if its share of a small bucket is empty."""
+        keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
+        return {
+            replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers
+        }
+
+    def _first(self, flat: FlatBucket) -> FlatOptimizer:
+        return next(iter(self._replicas(flat).values()))
+
+    def _slots_of(self, flat: FlatBucket) -> list[SlotOptimizer]:
+        """The optimizers of a bucket whose parameters may be left out of a step, in order of replicas; else none."""
+        return [
+            self.by_slot[flat.bucket.index, r] for r in self._replicas(flat) if (flat.bucket.index, r) in self.by_slot
+        ]
+
+    def _take_over(self, flat: FlatBucket, states: Sequence[UserState]) -> None:
+        """Gives the flat optimizers of a bucket the state that the user's optimizer has for its parameters."""
+        bucket, home = flat.bucket, self._first(flat).parameter.device
+        known = [flat_entries(state) for state in states]
+        for key, first in next(filter(None, known), {}).items():
+            if key in SCALAR_STATE:
+                value = torch.as_tensor(first).detach().reshape(())
+                value = value if value.is_floating_point() else value.to(torch.float32)  # as fused kernels want counts
+                self._hold_number(flat, key, value)
+                continue
+            whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=home)
+            for view, state in zip(slot_views(whole, bucket), known, strict=True):
+                if key in state:  # else the parameter has not been updated yet
+                    view.copy_(state[key])
+            if bucket.part is not None:
+                whole = whole[bucket.part.start : bucket.part.stop].clone()
+            self._hold(flat, key, whole)
+        for own in self._slots_of(flat):
+            own.take_over(states)
+
+    def _go_on_from(self, flat: FlatBucket, earlier: FlatState) -> None:
+        """Gives the flat optimizers of a bucket the state that other ones had for the same bucket."""
+        for key, value in earlier._first(flat).state.items():
+            if key in SCALAR_STATE:
+                self._hold_number(flat, key, value)
+            elif value is not None:
+                self._hold(flat, key, earlier.whole[flat.bucket.index][key])
+        for own in self._slots_of(flat):
+            own.go_on_from(earlier._slots_of(flat)[0])
+
+    def _hold_number(self, flat: FlatBucket, key: str, value: torch.Tensor) -> None:
+        """Gives each flat optimizer of a bucket its own copy of a number."""
+        for own in self._replicas(flat).values():
+            is_fused = own.optimizer.param_groups[0].get("fused")
+            own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)
+
+    def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
+        """Gives each flat optimizer of a bucket its part of a tensor of `whole`: a share, or a copy.
+
+        The tensor is the first one's of those replicas that update any of the bucket, and of all that have its parameters.
+        """
+        first = flat.bucket.part.start if flat.bucket.part is not None else 0
+        replicas = self._replicas(flat)
+        home = flat.bucket.owner_of_parameters(next(iter(replicas)))
+        for replica, own in replicas.items():
+            start, stop = (place - first for place in flat.bucket.updated(replica, len(flat.parameters)))
+            is_view = flat.bucket.owner_of_parameters(replica) == home
+            own.state[key] = whole[start:stop] if is_view else whole.to(own.parameter.device, copy=True)
+        self.whole.setdefault(flat.bucket.index, {})[key] = whole
+
+    def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
+        """Of buckets that are not updated by shares, each entry of the state: bucket, entry, tensors in order of replicas."""
+        for flat in self.buckets:
+            if not flat.bucket.placement.value.updates_by_shares:
+                states = [own.state for own in self._replicas(flat).values()]
+                for key, value in states[0].items():
+                    if isinstance(value, torch.Tensor):
+                        yield flat.bucket, key, [state[key] for state in states]
+
+    def hold_what_is_new(self) -> None:
+        """Joins the state that the flat optimizers have made in their first step: one tensor for each entry of a bucket."""
+        for flat in self.buckets:
+            held, replicas = self.whole.setdefault(flat.bucket.index, {}), self._replicas(flat)
+            for key, value in list(self._first(flat).state.items()):
+                is_held = key in held and value.data_ptr() == held[key].data_ptr()
+                if value is None or key in SCALAR_STATE or is_held:
+                    continue
+                if flat.bucket.updates_by_shares:
+                    self._hold(flat, key, torch.cat([own.state[key] for own in replicas.values()]))
+                else:
+                    held[key] = value
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the optimizers of all buckets have state; some never have any."""
+        return all(self._first(flat).state for flat in self.buckets)
+
+    def entries(self) -> list[int]:
+        """What changes when an optimizer makes its state, in its first step."""
+        made = [sum(own.made) for own in self.by_slot.values()]
+        return [*made, *(id(value) for flat in self.buckets for value in self._first(flat).state.values())]
+
+    def parts(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """The state that is dealt out to workers: bucket, entry and this worker's part, in an order that all workers have."""
+        for flat in self.buckets:
+            if flat.bucket.part is not None:
+                for key in sorted(self.whole.get(flat.bucket.index, {})):
+                    yield flat.bucket.index, key, self.whole[flat.bucket.index][key]
+
+    def shown(self, gathered: Mapping[tuple[int, str], torch.Tensor] | None = None) -> Shown:
+        """Views of replica 0's state, for the user's optimizer.
+
+        ``gathered`` has the whole tensors of all `parts`, by bucket and entry; without it, of each there is a `DealtState`.
+        """
+        by_slot = {flat.bucket.index: slots[0] for flat in self.buckets if (slots := self._slots_of(flat))}
+        numbers = {
+            (flat.bucket.index, key): (self._number(flat, key), len(flat.bucket.slots))
+            for flat in self.buckets
+            for key, value in self._first(flat).state.items()
+            if value is not None and key in SCALAR_STATE
+        }
+        found = Shown(numbers=ShownNumbers(list(numbers.values())))
+        shown = dict(zip(numbers, found.numbers.shown, strict=True))
+        for flat in self.buckets:
+            own, bucket = self._first(flat).state, flat.bucket
+            entries: dict[str, Sequence[Any]] = {}
+            for key, value in own.items():
+                if value is None:
+                    entries[key] = [None] * len(bucket.slots)
+                elif key in SCALAR_STATE:
+                    entries[key] = shown[bucket.index, key].unbind()
+                elif bucket.part is not None:
+                    entries[key] = (
+                        slot_views(gathered[bucket.index, key], bucket)
+                        if gathered
+                        else [DealtState(value.dtype)] * len(bucket.slots)
+                    )
+                else:
+                    entries[key] = slot_views(self.whole[bucket.index][key], bucket)
+            for i, slot in enumerate(bucket.slots):
+                state = {key: values[i] for key, values in entries.items()}
+                is_there = own and (bucket.index not in by_slot or by_slot[bucket.index].made[i])
+                found.states[slot.variable] = state if is_there else None
+        return found
+
+    def _number(self, flat: FlatBucket, key: str) -> torch.Tensor:
+        """A number of a bucket's state, or a row with that of each slot."""
+        by_slot = self._slots_of(flat)
+        return by_slot[0].numbers[key] if by_slot else self._first(flat).state[key]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The state of all buckets for a layout of memory, made aside, and what the user's optimizer will show of it.
+
+    Attributes:
+        state, shown: as above.
+        gathered: what was gathered of it over all workers, see `FlatState.shown`.
+    """
+
+    state: FlatState
+    shown: Shown
+    gathered: Mapping[tuple[int, str], torch.Tensor] | None = None

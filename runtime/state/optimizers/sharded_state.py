@@ -1,0 +1,95 @@
+"""What an optimizer shows of state whose parts lie with several workers: nothing that could be taken for the whole."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+import torch
+
+from mirrorc.errors import ExecutionError
+from mirrorc.runtime.state.optimizers.user_steps import OwnSteps
+from mirrorc.torch_internals import UncountedHook, calls_step_hooks
+
+_REMEDY = (
+    "call step.gather_optimizer_state() on all workers before; it makes the state whole until the next step. Of a step that is "
+    "closed, load state that was saved, or clear it: optimizer.state.clear()"
+)
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[OwnSteps]] = weakref.WeakKeyDictionary()
+
+
+class DealtState:
+    """Stands in an optimizer's state for a tensor of which each worker has a part. Whatever uses it raises an error.
+
+    Args:
+        dtype: of the tensor.
+    """
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype}, a part of which lies with each worker: step.gather_optimizer_state() makes it whole>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python and torch ask any object for such
+            raise AttributeError(name)
+        _refuse(f"the optimizer's state is used ({name})")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("the optimizer is copied or saved")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse("the optimizer is copied or saved")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ExecutionError(f"{what}, but with shard_optimizer=True each worker has a part of it: {_REMEDY}")
+
+
+def has_dealt_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer shows state that is not whole."""
+    return any(
+        isinstance(value, DealtState)
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+        for value in state.values()
+    )
+
+
+def refuse_dealt_state(optimizer: torch.optim.Optimizer, what: str) -> None:
+    """Refuses to go on with an optimizer whose state is not whole.
+
+    Raises:
+        ExecutionError: says what was to be done, and the remedy.
+    """
+    if has_dealt_state(optimizer):
+        _refuse(what)
+
+
+def watch_dealt_state(optimizer: torch.optim.Optimizer, own_steps: OwnSteps) -> None:
+    """Lets ``state_dict()`` and ``step()`` of an optimizer raise an error while its state is not whole.
+
+    One whose class does not call ``Optimizer.__init__`` takes no hooks; it runs by itself, so nothing of its state is dealt out.
+
+    Args:
+        optimizer: the user's.
+        own_steps: tells its steps that mirrorc makes, with gradients of parameters alone whose state is whole.
+    """
+    if optimizer not in _watched and calls_step_hooks(optimizer):
+        _watched[optimizer] = weakref.WeakSet()
+        optimizer.register_state_dict_pre_hook(_before_state_dict)
+        optimizer.register_step_pre_hook(UncountedHook(_before_step))
+    if optimizer in _watched:
+        _watched[optimizer].add(own_steps)
+
+
+def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    refuse_dealt_state(optimizer, f"{type(optimizer).__name__}.state_dict() was called")
+
+
+def _before_step(optimizer: torch.optim.Optimizer) -> None:
+    if not any(own.has(optimizer) for own in _watched.get(optimizer, ())):  # a copy has the hook, too
+        refuse_dealt_state(optimizer, f"{type(optimizer).__name__}.step() was called")

@@ -1,0 +1,123 @@
+"""Updates a bucket, or a share of it, slot by slot where that is needed: some parameters may be left out of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.ir.buckets import Bucket
+from mirrorc.optimizers import SCALAR_STATE, flat_entries
+from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
+
+
+class SlotOptimizer:
+    """A flat optimizer of parameters of which one may have been updated more often than another.
+
+    As long as all of them have been updated together, each update is one of the flat optimizer. Otherwise those that have equal
+    numbers are updated together, in ranges of elements that lie side by side; the elements of the others are not touched.
+
+    Args:
+        whole: the flat optimizer.
+        bucket: of its parameters.
+        elements: the first element of the bucket that it updates, and one past the last.
+
+    Attributes:
+        numbers: the entries of the state that are one number for each parameter: a row with those of all slots, 1-D.
+        made: for each slot, whether its parameter has state.
+    """
+
+    def __init__(self, whole: FlatOptimizer, bucket: Bucket, elements: tuple[int, int]) -> None:
+        self._whole, self._bucket = whole, bucket
+        self._start, self._stop = elements
+        self.numbers: dict[str, torch.Tensor] = {}
+        self.made = [False] * len(bucket.slots)
+        self._are_alike = True
+
+    def take_over(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over the numbers of what an optimizer has for each parameter; of the flat optimizer, which has its own state."""
+        known = [flat_entries(state) for state in states]
+        self.made = [bool(state) for state in known]
+        for key, like in self._whole.state.items():
+            if key in SCALAR_STATE:
+                row = [torch.as_tensor(state.get(key, 0.0)).detach().reshape(()).to(like) for state in known]
+                self.numbers[key] = torch.stack(row)
+        self._compare()
+
+    def go_on_from(self, earlier: SlotOptimizer) -> None:
+        """Takes over what another one has for the same bucket."""
+        self.made = list(earlier.made)
+        self.numbers = {key: row.to(self._whole.state[key].device, copy=True) for key, row in earlier.numbers.items()}
+        self._compare()
+
+    @property
+    def divides_gradients(self) -> bool:
+        """See `FlatOptimizer`."""
+        return self._whole.divides_gradients
+
+    def update(self, gradient: torch.Tensor, unused: Collection[int], divisor: float | None = None) -> None:
+        """One step. Gradients are switched off in the caller's thread.
+
+        Args:
+            gradient: of all elements.
+            unused: the places of the slots that are left out.
+            divisor: as in `FlatOptimizer.update_divided`; None to take the gradient as it is.
+        """
+        if self._are_alike and not unused:
+            self._update_all(gradient, divisor)
+            return
+        alike: dict[tuple[float, ...] | None, list[int]] = {}  # by their numbers; None of those that have no state yet
+        rows = [row.tolist() for row in self.numbers.values()]
+        for place, is_made in enumerate(self.made):
+            if place not in unused:
+                numbers = tuple(row[place] for row in rows) if is_made else None
+                alike.setdefault(numbers, []).append(place)
+        for numbers, places in alike.items():
+            before = {key: row[places[0]] for key, row in self.numbers.items()} if numbers is not None else None
+            after = self._whole.of_parts.update_ranges(gradient, self._ranges(places), before, divisor)
+            for key, value in after.items():
+                if key not in self.numbers:
+                    self.numbers[key] = value.new_zeros(len(self.made))
+                self.numbers[key][places] = value
+            for place in places:
+                self.made[place] = bool(flat_entries(self._whole.state))
+        self._compare()
+
+    def _update_all(self, gradient: torch.Tensor, divisor: float | None) -> None:
+        if divisor is None:
+            self._whole.update(gradient)
+        else:
+            self._whole.update_divided(gradient, divisor)
+        state = flat_entries(self._whole.state)
+        if state and not self.made[0]:
+            self.made = [True] * len(self.made)
+        for key in SCALAR_STATE:
+            if key in state:
+                if key not in self.numbers:
+                    self.numbers[key] = state[key].new_zeros(len(self.made))
+                self.numbers[key].fill_(state[key])
+
+    def _ranges(self, places: Sequence[int]) -> list[tuple[int, int]]:
+        """The elements of some slots, as the flat optimizer counts them; slots that lie side by side are one range."""
+        found: list[tuple[int, int]] = []
+        following = None
+        for place in places:
+            slot = self._bucket.slots[place]
+            start = max(slot.offset, self._start) - self._start
+            stop = min(slot.offset + slot.num_elements, self._stop) - self._start
+            if start >= stop:
+                continue
+            if place == following and found:
+                start = found.pop()[0]  # what lies between slots is zero and stays so
+            found.append((start, stop))
+            following = place + 1
+        return found
+
+    def _compare(self) -> None:
+        """Notes whether all slots have been updated together; the flat optimizer has the numbers of all then."""
+        rows = {key: row.tolist() for key, row in self.numbers.items()}
+        self._are_alike = len(set(self.made)) == 1 and all(len(set(row)) == 1 for row in rows.values())
+        if self._are_alike and self.made[0]:
+            for key, row in self.numbers.items():
+                self._whole.state[key].copy_(row[0])

@@ -1,0 +1,1 @@
+"""State that several steps hold, and what they left unfinished."""

@@ -1,0 +1,157 @@
+"""The states of variables that open steps hold: which is that of a new step, and which become one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
+
+import torch
+
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.devices import Device
+from mirrorc.optimizer_groups import OptimizerGroups
+from mirrorc.printing.wording import listed
+from mirrorc.runtime.state.shared.shared_state import HeldState, Hold
+from mirrorc.runtime.state.shared.torn_state import refuse_torn
+from mirrorc.runtime.state.variables.variables import VariableStore
+
+_held: weakref.WeakSet[HeldState] = weakref.WeakSet()
+
+
+def held_state(
+    tensors: Mapping[str, torch.Tensor], devices: Sequence[Device], groups: OptimizerGroups, *, is_captured: bool
+) -> HeldState:
+    """The state for a new step: that of open steps over the same variables, or a new one.
+
+    Args:
+        tensors: the user's parameters and buffers, by name of their variable.
+        devices: the devices, in order of replicas.
+        groups: the user's optimizers.
+        is_captured: whether updates are captured in CUDA graphs, which know the memory of one step.
+
+    Raises:
+        ExecutionError: a step over some of the variables runs in another thread.
+    """
+    own, updated = tensors.values(), groups.parameters()
+    known = [held for held in list(_held) if held.is_open]
+    written = [tensor for tensor in own if id(tensor) in updated or not isinstance(tensor, torch.nn.Parameter)]
+    others = [held for held in known if held.first_in_common(own, {*map(id, written)})]
+    found = None
+    if not is_captured and all(held.can_be_held_for(devices, groups) for held in others):
+        found = _made_one(others)
+    if found is None:
+        found = HeldState(VariableStore(tensors, devices), is_captured)
+        _held.add(found)
+        found.remark = _why_turns_copy(others, devices, is_captured=is_captured)
+    found.callers.join([held.callers for held in known if held in others or held.has_read(written)])
+    return found
+
+
+def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, is_captured: bool) -> str:
+    """A remark for a step whose variables are those of open steps, too, and which has memory of its own; else empty."""
+    on_these = [held for held in others if tuple(held.store.devices) == tuple(devices)]
+    if not on_these:
+        return ""
+    if is_captured or any(held.is_captured for held in on_these):
+        why, remedy = "a step with cuda_graphs=True has memory of its own", "compile both without CUDA graphs"
+    else:
+        why = "their optimizers have a part of their parameters in common"
+        remedy = "give both steps the same optimizers, or optimizers over the same parameters or over different ones"
+    return (
+        f"another open step has variables of this one, and {why}: each turn copies what the other step has written, and may lay "
+        f"the optimizer's state out anew. Remedy: {remedy}"
+    )
+
+
+def begin_use(held: HeldState) -> None:
+    """Called before each call of a step; refuses to lay variables out that an open step has laid out on other devices, and
+    to use what a step has left between two steps.
+
+    Raises:
+        ExecutionError: names the first variable, the devices and the remedy; or see `mirrorc.runtime.state.shared.torn_state`.
+    """
+    refuse_torn(held.store.names.keys())
+    held.free_forgotten()
+    if not held.is_used:
+        _refuse_elsewhere(held, held.store.tensors.values(), ())
+        held.is_used = True
+
+
+def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], written: Collection[int]) -> None:
+    """Refuses variables that an open step has laid out on other devices, if it may write them, or the steps of ``held`` may."""
+    if _first_elsewhere(held, tensors, written) is not None:
+        gc.collect()  # a step that nobody can reach any more holds nothing
+    found = _first_elsewhere(held, tensors, written)
+    if found is not None:
+        name, theirs = found
+        raise ExecutionError(
+            f"an open step has {name!r} on {listed(d.name for d in theirs)}, and this one runs on "
+            f"{listed(d.name for d in held.store.devices)}: steps over the same parameters have one copy of them on each "
+            "device. Close that step first, with its close() or by leaving its with block, or compile both for the same "
+            "devices"
+        )
+
+
+def _first_elsewhere(
+    held: HeldState, tensors: Collection[torch.Tensor], written: Collection[int]
+) -> tuple[str, Sequence[Device]] | None:
+    """A variable among some that a step on other devices uses, and these devices."""
+    for other in list(_held):
+        devices = other.store.devices
+        if other.is_open and other.is_used and tuple(devices) != tuple(held.store.devices):
+            name = other.first_in_common(tensors, held.written().union(written))
+            if name is not None:
+                return name, devices
+    return None
+
+
+def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
+    """Notes what a step reads besides variables, which may be those of another one: these run one after the other.
+
+    Raises:
+        ExecutionError: see `mirrorc.runtime.state.shared.call_owner.Callers.join`.
+    """
+    held.note_reads(tensors)
+    held.callers.join([other.callers for other in list(_held) if other.is_open and other.first_in_common(tensors)])
+
+
+def take_in(
+    hold: Hold, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
+) -> None:
+    """Gives a step variables of modules outside of its model: those of an open step that has them, or its own.
+
+    Args:
+        hold: the step's, which is running.
+        tensors: parameters and buffers, under the step's names.
+        counters: for statistics among them, the names of the buffers that count the forwards which write them.
+        written: the names of those that it writes.
+
+    Raises:
+        ExecutionError: a step that may write them runs in another thread, or has them on other devices.
+    """
+    held, ids = hold.held, {id(tensors[name]) for name in written if name in tensors}
+    _refuse_elsewhere(held, tensors.values(), ids)
+    either = held.trained() | ids
+    known = [other for other in list(_held) if other is not held and other.is_open]
+    others = [other for other in known if other.first_in_common(tensors.values(), either)]
+    held.callers.join([other.callers for other in others])
+    _made_one([*(other for other in others if other.can_become_one_with(held)), held], is_running=True)
+    hold.held.take_in(hold, tensors, counters, written)
+
+
+def _made_one(states: Sequence[HeldState], *, is_running: bool = False) -> HeldState | None:
+    """One state of several, if that can be; the first one. Unless the caller says so, one of which a step runs stays as it is."""
+    is_ready = is_running or len(states) == 1 or not any(held.callers.now for held in states)
+    if not states or not is_ready or not all(a.can_become_one_with(b) for a, b in combinations(states, 2)):
+        return None
+    for other in states[1:]:
+        states[0].absorb(other)
+        _held.discard(other)
+    return states[0]
+
+
+def parameters_in_training() -> set[int]:
+    """The ids of the parameters that open steps may update."""
+    return set().union(*(held.trained() for held in list(_held) if held.is_open))

@@ -1,0 +1,259 @@
+"""What steps over the same parameters hold together: variables, and whether these are whole."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+
+import torch
+
+from mirrorc.ir.devices import Device
+from mirrorc.optimizer_groups import OptimizerGroups
+from mirrorc.runtime.devices.uninterrupted import completed
+from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
+from mirrorc.runtime.state.optimizers.user_steps import OwnSteps
+from mirrorc.runtime.state.shared.call_owner import Callers
+from mirrorc.runtime.state.variables.members import counters_among
+from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
+from mirrorc.runtime.state.variables.step_variables import StepVariables, names_in_store
+from mirrorc.runtime.state.variables.variables import VariableStore
+
+
+class Hold:
+    """What one step has of a held state. Only the step's state refers to it: it ends when that is closed, or forgotten.
+
+    Args:
+        held: the state.
+        store: what the step sees of the variables.
+        optimizers: the state and the updates of its optimizers, which other steps may have, too.
+        what: names the model.
+
+    Attributes:
+        held, store, optimizers, what: the same; others when the state has become one with another one.
+    """
+
+    def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, what: str) -> None:
+        self.held, self.store, self.optimizers, self.what = held, store, optimizers, what
+
+
+class HeldState:
+    """The variables that one step holds, or several in turn, and the state of their optimizers; `open_states` finds it.
+
+    A step that finds it goes on in the memory in which the others have left it: nothing is copied between them. Their optimizers
+    update the same parameters, or different ones.
+
+    Attributes:
+        store: the variables of all replicas.
+        reserved: memory for large results of regions.
+        layout: the number of the present layout of memory; when it changes, views of the memory must be made anew.
+        is_whole: whether the variables are consistent.
+        was_behind: whether the user has written to variables since the last training step, and that was taken over since.
+        gradients_writer: the writer of the gradients in the buckets; None after a failure.
+        callers: who calls a step over it now, or over another state that has variables in common with it.
+        is_used: whether a step over it has run, or was prepared.
+        is_captured: whether updates are captured in CUDA graphs.
+        remark: why turns with other steps copy; empty if they do not.
+    """
+
+    def __init__(self, store: VariableStore, is_captured: bool) -> None:
+        self.store = store
+        self.reserved = ReservedMemory(store.devices)
+        self.layout = 0
+        self.is_whole = True
+        self.was_behind = False
+        self.gradients_writer: Hashable = None
+        self.callers = Callers()
+        self.is_used = False
+        self.remark = ""
+        self._own_steps = OwnSteps()
+        self._read: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that are no variables here, by id
+        self._unwritten: set[int] = set()  # the ids of variables outside of models, which no program here writes
+        self.is_captured = is_captured
+        self._optimizers: dict[BucketOptimizers, weakref.WeakSet[Hold]] = {}  # and the open steps' holds of each
+        self._num_holds = 0  # when it was last looked for what nobody has any more
+        self._pid = os.getpid()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an open step of this process holds it."""
+        return bool(self._open_optimizers()) and self._pid == os.getpid()
+
+    def _open_optimizers(self) -> list[BucketOptimizers]:
+        """Those that open steps have."""
+        return [optimizers for optimizers, holds in list(self._optimizers.items()) if holds]
+
+    def trained(self) -> set[int]:
+        """The ids of the parameters that its steps may update."""
+        return set().union(*(optimizers.groups.parameters() for optimizers in self._open_optimizers()))
+
+    def written(self) -> set[int]:
+        """The ids of the variables that its steps may write: parameters that they train, and buffers."""
+        buffers = {id(one) for one in self.store.tensors.values() if not isinstance(one, torch.nn.Parameter)}
+        return self.trained() | (buffers - self._unwritten)
+
+    def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
+        """The first of its variables among some tensors that its steps may write, or others: what neither writes may be read by
+        both.
+
+        Args:
+            tensors: the variables of the others, or what they read.
+            written: the ids of those that the others may write.
+        """
+        either = self.written().union(written)
+        common = (tensor for tensor in tensors if id(tensor) in self.store.names)
+        return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
+
+    def note_reads(self, tensors: Collection[torch.Tensor]) -> None:
+        """Notes what a step reads besides variables."""
+        self._read |= {id(tensor): weakref.ref(tensor) for tensor in tensors}
+
+    def has_read(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether a step has read some of these tensors, which are no variables of its own."""
+        return any(id(tensor) in self._read and self._read[id(tensor)]() is tensor for tensor in tensors)
+
+    def can_be_held_for(self, devices: Sequence[Device], groups: OptimizerGroups) -> bool:
+        """Whether steps on these devices can go on in its memory: their optimizers update the same parameters as those that are
+        there, or none of them. Parts of a bucket cannot be laid out for two.
+        """
+        own, each = groups.parameters(), [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
+        are_apart = all(own == other or own.isdisjoint(other) for other in each)
+        return not self.is_captured and tuple(self.store.devices) == tuple(devices) and are_apart
+
+    def hold(self, tensors: Mapping[str, torch.Tensor], groups: OptimizerGroups, what: str) -> Hold:
+        """Lets one more step hold it, which may have further variables, such as those of its loss.
+
+        Args:
+            tensors: the step's parameters and buffers, under its own names.
+            groups: its optimizers. One that several steps have makes one update of one state; so do equal lists.
+            what: names the model, where its variables have names that others have already.
+        """
+        names = names_in_store(tensors, self.store, what)
+        self.store.add({names[name]: tensor for name, tensor in tensors.items()}, counters_among(tensors))
+        self._unwritten -= {id(tensor) for tensor in tensors.values()}
+        known = (optimizers for optimizers in self._open_optimizers() if optimizers.groups.numbers_as(groups))
+        optimizers = next(known, None) or self._optimizers_for(groups)
+        hold = Hold(self, StepVariables(tensors, names, self.store, optimizers.owner), optimizers, what)
+        self._optimizers.setdefault(optimizers, weakref.WeakSet()).add(hold)
+        self._num_holds += 1
+        if not self.callers.now:  # otherwise, the next call does it
+            self.free_forgotten()
+        return hold
+
+    def _optimizers_for(self, groups: OptimizerGroups) -> BucketOptimizers:
+        """The state of optimizers that no step had yet."""
+        new = BucketOptimizers(groups, self.store, self._own_steps, is_captured=self.is_captured)
+        new.user_steps.go_on_from([optimizers.user_steps for optimizers in self._open_optimizers()])
+        return new
+
+    def take_in(
+        self,
+        hold: Hold,
+        tensors: Mapping[str, torch.Tensor],
+        counters: Mapping[str, str],
+        written: Collection[str],
+    ) -> None:
+        """Gives one of its steps variables of modules outside of its model.
+
+        Args:
+            hold: the step's.
+            tensors: parameters and buffers, under the step's names.
+            counters: for statistics among them, the names of the buffers that count the forwards which write them.
+            written: the names of those that it writes.
+        """
+        names = names_in_store(tensors, self.store, hold.what)
+        new = {id(tensor) for tensor in tensors.values()} - self.store.names.keys()
+        unwritten = (self._unwritten | new) - {id(tensors[name]) for name in written if name in tensors}
+        by_id = {id(tensors[name]): id(tensors[counter]) for name, counter in counters.items()}
+
+        def put_in_place() -> None:
+            self.store.add({names[name]: tensor for name, tensor in tensors.items()}, by_id, are_guarded=True)
+            self._unwritten = unwritten
+            hold.store.add(tensors, names, counters)
+
+        completed(put_in_place)
+
+    def can_become_one_with(self, other: HeldState) -> bool:
+        """Whether one memory serves the steps of both: on the same devices, and with optimizers of different parameters."""
+        are_same = tuple(self.store.devices) == tuple(other.store.devices)
+        return are_same and not (self.is_captured or other.is_captured) and self.trained().isdisjoint(other.trained())
+
+    def absorb(self, other: HeldState) -> None:
+        """Takes over the variables and the steps of another state, which is over then; no call of either runs.
+
+        Buffers of which each replica has its own stay where they are. Parameters do so until their step lays them out anew.
+        What interrupts it leaves both as they were, or finds them one.
+        """
+        holds = {optimizers: list(own) for optimizers, own in other._optimizers.items() if own}
+        what = next((hold.what for own in holds.values() for hold in own), "model")
+        names = names_in_store(other.store.tensors, self.store, what)
+        read = {id(tensor) for tensor in (*self.store.tensors.values(), *other.store.tensors.values())}
+        unwritten = read - self.written() - other.written()
+        take_over_variables = self.store.taking_over(other.store, names)
+        moved: list[tuple[Hold, BucketOptimizers, StepVariables]] = []
+        joined = dict(self._optimizers)
+        for optimizers, own in holds.items():
+            new = self._optimizers_for(optimizers.groups)
+            new.user_steps.go_on_as(optimizers.user_steps)
+            for hold in own:
+                known = {name: names[other.store.names[id(tensor)]] for name, tensor in hold.store.tensors.items()}
+                moved.append((hold, new, hold.store.moved(known, self.store, new.owner)))
+            joined[new] = weakref.WeakSet(own)
+        layout, num_holds = max(self.layout, other.layout) + 1, self._num_holds + other._num_holds
+
+        def put_in_place() -> None:
+            take_over_variables()
+            for hold, optimizers, store in moved:
+                hold.held, hold.optimizers, hold.store = self, optimizers, store
+            for optimizers in holds:
+                optimizers.user_steps.close()
+            self._optimizers, self._unwritten = joined, unwritten
+            self.layout, self._num_holds = layout, num_holds
+            self.is_whole, self.is_used = self.is_whole and other.is_whole, self.is_used or other.is_used
+            self.was_behind = self.was_behind or other.was_behind
+            self.gradients_writer = None
+            self._read |= other._read
+            other._optimizers = {}
+            other.reserved.release()
+
+        completed(put_in_place)
+
+    def let_go(self, hold: Hold) -> None:
+        """Called when a step is closed. After the last one that has its optimizers, they are watched no more."""
+        holds = self._optimizers[hold.optimizers]
+        holds.discard(hold)
+        if not holds:
+            self._free(hold.optimizers)
+        if not self._open_optimizers():
+            self.free_forgotten()
+            self.reserved.release()
+        elif not self.callers.now:  # otherwise, the next call does it
+            self.free_forgotten()
+
+    def _free(self, optimizers: BucketOptimizers) -> None:
+        if self._optimizers.pop(optimizers, None) is not None:
+            optimizers.user_steps.close()
+            self.store.free_buckets(optimizers.owner)
+
+    def free_forgotten(self) -> None:
+        """Frees what steps have left that were forgotten, not closed. The garbage collector only empties their sets, as it may
+        run in any thread, during a call that reads what they had.
+        """
+        for optimizers, holds in list(self._optimizers.items()):
+            if not holds:
+                self._free(optimizers)
+        num_holds = sum(map(len, self._optimizers.values()))
+        if num_holds < self._num_holds:
+            self.release()
+        self._num_holds = num_holds
+
+    def release(self) -> None:
+        """Forgets variables that no open step has any more; called while no step runs, or by the one that does."""
+        holds = [hold for own in self._optimizers.values() for hold in own]
+        ids = {id(tensor) for hold in holds for tensor in hold.store.tensors.values()}
+
+        def put_in_place() -> None:
+            self.store.keep_only(ids)
+            self._unwritten &= self.store.names.keys()
+
+        completed(put_in_place)

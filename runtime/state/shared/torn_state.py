@@ -1,0 +1,143 @@
+"""What a step has left between two steps: parameters and state of optimizers that nobody may use until all is restored."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.errors import ExecutionError
+from mirrorc.printing.wording import counted, listed
+from mirrorc.runtime.state.variables.watched_tensor import Watched
+from mirrorc.torch_internals import calls_step_hooks
+
+_torn: weakref.WeakSet[TornState] = weakref.WeakSet()
+
+
+class TornState:
+    """Parameters of which a step has updated a part, with their optimizers, as it has left them.
+
+    They are restored when the user has written every parameter, and every entry of the optimizers' state, or has put another one
+    in its place: `load_state_dict` of model and optimizer do. Until then, calls of steps over any of them are refused, and so is
+    what shows or saves them once `guard` is called.
+
+    Args:
+        what: which buckets were updated, as a clause.
+        parameters: those that the step updates, by name.
+        optimizers: the user's.
+    """
+
+    def __init__(
+        self, what: str, parameters: Mapping[str, torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self.what = what
+        self._parameters = {name: Watched.of(tensor, None) for name, tensor in parameters.items()}
+        self._ids = {id(tensor) for tensor in parameters.values()}
+        self._states = [
+            (optimizer, parameter, entries, key, value, _version(value))
+            for optimizer in optimizers
+            for parameter, entries in optimizer.state.items()
+            if isinstance(entries, dict)
+            for key, value in entries.items()
+        ]
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._is_restored = False
+        _torn.add(self)
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether the user has restored everything since."""
+        if not self._is_restored and not self._unwritten() and not self._unwritten_optimizers():
+            self._is_restored = True
+            self._parameters, self._states = {}, []
+        return self._is_restored
+
+    def _unwritten(self) -> list[str]:
+        return [name for name, watched in self._parameters.items() if not watched.has_changed()]
+
+    def _unwritten_optimizers(self) -> list[str]:
+        """The classes of the optimizers whose state has an entry that is still the one that the step has left."""
+        left = [
+            type(optimizer).__name__
+            for optimizer, parameter, entries, key, value, version in self._states
+            if optimizer.state.get(parameter) is entries  # load_state_dict puts new ones there
+            and entries.get(key) is value
+            and _version(value) == version
+        ]
+        return list(dict.fromkeys(left))
+
+    def guard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Has `state_dict` of the model, of its modules and of the optimizers refused, and copies and pickles of the model."""
+        refusal = _Refusal(self)
+        owners = [one for one in model.modules() if self.concerns([id(own) for own in one.parameters(recurse=False)])]
+        self._handles += [module.register_state_dict_pre_hook(refusal) for module in owners]
+        self._handles += [own.register_state_dict_pre_hook(refusal) for own in optimizers if calls_step_hooks(own)]
+
+    def concerns(self, ids: Collection[int]) -> bool:
+        """Whether any of these tensors, given by their ids, is one of the parameters."""
+        return not self._ids.isdisjoint(ids)
+
+    def refuse(self) -> None:
+        """Refuses a use, unless all is restored.
+
+        Raises:
+            ExecutionError: says what is between two steps, and what is to be restored.
+        """
+        if self.is_restored:
+            return
+        names, optimizers = self._unwritten(), self._unwritten_optimizers()
+        missing = [f"{counted(len(names), 'parameter')} ({listed(names)})"] if names else []
+        missing += [f"the state of {listed(optimizers)}"] if optimizers else []
+        raise ExecutionError(
+            "parameters are between those before and those after a step, which has failed while it updated: "
+            f"{self.what}. Nothing uses, shows or saves them until model and optimizer are restored: load a checkpoint with "
+            f"load_state_dict of both. Still to be restored: {listed(missing)}"
+        )
+
+    def end(self) -> None:
+        """Called when all is restored: nothing is refused any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        _torn.discard(self)
+
+
+class _Refusal:
+    """A hook that refuses what would show or save a torn state; it stands in the model, so a copy of that meets it, too."""
+
+    def __init__(self, torn: TornState) -> None:
+        self._torn = torn
+
+    def __call__(self, *_: Any) -> None:
+        self._torn.refuse()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[], Any], tuple[()]]:
+        self._torn.refuse()
+        return _idle_hook, ()
+
+
+def _idle_hook() -> Callable[..., None]:
+    """What a copy of a model has in place of a refusal."""
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+def refuse_torn(ids: Collection[int]) -> None:
+    """Refuses a use of tensors, given by their ids, if a step has left any of them between two steps.
+
+    Raises:
+        ExecutionError: see `TornState.refuse`.
+    """
+    for torn in [torn for torn in list(_torn) if torn.concerns(ids)]:
+        torn.refuse()
+        torn.end()
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) else 0

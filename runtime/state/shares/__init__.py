@@ -1,0 +1,1 @@
+"""A device's share of a bucket, made of pieces."""

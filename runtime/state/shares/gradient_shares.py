@@ -1,0 +1,228 @@
+"""Shares of buckets in which some gradients are left as factors: each device makes the elements that it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mirrorc.analysis.factored_gradients import FactoredSlot
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.shares import share_bounds
+from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces, unmade_pieces
+from mirrorc.runtime.state.shares.pieces import (
+    FactoredBucket,
+    FactoredPiece,
+    Factors,
+    Leaves,
+    Piece,
+    SumPiece,
+    Take,
+    Visit,
+    bounding_by,
+    makes_shares_of,
+)
+
+
+def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
+    """The pieces of which what a replica makes of a bucket consists, in order.
+
+    Args:
+        bucket: the plan.
+        factored: the slots whose gradients are left as factors, in order.
+        replica: whose share.
+        num_replicas: number of shares.
+
+    Raises:
+        LookupError: no class makes shares of a gradient's form.
+    """
+    start, stop = bucket.made(replica, num_replicas)
+    number_of = {slot.place: number for number, slot in enumerate(factored)}
+    pieces: list[Piece] = []
+    for place, slot in enumerate(bucket.slots):
+        first, last = max(start, slot.offset), min(stop, slot.offset + slot.num_elements)
+        if first >= last:
+            continue
+        if place in number_of:
+            own = factored[number_of[place]]
+            pieces += makes_shares_of.of(own.form.operation).cut(slot, number_of[place], first, last, **own.details)
+        elif pieces and isinstance(pieces[-1], SumPiece):
+            pieces[-1] = SumPiece(pieces[-1].start, last)  # with the gap between them, which is zero
+        else:
+            pieces.append(SumPiece(first, last))
+    return pieces
+
+
+def forget_what_is_written(pieces: Sequence[Piece]) -> None:
+    """Makes the next step write shares completely, because the buckets may have been overwritten."""
+    for piece in pieces:
+        piece.forget()
+
+
+def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None) -> None:
+    """Makes a replica's share of the sum over all replicas, in the first one's bucket; added in order of replicas.
+
+    Args:
+        buckets: of all replicas, in order.
+        replica: whose share.
+        visit: called with each part of the share when it is made, in order.
+    """
+    make_pieces(buckets[replica].pieces, buckets, visit)
+
+
+def make_or_leave(buckets: Sequence[FactoredBucket], replica: int, visit: Visit, leaves: Leaves) -> UnmadePieces | None:
+    """As `make_share`, but for pieces of gradients as factors that may be left unmade; gives them, or None if all are made."""
+    dtype = buckets[replica].tensor.dtype
+    left: list[FactoredPiece] = []
+    made: list[Piece] = []
+    for piece in buckets[replica].pieces:
+        if isinstance(piece, FactoredPiece) and piece.is_left(piece.factors_in(buckets), dtype, leaves):
+            left.append(piece)
+        else:
+            made.append(piece)
+    make_pieces(made, buckets, visit)
+    if not left:
+        return None
+    bounds = share_bounds(buckets[0].tensor.numel(), len(buckets), replica)
+    return unmade_pieces(left, made, buckets, bounds, visit)
+
+
+def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visit: Visit | None = None) -> None:
+    """Makes pieces of the sum over replicas, in the first bucket's memory; as `make_share`."""
+    first = buckets[0].tensor
+    for piece in pieces:
+        total = first[piece.start : piece.stop]
+        if visit is None:
+            piece.make(buckets, total)
+        else:
+            piece.make_visited(buckets, total, visit)
+
+
+@dataclass(frozen=True)
+class MadeShare:
+    """A share that lies in memory, of which few elements may be other than zero.
+
+    Attributes:
+        pieces: of the share; none if it is not known what the memory holds.
+        start: the share's first element in the bucket.
+    """
+
+    pieces: Sequence[Piece] = ()
+    start: int = 0
+
+    def visit(self, share: torch.Tensor, visit: Visit) -> bool:
+        """Visits what was made in this step, in parts, in order, if that is less than half of the share, 1-D; returns whether
+        it is."""
+        if not self.pieces or 2 * sum(piece.num_made for piece in self.pieces) >= share.numel():
+            return False
+        for piece in self.pieces:
+            piece.visit_made(share[piece.start - self.start : piece.stop - self.start], visit)
+        return True
+
+
+@dataclass(frozen=True)
+class UnmadeShare:
+    """A share of a sum of which all is there that it is made of.
+
+    Attributes:
+        buckets: of all replicas that take part, in order; in the memory of the first one lies what is not made in parts.
+        pieces: of the share.
+        start, stop: its elements in the bucket; those between and behind slots, which are zero, are in no piece.
+        change: what is done with each part when it is made; None for nothing.
+    """
+
+    buckets: Sequence[FactoredBucket]
+    pieces: Sequence[Piece]
+    start: int
+    stop: int
+    change: Visit | None = None
+
+    def bounded(self, max_value: float) -> UnmadeShare:
+        """The same share, whose elements are brought to between ``-max_value`` and ``max_value`` when they are made."""
+        return replace(self, change=bounding_by(max_value))
+
+    def largest_part(self, num_elements: int) -> int:
+        """The elements of the memory that `make_parts` needs; 0 if it would make all in the bucket."""
+        return max((piece.largest_part(num_elements, self._factors) for piece in self.pieces), default=0)
+
+    def make(self) -> torch.Tensor:
+        """Makes the share in the bucket."""
+        make_pieces(self.pieces, self.buckets, self.change)
+        return self.buckets[0].tensor[self.start : self.stop]
+
+    def make_parts(self, num_elements: int, memory: torch.Tensor, take: Take) -> None:
+        """Makes the share in parts, in order, and has each taken before the next one is made.
+
+        Args:
+            num_elements: of a part, at most.
+            memory: in which large products are made, one part after the other, 1-D; all else is made in the bucket.
+            take: gets the first element of each part, counted from the share's, and the part.
+        """
+        whole, start = self.buckets[0].tensor, self.start
+        waiting = start  # the first element that lies in the bucket, and is not taken
+
+        def take_waiting(stop: int) -> None:
+            for first in range(waiting, stop, num_elements):
+                take(first - start, whole[first : min(first + num_elements, stop)])
+
+        def take_made(first: int, part: torch.Tensor) -> None:
+            if self.change is not None:
+                self.change(part)
+            take(first - start, part)
+
+        for piece in self.pieces:
+            if piece.largest_part(num_elements, self._factors):
+                take_waiting(piece.start)
+                piece.make_parts(self.buckets, num_elements, memory, take_made)
+                waiting = piece.stop
+            else:
+                make_pieces([piece], self.buckets, self.change)
+        take_waiting(self.stop)
+
+    @property
+    def _factors(self) -> list[Sequence[Sequence[Factors]]]:
+        return [bucket.factors for bucket in self.buckets if bucket.factors]
+
+
+def largest_part_of_share(
+    pieces: Sequence[Piece],
+    bounds: tuple[int, int],
+    num_elements: int,
+    factors: Sequence[Sequence[Sequence[Factors]]],
+) -> int:
+    """The elements of the largest part that `UnmadeShare.make_parts` has taken.
+
+    Args:
+        pieces: of the share.
+        bounds: the share's first element in the bucket, and the one after its last.
+        num_elements: of the memory for parts.
+        factors: as for `temporary_bytes`.
+    """
+    (waiting, stop), largest = bounds, 0
+    for piece in pieces:
+        if part := piece.largest_part(num_elements, factors):
+            largest, waiting = max(largest, part, min(num_elements, piece.start - waiting)), piece.stop
+    return max(largest, min(num_elements, stop - waiting))
+
+
+def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
+    """Makes one replica's factored gradients in its own bucket; its pieces must cover the whole bucket.
+
+    Args:
+        bucket: the replica's.
+        is_summed: whether others' gradients are added to the bucket afterwards, so that it holds more than the last step made.
+    """
+    if is_summed:
+        forget_what_is_written(bucket.pieces)
+    make_share([bucket], 0)
+
+
+def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+    """The most temporary bytes that `make_share` allocates.
+
+    Args:
+        pieces: of the share.
+        factors: of each replica with examples, of the bucket's gradients as factors, of each part; tensors may be fake.
+    """
+    return max((piece.temporary_bytes(factors) for piece in pieces), default=0)

@@ -1,0 +1,160 @@
+"""Makes shares of gradients that are matrix products; each piece is a rectangle of a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from mirrorc.analysis.updates_in_parts import Size, elements_of_part
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Slot
+from mirrorc.runtime.state.shares.pieces import (
+    CACHED_ELEMENTS,
+    FactoredBucket,
+    FactoredPiece,
+    Factors,
+    Leaves,
+    Take,
+    Visit,
+    makes_shares_of,
+)
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""The factors of matrix products that are added up."""
+
+
+@dataclass
+class Rectangle(FactoredPiece):
+    """A rectangle of a matrix.
+
+    Attributes:
+        rows: of the matrix.
+        columns: of the matrix.
+    """
+
+    rows: slice
+    columns: slice
+
+    def _sizes(self) -> tuple[int, int]:
+        """The number of rows and that of columns."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    @classmethod
+    def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
+        """Cuts a range of elements into the end of a row, whole rows, and the beginning of a row."""
+        width = slot.shape[1]
+        while first < last:
+            row, column = divmod(first - slot.offset, width)
+            num_rows = (last - first) // width if column == 0 else 0
+            if num_rows:
+                stop, rows, columns = first + num_rows * width, slice(row, row + num_rows), slice(0, width)
+            else:
+                stop = min(last, first - column + width)
+                rows, columns = slice(row, row + 1), slice(column, column + stop - first)
+            yield cls(first, stop, factored, rows, columns, **details)
+            first = stop
+
+
+@makes_shares_of(ops.product)
+@dataclass
+class ProductPiece(Rectangle):
+    """A rectangle of the sum of matrix products."""
+
+    def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
+        """Multiplies the factors of all parts in one product, or in one product for each part, whichever moves less memory.
+
+        One product needs a copy of all factors side by side. With several products, each one reads and writes the result.
+        """
+        self.multiply(self._pairs(factors), total)
+
+    def multiply(self, pairs: Pairs, total: torch.Tensor, factor: float = 1.0) -> None:
+        """Writes the sum of the products of `pairs`, times a factor; as `add_up`."""
+        joined = _joined(pairs)
+        _add_products(joined, total.view(-1, joined[0][1].shape[1]), factor)
+
+    def multiply_visited(self, pairs: Pairs, total: torch.Tensor, visit: Visit) -> None:
+        """As `multiply`; multiplies and visits some rows after the other."""
+        joined = _joined(pairs)
+        width = joined[0][1].shape[1]
+        num_rows = max(CACHED_ELEMENTS // width, 1)
+        out = total.view(-1, width)
+        for start in range(0, len(out), num_rows):
+            rows = slice(start, start + num_rows)
+            _add_products([(left[rows], right) for left, right in joined], out[rows])
+            visit(out[rows].view(-1))
+
+    def make_parts(
+        self, buckets: Sequence[FactoredBucket], num_elements: int, memory: torch.Tensor, take: Take
+    ) -> None:
+        """Multiplies some rows after the other."""
+        self.multiply_parts(self.pairs(buckets), num_elements, memory, take)
+
+    def multiply_parts(
+        self, pairs: Pairs, num_elements: int, memory: torch.Tensor, take: Take, factor: float = 1.0
+    ) -> None:
+        """As `make_parts`, of the factors that `pairs` gives, times a number."""
+        joined = _joined(pairs)
+        all_rows, width = self._sizes()
+        num_rows = num_elements // width
+        for first in range(0, all_rows, num_rows):
+            rows = [(left[first : first + num_rows], right) for left, right in joined]
+            part = memory[: len(rows[0][0]) * width]
+            _add_products(rows, part.view(-1, width), factor)
+            take(self.start + first * width, part)
+
+    def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+        """See `Piece`."""
+        size = self.size([part for own in factors for part in own[self.factored]])
+        return elements_of_part(*size, num_elements)
+
+    def is_left(self, factors: Sequence[Factors], dtype: torch.dtype, leaves: Leaves) -> bool:
+        """See `FactoredPiece`."""
+        return leaves(self.size(factors), dtype)
+
+    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
+        self.multiply_visited(self.pairs(buckets), total, visit)
+
+    def size(self, factors: Sequence[Factors]) -> Size:
+        """The size of what `add_up` writes of these factors."""
+        return *self._sizes(), sum(left.shape[1] for left, _ in factors)
+
+    def pairs(self, buckets: Sequence[FactoredBucket]) -> Pairs:
+        """The factors of the products that are added up, for this rectangle; ``buckets`` as `make` takes them."""
+        return self._pairs(self.factors_in(buckets))
+
+    def _pairs(self, factors: Sequence[Factors]) -> Pairs:
+        width = self.columns.stop - self.columns.start
+        return [
+            (left[self.rows], right if right.shape[1] == width else right[:, self.columns]) for left, right in factors
+        ]
+
+    def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+        own = [part for replica in factors for part in replica[self.factored]]
+        m, n, num_inner = self.size(own)
+        return num_inner * (m + n) * own[0][0].itemsize if _is_one_product(m, n, num_inner, len(own)) else 0
+
+
+def _joined(pairs: Pairs) -> Pairs:
+    """The factors of one product, or of one for each part."""
+    (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
+    if not _is_one_product(m, n, sum(left.shape[1] for left, _ in pairs), len(pairs)):
+        return pairs
+    left = torch.cat([left.t() for left, _ in pairs]).t()
+    return [(left, torch.cat([right for _, right in pairs]))]
+
+
+def _add_products(pairs: Pairs, out: torch.Tensor, factor: float = 1.0) -> None:
+    """Writes the sum of matrix products, each times a factor."""
+    if factor == 1.0:
+        torch.mm(*pairs[0], out=out)
+    else:
+        torch.addmm(out, *pairs[0], beta=0.0, alpha=factor, out=out)
+    for left, right in pairs[1:]:
+        torch.addmm(out, left, right, alpha=factor, out=out)
+
+
+def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:
+    return num_inner * (m + n) < m * n * (num_pairs - 1)

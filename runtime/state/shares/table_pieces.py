@@ -1,0 +1,130 @@
+"""Makes shares of the gradients of embeddings' tables: rows that are added up, in memory that is zero otherwise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from mirrorc.analysis.updates_in_parts import has_few_rows
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Slot
+from mirrorc.runtime.state.shares.pieces import Factors, Leaves, Visit, makes_shares_of, visit_parts
+from mirrorc.runtime.state.shares.product_pieces import Rectangle
+
+OwnRows = tuple[torch.Tensor, torch.Tensor]
+"""Rows that are added to a rectangle: where, counted from its first row, in int64 and in memory of their own; and what."""
+
+
+@makes_shares_of(ops.index_add)
+@dataclass
+class TablePiece(Rectangle):
+    """A rectangle of a table's gradient, in memory that is zero except for the few rows of a step.
+
+    Attributes:
+        padding_idx: the row of the table that is left out.
+        num_rows: of the table.
+        written: the rows that the last step has written, counted from the rectangle's first row, as a tensor for each part;
+            None if the content of the memory is unknown.
+    """
+
+    padding_idx: int = -1
+    num_rows: int = 0
+    written: Sequence[torch.Tensor] | None = None
+
+    @classmethod
+    def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
+        """As for any rectangle."""
+        for piece in super().cut(slot, factored, first, last, **details):
+            yield replace(piece, num_rows=slot.shape[0])
+
+    def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
+        """Clears the rows of the last step and adds those of this step; other rows are zero already and are not written."""
+        self.add_rows([self._select(part) for part in factors], total)
+
+    def add_rows(self, parts: Sequence[OwnRows], total: torch.Tensor, factor: float = 1.0) -> None:
+        """As `add_up`, of rows that are selected already, each times a finite factor."""
+        out = total.view(self._sizes()[0], -1)
+        written, self.written = self.written, None
+        if written is None:
+            out.zero_()
+        for places in written or ():
+            out.index_fill_(0, places, 0.0)
+        for places, rows in parts:
+            out.index_add_(0, places, rows, alpha=factor)
+        self.written = [places for places, _ in parts]
+
+    def _select(self, factors: Factors) -> OwnRows:
+        """The rows of a part that are added to this rectangle."""
+        rows, places = self.rows_and_places(factors)
+        own = self._own(places)
+        if own is None:  # the batch may be overwritten before the next step clears the rows
+            return places.to(torch.int64, copy=True) - self.rows.start, rows
+        return places.index_select(0, own).long() - self.rows.start, rows.index_select(0, own)
+
+    def _own(self, places: torch.Tensor) -> torch.Tensor | None:
+        """Which of some rows of the table are the rectangle's, by their numbers among them; None if all are.
+
+        The first and the last device need one comparison each.
+        """
+        conditions = [places >= self.rows.start] if self.rows.start else []
+        if self.rows.stop < self.num_rows:
+            conditions.append(places < self.rows.stop)
+        if self.rows.start <= self.padding_idx < self.rows.stop:
+            conditions.append(places != self.padding_idx)
+        return functools.reduce(torch.logical_and, conditions).nonzero().squeeze(1) if conditions else None
+
+    @property
+    def num_rows_here(self) -> int:
+        """The number of the rectangle's rows."""
+        return self._sizes()[0]
+
+    def rows_and_places(self, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a part of the gradient adds to this rectangle and to others: rows, 2-D, and the table's rows to which it does."""
+        rows, indices = factors
+        return rows.reshape(-1, rows.shape[-1])[:, self.columns], indices.reshape(-1)
+
+    def is_left(self, factors: Sequence[Factors], dtype: torch.dtype, leaves: Leaves | None = None) -> bool:
+        """See `FactoredPiece`; whatever is asked."""
+        return has_few_rows(self._sizes()[0], sum(indices.numel() for _, indices in factors), dtype)
+
+    def visit_made(self, total: torch.Tensor, visit: Visit) -> None:
+        """Visits the rows that this step has written; the others are zero."""
+        if 2 * self.num_made > total.numel():
+            visit_parts(total, visit)
+            return
+        if not self.written:
+            return
+        places = torch.cat(list(self.written))
+        out = total.view(self.rows.stop - self.rows.start, -1)
+        if not visit.writes:
+            visit_parts(out[places.unique()].view(-1), visit)
+            return
+        rows = out[places]
+        visit_parts(rows.view(-1), visit)
+        out.index_copy_(0, places, rows)  # a row that is there twice is written twice, with the same numbers
+
+    @property
+    def num_made(self) -> int:
+        """The elements of the rows that the step has written; a row may count several times."""
+        if self.written is None:
+            return self.stop - self.start
+        return sum(map(len, self.written)) * self._sizes()[1]
+
+    def forget(self) -> None:
+        self.written = None
+
+    def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+        """The bytes of the rows that are selected from one part's; assumes that the shares get equal parts of them."""
+        found = [rows for own in factors for rows, _ in own[self.factored]]
+        if (
+            self.rows == slice(0, self.num_rows)
+            and self.padding_idx < 0
+            and all(rows.dim() == 2 or rows.is_contiguous() for rows in found)
+        ):
+            return 0
+        rows = max(found, key=torch.Tensor.numel)
+        return rows.numel() // len(factors) * rows.itemsize

@@ -1,0 +1,1 @@
+"""Where variables lie, and what the user wrote to them."""

@@ -1,0 +1,84 @@
+"""The user's view of a variable: its value on each replica, or one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from mirrorc.ir.devices import Device
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Role, Variable
+from mirrorc.runtime.state.variables.step_variables import StepVariables
+
+
+class MirroredVariable:
+    """A variable for users to read, with its value on every device.
+
+    Attributes:
+        name: its name in the model.
+        synchronization: whether it is mirrored or per-replica.
+        aggregation: how a per-replica variable is read as one.
+    """
+
+    def __init__(
+        self, variable: Variable, devices: Sequence[Device], store: StepVariables, synchronize: Callable[[], object]
+    ) -> None:
+        self.name = variable.name
+        self.role: Role = variable.role
+        self.synchronization = variable.synchronization
+        self.aggregation = variable.aggregation
+        self._devices = devices
+        self._store, self._synchronize = store, synchronize
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The value on every device, in order; views, not copies."""
+        self._synchronize()
+        return tuple(self._store.values(self.name))
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The one value: that of a mirrored variable, or a per-replica one's aggregate."""
+        self._synchronize()
+        return self._store.tensors[self.name].detach()
+
+    def get(self, device: str) -> torch.Tensor:
+        """The value on one device.
+
+        Raises:
+            ValueError: no such device in this program.
+        """
+        names = [d.name for d in self._devices]
+        if str(device) not in names:
+            raise ValueError(f"variable {self.name!r} is not on {device!r}: it is on {', '.join(names)}")
+        return self.values[names.index(str(device))]
+
+    def __repr__(self) -> str:
+        shape = "x".join(str(size) for size in self.values[0].shape)
+        names = ", ".join(d.name for d in self._devices)
+        return (
+            f"MirroredVariable({self.name!r}, {self.values[0].dtype}[{shape}], {self.synchronization.value} on {names})"
+        )
+
+
+def mirrored_variables(
+    program: Program, store: StepVariables, names: Mapping[str, str], synchronize: Callable[[], object]
+) -> dict[str, MirroredVariable]:
+    """The variables of a program, by name; tied weights by each of their names.
+
+    Args:
+        program: what runs.
+        store: has the variables.
+        names: for each further name, the program's name.
+        synchronize: called before a value is read: has all buckets updated that the last step has left.
+    """
+    found = {
+        name: MirroredVariable(variable, program.devices, store, synchronize)
+        for name, variable in program.variables.items()
+        if name in store.tensors
+    }
+    for name, variable in names.items():
+        if variable in found:
+            found.setdefault(name.removeprefix("model."), found[variable])
+    return found

@@ -1,0 +1,323 @@
+"""Stores the variables of all replicas, and follows what the user does to them.
+
+It is long, as whatever moves or writes their memory is in one place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from mirrorc.ir.buckets import Bucket
+from mirrorc.ir.devices import Device
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
+from mirrorc.runtime.devices.process_memory import return_freed_memory
+from mirrorc.runtime.state.variables.allocation import (
+    allocate_buckets,
+    allocate_per_replica,
+    check_members,
+    check_type,
+    mirror_first,
+    shared_copies,
+)
+from mirrorc.runtime.state.variables.layout import FlatBucket, Layout, Moved, names_in
+from mirrorc.runtime.state.variables.members import Members, counters_among
+from mirrorc.runtime.state.variables.user_buffers import CopiesOfShown
+from mirrorc.runtime.state.variables.watched_tensor import Watched, count_write, leave_homes_of_others, memory_of
+from mirrorc.shared_memory import refuse_shared_memory, warn_of_holders
+
+
+class VariableStore:
+    """Holds every variable on every replica.
+
+    The user's parameters are replica 0's: they become views of its flat buffers. Variables that no step writes are shared
+    by devices of one memory. Buffers that the forward writes are each replica's own; the user's buffer shows them
+    aggregated, after every step. What the user writes between steps is noticed and mirrored.
+
+    Several steps may hold it, see `step_variables`; ``owner`` is the number of a step's optimizers.
+
+    Args:
+        tensors: the user's parameters and buffers, by name of their variable.
+        devices: the devices, in order of replicas.
+
+    Attributes:
+        tensors, devices, names: the same; the name of each tensor, by its id.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
+        self._members = Members().with_added(tensors, counters_among(tensors))
+        self.devices = devices
+        self._layout = Layout()
+        self._watched: dict[str, Watched] = {}
+        self._trained: dict[int, list[Watched]] = {}  # parameters that lie in buckets, by the buckets' owner
+        self._written: dict[str, Aggregation] = {}  # per-replica variables that the program that runs now writes
+        self._writing: tuple[int, ...] = ()  # the replicas that write them
+        self._freed: set[int] = set()  # the owners of buckets that are needed no more
+        self._moved: frozenset[int] = frozenset()  # the ids of tensors that have been views of memory of this store
+        self._copies = CopiesOfShown(devices)
+        self._has_copies = len({device.torch_device for device in devices}) > 1
+        _stores.add(self)
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._members.tensors
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        return self._members.names
+
+    def add(
+        self, tensors: Mapping[str, torch.Tensor], counters: Mapping[int, int], *, are_guarded: bool = False
+    ) -> None:
+        """Adds variables; see `mirrorc.runtime.state.variables.members.Members.with_added`."""
+        self._members = self._members.with_added(tensors, counters, are_guarded=are_guarded)
+
+    def taking_over(self, other: VariableStore, names: Mapping[str, str]) -> Callable[[], None]:
+        """Makes aside what takes over the variables of another store, under the names that they have here, without its buckets.
+
+        What each replica has of its own stays in its memory. Variables that both have are here already, with the same values.
+
+        Returns:
+            Puts it in place; may be repeated from any point.
+        """
+        members = self._members.joined(other._members, names)
+        layout, taken = self._layout.joined(other._layout.without_buckets(other.tensors), names)
+        watched = {**self._watched, **{names[name]: other._watched[name] for name in taken}}
+
+        def put_in_place() -> None:
+            self._members, self._layout, self._watched = members, layout, watched
+            self._moved |= other._moved
+            _stores.discard(other)
+
+        return put_in_place
+
+    def keep_only(self, ids: Collection[int]) -> None:
+        """Forgets the variables whose tensors have other ids, as far as no memory is common to both; they stay where they are."""
+        layout, kept = self._layout.only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
+        watched = {name: watched for name, watched in self._watched.items() if name in kept}
+        self._copies.keep_only(kept)
+        self._layout, self._watched, self._members = layout, watched, self._members.only(kept)
+        self._moved &= self.names.keys()
+
+    def buckets_of(self, owner: int) -> Sequence[FlatBucket]:
+        """The memory of some optimizers' buckets."""
+        return self._layout.planned.get(owner, ())
+
+    def plan_of(self, owner: int) -> tuple[Bucket, ...]:
+        """The bucket plan of some optimizers that memory is laid out for."""
+        return self._layout.plan_of(owner)
+
+    def free_buckets(self, owner: int) -> None:
+        """Frees the memory of gradients of optimizers that update no more; parameters stay where they are."""
+        self._freed.add(owner)
+        layout = self._layout  # another step may read it now: nothing in it is changed in place
+        layout.planned = {other: flats for other, flats in layout.planned.items() if other != owner}
+        self._trained = {other: trained for other, trained in self._trained.items() if other != owner}
+        parameters = {name for name in layout.own if isinstance(self.tensors[name], torch.nn.Parameter)}
+        layout.own = layout.own - (parameters - layout.in_buckets)
+
+    def values(self, name: str) -> list[torch.Tensor]:
+        """A variable on every replica, in order. A shared tensor is listed once for each replica."""
+        return self._layout.values[name]
+
+    def read_by(self, variable: Variable) -> list[torch.Tensor]:
+        """What a program that has this variable reads on every replica, in order.
+
+        A program that does not write a per-replica buffer reads what the model shows, as a model in eval mode would.
+        """
+        name = variable.name
+        is_shown = variable.synchronization is Synchronization.MIRRORED and variable.role is Role.BUFFER
+        if not is_shown or name not in self._layout.own:
+            return self.values(name)
+        home = self._watched[name].home
+        assert home is not None, f"{name} is per-replica, so it is shown somewhere"
+        return self._copies.of(name, home)
+
+    def lay_out(self, program: Program, owner: int = 0) -> Layout:
+        """Allocates memory for a program's variables and copies them there; the user's tensors stay where they are.
+
+        Parameters to which the user has given other memory since get new memory, too: the old one may have been kept for later.
+        Buckets of other optimizers stay, if they have no parameter in common with those that are new, and none that has been
+        given other memory. A program that evaluates takes the buckets that there are.
+
+        Raises:
+            ValueError: a parameter has become one of another shape or dtype, or shares its memory with another one or with
+                other processes.
+        """
+        old, given = self._layout, self._given_memory()
+        if old.program() is program and not given:
+            return old
+        planned = {other: flats for other, flats in old.planned.items() if given.isdisjoint(names_in(flats))}
+        new = Layout(Moved.NOTHING, planned, dict(old.values), list(old.aggregates), set(old.own))
+        new.program = weakref.ref(program)
+        if program.trains and (owner not in planned or new.plan_of(owner) != program.buckets):
+            self._lay_out_buckets(new, program.buckets, owner)
+        has_other_buckets = planned.keys() != old.planned.keys() or any(
+            flats is not old.planned[other] for other, flats in planned.items()
+        )
+        if has_other_buckets:
+            new.own = {name for name in new.own if not isinstance(self.tensors[name], torch.nn.Parameter)}
+            new.own |= new.in_buckets
+        written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
+        self._written, self._writing = {v.name: v.aggregation for v in written}, program.present
+        first_written = [variable for variable in written if variable.name not in new.own]
+        if first_written:
+            allocate_per_replica(new, first_written, self.tensors, self.devices, self._members.counted())
+        counters = [self._members.counter_of(name) for name in program.variables] if self._has_copies else []
+        for name in (*program.variables, *filter(None, counters)):
+            is_constant = name not in self.tensors  # of the captured graph; its executor holds it
+            if not is_constant and name not in new.own and (name not in new.values or has_other_buckets):
+                new.values[name] = shared_copies(self.tensors[name], self.devices)
+                new.homes[name] = None
+        has_moved = planned.get(owner) is not old.planned.get(owner)
+        new.moved = Moved.BUCKETS if has_moved else Moved.BUFFERS if first_written else Moved.NOTHING
+        return new
+
+    def _lay_out_buckets(self, new: Layout, plan: tuple[Bucket, ...], owner: int) -> None:
+        """Allocates memory for a plan of buckets, unless that of other optimizers' buckets fits."""
+        fitting = new.make_room(plan, owner)
+        if fitting is not None:
+            new.planned[owner] = fitting
+            return
+        check_members(plan, self.tensors)
+        old, planned = self._layout, {slot.variable for bucket in plan for slot in bucket.slots}
+        moved = self._moved.union(*(store.names for store in list(_stores) if store is not self))
+        held = {name: own for name, own in self.tensors.items() if name in planned and id(own) not in moved}
+        warn_of_holders(held, (*self.tensors.values(), *(v for name in held for v in old.values.get(name, ()))))
+        return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
+        new.planned[owner] = allocate_buckets(new, plan, self.tensors, self.devices)
+
+    def _given_memory(self) -> set[str]:
+        """The parameters in buckets to which the user has given other memory; steps over the same model do so in turn, which does
+        not count.
+        """
+        moved = [watched.tensor for trained in self._trained.values() for watched in trained if watched.has_moved()]
+        if not moved:
+            return set()
+        stores = [store for store in list(_stores) if store is not self]
+        others = {memory_of(flat.parameters[0]) for store in stores for flat in store._layout.buckets}
+        return {self.names[id(tensor)] for tensor in moved if memory_of(tensor) not in others}
+
+    def adopt(self, layout: Layout) -> None:
+        """Puts a layout of `lay_out` in place. Both layouts have the same values, so this may be repeated from any point."""
+        for name, home in layout.homes.items():
+            if home is not None:
+                self.tensors[name].data = home
+            self._watched[name] = Watched.of(self.tensors[name], home)
+        self._moved |= {id(self.tensors[name]) for name, home in layout.homes.items() if home is not None}
+        self._layout = layout
+        self._trained = {
+            owner: [self._watched[slot.variable] for flat in flats for slot in flat.bucket.slots]
+            for owner, flats in layout.planned.items()
+        }
+        layout.homes, layout.moved = {}, Moved.NOTHING
+
+    def holds(self, program: Program, owner: int) -> bool:
+        """Whether memory is laid out for a program."""
+        names = [name for name in program.variables if name in self.tensors]
+        has_plan = not program.trains or owner in self._freed or self.plan_of(owner) == program.buckets
+        return has_plan and all(name in self._layout.values for name in names)
+
+    def has_changes(self) -> bool:
+        """Whether `mirror_changes` has something to do, as far as torch counts writes."""
+        return any(watched.has_changed() for watched in self._watched.values())
+
+    def are_trained_changed(self, owner: int) -> bool:
+        """Whether the user has written to parameters that the optimizers of some buckets update, as far as torch counts that."""
+        return any(watched.has_changed() for watched in self._trained.get(owner, ()))
+
+    def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
+        """Mirrors what the user has written to parameters and buffers since the last step, for example by ``load_state_dict``.
+
+        Parameters whose ids are in ``stepped`` count as written, whatever their versions say. Returns whether a variable got
+        other memory.
+
+        Raises:
+            ValueError: a variable has become one of another shape or dtype, or now shares its memory with another one.
+        """
+        watched = self._watched
+        changed = [name for name, its in watched.items() if its.has_changed() or id(its.tensor) in stepped]
+        for shown in self._layout.aggregates:
+            changed += [name for name in shown.written_by_user() if name not in changed]
+        if changed:
+            counters = [name for name in changed if not self._keeps_its_bits(name)]
+            changed += [name for name in watched if name not in changed and self._members.counter_of(name) in counters]
+        if any(self.tensors[name].data_ptr() != self._watched[name].address for name in changed):
+            refuse_shared_memory(self.tensors, self._layout.own)
+            leave_homes_of_others([self._watched[name] for name in changed], self._watched.values())
+        for name in changed:
+            known = self._layout.values[name][0]
+            if name in self._layout.own or name not in self._members.guarded:
+                check_type(name, self.tensors[name], known.shape, known.dtype)
+        has_moved = [self._mirror(name) for name in changed]
+        for shown in self._layout.aggregates if changed else ():
+            shown.note()
+        if self._has_copies:
+            self._copies.renew()
+        return any(has_moved)
+
+    def _keeps_its_bits(self, name: str) -> bool:
+        """Whether a per-replica buffer is what was shown last, though a write may have been counted: BatchNorm loads its counter
+        from itself where a state_dict lacks it.
+        """
+        return any(name in shown.names and not shown.is_written(name) for shown in self._layout.aggregates)
+
+    def written(self, owner: int) -> list[torch.Tensor]:
+        """What a step may write besides the optimizer's state: replica 0's parameters, and per-replica variables."""
+        names = [name for name in self._layout.own if not isinstance(self.tensors[name], torch.nn.Parameter)]
+        parameters = [flat.parameters[0] for flat in self.buckets_of(owner)]
+        return [*parameters, *(value for name in names for value in self._layout.values[name])]
+
+    def mirror_all(self) -> None:
+        """Copies replica 0's parameters to all replicas, after a step that did not finish."""
+        for flat in self._layout.buckets:
+            mirror_first(flat.parameters)
+
+    def _mirror(self, name: str) -> bool:
+        """Gives all replicas the present value of the user's tensor; returns whether the variable got other memory."""
+        tensor, values, watched = self.tensors[name], self._layout.values[name], self._watched[name]
+        if name in self._layout.own:
+            assert watched.home is not None
+            new = tensor.detach().clone()
+            for value in (watched.home, *values):
+                value.copy_(new)
+            tensor.data = watched.home
+        elif watched.has_moved():
+            self._layout.values[name] = shared_copies(tensor, self.devices)
+        else:
+            for copy in {id(value): value for value in values if value.data_ptr() != watched.address}.values():
+                copy.copy_(tensor.detach())
+        has_moved = name not in self._layout.own and watched.has_moved()
+        watched.note()
+        return has_moved
+
+    def count_update(self, owner: int) -> None:
+        """Counts a version of each parameter that the step has updated, as torch's optimizers do; may be repeated.
+
+        So autograd refuses a backward through what it has saved of them before, and other steps over them see the update.
+        """
+        count_write(self._trained.get(owner, []))
+
+    def aggregate(self) -> None:
+        """Shows the per-replica variables that the step has written, aggregated, in the user's model; may be repeated.
+
+        It counts a version of each, so that other steps over them see it.
+        """
+        for shown in self._layout.aggregates:
+            shown.aggregate(self._written, self._writing)
+            count_write([self._watched[name] for name in shown.names & self._written.keys()])
+
+    def show(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Gives all replicas these values of per-replica variables, and shows them in the user's model."""
+        for name, value in values.items():
+            for own in (self.tensors[name].detach(), *self._layout.values[name]):
+                own.copy_(value)
+        for shown in self._layout.aggregates:
+            shown.note()
+        count_write([self._watched[name] for name in values])
+
+
+_stores: weakref.WeakSet[VariableStore] = weakref.WeakSet()

@@ -1,0 +1,1 @@
+"""What is sent of buckets: sums, parts, factors, compressed payloads."""

@@ -1,0 +1,110 @@
+"""Collectives between workers that the devices of this one launch together, and wait for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Hashable, Iterable
+
+from mirrorc.runtime.communication import Aborted
+from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, in_words
+from mirrorc.torch_internals import GlooGroup
+
+Launch = Callable[[Callable[[GlooGroup], object], Done], None]
+"""Launches a collective between the workers, as `mirrorc.runtime.workers.transport.lane.Lane.launch` does."""
+
+_SLACK_SECONDS = 2.0  # what a lane waits for ends by itself; its text says more than ours
+
+
+class JointLaunches:
+    """Tells which device launches last, and that device launches for all; then each waits until the collective is done.
+
+    Args:
+        num_devices: of this worker.
+        tags: what the collectives are told by; each is launched once in a step.
+        launch: launches them.
+        timeout_seconds: the longest time of every wait.
+
+    Attributes:
+        unit: what messages call what is launched: a bucket, or a pack.
+        lock: is held from the question who launches last until that is launched.
+        under_way: the tags of collectives that are launched and not done.
+        kept: the tags of collectives that all devices have launched in a step that has returned, and that the next one waits for:
+            they are none of those that are ended with a step.
+    """
+
+    def __init__(self, num_devices: int, tags: Iterable[Hashable], launch: Launch, timeout_seconds: float) -> None:
+        self.lock, self.unit = threading.Lock(), "bucket"
+        self._num_devices, self._tags, self._launch = num_devices, tuple(tags), launch
+        self._timeout_seconds = timeout_seconds
+        self.kept: set[Hashable] = set()
+        self.under_way: set[Hashable] = set()
+        self._inboxes: dict[Hashable, list[queue.SimpleQueue[Exception | None]]] = {}
+        self.begin_afresh()
+
+    def begin_afresh(self) -> None:
+        """Forgets what was launched, after a step that has failed."""
+        self.under_way = self.under_way & self.kept
+        self._missing = dict.fromkeys(self._tags, self._num_devices)  # the devices that have not launched yet
+        kept = {tag: inboxes for tag, inboxes in self._inboxes.items() if tag in self.kept}
+        self._inboxes = {
+            tag: kept.get(tag) or [queue.SimpleQueue() for _ in range(self._num_devices)] for tag in self._tags
+        }
+
+    def is_last(self, tag: Hashable) -> bool:
+        """Notes that a device has launched; returns whether all have."""
+        self._missing[tag] -= 1
+        if self._missing[tag]:
+            return False
+        self._missing[tag] = self._num_devices
+        return True
+
+    def send(self, tag: Hashable, collective: Callable[[GlooGroup], object] | None) -> None:
+        """Launches a collective, if there is anything to send, and tells all devices when it is done."""
+        inboxes = self._inboxes[tag]
+        self.under_way.add(tag)
+
+        def done(error: Exception | None) -> None:
+            if self._inboxes.get(tag) is inboxes:  # otherwise the step has failed since
+                self.under_way.discard(tag)
+            for inbox in inboxes:
+                inbox.put(error)
+
+        if collective is not None:
+            self._launch(collective, done)
+        else:
+            done(None)
+
+    def wait(self, tag: Hashable, replica: int, bucket: int | str) -> None:
+        """Waits on a device until the other workers' part of a bucket is there, or of what is named in place of one.
+
+        Raises:
+            Aborted: another device, or another worker, has failed.
+            LostConnectionError: the collective has failed, or took too long.
+        """
+        try:
+            error = self._inboxes[tag][replica].get(timeout=self._timeout_seconds + _SLACK_SECONDS)
+        except queue.Empty:
+            raise LostConnectionError(
+                f"{self.unit} {bucket} was not exchanged with the other workers within {self._timeout_seconds:g} s"
+            ) from None
+        if isinstance(error, Aborted):
+            raise error
+        if error is not None:
+            raise LostConnectionError(
+                f"{self.unit} {bucket} could not be exchanged with the other workers: {in_words(error)}"
+            ) from error
+
+    def abort(self) -> None:
+        """Wakes every device that waits, except for what is kept."""
+        self._wake(tag for tag in self._inboxes if tag not in self.kept)
+
+    def abort_kept(self) -> None:
+        """Wakes every device that waits for what is kept, which is forgotten."""
+        self._wake(list(self.kept))
+        self.kept = set()
+
+    def _wake(self, tags: Iterable[Hashable]) -> None:
+        for tag in tags:
+            for inbox in self._inboxes[tag]:
+                inbox.put(Aborted())

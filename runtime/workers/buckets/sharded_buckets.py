@@ -1,0 +1,107 @@
+"""Buckets of which each worker updates a part: parts of sums go to the workers that update them, and new parameters to all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from mirrorc.runtime.workers.buckets.joint_launches import JointLaunches, Launch
+
+_SUMS, _PARAMETERS = "sums", "parameters"
+
+
+class ShardedBuckets:
+    """Moves the buckets of one program that workers update in parts of equal length, in the order of ranks.
+
+    Sums go by an all_to_all, in which a worker sends each other one its part, half of what an all_reduce sends; the parts that
+    have come are added up in the order of ranks. gloo's own reduce_scatter takes longer than its all_reduce.
+
+    Args:
+        num_devices: of this worker.
+        buckets: their indices.
+        rank, num_workers: of this worker, and how many there are.
+        launch: launches a collective between the workers.
+        timeout_seconds: the longest time of every wait.
+
+    Attributes:
+        buckets: as given.
+    """
+
+    def __init__(
+        self,
+        num_devices: int,
+        buckets: Sequence[int],
+        rank: int,
+        num_workers: int,
+        launch: Launch,
+        timeout_seconds: float,
+    ) -> None:
+        tags = [(what, bucket) for what in (_SUMS, _PARAMETERS) for bucket in buckets]
+        self._joint = JointLaunches(num_devices, tags, launch, timeout_seconds)
+        self.buckets = frozenset(buckets)
+        self._num_devices, self._rank, self._num_workers = num_devices, rank, num_workers
+        self.release()
+
+    def begin_afresh(self) -> None:
+        """Forgets what was launched, after a step that has failed."""
+        self._joint.begin_afresh()
+        self.release()
+
+    def release(self) -> None:
+        """Drops what has come from other workers."""
+        self._received: dict[int, torch.Tensor] = {}
+        self._num_waiting: dict[int, int] = {}
+
+    def keep(self, buckets: Collection[int]) -> None:
+        """See `Communicator.keep`: their parameters are in flight."""
+        self._joint.kept = {(_PARAMETERS, bucket) for bucket in buckets if bucket in self.buckets}
+
+    def let_go(self, bucket: int) -> None:
+        """See `Communicator.let_go`."""
+        self._joint.kept.discard((_PARAMETERS, bucket))
+
+    def abort_kept(self) -> None:
+        """See `Communicator.abort_kept`."""
+        self._joint.abort_kept()
+
+    def abort(self) -> None:
+        """Wakes every device that waits, except for what is kept."""
+        self._joint.abort()
+
+    def launch_sums(self, bucket: int, whole: torch.Tensor) -> None:
+        """Offers a device's share of a worker's sum of a bucket, which lies in ``whole``, 1-D."""
+        with self._joint.lock:
+            if self._joint.is_last((_SUMS, bucket)):
+                received = torch.empty_like(whole)
+                self._received[bucket] = received.view(self._num_workers, -1)
+                self._num_waiting[bucket] = self._num_devices
+                self._joint.send((_SUMS, bucket), lambda group: group.all_to_all(whole, received))
+
+    def wait_sums(self, bucket: int, replica: int, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The sum over all workers of the elements that a device updates, in their memory; raises as `JointLaunches.wait`."""
+        self._joint.wait((_SUMS, bucket), replica, bucket)
+        own = whole[start:stop]
+        received = self._received[bucket]
+        first = self._rank * received.shape[1]
+        parts = received[:, start - first : stop - first].unbind()
+        torch.add(parts[0], parts[1], out=own)
+        for part in parts[2:]:
+            own.add_(part)
+        with self._joint.lock:
+            self._num_waiting[bucket] -= 1
+            if not self._num_waiting[bucket]:
+                del self._received[bucket]
+        return own
+
+    def launch_parameters(self, bucket: int, whole: torch.Tensor) -> None:
+        """Tells that a device has updated its share of the parameters of a bucket, which are ``whole``, 1-D."""
+        with self._joint.lock:
+            if self._joint.is_last((_PARAMETERS, bucket)):
+                parts = whole.view(self._num_workers, -1).unbind()
+                own = parts[self._rank].clone()  # it is sent while all of the bucket is written
+                self._joint.send((_PARAMETERS, bucket), lambda group: group.all_gather_whole(own, whole))
+
+    def wait_parameters(self, bucket: int, replica: int) -> None:
+        """Returns when the parameters of a bucket are those that all workers have updated; raises as `JointLaunches.wait`."""
+        self._joint.wait((_PARAMETERS, bucket), replica, bucket)

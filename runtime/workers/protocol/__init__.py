@@ -1,0 +1,1 @@
+"""The messages: header, vote, checksums, counts, stage of a call."""

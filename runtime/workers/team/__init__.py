@@ -1,0 +1,1 @@
+"""The facade, its meetings, words and failures."""

@@ -1,0 +1,159 @@
+"""Takes over the values of one worker, such as the chief's, with which training over several workers starts."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mirrorc.runtime.workers.team.team import Team
+
+
+def take_over_values(
+    team: Team,
+    tensors: Mapping[str, torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler | None,
+    source: int,
+) -> None:
+    """Gives parameters, buffers, the optimizers and the scaler the values that they have on one worker.
+
+    Args:
+        team: the workers.
+        tensors: parameters and buffers, by name; the same ones on all workers.
+        optimizers, scaler: the user's.
+        source: the rank of the worker whose values they are.
+
+    Raises:
+        LostConnectionError: a worker has failed, or the connection broke.
+    """
+    with torch.no_grad():
+        for tensor in tensors.values():
+            sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+            team.words.copy(sent, source)
+            if team.cluster.rank != source:
+                tensor.copy_(sent)
+    holders: list[Any] = [*optimizers, *([scaler] if scaler is not None else [])]
+    for holder in holders:
+        state = _copied(team, holder.state_dict() if team.cluster.rank == source else None, source)
+        if team.cluster.rank != source:
+            holder.load_state_dict(state)
+            if isinstance(holder, torch.optim.Optimizer):
+                _take_over_dtypes(holder, state["state"])
+
+
+def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
+    """Puts back the entries of state that ``load_state_dict`` has cast to the dtype of their parameter, as NAdam's mu_product:
+    the worker that has saved them goes on with theirs.
+
+    Args:
+        optimizer: has loaded the state.
+        saved: the state of each parameter, by number.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, entries in saved.items():
+        own = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
+        if not isinstance(own, dict) or not isinstance(entries, Mapping):
+            continue  # an optimizer with a load_state_dict of its own
+        for key, value in entries.items():
+            loaded = own.get(key)
+            if isinstance(loaded, torch.Tensor) and isinstance(value, torch.Tensor) and loaded.dtype != value.dtype:
+                own[key] = value.to(loaded.device)
+
+
+def take_over_hyperparameters(
+    team: Team, groups: Sequence[dict[str, Any]], scaler: torch.amp.GradScaler | None, source: int, *, has_left: bool
+) -> None:
+    """Gives the optimizers' groups and the scaler of workers that have left the hyperparameters of one that has not.
+
+    Args:
+        team: the workers.
+        groups: of the user's optimizers; the same ones on all workers.
+        scaler: the user's.
+        source: the rank of the worker that tells its own.
+        has_left: whether this worker takes them over.
+
+    Raises:
+        LostConnectionError: a worker has failed, or the connection broke.
+    """
+    own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    scale = scaler.state_dict() if scaler is not None else {}
+    told, scale = _copied(team, (own, scale) if team.cluster.rank == source else None, source)
+    if has_left:
+        for group, values in zip(groups, told, strict=True):
+            group.update(values)
+        if scaler is not None:
+            scaler.load_state_dict(scale)
+
+
+_NOT_SAVED = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)  # also NotImplementedError, RecursionError
+
+
+@contextmanager
+def stream_of_chief(team: Team) -> Iterator[None]:
+    """A block in which torch's default generator gives what the chief's gives; behind it, other workers have their own again.
+
+    Raises:
+        LostConnectionError: a worker has failed, or the connection broke.
+    """
+    own = torch.get_rng_state()
+    chiefs = own.clone()
+    team.words.copy(chiefs)
+    if team.cluster.is_chief:
+        yield
+        return
+    torch.set_rng_state(chiefs)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(own)
+
+
+def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
+    """Where in containers the first thing is that cannot be saved, and what it is; empty if all can be.
+
+    Args:
+        state: any.
+        around: the ids of the containers that it is in, which are not looked into again.
+    """
+    if id(state) in around or isinstance(state, torch.Tensor):
+        return ""
+    if isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            if found := _unsaved(value, around | {id(state)}):
+                return f"[{key!r}]{found}" if found.startswith("[") else f"[{key!r}], {found}"
+        return ""
+    try:
+        torch.save(state, io.BytesIO())
+    except _NOT_SAVED:
+        return f"a {type(state).__name__},"
+    return ""
+
+
+def _copied(team: Team, state: Any, source: int) -> Any:
+    """What the worker ``source`` gives; another one gives None.
+
+    Raises:
+        ValueError: it holds what cannot be saved; names that.
+    """
+    saved = io.BytesIO()
+    try:
+        torch.save(state, saved)
+    except _NOT_SAVED as error:
+        raise ValueError(
+            f"the workers take over what worker {source} has in its optimizers, and it cannot be sent: "
+            f"{_unsaved(state) or 'part of it'} cannot be saved ({error}). Define functions and classes at the top of a module, "
+            "or keep such an object out of the optimizer"
+        ) from error
+    text = torch.frombuffer(saved.getbuffer(), dtype=torch.uint8)
+    size = torch.tensor(text.numel())
+    team.words.copy(size, source)
+    received = text.clone() if team.cluster.rank == source else torch.empty(int(size), dtype=torch.uint8)
+    team.words.copy(received, source)
+    # a worker of this very program has saved it a moment ago
+    # and each may have a GPU of another number
+    return torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=False)

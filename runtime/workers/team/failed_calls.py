@@ -1,0 +1,192 @@
+"""Ends calls that have failed: tells the others why, closes the connections, and says what has become of parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from mirrorc.cluster import Cluster
+from mirrorc.cluster.signs_of_life import in_short
+from mirrorc.errors import CommunicationError
+from mirrorc.runtime.communication import StepStoppedError
+from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
+from mirrorc.runtime.workers.team.failure_detector import Failure, Watcher
+from mirrorc.runtime.workers.team.failures import Failures, without_outcome
+from mirrorc.runtime.workers.transport.connections import Connections
+from mirrorc.runtime.workers.transport.lane import LostConnectionError
+
+_RESTART = "End all workers, and start them again from a checkpoint"
+_RESTORE = "Load a checkpoint into model and optimizer on all workers, and call the step again"
+
+
+class FailedCalls:
+    """What the failures of a team's calls have come to, seen from one worker.
+
+    Args:
+        cluster: the workers.
+        call: how far this one is.
+        connections: of the team.
+        failures: of its workers.
+        watcher: publishes failures of this worker.
+
+    Attributes:
+        have_parted: whether a call has failed when some workers may have updated, and others not, or in part.
+    """
+
+    def __init__(
+        self, cluster: Cluster, call: CallState, connections: Connections, failures: Failures, watcher: Watcher
+    ) -> None:
+        self._cluster, self._call, self._watcher = cluster, call, watcher
+        self._connections, self._failures = connections, failures
+        self.have_parted = False
+        self._why_over = ""  # why no further step can be made
+
+    @property
+    def are_final(self) -> bool:
+        """Whether no further step can be made."""
+        return bool(self._why_over)
+
+    def refuse_if_final(self) -> None:
+        """Refuses a call after one whose failure leaves no further one.
+
+        Raises:
+            CommunicationError: says which failure.
+        """
+        if self._why_over:
+            raise CommunicationError(f"no further step can be made by these workers: {self._why_over}. {_RESTART}")
+
+    # A call that runs
+
+    def explain(
+        self,
+        error: BaseException,
+        is_whole: Callable[[], bool],
+        torn: Callable[[], str],
+        finish_rest: Callable[[], object],
+    ) -> BaseException:
+        """The error to raise for a call that has failed; the other workers know of it, or are told.
+
+        Args:
+            error: what was raised in it.
+            is_whole: whether variables and optimizers are those of some step, asked when it has failed behind its commit.
+            torn: which buckets the step has updated, if it has failed behind an early commit; else empty.
+            finish_rest: does what is left of the call before.
+        """
+        call = self._call
+        if call.left_by and not call.are_all_raising:
+            try:
+                finish_rest()  # before connections are closed, here and on the others
+            except BaseException as failed:  # noqa: BLE001 - it is what all know of
+                return failed
+        was_stopped_here = isinstance(error, StepStoppedError) and not self._failures.is_any()
+        is_own = was_stopped_here or not isinstance(error, LostConnectionError | StepStoppedError)
+        if call.are_all_raising or (is_own and call.stage is Stage.DONE and is_whole()):
+            return error  # all raise the like; or the step is made, here as on the others
+        known = self._tell_own(error) if is_own else self._find(error)
+        self._close_connections()
+        left_by, call.left_by = call.left_by, 0
+        is_before_vote = call.stage in (Stage.BEFORE, Stage.VOTING)
+        lacks_rest = bool(left_by) and left_by != call.number and is_before_vote and not known.leaves_rest
+        none_has_committed = call.stage is Stage.VOTING and not (known.had_voted or known.is_final)
+        has_parted = (call.is_early and not none_has_committed) or lacks_rest
+        self.have_parted = self.have_parted or has_parted
+        if is_own:
+            return error
+        remedy = (
+            _RESTART if self._why_over else _RESTORE if has_parted else "The step may be called again, on all workers"
+        )
+        state = self._state_after(is_whole, torn, has_parted=has_parted and not lacks_rest)
+        if lacks_rest:
+            state = f"Parameters here are those after training call {left_by}, whose last buckets others may not have updated."
+        return CommunicationError(
+            f"training call {call.number} has failed: {self._failures.text(known)}. {state} {remedy}."
+        )
+
+    def _tell_own(self, error: BaseException) -> Failure:
+        """Tells the others that this worker has ended the call, unless another one has before; gives what they are told."""
+        call, was_known = self._call, self._failures.is_any()
+        text, leaves_rest = f"it raised {in_short(error)}", bool(call.left_by) and not call.has_voted
+        known = Failure(self._cluster.rank, call.number, text, False, call.has_voted, call.is_before_end, leaves_rest)
+        if call.stage not in (Stage.BEFORE, Stage.UPDATING):
+            self._why_over = "this worker's step has failed when it had told the others that it takes place"
+        elif isinstance(error, StepStoppedError):
+            self._why_over = "this worker's step was closed"
+        if not was_known:
+            self._watcher.publish(dataclasses.replace(known, is_final=self.are_final))
+        elif self.are_final:
+            self._tell_that_it_is_over()
+        return known
+
+    def _find(self, error: BaseException) -> Failure:
+        """Which worker has ended the call; if this one cannot go on after that, the others are told, who can as little."""
+        known = self._failures.present or self._failures.judge(error, self._watcher)
+        self._why_over = self._why_over_after(known)
+        if self.are_final and not known.is_final:
+            self._tell_that_it_is_over()
+        return known
+
+    def _tell_that_it_is_over(self) -> None:
+        text = f"it cannot go on: {self._why_over}"
+        self._watcher.publish(Failure(self._cluster.rank, self._call.number, text, True, self._call.has_voted))
+
+    def _why_over_after(self, known: Failure) -> str:
+        """Why no further step can be made after a call that another worker has ended; empty if one can."""
+        has_ended_nowhere = self._call.is_before_end or known.before_end
+        if self._call.stage is Stage.VOTING and (known.had_voted or known.is_final) and not has_ended_nowhere:
+            return "a connection broke while they agreed on a step, and it is not known which of them have made it"
+        is_over = known.is_final or (self._call.stage in (Stage.COMMITTED, Stage.DONE) and not has_ended_nowhere)
+        return self._failures.text(known) if is_over else ""
+
+    def _state_after(self, is_whole: Callable[[], bool], torn: Callable[[], str], *, has_parted: bool) -> str:
+        """Says whether a call that another worker has ended has changed anything here."""
+        if self._call.stage is Stage.UPDATING and (what := torn()):
+            return f"It had committed: parameters are between those before and those after this step: {what}."
+        if has_parted and self._call.is_before_end:
+            return "No parameter was changed here, but other workers may have updated some."
+        if self._call.stage is not Stage.COMMITTED:
+            return "No parameter was changed."
+        if is_whole():
+            return "It had committed here: parameters are those after this step."
+        return "It had committed: parameters may have been updated in part, so load a checkpoint."
+
+    def _close_connections(self) -> None:
+        if not self._connections.close():  # they may still write gradients
+            self._why_over = self._why_over or "what was sent to the other workers does not end"
+
+    # What is left of a call that has returned
+
+    def explain_rest(self, error: BaseException, torn: Callable[[], str]) -> BaseException:
+        """The error to raise where what is left of a call has failed; the other workers know of it, or are told.
+
+        Args:
+            error: what was raised.
+            torn: which buckets that call has updated.
+        """
+        call = self._call
+        number = call.left_by
+        if not call.is_running:  # it is this worker's next call, which all others find failed
+            call.begin()
+        elif number == call.number:
+            self._why_over = "a connection broke when this worker had told the others that the step takes place"
+        was_known = self._failures.present
+        if isinstance(error, LostConnectionError | StepStoppedError):
+            known = was_known or self._failures.judge(error, self._watcher)
+            told = self._failures.text(known)
+        else:
+            text = f"it raised {without_outcome(in_short(error))}"
+            known = Failure(self._cluster.rank, call.number, text, self.are_final, before_end=True)
+            told = f"{self._cluster.workers[known.rank]}: {text}"
+            if was_known is None:
+                self._watcher.publish(known)
+        self._why_over = self._why_over or (self._failures.text(known) if known.is_final else "")
+        self._close_connections()
+        self.have_parted, call.left_by, call.are_all_raising = True, 0, True
+        if not isinstance(error, Exception):
+            return error
+        what = without_outcome(error)
+        more = "" if what in told or known.rank == self._cluster.rank else f" ({what})"
+        return CommunicationError(
+            f"training call {number} has failed when it had returned and its last buckets were in flight: {told}{more}. "
+            f"Parameters are between those before and those after that call: {torn()}. "
+            f"{_RESTART if self._why_over else _RESTORE}."
+        )

@@ -1,0 +1,1 @@
+"""Ordered queues over process groups."""

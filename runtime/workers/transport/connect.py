@@ -1,0 +1,158 @@
+"""Opens the connections of a team, when all workers have come."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from mirrorc.analysis.link_speed import LinkSpeed, fitted_speed
+from mirrorc.cluster import Cluster
+from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.runtime.workers.transport.lane import Lane, LostConnectionError, in_words
+
+_LONGEST_OPENING_SECONDS = 30.0  # of a connection for which all workers are there
+_SECONDS_BETWEEN_LOOKS = 0.02
+_MEASURED_BYTES = (2**6, 2**20, 2**22)  # of sums, by which the speed of a link is told
+_NUM_MEASUREMENTS = 4
+_SHORTEST_PATIENCE_SECONDS, _LONGEST_PATIENCE_SECONDS = 5.0, 30.0  # with the store, whose host may be busy
+_T = TypeVar("_T")
+
+
+def await_all(
+    store: Any,
+    cluster: Cluster,
+    timeout_seconds: float,
+    is_over: Callable[[], bool],
+    may_wait_on: Callable[[], bool] = lambda: False,
+) -> None:
+    """Returns when all workers have come to a call. It hears signals, as gloo does not, which waits for the others, too.
+
+    Args:
+        store: where they meet; nothing else uses its keys.
+        cluster: the workers.
+        timeout_seconds: the longest time to wait.
+        is_over: whether a worker has failed meanwhile.
+        may_wait_on: asked whenever the time is over, whether to wait as long again.
+
+    Raises:
+        LostConnectionError: not all came.
+    """
+    answer = functools.partial(_answer, seconds=patience(timeout_seconds))
+    everyone = [f"come {rank}" for rank in range(cluster.num_workers)]
+    late = LostConnectionError("not all workers came to this call")
+    answer(lambda: store.set(everyone[cluster.rank], ""))
+    until = time.monotonic() + timeout_seconds
+    lookout = cluster.lookout()
+    while True:
+        have_come, gone = answer(lambda: (all(store.check([key]) for key in everyone), lookout.gone()))
+        if have_come:
+            return
+        if gone or is_over():
+            raise late
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        if time.monotonic() > until:
+            if not may_wait_on():
+                raise late
+            until = time.monotonic() + timeout_seconds
+
+
+def all_texts(
+    store: Any, cluster: Cluster, text: str, timeout_seconds: float, is_over: Callable[[], bool]
+) -> list[str]:
+    """What each worker has told first, by rank; a worker that tells again must tell the same.
+
+    Args:
+        store: where they meet; nothing else uses its keys.
+        cluster: the workers.
+        text: what this one tells.
+        timeout_seconds: the longest time to wait for the others.
+        is_over: whether a worker has failed meanwhile.
+
+    Raises:
+        LostConnectionError: not all told something.
+    """
+    answer = functools.partial(_answer, seconds=patience(timeout_seconds))
+    keys = [f"text {rank}" for rank in range(cluster.num_workers)]
+    answer(lambda: store.set(keys[cluster.rank], text))
+    until = time.monotonic() + timeout_seconds
+    while True:
+        is_last_look = is_over() or time.monotonic() > until  # who has gone may have told before
+        if answer(lambda: all(store.check([key]) for key in keys)):
+            return answer(lambda: [store.get(key).decode() for key in keys])
+        if is_last_look:
+            raise LostConnectionError("not all workers told what they have")
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def patience(timeout_seconds: float) -> float:
+    """How long an answer of the store is waited for: a part of the time that workers wait for each other."""
+    return max(_SHORTEST_PATIENCE_SECONDS, min(timeout_seconds / 2, _LONGEST_PATIENCE_SECONDS))
+
+
+def _answer(ask: Callable[[], _T], seconds: float) -> _T:
+    """What the store answers, in a bounded time: a store whose host is stopped is connected, and answers nothing.
+
+    Raises:
+        LostConnectionError: it does not answer.
+    """
+    try:
+        return in_bounded_time(ask, seconds)
+    except (RuntimeError, TimeoutError) as error:
+        raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
+
+
+def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> LinkSpeed:
+    """How fast a lane is, by sums over workers of several sizes, on a device; all workers measure it together.
+
+    Raises:
+        LostConnectionError: the connection broke.
+    """
+    seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in _MEASURED_BYTES}
+    measured = torch.zeros(max(_MEASURED_BYTES), dtype=torch.uint8, device=device)
+    for _ in range(_NUM_MEASUREMENTS):  # the first opens connections
+        for num_bytes, own in seconds.items():
+            part, began = measured[:num_bytes], time.perf_counter()
+            lane.call(lambda group: group.all_reduce(part), timeout_seconds)  # noqa: B023 - it is called at once
+            own.append(time.perf_counter() - began)
+    empty, small, large = _MEASURED_BYTES
+    least = {num_bytes: min(own) for num_bytes, own in seconds.items()}
+    return fitted_speed((small, least[small]), (large, least[large]), least[empty], num_workers)
+
+
+def open_lane(
+    name: str,
+    store: Any,
+    cluster: Cluster,
+    timeout_seconds: float,
+    device: torch.device,
+    is_over: Callable[[], bool],
+) -> Lane:
+    """Opens a lane between workers that have all come, for tensors on a device of that type.
+
+    Args:
+        name: of the lane.
+        store: where they meet; nothing else uses its keys.
+        cluster: the workers.
+        timeout_seconds: the longest time to wait.
+        device: of the type of those on which tensors lie.
+        is_over: whether a worker has failed meanwhile.
+
+    Raises:
+        LostConnectionError: they could not connect.
+    """
+    own = distributed.PrefixStore(name, store)
+    places = cluster.rank, cluster.num_workers
+    opened = functools.partial(Lane, own, *places, timeout_seconds, f"mirrorc {name}", device)
+    try:
+        return in_bounded_time(opened, min(_LONGEST_OPENING_SECONDS, timeout_seconds), is_over)  # one may end meanwhile
+    except (RuntimeError, TimeoutError) as error:
+        variable = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME"
+        raise LostConnectionError(
+            f"workers could not connect: {in_words(error)}; if they run on several machines, let {variable} name the "
+            "interfaces by which they reach each other"
+        ) from error
