@@ -22,7 +22,7 @@ from mirrorc.ir.links import carries_between_workers, why_no_factors_for_workers
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.options import StepOptions
 from mirrorc.passes import CompressExchange, FactorGradients, SendLargest, SendLowRank
-from mirrorc.passes.compress_exchange import NARROW
+from mirrorc.passes.workers.compress_exchange import NARROW
 from mirrorc.runtime.devices.machine import product_facts, seconds_per_multiplication
 from mirrorc.runtime.workers.team.team import Team
 from mirrorc.torch_internals import size_now

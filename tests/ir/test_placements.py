@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 MAY_NAME_A_PLACEMENT = {
     "mirrorc/ir/variables.py",
     "mirrorc/ir/buckets.py",
-    "passes/share_parameters.py",
-    "passes/update_at_owner.py",
+    "passes/replicas/share_parameters.py",
+    "passes/replicas/update_at_owner.py",
 }
 
 
@@ -29,7 +29,7 @@ def test_only_the_pass_that_establishes_a_placement_names_one() -> None:
     folders = [ROOT / folder for folder in ("mirrorc", "passes", "runtime")]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     naming = {path.relative_to(ROOT).as_posix() for path in files if member.search(path.read_text(encoding="utf-8"))}
-    assert naming <= MAY_NAME_A_PLACEMENT and "passes/share_parameters.py" in naming
+    assert naming <= MAY_NAME_A_PLACEMENT and "passes/replicas/share_parameters.py" in naming
 
 
 def test_placements_are_saved_by_name_and_pickled() -> None:

@@ -18,7 +18,7 @@ from mirrorc.ir.variables import UpdateRule
 from mirrorc.ir.workers import World
 from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient
 from mirrorc.passes import PlanBuckets
-from mirrorc.passes.late_gradients import last_third
+from mirrorc.passes.regions.late_gradients import last_third
 
 KIB = 1 / 1024  # in MiB
 

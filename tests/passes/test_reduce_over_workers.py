@@ -15,7 +15,7 @@ from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Program, Property
 from mirrorc.passes import LowerDevices, ReduceOverWorkers, default_pipeline
-from mirrorc.passes.reduce_over_workers import _update_early
+from mirrorc.passes.workers.reduce_over_workers import _update_early
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import Verify, verify
 

@@ -34,7 +34,7 @@ from mirrorc.packing import (
     in_order,
     plan_of,
 )
-from mirrorc.passes.late_gradients import LEAST_PART, LateGradients, last_third
+from mirrorc.passes.regions.late_gradients import LEAST_PART, LateGradients, last_third
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted, listed, numbered
 

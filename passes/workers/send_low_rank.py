@@ -14,7 +14,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.matrices import Matrix, matrices_in
 from mirrorc.ir.nodes import bucket_of, pack_of
 from mirrorc.ir.program import Program
-from mirrorc.passes.worker_compression import WorkerCompression, others_than, said_of_ring, send_part
+from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring, send_part
 from mirrorc.power_sgd import PowerSGD
 from mirrorc.printing.wording import counted, listed
 

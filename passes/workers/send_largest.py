@@ -13,7 +13,7 @@ from mirrorc.analysis.compressed_sums import bytes_of_largest, num_bytes_sent
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
-from mirrorc.passes.worker_compression import WorkerCompression, others_than, said_of_ring, send_part
+from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring, send_part
 from mirrorc.printing.values import size_text
 from mirrorc.printing.wording import counted
 from mirrorc.top_k import TopK

@@ -13,7 +13,7 @@ from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.rearrangements import REARRANGEMENTS
 from mirrorc.ir.type_inference import find_type_anew
-from mirrorc.passes.relaid_values import DependsOnStrides, RelaidValues
+from mirrorc.passes.operators.relaid_values import DependsOnStrides, RelaidValues
 from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import add_node
 

@@ -16,7 +16,7 @@ from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.nodes import bucket_of, pack_of, replica_of, words_of_pack
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import set_type
-from mirrorc.passes.worker_compression import WorkerCompression, others_than, said_of_ring
+from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring
 from mirrorc.printing.wording import counted
 
 NARROW = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})

@@ -1,0 +1,1 @@
+"""Links, and one graph per device."""

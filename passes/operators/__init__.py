@@ -1,0 +1,1 @@
+"""CAPTURED: operators rewritten, recomputed, laid out."""

@@ -1,0 +1,1 @@
+"""CAPTURED to OUTLINED: buckets, regions, slots, microbatches."""

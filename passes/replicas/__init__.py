@@ -1,0 +1,1 @@
+"""REPLICATED to SCHEDULED: packing, reducing, updating on all devices of a process."""

@@ -1,0 +1,1 @@
+"""SCHEDULED: conditions and scales of updates."""

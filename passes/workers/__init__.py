@@ -1,0 +1,1 @@
+"""SCHEDULED: exchanges between workers."""
