@@ -4,11 +4,11 @@ from importlib.metadata import version
 
 from mirrorc import all_reduce_algorithms, cluster, packing
 from mirrorc.api import compile
-from mirrorc.batch_parts import shard_batch
-from mirrorc.capture.arguments import PerReplica, replicated
-from mirrorc.capture.traced_outputs import summed
-from mirrorc.clipping import ClipGradNorm
-from mirrorc.communication_options import CommunicationOptions
+from mirrorc.calls.batch_sharding import shard_batch
+from mirrorc.capture.call.arguments import PerReplica, replicated
+from mirrorc.capture.call.traced_outputs import summed
+from mirrorc.collectives import all_gather, all_reduce, num_replicas, replica_id
+from mirrorc.compression import TopK
 from mirrorc.errors import (
     CaptureError,
     CommunicationError,
@@ -22,11 +22,11 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.workers import World
 from mirrorc.joins import join
 from mirrorc.loss_check.check import LossCheck, check_loss
-from mirrorc.pipeline.placement import Placed, after, before
+from mirrorc.options.clipping import ClipGradNorm
+from mirrorc.options.tf_communication import CommunicationOptions
+from mirrorc.pipeline.pipeline_edits import Placed, after, before
 from mirrorc.power_sgd import PowerSGD
-from mirrorc.replicas import all_gather, all_reduce, num_replicas, replica_id
 from mirrorc.step import Step
-from mirrorc.top_k import TopK
 
 __all__ = [
     "CaptureError",

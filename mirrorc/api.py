@@ -11,25 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.activation_memory import checked_activation_memory
-from mirrorc.all_reduce_choice import checked_all_reduce
-from mirrorc.bucket_options import check_bucket_sizes, checked_packing, with_default_cap
-from mirrorc.capture.ladder import ladder_named
-from mirrorc.capture.model_check import check_model
-from mirrorc.capture.model_state import ModelState
-from mirrorc.clipping import ClipNorms, clipping
-from mirrorc.communication_options import CommunicationOptions, with_communication_options
-from mirrorc.compression import check_compression
-from mirrorc.dynamic_sizes import check_dynamic
+from mirrorc.capture.front_ends.fallback import ladder_named
+from mirrorc.capture.model.checks import check_model
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.compilation.activation_memory import checked_activation_memory
+from mirrorc.compression import TopK
+from mirrorc.coordination.compile_round import JointCompilation
 from mirrorc.ir.links import check_link
 from mirrorc.ir.workers import World
-from mirrorc.joint_compilation import JointCompilation
-from mirrorc.microbatches import checked_microbatches
-from mirrorc.mixed_precision import checked_autocast, checked_scaler
-from mirrorc.next_step import check_overlap, plan_of_next_step, why_not_by_need
-from mirrorc.optimizer_groups import check_optimizers
-from mirrorc.optimizer_sharding import sharding
-from mirrorc.option_kinds import (
+from mirrorc.options.all_reduce import checked_all_reduce
+from mirrorc.options.bucketing import check_bucket_sizes, checked_packing, with_default_cap
+from mirrorc.options.clipping import ClipNorms, clipping
+from mirrorc.options.compression import check_compression
+from mirrorc.options.custom_pipeline import check_beside_pipeline, check_whole
+from mirrorc.options.dynamic_shapes import check_dynamic
+from mirrorc.options.kinds import (
     Auto,
     BackendName,
     Compression,
@@ -42,7 +38,12 @@ from mirrorc.option_kinds import (
     Workers,
     check_kinds,
 )
-from mirrorc.options import (
+from mirrorc.options.microbatches import checked_microbatches
+from mirrorc.options.mixed_precision import checked_autocast, checked_scaler
+from mirrorc.options.optimizer_sharding import sharding
+from mirrorc.options.overlap import check_overlap, plan_of_next_step, why_not_by_need
+from mirrorc.options.placement import placing
+from mirrorc.options.step_options import (
     StepOptions,
     check_cuda_graphs,
     check_exchange,
@@ -54,18 +55,17 @@ from mirrorc.options import (
     wait_seconds,
     why_replicas_are_not_compared,
 )
-from mirrorc.own_pipelines import check_beside_pipeline, check_whole
+from mirrorc.options.tf_communication import CommunicationOptions, with_communication_options
+from mirrorc.options.workers import check_world, joined_workers, worker_devices, workers_of
 from mirrorc.packing import GradientOrder, Packing
 from mirrorc.passes import AllReduceAlgorithm, PlanBuckets, default_pipeline, told_of_sharing
-from mirrorc.pipeline.placement import Placed, check_pass_names, in_exact_order, select_passes
-from mirrorc.pipeline.placement import add_passes as put_in
+from mirrorc.pipeline.pipeline_edits import Placed, check_pass_names, in_exact_order, select_passes
+from mirrorc.pipeline.pipeline_edits import add_passes as put_in
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.placements import placing
 from mirrorc.power_sgd import PowerSGD
 from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.step import Step
-from mirrorc.top_k import TopK
-from mirrorc.worlds import check_world, joined_workers, worker_devices, workers_of
+from mirrorc.user.optimizer_groups import check_optimizers
 
 
 def compile(

@@ -13,17 +13,17 @@ import torch
 import typer
 
 from mirrorc.comparison.diff import diff_files, printed
+from mirrorc.compilation.instruments import instruments_for
 from mirrorc.errors import MirrorcError, VerifyError
-from mirrorc.instruments import instruments_for
 from mirrorc.ir.program import Program
-from mirrorc.options import checked_directory
+from mirrorc.messages.wording import printable
+from mirrorc.options.step_options import checked_directory
 from mirrorc.passes import PASSES
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import check_pass_names
+from mirrorc.pipeline.pipeline_edits import check_pass_names
+from mirrorc.pipeline.pipeline_text import import_module, parse_passes
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.pipeline.specs import import_module, parse_passes
 from mirrorc.printing.colors import print_colored
-from mirrorc.printing.wording import printable
 from mirrorc.verifier.verifier import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

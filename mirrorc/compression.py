@@ -1,52 +1,30 @@
-"""The option that has workers send sums in a narrower dtype, a part of them, or factors, and what cannot be asked for with it."""
+"""Which part of each gradient workers send, for ``compression=`` of `mirrorc.compile`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from mirrorc.ir.devices import Device
-from mirrorc.ir.workers import Workers
-from mirrorc.passes import compressing
+import math
+from dataclasses import dataclass
+from numbers import Real
 
 
-def check_compression(workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]) -> None:
-    """Refuses options that cannot be kept together with ``compression``. One worker on its own sends nothing, as a remark says.
+@dataclass(frozen=True)
+class TopK:
+    """Each worker sends the largest elements of its sum of each bucket alone, and adds the rest to its sum in the next step.
 
-    Args:
-        workers: of the step.
-        devices: of this worker.
-        asked: the arguments of `mirrorc.compile`, by name.
-
-    Raises:
-        ValueError: says which, why, and the remedy.
+    Attributes:
+        ratio: how many elements of a bucket are sent, of all of them: more than 0, and at most 1. A bucket sends one at least.
     """
-    compression = asked["compression"]
-    if compression is None:
-        return
-    (one,) = compressing(compression)
-    if asked["passes"] is not None:
-        raise ValueError(
-            f"compression={compression!r} has no part in a pipeline given with passes=: put "
-            f"mirrorc.passes.{one!r} behind ReduceOverWorkers() there, or leave compression out"
-        )
-    if one.name in asked["disable_passes"]:
-        raise ValueError(
-            f"compression={compression!r} asks for the pass {one.name!r}, which disable_passes leaves out: leave out one of them"
-        )
-    if asked["exact_order"]:
-        raise ValueError(
-            f"compression={compression!r} cannot be used with exact_order=True: {one.changes_bits}; leave out one of them"
-        )
-    if not workers.are_several:
-        return
-    if devices[0].torch_device.type != "cpu":
-        raise ValueError(
-            f"compression={compression!r} cannot be used on devices of the type {devices[0].torch_device.type!r} yet: what is "
-            "sent there in another form has not been tried; leave it out"
-        )
-    if asked["shard_optimizer"]:
-        raise ValueError(
-            f"compression={compression!r} cannot be used with shard_optimizer=True yet: workers send each other parts of sums "
-            "there, which are not compressed; leave out one of them"
-        )
+
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ratio, Real) or isinstance(self.ratio, bool):
+            raise TypeError(f"ratio is {self.ratio!r}: give the part of all elements that is sent, such as 0.01")
+        if not 0 < self.ratio <= 1:
+            raise ValueError(
+                f"ratio is {self.ratio!r}: give the part of all elements that is sent, above 0 and at most 1"
+            )
+
+    def count(self, num_elements: int) -> int:
+        """How many of so many elements are sent."""
+        return min(num_elements, max(1, math.ceil(self.ratio * num_elements)))

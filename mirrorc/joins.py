@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from mirrorc.joined_calls import until_all_have_left
+from mirrorc.coordination.uneven_inputs import until_all_have_left
 from mirrorc.step import Step
 
 

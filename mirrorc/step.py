@@ -16,32 +16,35 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from mirrorc.callers_modes import CallersModes
-from mirrorc.capture.arguments import Call
-from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import Shards, split_call
-from mirrorc.capture.signature import Signature
-from mirrorc.errors import ExecutionError, MirrorcError
-from mirrorc.exclusive_calls import ExclusiveCalls
-from mirrorc.gathered_state import gather_state
-from mirrorc.gradient_habits import GradientHabits
-from mirrorc.ir.program import Program
-from mirrorc.ir.source_lines import users_stack_level
-from mirrorc.joined_calls import (
+from mirrorc.calls.call_kind import Purpose
+from mirrorc.calls.call_lock import ExclusiveCalls
+from mirrorc.calls.reports import StepReports
+from mirrorc.calls.zero_grad import KeptGradients
+from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.shards import Shards, split_call
+from mirrorc.capture.call.signature import Signature
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.compilation.choices.state import MeasuredChoices
+from mirrorc.compilation.program_cache import Specialization
+from mirrorc.compilation.specializer import Specializer
+from mirrorc.coordination.coordinator import JointCalls
+from mirrorc.coordination.gathered_state import gather_state
+from mirrorc.coordination.in_flight import RestOfStep
+from mirrorc.coordination.residual_checkpoint import dealt_out
+from mirrorc.coordination.uneven_inputs import (
     JoinedStep,
     begin_call,
     refuse_within_others,
     until_all_have_left,
     without_examples,
 )
-from mirrorc.joint_calls import JointCalls
-from mirrorc.kept_gradients import KeptGradients
-from mirrorc.measured_choices import MeasuredChoices
-from mirrorc.options import StepOptions
+from mirrorc.errors import ExecutionError, MirrorcError
+from mirrorc.ir.program import Program
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.messages.wording import counted
+from mirrorc.options.step_options import StepOptions
+from mirrorc.options.workers import refuse_to_run
 from mirrorc.passes import SendLargest, SendLowRank
-from mirrorc.printing.wording import counted
-from mirrorc.purposes import Purpose
-from mirrorc.rest_of_step import RestOfStep
 from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
@@ -52,11 +55,8 @@ from mirrorc.runtime.state.gradients.powersgd_factors import KeptFactors
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.runtime.state.shared.registry import held_state
-from mirrorc.specializations import Specialization
-from mirrorc.specializer import Specializer
-from mirrorc.step_reports import StepReports
-from mirrorc.unsent_states import dealt_out
-from mirrorc.worlds import refuse_to_run
+from mirrorc.user.loop_warnings import GradientHabits
+from mirrorc.user.thread_modes import CallersModes
 
 _T = TypeVar("_T")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
+from mirrorc.compression import TopK
 from mirrorc.packing import ByBytes, GradientOrder, Packing
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.passes.lowering.lower_collectives import LowerCollectives
@@ -48,7 +49,6 @@ from mirrorc.passes.workers.shard_optimizer import ShardOptimizer
 from mirrorc.passes.workers.worker_compression import WorkerCompression
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.power_sgd import PowerSGD
-from mirrorc.top_k import TopK
 
 __all__ = [
     "ALGORITHMS",

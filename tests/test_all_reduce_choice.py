@@ -12,8 +12,8 @@ from torch import nn
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import ReduceToOne, Ring
-from mirrorc.all_reduce_choice import algorithm_of
 from mirrorc.ir.links import Link, register_link, unregister_link
+from mirrorc.options.all_reduce import algorithm_of
 
 
 def compiled(devices: int = 2, **options: Any) -> mirrorc.Step:

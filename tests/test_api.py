@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mirrorc
-from mirrorc.capture import front_ends
+from mirrorc.capture.front_ends import front_end
 from mirrorc.ir.links import link_names
 from mirrorc.runtime.codegen import backends
 
@@ -133,7 +133,7 @@ def test_types_name_the_texts_that_options_take() -> None:
         "bucket_cap_mb": {"auto"},
         "backend": set(backends._backends),
         "link": set(link_names()),
-        "capture": {"auto", *front_ends._front_ends},
+        "capture": {"auto", *front_end._front_ends},
     }.items():
         assert named(option) == choices, option
 
@@ -179,7 +179,9 @@ def test_a_log_tells_what_is_compiled_and_how_long_it_took(caplog: pytest.LogCap
     with caplog.at_level(logging.INFO, logger="mirrorc"), compiled(nn.Linear(3, 2)) as step:
         for _ in range(2):
             step(torch.ones(4, 3), target=torch.zeros(4, 2))
-    first, second = [record.getMessage() for record in caplog.records if record.name == "mirrorc.step_compiler"]
+    first, second = [
+        record.getMessage() for record in caplog.records if record.name == "mirrorc.compilation.step_compiler"
+    ]
     assert first == "compiling Linear for cpu:0, cpu:1, for a shard of input float32[2, 3], target float32[2, 2]"
     seconds = r"\d+\.\d\d s"
     pattern = (

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import mirrorc
-from mirrorc.batch_parts import part_of_worker
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.shards import split_call
+from mirrorc.calls.batch_sharding import part_of_worker
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.shards import split_call
 from mirrorc.ir.workers import ALONE, World
 
 DEVICES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 2, 1), (3, 1, 2), (1,) * 5]

@@ -26,7 +26,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.specs import format_passes
+from mirrorc.pipeline.pipeline_text import format_passes
 
 run = CliRunner().invoke
 

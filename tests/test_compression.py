@@ -14,16 +14,16 @@ from torch import nn
 
 import mirrorc
 from mirrorc import World
-from mirrorc.compression import check_compression
+from mirrorc.compression import TopK
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.workers import Workers
+from mirrorc.options.compression import check_compression
 from mirrorc.passes import CompressExchange, default_pipeline
 from mirrorc.power_sgd import PowerSGD
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.commit.used_parameters import UsedVariables
-from mirrorc.top_k import TopK
 
 
 def step_of(**options: Any) -> mirrorc.Step:

@@ -9,9 +9,9 @@ from torch import nn
 
 import mirrorc
 from mirrorc import World
-from mirrorc.analysis.worker_schedule import worker_schedule
+from mirrorc.analysis.communication.worker_schedule import worker_schedule
+from mirrorc.compilation.choices.exchange_costs import Candidate, Figures, chosen, sent_bytes
 from mirrorc.errors import CommunicationError
-from mirrorc.exchange_costs import Candidate, Figures, chosen, sent_bytes
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
@@ -26,7 +26,7 @@ def figures(rows: int, **more: Any) -> Figures:
     return Figures({"wide": rows, "narrow": rows}, MACHINE, **more)
 
 
-def names(*everyone: Figures, exchange: mirrorc.option_kinds.Exchange = "auto") -> tuple[str, ...]:
+def names(*everyone: Figures, exchange: mirrorc.options.kinds.Exchange = "auto") -> tuple[str, ...]:
     return chosen([WIDE, NARROW], everyone, Workers((1,) * len(everyone)), exchange)[0]
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import mirrorc
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.joined_calls import JoinedStep, until_all_have_left, without_examples
-from mirrorc.optimizer_groups import OptimizerGroups
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.coordination.uneven_inputs import JoinedStep, until_all_have_left, without_examples
+from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 def made() -> tuple[Any, torch.optim.Optimizer]:

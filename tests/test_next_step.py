@@ -17,7 +17,7 @@ from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to, pack_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers
-from mirrorc.next_step import check_overlap, plan_of_next_step, why_not_by_need
+from mirrorc.options.overlap import check_overlap, plan_of_next_step, why_not_by_need
 from mirrorc.passes import default_pipeline
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.codegen.backends import backend_named

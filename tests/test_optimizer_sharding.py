@@ -14,7 +14,7 @@ from mirrorc import World
 from mirrorc.comparison.diff import diff_programs
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
-from mirrorc.optimizer_sharding import sharding
+from mirrorc.options.optimizer_sharding import sharding
 from mirrorc.passes import default_pipeline
 from mirrorc.printing.reader import read_program_text
 

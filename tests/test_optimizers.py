@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from mirrorc.optimizer_groups import OptimizerGroups, check_optimizers, hyperparameters_by_label, update_rules
-from mirrorc.optimizers import (
+from mirrorc.torch_internals import adagrad_is_fused_on_gpus
+from mirrorc.user.optimizer_groups import OptimizerGroups, check_optimizers, hyperparameters_by_label, update_rules
+from mirrorc.user.optimizer_kinds import (
     ELEMENTWISE,
     check_state,
     is_elementwise,
@@ -19,7 +20,6 @@ from mirrorc.optimizers import (
     state_signature,
     writes_rows,
 )
-from mirrorc.torch_internals import adagrad_is_fused_on_gpus
 
 
 def model_and_parameters() -> tuple[nn.Module, dict[str, nn.Parameter]]:

@@ -18,11 +18,11 @@ from tiny_models import make_mlp, mlp_batch
 from torch import nn
 
 import mirrorc
-from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.coordination.fingerprint import facts_of_options
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
-from mirrorc.joint_facts import facts_of_options
 from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient, equal_ranges, groups_of, in_order
 from mirrorc.passes import OverlapNextStep, PlanBuckets, ReduceOverWorkers, default_pipeline
 

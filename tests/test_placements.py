@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc import World
-from mirrorc.capture.model_state import ModelState
+from mirrorc.capture.model.model_state import ModelState
 from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import ALONE
+from mirrorc.options.placement import placing
 from mirrorc.passes import PlaceVariables, default_pipeline
-from mirrorc.placements import placing
 
 
 class Tied(nn.Module):

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from tiny_programs import Weight, handmade
 
-from mirrorc import World, planned_sizes, size_predictions
-from mirrorc.analysis.link_speed import LinkSpeed
+from mirrorc import World
+from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.compilation.choices import predicted_bucket_sizes, size_predictions
+from mirrorc.compilation.choices.predicted_bucket_sizes import NUM_MEASURED_CALLS, PlannedSizes
+from mirrorc.compilation.choices.size_predictions import LADDER, SizeFigures, chosen_sizes
 from mirrorc.ir.program import Program
 from mirrorc.passes import PlanBuckets, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.planned_sizes import NUM_MEASURED_CALLS, PlannedSizes
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes
-from mirrorc.size_predictions import LADDER, SizeFigures, chosen_sizes
 
 RUNNING, SMALL = BucketSizes(25, 1), BucketSizes(4, 1)
 
@@ -111,8 +112,8 @@ def predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[BucketSiz
     """What this worker predicts."""
     monkeypatch.setenv("MIRRORC_CACHE_DIR", str(tmp_path))
     times = dict.fromkeys({RUNNING, *LADDER}, 10.0) | {SMALL: 5.0}
-    monkeypatch.setattr(planned_sizes, "costs_of_steps", lambda *_: None)
-    monkeypatch.setattr(planned_sizes, "predicted_milliseconds", lambda *_: times)
+    monkeypatch.setattr(predicted_bucket_sizes, "costs_of_steps", lambda *_: None)
+    monkeypatch.setattr(predicted_bucket_sizes, "predicted_milliseconds", lambda *_: times)
     return times
 
 

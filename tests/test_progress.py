@@ -22,9 +22,9 @@ from torch import nn
 from tqdm import tqdm
 
 import mirrorc
-from mirrorc import progress
+from mirrorc.compilation import progress
+from mirrorc.compilation.progress import free_terminal
 from mirrorc.ir.program import Program, Region, Stage
-from mirrorc.progress import free_terminal
 from mirrorc.runtime.codegen.backends import RegionFunction
 from mirrorc.runtime.codegen.regions import RegionCompiler
 
@@ -116,9 +116,9 @@ def test_elsewhere_one_line_of_the_log_says_it(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(terminal, "isatty", lambda: False)
-    caplog.set_level(logging.INFO, "mirrorc.progress")
+    caplog.set_level(logging.INFO, "mirrorc.compilation.progress")
     compiled(lambda: until(lambda: bool(caplog.records)))
-    assert [record.name for record in caplog.records] == ["mirrorc.progress"]
+    assert [record.name for record in caplog.records] == ["mirrorc.compilation.progress"]
     assert "compiling Linear for cpu:0, cpu:1 (the first call): " in caplog.text
     assert terminal.getvalue() == ""
 
@@ -165,7 +165,7 @@ def test_an_exception_ends_the_line_and_the_thread(
         raise error
 
     if where == "capture":
-        monkeypatch.setattr(mirrorc.step_compiler, "capture_program", fail)
+        monkeypatch.setattr(mirrorc.compilation.step_compiler, "capture_program", fail)
     with pytest.raises((error, mirrorc.PassError)):
         compiled(fail if where == "passes" else lambda: None)
     assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count(SHOWS_CURSOR) == 1

@@ -12,14 +12,14 @@ import torch
 from tiny_programs import SMALL_BUCKETS, captured_model, every_stage, outputs
 from torch import nn
 
-from mirrorc.capture.autograd import AutogradFrontEnd
-from mirrorc.capture.front_ends import front_end_named
-from mirrorc.custom_ops.opaque_calls import take_gradient
+from mirrorc.capture.eager.front_end import AutogradFrontEnd
+from mirrorc.capture.front_ends.front_end import front_end_named
+from mirrorc.compilation.choices.gradient_order import ReadyOrder
+from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import World
 from mirrorc.passes import PlanBuckets
-from mirrorc.ready_order import ReadyOrder
 from mirrorc.verifier.verifier import verify
 
 READY = ("2.bias", "2.weight", "0.bias", "0.weight")

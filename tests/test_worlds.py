@@ -20,10 +20,10 @@ from mirrorc.errors import ExecutionError, PassError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.program import Program
+from mirrorc.options.workers import check_world, joined_workers
 from mirrorc.packing import ByBytes
 from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify
-from mirrorc.worlds import check_world, joined_workers
 
 UNEVEN = World(3, (1, 2, 1))
 

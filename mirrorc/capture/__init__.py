@@ -1,9 +1,9 @@
 """From a model and a batch to one captured graph of forward, loss and backward."""
 
-from mirrorc.capture.autograd import AutogradFrontEnd
-from mirrorc.capture.dynamo import DynamoFrontEnd
-from mirrorc.capture.front_ends import register_front_end
-from mirrorc.capture.trace import TraceFrontEnd
+from mirrorc.capture.dynamo.front_end import DynamoFrontEnd
+from mirrorc.capture.eager.front_end import AutogradFrontEnd
+from mirrorc.capture.front_ends.front_end import register_front_end
+from mirrorc.capture.python_trace.front_end import TraceFrontEnd
 
 register_front_end(DynamoFrontEnd(), is_rung=True)
 register_front_end(AutogradFrontEnd(), is_rung=True)

@@ -7,8 +7,8 @@ waits for the others, and says which worker this is; `find_place` only reads.
 from __future__ import annotations
 
 from mirrorc.cluster.joining import Cluster, find_place, join
+from mirrorc.cluster.membership import Worker
 from mirrorc.cluster.place import Place
-from mirrorc.cluster.roll_call import Worker
 from mirrorc.cluster.rounds import Round
 
 __all__ = ["Cluster", "Place", "Round", "Worker", "find_place", "join"]

@@ -13,11 +13,11 @@ from typing import Any
 from torch import distributed
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.cluster.heartbeat import Lookout, SignsOfLife
+from mirrorc.cluster.membership import Worker, call_roll
 from mirrorc.cluster.place import Place
-from mirrorc.cluster.roll_call import Worker, call_roll
+from mirrorc.cluster.restarts import Start, await_start
 from mirrorc.cluster.rounds import Round
-from mirrorc.cluster.signs_of_life import Lookout, SignsOfLife
-from mirrorc.cluster.starts import Start, await_start
 from mirrorc.cluster.stores import open_store
 from mirrorc.cluster.tf_config import place_by_tf_config
 from mirrorc.cluster.torchrun import place_by_torchrun

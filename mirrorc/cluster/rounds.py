@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
-from mirrorc.cluster.roll_call import Worker
-from mirrorc.cluster.sameness import all_say, check_same_facts
-from mirrorc.cluster.signs_of_life import Lookout, in_short
+from mirrorc.cluster.consistency import all_say, check_same_facts
+from mirrorc.cluster.heartbeat import Lookout, in_short
+from mirrorc.cluster.membership import Worker
 from mirrorc.cluster.stores import first_line
 from mirrorc.errors import CommunicationError
 

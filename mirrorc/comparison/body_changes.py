@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from mirrorc.comparison.schedule_changes import where
+from mirrorc.messages.wording import capped, counted, listed, numbered
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, PrintedRegion, PrintedValue
-from mirrorc.printing.wording import capped, counted, listed, numbered
 
 _LISTED = 6  # the most devices that a sentence names
 _SENTENCES = 8  # the most sentences about one topic

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mirrorc.ir.variables import Placement
+from mirrorc.messages.wording import capped, counted, listed, numbered
 from mirrorc.printing.printed_program import PrintedBucket, PrintedProgram
-from mirrorc.printing.wording import capped, counted, listed, numbered
 
 _LISTED = 3  # the most gradients that a sentence names; others are counted
 _FEW = 2  # the most buckets, or parts of a split or merge, whose content is described

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from mirrorc.comparison.printed_schedule import FACTORED, PACK, WAIT, WRITE, Key, Schedule, schedule_of
 from mirrorc.ir import ops
+from mirrorc.messages.wording import capped, listed, numbered
 from mirrorc.printing.printed_program import PrintedLine, PrintedProgram, split_list
-from mirrorc.printing.wording import capped, listed, numbered
 
 _SENTENCES = 8  # the most sentences about one topic
 _ORDER = 8  # the most buckets that are listed to show an order

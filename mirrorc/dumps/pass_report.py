@@ -9,8 +9,8 @@ from functools import cached_property
 
 from mirrorc.ir.nodes import target_name
 from mirrorc.ir.program import Program, Stage
+from mirrorc.messages.wording import on_one_line
 from mirrorc.printing.program_text import ProgramPrinter, program_heading, region_to_text
-from mirrorc.printing.wording import on_one_line
 
 _MOST_DIFF_LINES = 4000  # the longest region that is diffed; a longer diff takes long and is not read
 

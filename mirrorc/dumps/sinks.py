@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mirrorc.dumps.folders import DumpFolder
 from mirrorc.ir.program import Program
-from mirrorc.ir.source_lines import users_stack_level
+from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import is_structured_trace_on, trace_artifact
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.ir.identifiers import identifier, of_replica
+from mirrorc.ir.names import identifier, of_replica
 from mirrorc.ir.nodes import is_compute, operation_name, words_of_part
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program

@@ -119,7 +119,7 @@ class UpdateRule:
 
     Attributes:
         label: a readable name, such as ``AdamW group 0``.
-        group: number of the parameter group, counted through all optimizers; see `mirrorc.optimizer_groups.OptimizerGroups`.
+        group: number of the parameter group, counted through all optimizers; see `mirrorc.user.optimizer_groups.OptimizerGroups`.
         state_class: a number. Parameters have the same one if their optimizer states have the same entries and equal
             scalars such as ``step``, which a flat update requires.
         elementwise: whether the update may run on a whole bucket at once.

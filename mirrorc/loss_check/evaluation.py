@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.capture.arguments import Structure
-from mirrorc.capture.kept_model import kept_as_it_is
-from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.call.arguments import Structure
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.model.model_state import ModelState
 from mirrorc.loss_check.equal_draws import EqualDraws
-from mirrorc.loss_check.kept_objects import kept_objects
 from mirrorc.loss_check.observed_calls import ObservedCalls
+from mirrorc.loss_check.restored_objects import kept_objects
+from mirrorc.user.restore import kept_as_it_is
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mirrorc.capture.weighted_means import WeightedMean, weighted_mean
+from mirrorc.capture.diagnostics.weighted_means import WeightedMean, weighted_mean
 
 
 class ObservedCalls:

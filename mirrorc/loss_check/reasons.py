@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mirrorc.capture.weighted_means import REMEDY
+from mirrorc.capture.diagnostics.weighted_means import REMEDY
 from mirrorc.loss_check.evaluation import Evaluated
 
 

@@ -15,8 +15,8 @@ import torch
 
 from mirrorc.errors import MirrorcError
 from mirrorc.ir.program import Program
+from mirrorc.pipeline.pipeline_text import format_passes
 from mirrorc.pipeline.protocol import Instrument, Pass
-from mirrorc.pipeline.specs import format_passes
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from mirrorc.analysis.slots_of_values import packed_slots
+from mirrorc.analysis.buckets.slots_of_values import packed_slots
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import calls_to, is_region_call, pack_of, region_of, region_title

@@ -9,7 +9,7 @@ from torch import fx
 
 from mirrorc.ir.nodes import is_region_call
 from mirrorc.ir.program import Program
-from mirrorc.ir.source_lines import source_line
+from mirrorc.messages.source_lines import source_line
 from mirrorc.printing.graph_text import Line, graph_lines, rendered_line
 
 _AROUND = 5  # lines shown before and after one that an error is about

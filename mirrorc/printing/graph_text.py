@@ -25,7 +25,7 @@ from mirrorc.ir.nodes import (
 )
 from mirrorc.ir.operation import Printed, Selection, operation_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.source_lines import source_line
+from mirrorc.messages.source_lines import source_line
 from mirrorc.printing.line_comments import LineComments, explanations, owner_of
 from mirrorc.printing.values import PrintedValues, dtype_name, type_of
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.clipping import is_checked, numbers_of
-from mirrorc.analysis.compressed_sums import num_bytes_sent
-from mirrorc.analysis.factored_gradients import Maker, maker_of, stays_factored
-from mirrorc.analysis.rows_of_updates import most_rows
-from mirrorc.analysis.slots_of_values import given_slots
-from mirrorc.analysis.taken_gradients import taken_gradients
-from mirrorc.analysis.updates_in_parts import is_made_in_updates
+from mirrorc.analysis.buckets.clipping import is_checked, numbers_of
+from mirrorc.analysis.buckets.slots_of_values import given_slots
+from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
+from mirrorc.analysis.gradients.eager_gradients import taken_gradients
+from mirrorc.analysis.gradients.factored_gradients import Maker, maker_of, stays_factored
+from mirrorc.analysis.gradients.sparse_update_rows import most_rows
+from mirrorc.analysis.gradients.tiled_updates import is_made_in_updates
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.gradient_forms import FORMS, GradientForm

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mirrorc.analysis.bucket_parts import BucketParts
-from mirrorc.analysis.message_costs import Message, messages, times_of
+from mirrorc.analysis.buckets.bucket_parts import BucketParts
+from mirrorc.analysis.cost.message_costs import Message, messages, times_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import Route
 
@@ -18,7 +18,7 @@ def message_picture(program: Program) -> str:
     """The messages of a program's buckets, which are of one length, as SVG.
 
     Time goes down, in the time that messages take, one after the other on each device: see
-    `mirrorc.analysis.message_costs.MessageCosts.path_bytes`. An arrow ends where its message has come. Sums of some replicas'
+    `MessageCosts.path_bytes`. An arrow ends where its message has come. Sums of some replicas'
     gradients are brown, and the whole sum is blue. At each arrow stands which part of the bucket it moves, and of which bucket if
     there are several.
 

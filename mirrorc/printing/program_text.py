@@ -63,7 +63,7 @@ slot in the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in f
 device's share of it); ``b0_incoming``, parameters in flight to this device, and ``b0_parameters``, received;
 ``updated(b0)``, parameters that this device has updated;
 ``new(bn.running_mean)``; variables by their own names. Inside regions a value is called by the module and the operator that
-it comes from (`mirrorc.capture.value_names`), with ``d_`` before it in backward; what is computed between modules, by the last
+it comes from (`rewrites.value_names`), with ``d_`` before it in backward; what is computed between modules, by the last
 module that it is made of. Many values of a kind are counted: ``93 activations`` are kept for backward, ``3 d(activations)`` are
 gradients of activations for the next region of backward, ``2 factors`` are what factored gradients are made of, ``75 variables``
 are parameters and buffers read, ``4 slots`` are places in buckets to be written. So a line that calls a region lists its
@@ -81,10 +81,10 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of, region_title
 from mirrorc.ir.program import Accumulation, Program, Region
+from mirrorc.messages.wording import on_one_line, printable
 from mirrorc.printing.bucket_table import table_lines
 from mirrorc.printing.function_text import function_lines, signature
 from mirrorc.printing.graph_text import Line, graph_lines, rendered, statements
-from mirrorc.printing.wording import on_one_line, printable
 from mirrorc.printing.worker_text import worker_lines, worker_title
 
 

@@ -9,10 +9,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from mirrorc.analysis.slots_of_values import gradient_of, packed_slots
+from mirrorc.analysis.buckets.slots_of_values import gradient_of, packed_slots
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
-from mirrorc.ir.identifiers import of_all_replicas
+from mirrorc.ir.names import of_all_replicas
 from mirrorc.ir.nodes import (
     bucket_of,
     calls_to,

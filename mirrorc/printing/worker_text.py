@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from mirrorc.analysis.worker_schedule import schedule_hash
+from mirrorc.analysis.communication.worker_schedule import schedule_hash
 from mirrorc.ir.program import Program, Stage
+from mirrorc.messages.wording import counted
 from mirrorc.printing.spans import range_text, spans
-from mirrorc.printing.wording import counted
 
 _LISTED = 4  # the most numbers of devices that are told one by one
 _WIDTH = 40  # of the ranks of workers that have equal numbers of devices; more are counted

@@ -31,7 +31,7 @@ from torch import fx
 
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
 from mirrorc.ir.ops import Pending
-from mirrorc.ir.source_lines import last_users_line
+from mirrorc.messages.source_lines import last_users_line
 from mirrorc.serialization.environments import EnvironmentWriter, decode_size, decode_symbols
 from mirrorc.serialization.operator_names import find_operator, operator_name
 from mirrorc.serialization.plain_data import (

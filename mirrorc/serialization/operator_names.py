@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from mirrorc.custom_ops import matmul, tables
-from mirrorc.custom_ops.opaque_calls import OPAQUE
+from mirrorc.custom_ops import out_products, tables
+from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.custom_ops.random import seeded, unseeded
 from mirrorc.ir.operation import operation_named, operation_of
 from mirrorc.serialization.plain_data import DataError, expect
 from mirrorc.torch_internals import inductor_decompositions, is_operator, writes_argument
 
 _OWN_OPERATORS = (  # registered by the import
-    matmul.mm_into,
-    matmul.addmm_into,
-    matmul.linear_into,
+    out_products.mm_into,
+    out_products.addmm_into,
+    out_products.linear_into,
     tables.add_rows_into,
     torch.ops.mirrorc.seeded_mask.default,
 )

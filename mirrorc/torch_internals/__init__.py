@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from mirrorc.torch_internals.allocations import (
-    inductor_wrapper,
-    num_users,
-    peak_allocation,
-    storage_key,
-    watched_operators,
-)
-from mirrorc.torch_internals.asserts import CHECKS_OF_TENSORS, assert_true
-from mirrorc.torch_internals.checkpoint_tags import checkpoint_tag
-from mirrorc.torch_internals.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
-from mirrorc.torch_internals.direct_calls import call_directly
-from mirrorc.torch_internals.drawn_numbers import is_drawn, one_of_torchs
-from mirrorc.torch_internals.given_results import given_results
-from mirrorc.torch_internals.gloo import GlooGroup
-from mirrorc.torch_internals.gradient_clipping import observe_clipping
-from mirrorc.torch_internals.graph_inputs import (
-    ReadVariable,
-    outside_tensors,
-    outside_variables,
-    own_variables,
-    read_from_module,
-    reading_names,
-)
-from mirrorc.torch_internals.graph_results import StandIns, give_values, results_with_stand_ins
-from mirrorc.torch_internals.graphs import (
+from mirrorc.torch_internals.aot.checkpoint_tags import checkpoint_tag
+from mirrorc.torch_internals.aot.joint_graph import JointGraph, ToldNumber, take_constants
+from mirrorc.torch_internals.distributed.gloo import GlooGroup
+from mirrorc.torch_internals.distributed.nccl import NcclGroup
+from mirrorc.torch_internals.fx.asserts import CHECKS_OF_TENSORS, assert_true
+from mirrorc.torch_internals.fx.graphs import (
     FakeTensor,
     FakeTensorMode,
     add_node,
@@ -34,21 +15,7 @@ from mirrorc.torch_internals.graphs import (
     quiet_fake_tensors,
     traced_on_fake_tensors,
 )
-from mirrorc.torch_internals.guards import DynamoGuards, GuardsChange
-from mirrorc.torch_internals.host_numbers import NumbersGivenUp, attribute_source, is_ordinary
-from mirrorc.torch_internals.inductor import (
-    compile_with_inductor,
-    has_cpp_compiler,
-    inductor_decompositions,
-    keep_small_loops_small,
-    pools_maxima,
-    tells_places_of_maxima,
-)
-from mirrorc.torch_internals.joint_graph import JointGraph, ToldNumber, take_constants
-from mirrorc.torch_internals.kernel_files import fresh_kernel_files
-from mirrorc.torch_internals.made_leaves import made_leaves
-from mirrorc.torch_internals.nccl import NcclGroup
-from mirrorc.torch_internals.operators import (
+from mirrorc.torch_internals.fx.operators import (
     bare_name,
     copy_each,
     is_composite,
@@ -62,24 +29,11 @@ from mirrorc.torch_internals.operators import (
     with_overload,
     writes_argument,
 )
-from mirrorc.torch_internals.profiled_threads import is_profiled, seen_by_profiler
-from mirrorc.torch_internals.python_effects import PythonCall, PythonWrite
-from mirrorc.torch_internals.python_traces import (
-    KeptCaches,
-    LeftTensors,
-    RefusedRunError,
-    SparseLookupError,
-    is_data_dependent,
-    is_traced_tensor,
-    make_what_torch_makes_once,
-    recorded_run,
-)
-from mirrorc.torch_internals.recurrent_weights import renew_recurrent_weights
-from mirrorc.torch_internals.saved_sizes import SavedSizes, SizeSymbol, symbols_of_environment
-from mirrorc.torch_internals.script_modules import ScriptCopy, forward_signature, is_script_module, object_within
-from mirrorc.torch_internals.size_assumptions import assume_num_elements, knowledge_of
-from mirrorc.torch_internals.source_words import SourceWords, in_users_words, source_words
-from mirrorc.torch_internals.state import (
+from mirrorc.torch_internals.hooks.clip_grad_observer import observe_clipping
+from mirrorc.torch_internals.hooks.flat_rnn_weights import renew_recurrent_weights
+from mirrorc.torch_internals.hooks.profiled_threads import is_profiled, seen_by_profiler
+from mirrorc.torch_internals.hooks.script_modules import ScriptCopy, forward_signature, is_script_module, object_within
+from mirrorc.torch_internals.hooks.settings import (
     UncountedHook,
     adagrad_is_fused_on_gpus,
     bare_step,
@@ -101,14 +55,30 @@ from mirrorc.torch_internals.state import (
     trace_artifact,
     without_dispatch_modes,
 )
-from mirrorc.torch_internals.substituted_calls import (
-    asked_for_class,
-    called_while_traced,
-    noted_calls,
-    traced_file,
-    traced_instead,
+from mirrorc.torch_internals.hooks.zero_grad_observer import observe_zero_grad
+from mirrorc.torch_internals.inductor.allocations import (
+    inductor_wrapper,
+    num_users,
+    peak_allocation,
+    storage_key,
+    watched_operators,
 )
-from mirrorc.torch_internals.symbolic_sizes import (
+from mirrorc.torch_internals.inductor.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
+from mirrorc.torch_internals.inductor.extern_calls import call_directly
+from mirrorc.torch_internals.inductor.inductor import (
+    compile_with_inductor,
+    has_cpp_compiler,
+    inductor_decompositions,
+    keep_small_loops_small,
+    pools_maxima,
+    tells_places_of_maxima,
+)
+from mirrorc.torch_internals.inductor.kernel_files import fresh_kernel_files
+from mirrorc.torch_internals.numbers.drawn_numbers import is_drawn, one_of_torchs
+from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp, attribute_source, is_ordinary
+from mirrorc.torch_internals.symbols.saved_sizes import SavedSizes, SizeSymbol, symbols_of_environment
+from mirrorc.torch_internals.symbols.size_assumptions import assume_num_elements, knowledge_of
+from mirrorc.torch_internals.symbols.symbolic_sizes import (
     SizesGivenUp,
     SizesOfArguments,
     dims_marked_by_user,
@@ -131,7 +101,38 @@ from mirrorc.torch_internals.symbolic_sizes import (
     text_of_size,
     with_sizes_now,
 )
-from mirrorc.torch_internals.tracing import (
+from mirrorc.torch_internals.tracing.graph_inputs import (
+    ReadVariable,
+    outside_tensors,
+    outside_variables,
+    own_variables,
+    read_from_module,
+    reading_names,
+)
+from mirrorc.torch_internals.tracing.graph_results import StandIns, give_values, results_with_stand_ins
+from mirrorc.torch_internals.tracing.guards import DynamoGuards, GuardsChange
+from mirrorc.torch_internals.tracing.out_arguments import given_results
+from mirrorc.torch_internals.tracing.python_runs import (
+    KeptCaches,
+    LeftTensors,
+    RefusedRunError,
+    SparseLookupError,
+    is_data_dependent,
+    is_traced_tensor,
+    make_what_torch_makes_once,
+    recorded_run,
+)
+from mirrorc.torch_internals.tracing.requires_grad_writes import made_leaves
+from mirrorc.torch_internals.tracing.side_effects import PythonCall, PythonWrite
+from mirrorc.torch_internals.tracing.source_names import SourceWords, in_users_words, source_words
+from mirrorc.torch_internals.tracing.substituted_calls import (
+    asked_for_class,
+    called_while_traced,
+    noted_calls,
+    traced_file,
+    traced_instead,
+)
+from mirrorc.torch_internals.tracing.tracing import (
     export_forward_graph,
     export_joint_graph,
     export_run,
@@ -145,7 +146,6 @@ from mirrorc.torch_internals.tracing import (
     traced_frames,
     user_frames,
 )
-from mirrorc.torch_internals.zeroed_gradients import observe_zero_grad
 
 __all__ = [
     "CHECKS_OF_TENSORS",

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from mirrorc.errors import VerifyError
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.source_lines import source_line
+from mirrorc.messages.source_lines import source_line
+from mirrorc.messages.wording import printable
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
 from mirrorc.printing.excerpt import surroundings
-from mirrorc.printing.wording import printable
 from mirrorc.verifier.checked_graphs import Checked, all_graphs
-from mirrorc.verifier.rule import Rule, Scope, rules
 from mirrorc.verifier.rules.dataflow import KnownFlows
 from mirrorc.verifier.rules.programs import Violation
+from mirrorc.verifier.rules.rule import Rule, Scope, rules
 
 
 def verify(

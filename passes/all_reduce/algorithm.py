@@ -8,16 +8,16 @@ from typing import ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.message_costs import MessageCosts, message_costs
+from mirrorc.analysis.cost.message_costs import MessageCosts, message_costs
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.routes import route_of, sends_in
+from mirrorc.messages.wording import counted, numbered
 from mirrorc.passes.all_reduce.traffic import Held, Traffic
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted, numbered
 
 
 @dataclass(frozen=True)

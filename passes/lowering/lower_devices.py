@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx, nn
 
 from mirrorc.ir import ops
-from mirrorc.ir.identifiers import of_all_replicas
+from mirrorc.ir.names import of_all_replicas
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import add_node, lazy_graph_module
 
 

@@ -8,16 +8,16 @@ from typing import ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.activation_peaks import MACHINE, JointTimeline, Peak
-from mirrorc.analysis.backward import first_of_backward
-from mirrorc.analysis.segments import Segment, Segments
-from mirrorc.analysis.work import seconds_of_graph
+from mirrorc.analysis.cost.work import seconds_of_graph
+from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.memory.activation_peaks import MACHINE, JointTimeline, Peak
+from mirrorc.analysis.memory.segments import Segment, Segments
 from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint, checkpoint_of
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
+from mirrorc.messages.wording import counted
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted
 
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """How many segments forward is cut into, to find which number is best."""
@@ -42,7 +42,7 @@ class ChooseCheckpoints:
     `RecomputeCheckpoints`, which comes next, then lets backward compute them again. Forward is cut into segments where few values
     pass. In each, a cut of least capacity through its operators says which values are kept at a price for each byte, and which
     are made again; the prices, and the number of segments, are those at which least is computed again of all that keep within the
-    bound by the prediction of `mirrorc.analysis.activation_peaks`. Operators that the model has in checkpoints stay in these.
+    bound by the prediction of `memory.activation_peaks`. Operators that the model has in checkpoints stay in these.
     Operators of user libraries, checks and sums over replicas are never run again.
 
     If the bound cannot be kept, what comes nearest to it is chosen: whoever gave the bound then looks at what the program takes.

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from mirrorc.analysis.decompositions import DECOMPOSITIONS, is_tanh_gelu, tensors_of
+from mirrorc.analysis.graph.decompositions import DECOMPOSITIONS, is_tanh_gelu, tensors_of
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import add_node, bare_name, traced_on_fake_tensors
 
 
@@ -27,7 +27,7 @@ class DecomposeGelu:
 
     Needs: a captured graph in which GELU is an operator.
     Guarantees: values change by rounding only. Where the tanh is close to -1, they become more exact, because no digits cancel.
-        The verifier knows that the product is a GELU (`mirrorc.analysis.decompositions`).
+        The verifier knows that the product is a GELU (`mirrorc.analysis.graph.decompositions`).
 
     Attributes:
         wanted: whether this makes the generated code faster; otherwise the pass leaves the program as it is.

@@ -10,8 +10,8 @@ from torch import fx
 
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
+from mirrorc.messages.wording import counted
 from mirrorc.passes.operators.relaid_values import DependsOnStrides, RelaidValues
-from mirrorc.printing.wording import counted
 
 aten = torch.ops.aten
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.padded_products import FACTORS, places_of_columns
+from mirrorc.analysis.graph.padded_products import FACTORS, places_of_columns
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.rearrangements import REARRANGEMENTS
 from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.messages.wording import counted
 from mirrorc.passes.operators.relaid_values import DependsOnStrides, RelaidValues
-from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import add_node
 
 aten = torch.ops.aten

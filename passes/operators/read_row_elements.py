@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.row_elements import ROW_READERS, Made, by_elements
+from mirrorc.analysis.graph.one_hot_rows import ROW_READERS, Made, by_elements
 from mirrorc.ir.graph_edits import copied, insert, remove_unused
 from mirrorc.ir.program import Program, Stage
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import sizes_key
 
 
@@ -32,7 +32,7 @@ class ReadRowElements:
 
     Needs: a captured graph in which the loss is decomposed, as backends want it that fuse operators. Elsewhere nothing matches.
     Guarantees: bits stay, except that a sum of a row with a factor that is not finite is that of its one element, where
-        zeros times that factor made it NaN. The verifier knows both (`mirrorc.analysis.row_elements`).
+        zeros times that factor made it NaN. The verifier knows both (`mirrorc.analysis.graph.one_hot_rows`).
     """
 
     name: str = field(default="read-row-elements", init=False)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from mirrorc.analysis.backward import first_of_backward
-from mirrorc.analysis.recomputed_values import kept_values, needed_again, num_bytes_of, recomputed_values
+from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.memory.recomputed_values import kept_values, needed_again, num_bytes_of, recomputed_values
 from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
 from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
 from mirrorc.ir.program import Program, Stage
+from mirrorc.messages.wording import counted
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from mirrorc.analysis.backward import first_of_backward
-from mirrorc.analysis.dying_arguments import PRODUCTS
-from mirrorc.analysis.elementwise import is_cheap, is_fused
-from mirrorc.analysis.recomputed_values import num_bytes_of, owner_of
+from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.dying_arguments import PRODUCTS
+from mirrorc.analysis.graph.elementwise import is_cheap, is_fused
+from mirrorc.analysis.memory.recomputed_values import num_bytes_of, owner_of
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
 from mirrorc.ir.program import Program, Stage
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 
 _MOST_OPERATORS = 16
 """How many operators are run again for one value at most."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides, strides_of
+from mirrorc.analysis.graph.layouts import may_read_memory_in_order, reads_strides, strides_of
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.operation import operation_of
 from mirrorc.ir.type_inference import find_type_anew

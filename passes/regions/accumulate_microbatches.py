@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.slots_of_values import gradient_of, slot_of
-from mirrorc.custom_ops import matmul
+from mirrorc.analysis.buckets.slots_of_values import gradient_of, slot_of
+from mirrorc.custom_ops import out_products
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copied, copy_node
@@ -19,7 +19,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, Program, Region, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import Aggregation
-from mirrorc.printing.wording import counted, listed
+from mirrorc.messages.wording import counted, listed
 from mirrorc.torch_internals import lazy_graph_module
 
 aten = torch.ops.aten
@@ -125,8 +125,8 @@ def _adding(region: Region, name: str, places: Sequence[int]) -> Region:
     arguments = graph.find_nodes(op="placeholder")
     slots = {arguments[place] for place in places}
     for node in list(graph.nodes):
-        if node.target is matmul.mm_into and node.args[0] in slots:
-            node.target = matmul.addmm_into
+        if node.target is out_products.mm_into and node.args[0] in slots:
+            node.target = out_products.addmm_into
         elif node.target is aten.copy_.default and node.args[0] in slots:
             with graph.inserting_before(node):
                 added = graph.call_function(aten.add.Tensor, node.args)

@@ -10,19 +10,19 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.region_factors import FactorsOfRegions, arguments_of
-from mirrorc.analysis.region_gradients import calls_by_region, gradient_names
+from mirrorc.analysis.gradients.region_factors import FactorsOfRegions, arguments_of
+from mirrorc.analysis.gradients.region_gradients import calls_by_region, gradient_names
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.gradient_forms import FactoredGradient
 from mirrorc.ir.graph_edits import call, copied, remove_unused
-from mirrorc.ir.identifiers import identifier
 from mirrorc.ir.links import best_link, carrier_of, link_named, why_memory_is_not_shared
+from mirrorc.ir.names import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program, Stage
+from mirrorc.messages.wording import counted
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, num_bytes_now
 
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.backward import first_of_backward
-from mirrorc.analysis.cuts import moved_before_cuts
-from mirrorc.analysis.meeting_cuts import Cut, cut_at_meetings, source_of_part
+from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.graph.cuts import moved_before_cuts
+from mirrorc.analysis.graph.meeting_cuts import Cut, cut_at_meetings, source_of_part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, are_cut
 from mirrorc.ir.graph_edits import call, copy_node
-from mirrorc.ir.identifiers import identifier, unlike
+from mirrorc.ir.names import identifier, unlike
 from mirrorc.ir.nodes import calls_to, region_title
 from mirrorc.ir.program import Program, Region, Stage
-from mirrorc.printing.wording import counted, numbered
+from mirrorc.messages.wording import counted, numbered
 from mirrorc.torch_internals import (
     add_node,
     environment_of,
@@ -54,7 +54,7 @@ class OutlineRegions:
         output {loss: loss, gradients: {w: mm}}     output {loss: loss, gradients: {w: bwd_0[0]}}
 
     A large value does not pass a cut for a much smaller product alone that could be made before it: ``bwd_k`` then ends with
-    that product, see `mirrorc.analysis.cuts`. The gradient of logits over many words stays within its region this way, where
+    that product, see `graph.cuts`. The gradient of logits over many words stays within its region this way, where
     its memory can be used again, and the bucket's reduction begins later by the time of a product.
 
     A check stays outside, right behind the region that gives its condition, which is a forward: nothing is launched before it.

@@ -11,20 +11,20 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.added_rows import added_rows
-from mirrorc.analysis.region_gradients import calls_by_region, gradient_names, gradient_places
-from mirrorc.custom_ops import matmul, tables
+from mirrorc.analysis.gradients.region_gradients import calls_by_region, gradient_names, gradient_places
+from mirrorc.analysis.gradients.tied_embeddings import added_rows
+from mirrorc.custom_ops import out_products, tables
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.gradient_forms import matrix_product
 from mirrorc.ir.graph_edits import call, copied, remove_unused
-from mirrorc.ir.identifiers import identifier, unlike
+from mirrorc.ir.names import identifier, unlike
 from mirrorc.ir.nodes import region_of
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.type_rules import any_value
-from mirrorc.printing.wording import counted, listed
+from mirrorc.messages.wording import counted, listed
 from mirrorc.torch_internals import lazy_graph_module
 
 
@@ -212,7 +212,7 @@ def _write(graph: fx.Graph, gradient: fx.Node, slot: fx.Node) -> fx.Node:
     if product is not None and slot.meta["val"].is_contiguous():
         with graph.inserting_before(product):
             into = graph.create_node(
-                "call_function", matmul.mm_into, (slot, *product.args), name=f"{product.name}_into"
+                "call_function", out_products.mm_into, (slot, *product.args), name=f"{product.name}_into"
             )
         into.meta = {key: product.meta[key] for key in ("stack_trace", "nn_module_stack") if key in product.meta}
         return slot

@@ -9,8 +9,8 @@ from typing import ClassVar
 from mirrorc.errors import PassError
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.program import Program, Stage
+from mirrorc.messages.wording import counted, listed
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted, listed
 
 LEAST_LOADED = "least-loaded"
 """The rule by which variables go to the device that owns fewest bytes, the largest first."""

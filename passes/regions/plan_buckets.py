@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from mirrorc.analysis.sent_factors import sent_factors
+from mirrorc.analysis.gradients.sent_factors import sent_factors
 from mirrorc.errors import PassError
 from mirrorc.ir.buckets import Bucket, Pack, SentFactors, Slot
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.shares import SHARE_ELEMENTS
 from mirrorc.ir.variables import UpdateRule, Variable
+from mirrorc.messages.wording import counted, listed, numbered
 from mirrorc.packing import (
     LEAST_ELEMENTS,
     ByBytes,
@@ -36,7 +37,6 @@ from mirrorc.packing import (
 )
 from mirrorc.passes.regions.late_gradients import LEAST_PART, LateGradients, last_third
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted, listed, numbered
 
 _Kind = tuple[torch.dtype, UpdateRule, bool, str]
 """What all gradients of a bucket have alike: dtype, update rule, whether workers send or devices gather their factors, and which

@@ -11,19 +11,21 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.dying_arguments import own_product
-from mirrorc.analysis.lifetimes import last_reader
-from mirrorc.analysis.region_gradients import calls_by_region
-from mirrorc.custom_ops import matmul
+from mirrorc.analysis.gradients.region_gradients import calls_by_region
+from mirrorc.analysis.graph.dying_arguments import own_product
+from mirrorc.analysis.graph.lifetimes import last_reader
+from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copied
 from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program, Region, Stage
+from mirrorc.messages.wording import counted
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted
 from mirrorc.torch_internals import has_symbols, lazy_graph_module
 
-_INTO = MappingProxyType({torch.ops.aten.mm.default: matmul.mm_into, torch.ops.aten.addmm.default: matmul.linear_into})
+_INTO = MappingProxyType(
+    {torch.ops.aten.mm.default: out_products.mm_into, torch.ops.aten.addmm.default: out_products.linear_into}
+)
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.aliases import origins, viewed
-from mirrorc.analysis.dying_arguments import dying_places, stored_product
-from mirrorc.analysis.region_gradients import calls_by_region
-from mirrorc.custom_ops import matmul, tables
+from mirrorc.analysis.gradients.region_gradients import calls_by_region
+from mirrorc.analysis.graph.aliases import origins, viewed
+from mirrorc.analysis.graph.dying_arguments import dying_places, stored_product
+from mirrorc.custom_ops import out_products, tables
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.ir.value_types import is_same_type, value_type
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import lazy_graph_module, storage_bytes_now
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -41,7 +41,7 @@ _ELEMENTWISE = frozenset(
 )
 """Operators that read an element of each operand for one of their result: they may write it where an operand's element was."""
 
-_INTO_SLOTS = frozenset({matmul.mm_into, matmul.addmm_into, tables.add_rows_into})
+_INTO_SLOTS = frozenset({out_products.mm_into, out_products.addmm_into, tables.add_rows_into})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.graph_edits import call, copy_into, insert
 from mirrorc.ir.nodes import origin_of, words_of_pack
 from mirrorc.ir.program import Program, Stage
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 
 
 @dataclass(frozen=True)

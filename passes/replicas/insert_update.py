@@ -14,7 +14,7 @@ from mirrorc.ir.graph_edits import call, copy_into
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import set_type
-from mirrorc.printing.wording import listed, numbered
+from mirrorc.messages.wording import listed, numbered
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mirrorc.ir.graph_edits import call, copy_into, insert
 from mirrorc.ir.nodes import words_of_pack
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.type_rules import any_value
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 
 
 @dataclass(frozen=True)

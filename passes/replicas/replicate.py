@@ -11,11 +11,11 @@ from torch import fx
 
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call, copy_node
-from mirrorc.ir.identifiers import of_replica
+from mirrorc.ir.names import of_replica
 from mirrorc.ir.nodes import calls_to, is_compute, name_of
 from mirrorc.ir.program import ArgumentKind, Program, Stage
+from mirrorc.messages.wording import listed, numbered
 from mirrorc.printing.values import type_of
-from mirrorc.printing.wording import listed, numbered
 
 
 @dataclass(frozen=True)

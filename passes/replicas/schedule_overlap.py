@@ -12,7 +12,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, origin_of, pack_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.printing.wording import counted, listed
+from mirrorc.messages.wording import counted, listed
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.rows_of_updates import bytes_of_rows_sent, most_rows
+from mirrorc.analysis.gradients.sparse_update_rows import bytes_of_rows_sent, most_rows
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import share_one_memory

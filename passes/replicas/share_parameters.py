@@ -18,7 +18,7 @@ from mirrorc.ir.nodes import calls_to, pack_of, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import Placement
-from mirrorc.printing.wording import numbered
+from mirrorc.messages.wording import numbered
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.links import best_link, carrier_of
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 
 aten = torch.ops.aten
 

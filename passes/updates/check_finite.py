@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.clipping import before_rescaling, gradient_takers, is_checked, taken_by
+from mirrorc.analysis.buckets.clipping import before_rescaling, gradient_takers, is_checked, taken_by
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_rules import OTHERWISE
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.clipping import gradient_takers, measured_elements, numbers_of, replica_commits, taken_by
+from mirrorc.analysis.buckets.clipping import gradient_takers, measured_elements, numbers_of, replica_commits, taken_by
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements
@@ -18,7 +18,7 @@ from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 
 
 @dataclass(frozen=True)

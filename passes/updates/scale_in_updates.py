@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.clipping import lies_in_own_memory
+from mirrorc.analysis.buckets.clipping import lies_in_own_memory
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.clipping import asked_of_late_share
-from mirrorc.analysis.factored_gradients import factor_values, left_to_shares
-from mirrorc.analysis.updates_in_parts import (
+from mirrorc.analysis.buckets.clipping import asked_of_late_share
+from mirrorc.analysis.gradients.factored_gradients import factor_values, left_to_shares
+from mirrorc.analysis.gradients.tiled_updates import (
     MOST_INNER,
     Size,
     elements_of_part,
@@ -25,7 +25,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program, Stage
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 from mirrorc.torch_internals import is_symbolic, size_now
 
 

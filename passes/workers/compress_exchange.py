@@ -10,14 +10,14 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.compressed_sums import num_bytes_sent
+from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.nodes import bucket_of, pack_of, replica_of, words_of_pack
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import set_type
+from mirrorc.messages.wording import counted
 from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring
-from mirrorc.printing.wording import counted
 
 NARROW = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
 """The dtypes in which sums may be sent, by name."""

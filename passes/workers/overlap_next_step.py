@@ -8,14 +8,14 @@ from typing import ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.handed_over import readers_of
+from mirrorc.analysis.communication.handed_over import readers_of
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, is_early, region_calls, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.printing.wording import numbered
+from mirrorc.messages.wording import numbered
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.clipping import gradient_takers, taken_by
-from mirrorc.analysis.factored_gradients import stays_factored
-from mirrorc.analysis.sent_factors import factor_bytes
+from mirrorc.analysis.buckets.clipping import gradient_takers, taken_by
+from mirrorc.analysis.gradients.factored_gradients import stays_factored
+from mirrorc.analysis.gradients.sent_factors import factor_bytes
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack, are_cut
@@ -19,8 +19,8 @@ from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, users_of_
 from mirrorc.ir.program import Accumulation, Program, Property, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.ir.type_inference import set_type
+from mirrorc.messages.wording import counted, listed, numbered
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted, listed, numbered
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ReduceOverWorkers:
     buckets were updated, and lets nobody use them.
 
     An optimizer that does not work element by element runs on replica 0 of each worker, from the same sums. The runtime compares
-    the parameters that it has written, see `mirrorc.joint_calls.JointCalls`.
+    the parameters that it has written, see `mirrorc.coordination.coordinator.JointCalls`.
 
     Needs: one copy of the parameters where a worker has several devices, so it comes after share-parameters.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.

@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.compressed_sums import bytes_of_largest, num_bytes_sent
+from mirrorc.analysis.communication.compressed_sums import bytes_of_largest, num_bytes_sent
+from mirrorc.compression import TopK
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
+from mirrorc.messages.wording import counted
 from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring, send_part
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted
-from mirrorc.top_k import TopK
 
 
 @dataclass(frozen=True)

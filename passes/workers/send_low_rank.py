@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.compressed_sums import low_rank_matrices, num_bytes_sent
+from mirrorc.analysis.communication.compressed_sums import low_rank_matrices, num_bytes_sent
 from mirrorc.ir import ops
 from mirrorc.ir.matrices import Matrix, matrices_in
 from mirrorc.ir.nodes import bucket_of, pack_of
 from mirrorc.ir.program import Program
+from mirrorc.messages.wording import counted, listed
 from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring, send_part
 from mirrorc.power_sgd import PowerSGD
-from mirrorc.printing.wording import counted, listed
 
 _MOST_NAMED = 100  # gradients in a remark
 

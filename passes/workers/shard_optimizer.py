@@ -15,8 +15,8 @@ from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.shares import SHARE_ELEMENTS
 from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.workers import Workers
+from mirrorc.messages.wording import counted, numbered
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted, numbered
 
 
 @dataclass(frozen=True)

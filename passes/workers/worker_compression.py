@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.compressed_sums import num_bytes_sent
+from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, words_of_pack
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
+from mirrorc.messages.wording import numbered
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import numbered
 
 
 @dataclass(frozen=True)

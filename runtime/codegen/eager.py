@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.layouts import BY_POSITION, may_read_memory_in_order, reads_strides
+from mirrorc.analysis.graph.layouts import BY_POSITION, may_read_memory_in_order, reads_strides
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.rearrangements import VIEWS_IN_ORDER
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.custom_ops import matmul
-from mirrorc.custom_ops.opaque_calls import OPAQUE
+from mirrorc.custom_ops import out_products
+from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction
 from mirrorc.runtime.codegen.eager import EagerBackend
 from mirrorc.runtime.codegen.unfolded_dims import unfold_dims
@@ -27,9 +27,9 @@ from mirrorc.torch_internals import (
 )
 
 _PRODUCTS = {
-    matmul.mm_into: "extern_kernels.mm({1}, {2}, out={0})",
-    matmul.linear_into: "extern_kernels.addmm({1}, {2}, {3}, alpha=1, beta=1, out={0})",
-    matmul.addmm_into: "extern_kernels.addmm({0}, {1}, {2}, alpha=1, beta=1, out={0})",
+    out_products.mm_into: "extern_kernels.mm({1}, {2}, out={0})",
+    out_products.linear_into: "extern_kernels.addmm({1}, {2}, {3}, alpha=1, beta=1, out={0})",
+    out_products.addmm_into: "extern_kernels.addmm({0}, {1}, {2}, alpha=1, beta=1, out={0})",
 }
 """The calls of Inductor's code that do what our operators do: there is one for each weight's gradient."""
 

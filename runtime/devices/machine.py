@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mirrorc.analysis.work import Machine
+from mirrorc.analysis.cost.work import Machine
 
 _CPUINFO = Path("/proc/cpuinfo")
 _SETTINGS = ("MKL_", "OMP_", "KMP_", "DNNL_", "ONEDNN_")  # of libraries that multiply, in the environment

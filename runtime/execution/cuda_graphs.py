@@ -8,15 +8,15 @@ from typing import Any, Protocol
 
 import torch
 
-from mirrorc.custom_ops.opaque_calls import OPAQUE
+from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
-from mirrorc.ir.source_lines import source_line, users_stack_level
-from mirrorc.optimizer_groups import OptimizerGroups, check_capturable
+from mirrorc.messages.source_lines import source_line, users_stack_level
 from mirrorc.runtime.devices.events import wait_device
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
+from mirrorc.user.optimizer_groups import OptimizerGroups, check_capturable
 
 NUM_WARM_UP_STEPS = 3  # as in torch.cuda.make_graphed_callables: kernels are tuned, optimizers make their state
 _MANY_RENEWALS = 8  # after this many, a warning says so, once

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.analysis.worker_meetings import worker_meetings
+from mirrorc.analysis.communication.worker_meetings import worker_meetings
 from mirrorc.ir.program import ArgumentKind, Program
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator, communicators_of

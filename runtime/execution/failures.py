@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from mirrorc.analysis.taken_gradients import taken_gradients
-from mirrorc.custom_ops.opaque_calls import OPAQUE
+from mirrorc.analysis.gradients.eager_gradients import taken_gradients
+from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.errors import ExecutionError, MirrorcError, NonFiniteError
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
-from mirrorc.ir.source_lines import raising_line, source_line
 from mirrorc.ir.variables import Synchronization
+from mirrorc.messages.source_lines import raising_line, source_line
 from mirrorc.runtime.codegen.graph_function import failing_nodes
 from mirrorc.runtime.communication import Aborted, StepStoppedError
 

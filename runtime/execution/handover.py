@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.analysis.handed_over import handed_over
+from mirrorc.analysis.communication.handed_over import handed_over
 from mirrorc.ir.program import Program
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.devices.thread_pool import DevicePool

@@ -14,24 +14,24 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from mirrorc.analysis.aliases import viewed
-from mirrorc.analysis.clipping import asked_of_late_share, lies_in_own_memory, truths_of
-from mirrorc.analysis.compressed_sums import (
+from mirrorc.analysis.buckets.clipping import asked_of_late_share, lies_in_own_memory, truths_of
+from mirrorc.analysis.communication.compressed_sums import (
     bytes_of_rounds,
     low_rank_matrices,
     num_bytes_sent,
     writes_for_all,
 )
-from mirrorc.analysis.factored_gradients import (
+from mirrorc.analysis.gradients.factored_gradients import (
     factor_values,
     factored_slots,
     left_to_shares,
     pack_of_gradients,
     stays_factored,
 )
-from mirrorc.analysis.rows_of_updates import bytes_of_rows_sent, gives_indices_alone, is_of_rows, most_rows
-from mirrorc.analysis.sent_factors import factor_bytes, factors_of_shares, packs_of
-from mirrorc.analysis.updates_in_parts import is_looked_at, part_elements_of
+from mirrorc.analysis.gradients.sent_factors import factor_bytes, factors_of_shares, packs_of
+from mirrorc.analysis.gradients.sparse_update_rows import bytes_of_rows_sent, gives_indices_alone, is_of_rows, most_rows
+from mirrorc.analysis.gradients.tiled_updates import is_looked_at, part_elements_of
+from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.ir import ops
 from mirrorc.ir.devices import share_one_memory
 from mirrorc.ir.links import SumPlace, link_named

@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mirrorc.analysis.compressed_sums import bytes_of_rounds
-from mirrorc.analysis.factored_gradients import left_to_shares, pack_of_gradients, slots_left_as_factors
-from mirrorc.analysis.sent_factors import factors_of_shares
-from mirrorc.analysis.updates_in_parts import is_looked_at
+from mirrorc.analysis.communication.compressed_sums import bytes_of_rounds
+from mirrorc.analysis.gradients.factored_gradients import left_to_shares, pack_of_gradients, slots_left_as_factors
+from mirrorc.analysis.gradients.sent_factors import factors_of_shares
+from mirrorc.analysis.gradients.tiled_updates import is_looked_at
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, call_name, calls_to
 from mirrorc.ir.program import Accumulation, Program
-from mirrorc.ir.source_lines import source_line
 from mirrorc.ir.variables import Role, Synchronization, Variable
+from mirrorc.messages.source_lines import source_line
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.memory.activations import Activations, activations_of
 from mirrorc.runtime.memory.dry_run import DryRun, dry_run

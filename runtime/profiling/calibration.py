@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from mirrorc.analysis.link_speed import LinkSpeed
-from mirrorc.analysis.step_costs import (
+from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.analysis.cost.step_costs import (
     Line,
     Pace,
     StepCosts,
@@ -18,7 +18,7 @@ from mirrorc.analysis.step_costs import (
     num_bytes_of_call,
     works_of_regions,
 )
-from mirrorc.analysis.work import Machine
+from mirrorc.analysis.cost.work import Machine
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_region_call, region_of
 from mirrorc.ir.program import Program

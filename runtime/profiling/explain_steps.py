@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import fx
 
-from mirrorc.analysis.compressed_sums import num_bytes_sent
-from mirrorc.analysis.rows_of_updates import bytes_of_sent
-from mirrorc.analysis.sent_factors import factor_bytes, packs_of
+from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
+from mirrorc.analysis.gradients.sent_factors import factor_bytes, packs_of
+from mirrorc.analysis.gradients.sparse_update_rows import bytes_of_sent
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.links import link_named

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mirrorc.ir.links import link_named
+from mirrorc.messages.wording import counted
 from mirrorc.printing.values import size_text
-from mirrorc.printing.wording import counted
 from mirrorc.runtime.profiling.accounting import PARTS, apportioned
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes
 from mirrorc.runtime.profiling.prediction import Prediction

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirrorc.analysis.handed_over import handed_over
-from mirrorc.analysis.link_speed import LinkSpeed
-from mirrorc.analysis.simulation import Simulation, simulate
-from mirrorc.analysis.step_costs import StepCosts, UnknownCostError
-from mirrorc.analysis.work import Machine
+from mirrorc.analysis.communication.handed_over import handed_over
+from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.analysis.cost.simulation import Simulation, simulate
+from mirrorc.analysis.cost.step_costs import StepCosts, UnknownCostError
+from mirrorc.analysis.cost.work import Machine
 from mirrorc.ir.nodes import is_region_call
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program

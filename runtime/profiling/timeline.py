@@ -16,7 +16,7 @@ from torch import fx
 from mirrorc.ir.nodes import bucket_of, call_name, is_region_call, region_of
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
-from mirrorc.ir.source_lines import source_line
+from mirrorc.messages.source_lines import source_line
 from mirrorc.runtime.profiling.collectives import Collective, collectives_of
 from mirrorc.runtime.profiling.recorder import RecordedStep
 

@@ -11,7 +11,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
-from mirrorc.printing.wording import counted, listed
+from mirrorc.messages.wording import counted, listed
 from mirrorc.runtime.state.shared.shared_state import Hold
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.state.variables.layout import slot_views

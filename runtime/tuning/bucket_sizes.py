@@ -14,10 +14,10 @@ import torch
 
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
-from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.runtime.devices.machine import device_model, num_cores
 from mirrorc.runtime.tuning.cache import Entry, MeasurementCache
 from mirrorc.runtime.tuning.microbenchmark import Configuration, Layout, free_memory, measured_seconds
+from mirrorc.user.optimizer_groups import OptimizerGroups
 
 LADDER_MB = (1.0, 4.0, 16.0, 25.0, 64.0)
 """The caps to choose from. With the largest one, all measured gradients are in one bucket."""

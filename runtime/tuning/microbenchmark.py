@@ -16,11 +16,11 @@ import torch
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import link_named
 from mirrorc.ir.shares import share_bounds
-from mirrorc.optimizers import SCALAR_STATE
 from mirrorc.runtime.communication import Aborted, communicator_for
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
+from mirrorc.user.optimizer_kinds import SCALAR_STATE
 
 Layout = tuple[int, ...]  # elements of each bucket
 _SECONDS = 1.5  # after this time no further round begins, except for the first few

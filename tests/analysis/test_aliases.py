@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from mirrorc.analysis.aliases import origins, shared_by, viewed
+from mirrorc.analysis.graph.aliases import origins, shared_by, viewed
 from mirrorc.ir.rearrangements import REARRANGEMENTS, SAME_MEMORY
 
 aten, prims = torch.ops.aten, torch.ops.prims

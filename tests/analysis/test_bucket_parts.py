@@ -6,7 +6,7 @@ import torch
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
+from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.program import Program

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mirrorc.analysis.cuts import moved_before_cuts
+from mirrorc.analysis.graph.cuts import moved_before_cuts
 
 X, W, LATER = torch.zeros(16, 64), torch.zeros(64, 2), torch.zeros(16, 2)
 

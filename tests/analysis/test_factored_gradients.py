@@ -1,7 +1,7 @@
 from tiny_programs import captured_model, every_stage, targets
 from torch import fx, nn
 
-from mirrorc.analysis.factored_gradients import Maker, left_to_shares, maker_of
+from mirrorc.analysis.gradients.factored_gradients import Maker, left_to_shares, maker_of
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import form_of
 from mirrorc.passes import default_pipeline

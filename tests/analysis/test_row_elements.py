@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mirrorc.analysis.row_elements import Made, element_of_row, sum_of_one_hot
+from mirrorc.analysis.graph.one_hot_rows import Made, element_of_row, sum_of_one_hot
 
 aten = torch.ops.aten
 SHAPE = (4, 5)

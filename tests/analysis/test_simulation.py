@@ -14,8 +14,8 @@ from tiny_programs import SMALL_BUCKETS, Weight, handmade
 from torch import fx
 
 from mirrorc import World
-from mirrorc.analysis.link_speed import LinkSpeed, fitted_speed
-from mirrorc.analysis.simulation import simulate
+from mirrorc.analysis.cost.link_speed import LinkSpeed, fitted_speed
+from mirrorc.analysis.cost.simulation import simulate
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, call_name, is_region_call
 from mirrorc.ir.program import Program

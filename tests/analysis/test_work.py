@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc.analysis.work import Machine, seconds_of_graph, seconds_of_operator
-from mirrorc.custom_ops import matmul
+from mirrorc.analysis.cost.work import Machine, seconds_of_graph, seconds_of_operator
+from mirrorc.custom_ops import out_products
 
 aten = torch.ops.aten
 PRODUCTS, BYTES = Machine(1.0, 0.0), Machine(0.0, 1.0)
@@ -42,8 +42,8 @@ ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
         (aten.mm.default, ([2, 3], [3, 4]), 24),
         (aten.addmm.default, ([4], [2, 3], [3, 4]), 24),
         (aten.bmm.default, ([5, 2, 3], [5, 3, 4]), 120),
-        (matmul.mm_into, ([2, 4], [2, 3], [3, 4]), 24),
-        (matmul.linear_into, ([2, 4], [4], [2, 3], [3, 4]), 24),
+        (out_products.mm_into, ([2, 4], [2, 3], [3, 4]), 24),
+        (out_products.linear_into, ([2, 4], [4], [2, 3], [3, 4]), 24),
         (
             aten.convolution.default,
             ([1, 2, 5, 5], [3, 2, 3, 3], None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1),

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mirrorc
-from mirrorc.capture.arguments import Constant, PerReplica, flatten_call, rebuilding, replicated
-from mirrorc.capture.shards import split_call
-from mirrorc.ir.identifiers import identifier
+from mirrorc.capture.call.arguments import Constant, PerReplica, flatten_call, rebuilding, replicated
+from mirrorc.capture.call.shards import split_call
+from mirrorc.ir.names import identifier
 
 
 class Pair(NamedTuple):

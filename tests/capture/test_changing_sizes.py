@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mirrorc
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.changing_sizes import ChangingSizes, without_numbers_of_examples
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.dynamic_sizes import ChangingSizes, without_numbers_of_examples
 
 NONE: list[set[int]] = []
 

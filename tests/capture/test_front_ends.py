@@ -13,18 +13,18 @@ from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.dynamo import DynamoFrontEnd
-from mirrorc.capture.front_ends import Traced, front_end_named, register_front_end, unregister_front_end
-from mirrorc.capture.ladder import ladder_named
-from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import split_call
-from mirrorc.capture.specialize import capture_program
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.shards import split_call
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.dynamo.front_end import DynamoFrontEnd
+from mirrorc.capture.front_ends.fallback import ladder_named
+from mirrorc.capture.front_ends.front_end import Traced, front_end_named, register_front_end, unregister_front_end
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.ir.devices import parse_devices
-from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class CountingFrontEnd(DynamoFrontEnd):

@@ -11,9 +11,9 @@ from references import assert_same_model, train_step
 from torch import nn
 
 import mirrorc
-from mirrorc.capture.front_ends import FrontEnd, register_front_end, unregister_front_end
-from mirrorc.capture.kept_model import kept_as_it_is, put_back_after
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.front_ends.front_end import FrontEnd, register_front_end, unregister_front_end
+from mirrorc.user.restore import kept_as_it_is, put_back_after
 
 
 class Chain(nn.Module):

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel
 from transformers.models.hubert import modeling_hubert
 from transformers.models.wav2vec2 import modeling_wav2vec2
 
-from mirrorc.capture.masked_spans import masked_spans, masking_functions
+from mirrorc.capture.dynamo.spec_augment import masked_spans, masking_functions
 
 ROWS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from mirrorc.capture.module_copies import ModuleCopy
-from mirrorc.capture.passing_attributes import ReadBeforeAssignedError
+from mirrorc.capture.eager.module_copies import ModuleCopy
+from mirrorc.capture.model.transient_attributes import ReadBeforeAssignedError
 
 
 class Refers(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import mirrorc
-from mirrorc.capture.output_capturing import install_capturing_hooks
+from mirrorc.capture.model.hf_output_hooks import install_capturing_hooks
 
 TOKENS, LABELS = torch.arange(20).view(4, 5), torch.tensor([0, 1, 2, 0])
 

@@ -26,13 +26,13 @@ from selections import slow_but
 from torch import nn
 from torch.nn import functional as F
 
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.errors import UnreadableError
-from mirrorc.capture.file_owners import is_watched_file
-from mirrorc.capture.front_ends import tracing
-from mirrorc.capture.python_calls import PythonCalls
-from mirrorc.capture.recorded_runs import Recorded, recorded
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.errors import UnreadableError
+from mirrorc.capture.front_ends.front_end import tracing
+from mirrorc.capture.python_trace.call_observer import PythonCalls
+from mirrorc.capture.python_trace.code_owner import is_watched_file
+from mirrorc.capture.python_trace.recorder import Recorded, recorded
 
 Deed = Callable[[Any, torch.Tensor], Any]
 

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from mirrorc.capture.replica_streams import ReplicaStream
+from mirrorc.capture.eager.rng_streams import ReplicaStream
 
 CPU = torch.device("cpu")
 

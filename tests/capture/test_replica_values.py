@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.analysis.worker_meetings import worker_meetings
-from mirrorc.analysis.worker_schedule import worker_schedule
-from mirrorc.capture.replica_values import refuse_over_workers
+from mirrorc.analysis.communication.worker_meetings import worker_meetings
+from mirrorc.analysis.communication.worker_schedule import worker_schedule
+from mirrorc.capture.rewrites.replica_values import refuse_over_workers
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.nodes import calls_to

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from mirrorc.capture.module_copies import ModuleCopy
-from mirrorc.capture.opaque_runs import Run
-from mirrorc.capture.run_gradients import RunGradients
+from mirrorc.capture.eager.eager_run import Run
+from mirrorc.capture.eager.module_copies import ModuleCopy
+from mirrorc.capture.eager.streamed_gradients import RunGradients
 from mirrorc.errors import ExecutionError
 
 Loss = Callable[..., torch.Tensor]

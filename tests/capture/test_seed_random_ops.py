@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc.capture.seed_random_ops import is_random, seed_random_ops
+from mirrorc.capture.rewrites.seed_random_ops import is_random, seed_random_ops
 from mirrorc.custom_ops.random import lock_of, mix, seeded
 
 aten = torch.ops.aten

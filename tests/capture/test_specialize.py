@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mirrorc.capture.shard_types import shard_types
+from mirrorc.capture.call.shard_types import shard_types
 
 LAYOUTS = {
     "dense": torch.randn(4, 8),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import mirrorc
-from mirrorc.capture.weighted_means import weighted_mean
+from mirrorc.capture.diagnostics.weighted_means import weighted_mean
 
 
 class Tagger(nn.Module):

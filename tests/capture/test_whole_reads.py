@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mirrorc.capture.whole_reads import whole_reads
+from mirrorc.capture.python_trace.reflective_reads import whole_reads
 
 
 class Reads:

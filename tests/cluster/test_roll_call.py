@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import distributed
 
+from mirrorc.cluster.membership import Worker, call_roll, disagreement
 from mirrorc.cluster.place import Place
-from mirrorc.cluster.roll_call import Worker, call_roll, disagreement
 from mirrorc.errors import CommunicationError
 
 VERSIONS = {"torch": "2.13.0", "Python": "3.12"}

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from mirrorc.cluster import Worker, signs_of_life
-from mirrorc.cluster.roll_call import local_system
+from mirrorc.cluster import Worker, heartbeat
+from mirrorc.cluster.heartbeat import Lookout, SignsOfLife
+from mirrorc.cluster.membership import local_system
 from mirrorc.cluster.rounds import Round
-from mirrorc.cluster.signs_of_life import Lookout, SignsOfLife
 from mirrorc.errors import CommunicationError
 
 
 @pytest.fixture(autouse=True)
 def _looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signs_of_life, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(heartbeat, "_SECONDS_BETWEEN_LOOKS", 0.0)
 
 
 def elsewhere(num_workers: int) -> list[Worker]:
@@ -46,17 +46,17 @@ def test_of_a_long_error_the_beginning_and_the_end_are_told() -> None:
         *["  File"] * 400,
         "OSError: bad file",
     ]
-    told = signs_of_life.in_short(OSError("\n".join(lines)))
+    told = heartbeat.in_short(OSError("\n".join(lines)))
     assert told.startswith("OSError: Caught OSError in DataLoader worker process 0. Original Traceback: File")
     assert told.endswith("File OSError: bad file") and len(told) < 700
-    assert signs_of_life.in_short(OSError("short.")) == "OSError: short"
+    assert heartbeat.in_short(OSError("short.")) == "OSError: short"
 
 
 def test_a_child_that_was_forked_says_nothing_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     store = distributed.HashStore()
     signs = SignsOfLife(store, 2, 1)
     with monkeypatch.context() as child:
-        child.setattr(signs_of_life.os, "getpid", lambda: 1)
+        child.setattr(heartbeat.os, "getpid", lambda: 1)
         signs._end()
     assert Lookout(store, elsewhere(2), 0).gone() == {}
     signs._end()
@@ -83,9 +83,9 @@ def test_a_process_of_this_system_that_was_killed_is_gone_at_once() -> None:
 def test_a_worker_that_tells_nothing_more_is_gone_however_long_this_one_was_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(signs_of_life, "_FEWEST_SECONDS_BETWEEN_BEATS", 0.0)
-    monkeypatch.setattr(signs_of_life, "_MOST_BEATS_PER_SECOND", 1e9)
-    monkeypatch.setattr(signs_of_life, "_SILENT_BEATS", 3)
+    monkeypatch.setattr(heartbeat, "_FEWEST_SECONDS_BETWEEN_BEATS", 0.0)
+    monkeypatch.setattr(heartbeat, "_MOST_BEATS_PER_SECOND", 1e9)
+    monkeypatch.setattr(heartbeat, "_SILENT_BEATS", 3)
     store = distributed.HashStore()
     lookout = Lookout(store, elsewhere(2), 0)
     store.set("beat/1", "1")
@@ -98,7 +98,7 @@ def test_a_worker_that_tells_nothing_more_is_gone_however_long_this_one_was_stop
 
 
 def test_a_thread_tells_that_a_worker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signs_of_life, "_FEWEST_SECONDS_BETWEEN_BEATS", 0.01)
+    monkeypatch.setattr(heartbeat, "_FEWEST_SECONDS_BETWEEN_BEATS", 0.01)
     store = distributed.HashStore()
     signs = SignsOfLife(store, 2, 1)
     until = time.monotonic() + 60
@@ -130,7 +130,7 @@ class Hanging:
 
 
 def test_the_end_of_a_process_waits_once_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signs_of_life, "_FEWEST_SECONDS_BETWEEN_BEATS", 0.01)
+    monkeypatch.setattr(heartbeat, "_FEWEST_SECONDS_BETWEEN_BEATS", 0.01)
     bounds: list[float] = []
     store = Hanging()
     lost, recent, answered = (SignsOfLife(store, 2, 1) for _ in range(3))
@@ -139,18 +139,18 @@ def test_the_end_of_a_process_waits_once_for_a_store_that_hangs(monkeypatch: pyt
     until = time.monotonic() + 60
     while None in (lost._asked_at, recent._asked_at) and time.monotonic() < until:
         time.sleep(0.01)
-    monkeypatch.setattr(signs_of_life, "in_bounded_time", lambda function, seconds: bounds.append(seconds))
-    lost._asked_at = time.monotonic() - signs_of_life._LONGEST_ANSWER_SECONDS
+    monkeypatch.setattr(heartbeat, "in_bounded_time", lambda function, seconds: bounds.append(seconds))
+    lost._asked_at = time.monotonic() - heartbeat._LONGEST_ANSWER_SECONDS
     lost._end()
-    assert bounds.pop() == signs_of_life._SHORTEST_ANSWER_SECONDS, "a sign of life has waited as long"
-    recent._asked_at = time.monotonic() - signs_of_life._LONGEST_ANSWER_SECONDS / 2
+    assert bounds.pop() == heartbeat._SHORTEST_ANSWER_SECONDS, "a sign of life has waited as long"
+    recent._asked_at = time.monotonic() - heartbeat._LONGEST_ANSWER_SECONDS / 2
     recent._end()
-    assert 0 < bounds.pop() <= signs_of_life._LONGEST_ANSWER_SECONDS / 2
+    assert 0 < bounds.pop() <= heartbeat._LONGEST_ANSWER_SECONDS / 2
     store.answers.set()
     while answered._asked_at is not None and time.monotonic() < until:
         time.sleep(0.01)
     answered._end()
-    assert bounds and bounds[0] > signs_of_life._LONGEST_ANSWER_SECONDS / 2
+    assert bounds and bounds[0] > heartbeat._LONGEST_ANSWER_SECONDS / 2
 
 
 def test_all_who_wait_in_a_round_raise_the_same_error_when_one_is_gone() -> None:

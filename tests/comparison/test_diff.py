@@ -21,7 +21,7 @@ from mirrorc.dumps.pass_report import PassReport
 from mirrorc.ir.variables import UpdateRule
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import select_passes
+from mirrorc.pipeline.pipeline_edits import select_passes
 from mirrorc.printing.program_text import program_to_text
 from mirrorc.printing.reader import read_program_text
 

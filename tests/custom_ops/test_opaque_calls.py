@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from mirrorc.custom_ops.opaque_calls import register_call, run_evaluation, run_forward, sizes_of, take_gradient
+from mirrorc.custom_ops.eager_calls import register_call, run_evaluation, run_forward, sizes_of, take_gradient
 from mirrorc.torch_internals import FakeTensorMode
 
 

@@ -12,10 +12,10 @@ from selections import thinned
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from mirrorc.custom_ops.gru import gru
-from mirrorc.custom_ops.lstm import lstm
-from mirrorc.custom_ops.onednn_lstm import onednn_lstm
-from mirrorc.custom_ops.simple_rnn import rnn
+from mirrorc.custom_ops.recurrent.gru import gru
+from mirrorc.custom_ops.recurrent.lstm import lstm
+from mirrorc.custom_ops.recurrent.onednn_lstm import onednn_lstm
+from mirrorc.custom_ops.recurrent.simple_rnn import rnn
 
 TIME, BATCH, FEATURES, WIDTH = 6, 4, 3, 5
 LENGTHS = torch.tensor([3, 6, 1, 4])

@@ -15,17 +15,17 @@ from tiny_programs import SMALL_BUCKETS, TwoLayers, captured_two_layers, core_pi
 from typer.testing import CliRunner
 
 import mirrorc
-from mirrorc import options
 from mirrorc.cli import app
+from mirrorc.compilation.instruments import instruments_for
 from mirrorc.dumps.files import DumpFiles
 from mirrorc.dumps.pass_report import PassReport
 from mirrorc.dumps.print_after import PrintAfter
 from mirrorc.dumps.sinks import Sink, dump_sinks
 from mirrorc.errors import PassError, VerifyError
-from mirrorc.instruments import instruments_for
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
+from mirrorc.options import step_options
 from mirrorc.passes import PlanBuckets, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Instrument, Pass
@@ -97,7 +97,7 @@ def step_with(**options: object) -> mirrorc.Step:
         loss_fn=torch.nn.functional.cross_entropy,
         backend="eager",
         example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
-        **options,  # type: ignore[arg-type]
+        **step_options,  # type: ignore[arg-type]
     )
 
 
@@ -348,7 +348,7 @@ def trained_with_a_dump(directory: Path) -> list[str]:
 
 def test_a_dump_that_cannot_be_written_does_not_stop_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file_in_its_place = tmp_path / "dump"
-    monkeypatch.setattr(options, "checked_directory", lambda option, path: Path(path))
+    monkeypatch.setattr(step_options, "checked_directory", lambda option, path: Path(path))
     file_in_its_place.write_text("")
     said = trained_with_a_dump(file_in_its_place)
     assert len(said) == 2 and all("dump" in text and "training goes on without it" in text for text in said)

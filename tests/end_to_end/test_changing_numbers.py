@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.changing_numbers import ChangingNumbers
+from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import ArgumentKind, Program
 
@@ -206,7 +206,11 @@ def test_what_is_done_with_numbers(name: str) -> None:
     with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager") as step:
         for value in values:
             x = torch.randn(5, 3, dtype=torch.float64)
-            given = getattr(value, "value", value) if isinstance(value, mirrorc.capture.arguments.Replicated) else value
+            given = (
+                getattr(value, "value", value)
+                if isinstance(value, mirrorc.capture.call.arguments.Replicated)
+                else value
+            )
             expected = train_step(twin, optimizers[1], {"x": x, "given": given, "target": target}, loss_fn)
             assert step(x, value, target=target).item() == pytest.approx(expected, rel=1e-12), f"{value}"
             programs.add(id(step.program))

@@ -20,7 +20,7 @@ from mirrorc import ExecutionError, NonFiniteError, passes
 from mirrorc.all_reduce_algorithms import Ring
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
-from mirrorc.options import check_finite_option
+from mirrorc.options.step_options import check_finite_option
 from mirrorc.passes import default_pipeline
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)

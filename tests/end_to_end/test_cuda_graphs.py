@@ -23,9 +23,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc import ExecutionError, api, step_compiler
+from mirrorc import ExecutionError, api
+from mirrorc.compilation import step_compiler
 from mirrorc.ir.devices import Device
-from mirrorc.options import check_cuda_graphs
+from mirrorc.options.step_options import check_cuda_graphs
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA stands in for itself, see test_cuda.py")

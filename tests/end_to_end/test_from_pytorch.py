@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirrorc
-from mirrorc import CaptureError, progress
+from mirrorc import CaptureError
+from mirrorc.compilation import progress
 from mirrorc.ir.buckets import Elements
 from mirrorc.runtime.state.optimizers.sharded_state import DealtState, watch_dealt_state
 from mirrorc.runtime.state.optimizers.user_steps import OwnSteps
@@ -1166,14 +1167,14 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     assert progress.PATIENCE_SECONDS == 2.0
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(progress, "free_terminal", lambda: None)
-    caplog.set_level(logging.INFO, "mirrorc.progress")
+    caplog.set_level(logging.INFO, "mirrorc.compilation.progress")
     with compiled(net(), progress=False) as step:
         step(X, target=Y)
-    assert not [record for record in caplog.records if record.name == "mirrorc.progress"]
+    assert not [record for record in caplog.records if record.name == "mirrorc.compilation.progress"]
     with compiled(net()) as step:
         step(X, target=Y)
         step(X, target=Y)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "mirrorc.progress"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "mirrorc.compilation.progress"]
     assert line.startswith("compiling Sequential for cpu:0, cpu:1 (the first call): ")
 
 

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc import CaptureError
-from mirrorc.capture.errors import LoneExampleError, UnreadableError
-from mirrorc.capture.front_ends import front_end_named
-from mirrorc.capture.ladder import Ladder, ladder_named
-from mirrorc.joint_facts import facts_of_program
+from mirrorc.capture.diagnostics.errors import LoneExampleError, UnreadableError
+from mirrorc.capture.front_ends.fallback import Ladder, ladder_named
+from mirrorc.capture.front_ends.front_end import front_end_named
+from mirrorc.coordination.fingerprint import facts_of_program
 
 
 def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:

@@ -406,7 +406,7 @@ def test_closing_in_the_callers_thread_lets_the_step_end() -> None:
 def test_closing_while_the_step_is_compiled_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch, longest_seconds: float
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("mirrorc.exclusive_calls"), "_LONGEST_CLOSING_SECONDS", longest_seconds)
+    monkeypatch.setattr(importlib.import_module("mirrorc.calls.call_lock"), "_LONGEST_CLOSING_SECONDS", longest_seconds)
     step = compile_mlp(make_mlp())
     step(**mlp_batch(4))
     compiled, closing = step._specializer.specialization_for, list[threading.Thread]()

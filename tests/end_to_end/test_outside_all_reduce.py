@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import AllReduceAlgorithm
-from mirrorc.analysis.message_costs import message_costs
+from mirrorc.analysis.cost.message_costs import message_costs
 from mirrorc.passes import LowerDevices
 from mirrorc.verifier.verifier import verify
 

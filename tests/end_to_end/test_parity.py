@@ -31,7 +31,7 @@ from torch import nn
 
 import mirrorc
 from mirrorc.passes import FactorGradients, default_pipeline
-from mirrorc.pipeline.placement import select_passes
+from mirrorc.pipeline.pipeline_edits import select_passes
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DOUBLE_TOLERANCE = 1e-10

@@ -15,8 +15,8 @@ from selections import slow_but
 from torch import nn
 
 import mirrorc
-from mirrorc.capture import front_ends
-from mirrorc.capture.dynamo import DynamoFrontEnd
+from mirrorc.capture.dynamo.front_end import DynamoFrontEnd
+from mirrorc.capture.front_ends import front_end
 from mirrorc.errors import CaptureError
 
 Body = Callable[[torch.Tensor, Any], Any]
@@ -176,12 +176,12 @@ class WithoutGuards(DynamoFrontEnd):
     name = "without-guards"
     guards_plain_values = False
 
-    def trace(self, *args: Any) -> front_ends.Traced:
-        return dataclasses.replace(super().trace(*args), guards=front_ends.NO_GUARDS)
+    def trace(self, *args: Any) -> front_end.Traced:
+        return dataclasses.replace(super().trace(*args), guards=front_end.NO_GUARDS)
 
 
 def test_without_guards_a_program_is_compiled_for_all_plain_values() -> None:
-    front_ends.register_front_end(WithoutGuards())
+    front_end.register_front_end(WithoutGuards())
     try:
         model = Reader(lambda x, v: len(v[0])).double()
         options: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "loss_fn": mean}
@@ -192,7 +192,7 @@ def test_without_guards_a_program_is_compiled_for_all_plain_values() -> None:
                 programs.append(step.program)
         assert [programs.index(program) for program in programs] == [0, 1, 0, 3]
     finally:
-        front_ends.unregister_front_end("without-guards")
+        front_end.unregister_front_end("without-guards")
 
 
 def test_what_forward_changes_in_a_list_is_said_with_its_name() -> None:

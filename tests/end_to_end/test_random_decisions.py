@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.deciding_draws import DrawnScalar
+from mirrorc.capture.dynamo.drawn_branches import DrawnScalar
 from mirrorc.errors import CaptureError, ExecutionError
 
 SGD = {"lr": 0.1, "momentum": 0.9}

@@ -24,7 +24,8 @@ from tiny_models import make_mlp, mlp_batch
 from torch import nn
 
 import mirrorc
-from mirrorc import MirrorcError, specializations
+from mirrorc import MirrorcError
+from mirrorc.compilation import program_cache
 
 TOLERANCE = 1e-10
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -557,7 +558,7 @@ def test_the_warning_about_settings_of_torch_says_what_to_do() -> None:
 
 
 def test_a_step_keeps_the_programs_that_were_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specializations, "MOST_SPECIALIZATIONS", 2)
+    monkeypatch.setattr(program_cache, "MOST_SPECIALIZATIONS", 2)
     model = seeded(TakesANumber).double()
     numbers = [1.0, 2.0, 1.0, 3.0, 1.0, 2.0]
     batches = [{"x": torch.ones(4, 2, dtype=torch.float64), "temperature": number} for number in numbers]

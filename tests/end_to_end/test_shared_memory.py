@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.shared_memory import refuse_shared_memory
+from mirrorc.user.aliased_tensors import refuse_shared_memory
 
 
 class Model(nn.Module):

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mirrorc
-from mirrorc.capture import front_ends
-from mirrorc.capture.front_ends import front_end_named
-from mirrorc.capture.trace_guards import TraceGuards
+from mirrorc.capture.front_ends import front_end as front_ends
+from mirrorc.capture.front_ends.front_end import front_end_named
+from mirrorc.capture.python_trace.retrace_guards import TraceGuards
 
 TOLERANCE = 1e-12
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -14,6 +14,7 @@ from tiny_programs import MUON, Gated, Weight, captured_model, every_stage, hand
 from torch import nn
 
 from mirrorc.comparison.printed_schedule import schedule_of
+from mirrorc.compression import TopK
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call
 from mirrorc.ir.operation import (
@@ -40,7 +41,6 @@ from mirrorc.runtime.execution.binding.binder import binds
 from mirrorc.runtime.memory.activations import accounts
 from mirrorc.runtime.profiling.timeline import category_of
 from mirrorc.serialization.operator_names import find_operator, operator_name
-from mirrorc.top_k import TopK
 
 
 class Table(nn.Module):

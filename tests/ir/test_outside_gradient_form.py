@@ -26,7 +26,7 @@ from mirrorc.ir.type_rules import noted_type, of_slot
 from mirrorc.ir.value_types import ValueType, say_type
 from mirrorc.passes import FactorGradients, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import add_passes
+from mirrorc.pipeline.pipeline_edits import add_passes
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.state.shares.pieces import FactoredPiece, Factors, makes_shares_of
 from mirrorc.verifier.verifier import Verify, VerifyError, verify

@@ -22,7 +22,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_rules import of_operand
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import add_passes
+from mirrorc.pipeline.pipeline_edits import add_passes
 from mirrorc.printing.colors import colored
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.binding.binder import Binder, binds

@@ -3,8 +3,8 @@ import torch
 from tiny_programs import SMALL_BUCKETS, captured_model, captured_two_layers, every_stage, outputs, targets
 from torch import fx, nn
 
-from mirrorc.analysis.slots_of_values import slot_of
-from mirrorc.custom_ops import matmul
+from mirrorc.analysis.buckets.slots_of_values import slot_of
+from mirrorc.custom_ops import out_products
 from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
@@ -54,7 +54,7 @@ def test_later_microbatches_add_in_the_slots_of_the_first() -> None:
         assert slot_of(gradient) is next(n for n in targets(graph, ops.slot) if n.kwargs["variable"] == name)
     regions = found[PASS.name].regions
     used = [n.target for name, r in regions.items() if "adding" in name for n in r.graph_module.graph.nodes]
-    assert matmul.mm_into not in used and matmul.addmm_into in used
+    assert out_products.mm_into not in used and out_products.addmm_into in used
 
 
 def test_a_region_that_adds_gives_the_sum() -> None:

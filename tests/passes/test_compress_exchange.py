@@ -7,7 +7,7 @@ import torch
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, every_stage, handmade, targets
 
 from mirrorc import World
-from mirrorc.analysis.worker_schedule import schedule_hash
+from mirrorc.analysis.communication.worker_schedule import schedule_hash
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of

@@ -8,7 +8,7 @@ from tiny_programs import captured_model, targets
 from torch import nn
 
 import mirrorc
-from mirrorc.analysis.decompositions import gelu, gelu_backward
+from mirrorc.analysis.graph.decompositions import gelu, gelu_backward
 from mirrorc.ir.program import Program
 from mirrorc.passes import DecomposeGelu
 from mirrorc.pipeline.pass_manager import run_passes

@@ -12,22 +12,22 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import split_call
-from mirrorc.capture.specialize import capture_program
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.shards import split_call
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.errors import VerifyError
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import find_type_anew
-from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import PadProducts, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.runtime.codegen.backends import backend_named
 from mirrorc.torch_internals import is_operator
+from mirrorc.user.optimizer_groups import OptimizerGroups
 from mirrorc.verifier.verifier import Verify
 
 aten = torch.ops.aten

@@ -12,8 +12,8 @@ from tiny_programs import (
 )
 from torch import fx, nn
 
-from mirrorc.analysis.slots_of_values import slot_of
-from mirrorc.custom_ops import matmul, tables
+from mirrorc.analysis.buckets.slots_of_values import slot_of
+from mirrorc.custom_ops import out_products, tables
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program, Stage
@@ -50,7 +50,7 @@ def test_a_matrix_product_is_computed_into_its_slot_and_others_are_copied() -> N
     program = PlaceGradients().run(outlined(captured_two_layers()))
     verify(program)
     used = [n.target for r in program.regions.values() for n in r.graph_module.graph.nodes if n.op == "call_function"]
-    assert used.count(matmul.mm_into) == 2  # fc1.weight, fc2.weight
+    assert used.count(out_products.mm_into) == 2  # fc1.weight, fc2.weight
     assert used.count(aten.copy_.default) == 2  # fc1.bias, fc2.bias
 
 

@@ -7,7 +7,7 @@ from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to
 from mirrorc.errors import PassError
 from mirrorc.ir.program import Program
 from mirrorc.passes import PlaceVariables
-from mirrorc.pipeline.specs import format_passes, parse_passes
+from mirrorc.pipeline.pipeline_text import format_passes, parse_passes
 from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify
 

@@ -12,7 +12,7 @@ from tiny_programs import captured_model, targets
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from mirrorc.analysis.backward import first_of_backward
+from mirrorc.analysis.graph.backward import first_of_backward
 from mirrorc.errors import CaptureError, VerifyError
 from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
 from mirrorc.ir.nodes import calls_to

@@ -10,18 +10,17 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.analysis.dying_arguments import dying_places, stored_product
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import split_call
-from mirrorc.capture.specialize import capture_program
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.analysis.graph.dying_arguments import dying_places, stored_product
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.shards import split_call
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.errors import VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program
-from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import (
     OutlineRegions,
     PlaceGradients,
@@ -33,6 +32,7 @@ from mirrorc.passes import (
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.torch_internals import inductor_decompositions
+from mirrorc.user.optimizer_groups import OptimizerGroups
 from mirrorc.verifier.rules.gradients import regions_write_only_what_is_theirs
 from mirrorc.verifier.verifier import Verify, verify
 

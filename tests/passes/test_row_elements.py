@@ -12,18 +12,18 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import split_call
-from mirrorc.capture.specialize import capture_program
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.shards import split_call
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.errors import VerifyError
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
-from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import ReadRowElements, RecomputeElementwise
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.torch_internals import inductor_decompositions
+from mirrorc.user.optimizer_groups import OptimizerGroups
 from mirrorc.verifier.verifier import Verify
 
 pytestmark = pytest.mark.usefixtures("decomposed")

@@ -7,14 +7,14 @@ import torch
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, every_stage, handmade, targets
 
 from mirrorc import World
-from mirrorc.analysis.worker_schedule import schedule_hash
+from mirrorc.analysis.communication.worker_schedule import schedule_hash
+from mirrorc.compression import TopK
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
 from mirrorc.packing import EqualPacks
 from mirrorc.passes import SendLargest, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.top_k import TopK
 from mirrorc.verifier.verifier import Verify
 
 WEIGHTS = [Weight("a", (300,)), Weight("b", (300,)), Weight("c", (2,))]

@@ -8,8 +8,8 @@ import torch
 from tiny_programs import SMALL_BUCKETS, Weight, every_stage, handmade, targets
 
 from mirrorc import World
-from mirrorc.analysis.compressed_sums import bytes_of_rounds, num_bytes_sent
-from mirrorc.analysis.worker_schedule import schedule_hash
+from mirrorc.analysis.communication.compressed_sums import bytes_of_rounds, num_bytes_sent
+from mirrorc.analysis.communication.worker_schedule import schedule_hash
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program

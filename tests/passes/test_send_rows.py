@@ -11,7 +11,7 @@ from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.program import Program
 from mirrorc.passes import LowerCollectives, SendRows, SpreadCopies, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import select_passes
+from mirrorc.pipeline.pipeline_edits import select_passes
 from mirrorc.verifier.verifier import Verify, verify
 
 

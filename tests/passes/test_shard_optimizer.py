@@ -9,9 +9,9 @@ from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_model, handmade,
 from torch import nn
 
 from mirrorc import World
-from mirrorc.analysis.bucket_parts import GRADIENTS, BucketParts
-from mirrorc.analysis.clipping import Norms
-from mirrorc.analysis.worker_schedule import schedule_hash, worker_schedule
+from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, BucketParts
+from mirrorc.analysis.buckets.clipping import Norms
+from mirrorc.analysis.communication.worker_schedule import schedule_hash, worker_schedule
 from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Elements

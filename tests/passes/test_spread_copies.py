@@ -7,7 +7,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.program import Program
 from mirrorc.passes import LowerCollectives, LowerDevices, SpreadCopies, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import add_passes, select_passes
+from mirrorc.pipeline.pipeline_edits import add_passes, select_passes
 from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify
 

@@ -19,7 +19,7 @@ from mirrorc.ir.program import Program
 from mirrorc.ir.workers import World
 from mirrorc.passes import UpdateInParts, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import select_passes
+from mirrorc.pipeline.pipeline_edits import select_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.verifier.verifier import Verify
 

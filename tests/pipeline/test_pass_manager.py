@@ -8,7 +8,7 @@ from mirrorc.errors import PassError, VerifyError
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.passes import OutlineRegions, PlanBuckets, Replicate, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import select_passes
+from mirrorc.pipeline.pipeline_edits import select_passes
 from mirrorc.pipeline.protocol import Instrument, Pass, Traits, traits_of
 
 

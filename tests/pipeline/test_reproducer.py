@@ -21,10 +21,10 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import PASSES, default_pipeline
 from mirrorc.pipeline import reproducer
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import add_passes, after
+from mirrorc.pipeline.pipeline_edits import add_passes, after
+from mirrorc.pipeline.pipeline_text import parse_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.pipeline.reproducer import Reproducer
-from mirrorc.pipeline.specs import parse_passes
 from mirrorc.verifier.verifier import Verify
 
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mirrorc.compression import TopK
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import ALGORITHMS, PASSES, LowerCollectives, OutlineRegions, PlanBuckets, default_pipeline
+from mirrorc.pipeline.pipeline_text import format_passes, parse_passes
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.pipeline.specs import format_passes, parse_passes
 from mirrorc.power_sgd import PowerSGD
-from mirrorc.top_k import TopK
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch import fx, nn
 from torch.testing import FileCheck
 
 import mirrorc
-from mirrorc.capture.value_names import with_stable_names
+from mirrorc.capture.rewrites.value_names import with_stable_names
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir import ops
 from mirrorc.ir.program import Stage

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc.ir import ops
-from mirrorc.ir.source_lines import source_line
+from mirrorc.messages.source_lines import source_line
 
 aten = torch.ops.aten
 one_folder_for_all = fuzzed(100, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -42,10 +42,11 @@ from tiny_programs import (
 )
 from torch import fx, nn
 
-from mirrorc.analysis.dying_arguments import reserved_argument
-from mirrorc.analysis.slots_of_values import gradient_of
-from mirrorc.capture.autograd import AutogradFrontEnd
-from mirrorc.custom_ops.opaque_calls import take_gradient
+from mirrorc.analysis.buckets.slots_of_values import gradient_of
+from mirrorc.analysis.graph.dying_arguments import reserved_argument
+from mirrorc.capture.eager.front_end import AutogradFrontEnd
+from mirrorc.compression import TopK
+from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements, Pack
 from mirrorc.ir.nodes import bucket_of, calls_to, is_region_call, region_calls, region_of, replica_of
@@ -65,7 +66,6 @@ from mirrorc.passes import (
 )
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.power_sgd import PowerSGD
-from mirrorc.top_k import TopK
 from mirrorc.verifier.verifier import verify
 
 WEIGHTS = [Weight("a", (200,)), Weight("b", (200,)), Weight("c", (200,))]

@@ -28,16 +28,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import mirrorc
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import split_call
-from mirrorc.capture.specialize import capture_program
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.shards import split_call
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import Workers, World
-from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.packing import EqualPacks
 from mirrorc.passes import (
     ChooseCheckpoints,
@@ -48,6 +47,7 @@ from mirrorc.passes import (
     told_of_sharing,
 )
 from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.user.optimizer_groups import OptimizerGroups
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DIGITS = Path(__file__).parents[2] / "examples" / "train_digits.py"

@@ -15,16 +15,16 @@ from tiny_programs import MUON, TWO_WEIGHTS, Weight, every_stage, handmade
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import split_call
-from mirrorc.capture.specialize import capture_program
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.shards import split_call
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.source_lines import last_users_line
-from mirrorc.optimizer_groups import OptimizerGroups
+from mirrorc.messages.source_lines import last_users_line
+from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class Noisy(nn.Module):

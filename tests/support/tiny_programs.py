@@ -10,24 +10,24 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.evaluation_call import EvaluationCall
-from mirrorc.capture.front_ends import FrontEnd
-from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shard_types import SymbolicDims
-from mirrorc.capture.shards import split_call
-from mirrorc.capture.specialize import capture_program
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.evaluation_call import EvaluationCall
+from mirrorc.capture.call.shard_types import SymbolicDims
+from mirrorc.capture.call.shards import split_call
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.front_ends.front_end import FrontEnd
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind, Program, Stage
 from mirrorc.ir.variables import Aggregation, Role, Synchronization, UpdateRule, Variable
 from mirrorc.ir.workers import ALONE, Workers
-from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
+from mirrorc.user.optimizer_groups import OptimizerGroups
 
 ADAMW = UpdateRule("AdamW group 0", 0)
 MUON = UpdateRule("Muon group 0", 0, elementwise=False)

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import mirrorc
-from mirrorc import planned_sizes
+from mirrorc.compilation.choices import predicted_bucket_sizes
 
 _is_full = False  # the disk, for `writes`
 _ends_there = False  # whether the process ends in `writes`
@@ -265,12 +265,14 @@ def predicted_to_favour(sizes: Sequence[float]) -> Callable[..., dict[Any, float
     return predicted
 
 
-_predicted = planned_sizes.predicted_milliseconds
+_predicted = predicted_bucket_sizes.predicted_milliseconds
 
 
 def favour(given: Mapping[str, Any]) -> None:
     """Predicts as a case says with ``favoured``, or as mirrorc does."""
-    planned_sizes.predicted_milliseconds = predicted_to_favour(given["favoured"]) if "favoured" in given else _predicted
+    predicted_bucket_sizes.predicted_milliseconds = (
+        predicted_to_favour(given["favoured"]) if "favoured" in given else _predicted
+    )
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:

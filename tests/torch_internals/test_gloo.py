@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import distributed
 
-from mirrorc.torch_internals import GlooGroup, gloo
+from mirrorc.torch_internals import GlooGroup
+from mirrorc.torch_internals.distributed import gloo
 
 
 def opened(stores: Sequence[Any] = (), seconds: float = 60.0) -> list[GlooGroup]:

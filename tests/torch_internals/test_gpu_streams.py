@@ -8,7 +8,7 @@ from torch._functorch import config
 from traced_graphs import Small
 
 from mirrorc import torch_internals as internals
-from mirrorc.torch_internals.gpu_streams import no_states_of_gpus
+from mirrorc.torch_internals.aot.philox_states import no_states_of_gpus
 
 
 def test_no_tensor_is_made_in_the_block_and_those_of_others_are_made_behind_it() -> None:

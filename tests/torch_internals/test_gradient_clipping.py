@@ -9,13 +9,13 @@ import torch
 from torch.nn import utils
 
 from mirrorc import torch_internals as internals
-from mirrorc.torch_internals import gradient_clipping
+from mirrorc.torch_internals.hooks import clip_grad_observer
 
 
 @pytest.fixture
 def told() -> Iterator[list[tuple[str, int]]]:
     calls: list[tuple[str, int]] = []
-    before = list(gradient_clipping._observer)
+    before = list(clip_grad_observer._observer)
 
     def note(name: str, parameters: Sequence[torch.Tensor]) -> None:
         calls.append((name, len(parameters)))
@@ -23,14 +23,14 @@ def told() -> Iterator[list[tuple[str, int]]]:
     internals.observe_clipping(note)
     internals.observe_clipping(note)  # a second time changes nothing
     yield calls
-    gradient_clipping._observer[:] = before or [lambda *_: None]
+    clip_grad_observer._observer[:] = before or [lambda *_: None]
 
 
 def test_each_clipping_function_tells_of_its_calls(told: list[tuple[str, int]]) -> None:
     layer = torch.nn.Linear(3, 3)
     layer(torch.ones(1, 3)).sum().backward()
     arguments = {"clip_grads_with_norm_": (0.5, torch.ones(()))}
-    for name in gradient_clipping.CLIPPING:
+    for name in clip_grad_observer.CLIPPING:
         function = getattr(utils, name)
         told.clear()
         function(layer.parameters(), *arguments.get(name, (0.5,)))

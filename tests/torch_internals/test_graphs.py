@@ -8,7 +8,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorc import torch_internals as internals
-from mirrorc.torch_internals import graphs
+from mirrorc.torch_internals.fx import graphs
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ chosen = torch.ones(3)
 
 
 class Call(nn.Module):
-    """As `mirrorc.capture.training_call.TrainingCall` calls a model: with leaves."""
+    """As `mirrorc.capture.call.training_call.TrainingCall` calls a model: with leaves."""
 
     def __init__(self) -> None:
         super().__init__()

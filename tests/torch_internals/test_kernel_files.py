@@ -9,7 +9,7 @@ import torch
 from traced_graphs import sine_of
 
 from mirrorc import torch_internals as internals
-from mirrorc.torch_internals import cpp_compiler
+from mirrorc.torch_internals.inductor import cpp_compiler
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mirrorc import torch_internals as internals
-from mirrorc.optimizers import ELEMENTWISE
+from mirrorc.user.optimizer_kinds import ELEMENTWISE
 
 
 def test_adagrad_is_fused_on_gpus_where_torch_permits_it() -> None:

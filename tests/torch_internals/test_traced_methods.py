@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.torch_internals.traced_methods import TracedMethods
+from mirrorc.torch_internals.tracing.traced_methods import TracedMethods
 
 
 def number() -> int:

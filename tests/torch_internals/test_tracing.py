@@ -14,7 +14,7 @@ from traced_graphs import Small
 
 from mirrorc import passes, runtime
 from mirrorc import torch_internals as internals
-from mirrorc.torch_internals import tracing
+from mirrorc.torch_internals.tracing import tracing
 
 CHATTY = logging.getLogger("chatty")
 NAMES = {"of": "first"}

@@ -10,7 +10,7 @@ from torch._logging._internal import trace_log
 from traced_graphs import Small
 
 from mirrorc import torch_internals as internals
-from mirrorc.torch_internals.unheard_metrics import guards_not_timed, metrics_if_heard
+from mirrorc.torch_internals.tracing.metrics import guards_not_timed, metrics_if_heard
 
 
 @pytest.fixture

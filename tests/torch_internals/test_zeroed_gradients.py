@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from mirrorc import torch_internals as internals
-from mirrorc.torch_internals import zeroed_gradients
+from mirrorc.torch_internals.hooks import zero_grad_observer
 
 
 @pytest.fixture
 def told() -> Iterator[list[int]]:
     calls: list[int] = []
-    before = list(zeroed_gradients._observer)
+    before = list(zero_grad_observer._observer)
 
     def note(parameters: Sequence[torch.Tensor]) -> None:
         calls.append(len(parameters))
@@ -20,7 +20,7 @@ def told() -> Iterator[list[int]]:
     internals.observe_zero_grad(note)
     internals.observe_zero_grad(note)  # a second time changes nothing
     yield calls
-    zeroed_gradients._observer[:] = before
+    zero_grad_observer._observer[:] = before
 
 
 def test_optimizers_and_modules_tell_of_what_they_drop(told: list[int]) -> None:

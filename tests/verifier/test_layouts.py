@@ -9,7 +9,7 @@ from memory_order import first_in_memory
 from tiny_programs import captured_model, targets
 from torch import fx, nn
 
-from mirrorc.analysis.layouts import may_read_memory_in_order, reads_strides
+from mirrorc.analysis.graph.layouts import may_read_memory_in_order, reads_strides
 from mirrorc.errors import VerifyError
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program

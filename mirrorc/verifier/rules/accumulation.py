@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import GRADIENTS, BucketParts
+from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, BucketParts
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, is_computed, pack_of, replica_of
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.routes import replica_at
-from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say_pack, scopes
+from mirrorc.verifier.rules.rule import rule
 
 
 @rule(since=Stage.UPDATED)

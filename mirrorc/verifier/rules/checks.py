@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.clipping import before_rescaling, gradient_takers, is_checked, taken_by, truths_of
+from mirrorc.analysis.buckets.clipping import before_rescaling, gradient_takers, is_checked, taken_by, truths_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, owners_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.routes import send_to
-from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
+from mirrorc.verifier.rules.rule import Order, rule
 
 
 @rule(since=Stage.REPLICATED)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import GRADIENTS
-from mirrorc.analysis.clipping import (
+from mirrorc.analysis.buckets.bucket_parts import GRADIENTS
+from mirrorc.analysis.buckets.clipping import (
     Measured,
     Norms,
     factor_of,
@@ -24,9 +24,9 @@ from mirrorc.analysis.clipping import (
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, owners_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.printing.wording import numbered
-from mirrorc.verifier.rule import Order, rule
+from mirrorc.messages.wording import numbered
 from mirrorc.verifier.rules.programs import Violation, scopes
+from mirrorc.verifier.rules.rule import Order, rule
 
 _CLIP_VALUE, _UNSCALE = ops.clip_value.__name__, "unscale"
 

@@ -9,16 +9,15 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.aliases import origins
-from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
-from mirrorc.analysis.slots_of_values import given_slots, packed_slots
+from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
+from mirrorc.analysis.buckets.slots_of_values import given_slots, packed_slots
+from mirrorc.analysis.graph.aliases import origins
 from mirrorc.ir import ops
 from mirrorc.ir.links import Span, check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_region_call, origin_of, pack_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.torch_internals import writes_argument
-from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import (
     Violation,
     last_of_bucket,
@@ -27,6 +26,7 @@ from mirrorc.verifier.rules.programs import (
     scopes,
     written_buckets,
 )
+from mirrorc.verifier.rules.rule import rule
 
 
 @rule(since=Stage.REDUCED)

@@ -10,8 +10,8 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation, say, scopes
+from mirrorc.verifier.rules.rule import rule
 
 
 @rule(since=Stage.SCHEDULED)

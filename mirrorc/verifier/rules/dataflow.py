@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import BucketParts, said_step
-from mirrorc.analysis.clipping import scaling_factor
-from mirrorc.analysis.slots_of_values import packed_slots
+from mirrorc.analysis.buckets.bucket_parts import BucketParts, said_step
+from mirrorc.analysis.buckets.clipping import scaling_factor
+from mirrorc.analysis.buckets.slots_of_values import packed_slots
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, target_name
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.verifier.expressions import Expressions
-from mirrorc.verifier.repetition import accumulated_results, is_accumulated
-from mirrorc.verifier.rule import Scope, rule
+from mirrorc.verifier.expressions.expressions import Expressions
+from mirrorc.verifier.expressions.repetition import accumulated_results, is_accumulated
 from mirrorc.verifier.rules.meetings import say_meeting
 from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
+from mirrorc.verifier.rules.rule import Scope, rule
 
 Result = tuple[int, str, str]  # a replica; "loss", "gradient of" or "value for"; a variable
 _WAYS = ("way to the reduction of", "way to the update of")
@@ -38,11 +38,11 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
     changes_dataflow = True.
 
     Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions' operators.
-    A value and its copy in another memory format are equal (`mirrorc.analysis.layouts.LAYOUT_ONLY`), except as arguments of an
+    A value and its copy in another memory format are equal (`layouts.LAYOUT_ONLY`), except as arguments of an
     operator that may read memory in order: its expression includes the strides of the arguments. A pass that clips or unscales
     gradients may rescale what updates take, as `mirrorc.verifier.rules.clipping` says, and one that compresses sums may make
     them narrow on their way to other workers, or have a part of each sent, as `mirrorc.verifier.rules.compressed_sums` says. A
-    pass that puts microbatches one after the other gives the results of all of them together, as `mirrorc.verifier.repetition`
+    pass that puts microbatches one after the other gives the results of all of them together, as `expressions.repetition`
     says.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:

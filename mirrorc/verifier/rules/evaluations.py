@@ -10,8 +10,8 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program, Stage
-from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation, losses_of, scopes
+from mirrorc.verifier.rules.rule import rule
 
 
 @rule(since=Stage.CAPTURED)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.aliases import ViewedVariables, origins
-from mirrorc.analysis.dying_arguments import dying_places
-from mirrorc.analysis.factored_gradients import stays_factored
-from mirrorc.analysis.slots_of_values import packed_slots, slot_of
+from mirrorc.analysis.buckets.slots_of_values import packed_slots, slot_of
+from mirrorc.analysis.gradients.factored_gradients import stays_factored
+from mirrorc.analysis.graph.aliases import ViewedVariables, origins
+from mirrorc.analysis.graph.dying_arguments import dying_places
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import (
     bucket_of,
@@ -31,8 +31,8 @@ from mirrorc.ir.nodes import (
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.torch_internals import writes_argument
-from mirrorc.verifier.rule import Scope, rule
 from mirrorc.verifier.rules.programs import Violation, say_pack, scopes
+from mirrorc.verifier.rules.rule import Scope, rule
 
 
 @rule(since=Stage.CAPTURED)

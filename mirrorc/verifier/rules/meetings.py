@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.worker_meetings import worker_meetings
+from mirrorc.analysis.communication.worker_meetings import worker_meetings
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, name_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.printing.values import type_of
-from mirrorc.verifier.rule import Order, Scope, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
+from mirrorc.verifier.rules.rule import Order, Scope, rule
 
 _Meetings = dict[int, list[fx.Node]]
 

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.slots_of_values import given_slots
-from mirrorc.custom_ops import matmul, tables
+from mirrorc.analysis.buckets.slots_of_values import given_slots
+from mirrorc.custom_ops import out_products, tables
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.nodes import calls_to, region_calls, region_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import place_of, replica_at
-from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
+from mirrorc.verifier.rules.rule import Order, rule
 
 aten = torch.ops.aten
-_ADDING = (matmul.addmm_into, tables.add_rows_into)
+_ADDING = (out_products.addmm_into, tables.add_rows_into)
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
@@ -127,4 +127,4 @@ def _slots_read(body: fx.Graph) -> set[int]:
 
 
 def _writes(user: fx.Node, argument: fx.Node) -> bool:
-    return user.target in (matmul.mm_into, *_ADDING, aten.copy_.default) and user.args[0] is argument
+    return user.target in (out_products.mm_into, *_ADDING, aten.copy_.default) and user.args[0] is argument

@@ -15,9 +15,9 @@ from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import Route, route_of
 from mirrorc.ir.value_types import say_type, value_type
-from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.meetings import tag_of_meeting
 from mirrorc.verifier.rules.programs import Violation, say, scopes, tag
+from mirrorc.verifier.rules.rule import Order, rule
 
 _COMMIT = ("commit", 0)
 Step = tuple[str, fx.Node]  # a device, and a node of its program

@@ -12,8 +12,8 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.torch_internals import size_key, sizes_key
-from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import Violation, scopes
+from mirrorc.verifier.rules.rule import Order, rule
 
 _Key = tuple[str, str, object, object]
 

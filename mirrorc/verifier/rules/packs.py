@@ -11,8 +11,8 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.nodes import bucket_of, calls_to, origin_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import Violation, say_pack
+from mirrorc.verifier.rules.rule import Order, rule
 
 
 @rule(since=Stage.CAPTURED)

@@ -8,8 +8,8 @@ from torch import fx
 
 from mirrorc.ir.program import ArgumentKind, Program, Stage
 from mirrorc.torch_internals import is_symbolic, raw_symbols, size_key, symbols_in
-from mirrorc.verifier.rule import Order, Scope, rule
 from mirrorc.verifier.rules.programs import Violation
+from mirrorc.verifier.rules.rule import Order, Scope, rule
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)

@@ -9,14 +9,13 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.aliases import ViewedVariables
-from mirrorc.analysis.bucket_parts import GRADIENTS, PARAMETERS, ROWS, BucketParts, Part
+from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, PARAMETERS, ROWS, BucketParts, Part
+from mirrorc.analysis.graph.aliases import ViewedVariables
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_early, is_region_call, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import place_of, replica_at
-from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import (
     Violation,
     last_of_bucket,
@@ -27,6 +26,7 @@ from mirrorc.verifier.rules.programs import (
     writes_variables,
     written_buckets,
 )
+from mirrorc.verifier.rules.rule import Order, rule
 
 _COMMIT = ("commit", 0)
 _STORES = (ops.store, ops.store_rows)

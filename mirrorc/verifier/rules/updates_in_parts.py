@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mirrorc.analysis.updates_in_parts import why_not_in_parts
+from mirrorc.analysis.gradients.tiled_updates import why_not_in_parts
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.verifier.rule import rule
 from mirrorc.verifier.rules.programs import Violation, scopes
+from mirrorc.verifier.rules.rule import rule
 
 
 @rule(since=Stage.UPDATED)

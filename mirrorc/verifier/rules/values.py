@@ -13,9 +13,9 @@ from mirrorc.ir.nodes import is_known, name_of, origin_of, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.type_inference import infer_type, is_inferable, is_noted_rightly
 from mirrorc.ir.value_types import say_type, value_type
-from mirrorc.printing.wording import numbered
-from mirrorc.verifier.rule import Order, Scope, rule
+from mirrorc.messages.wording import numbered
 from mirrorc.verifier.rules.programs import Violation, scopes
+from mirrorc.verifier.rules.rule import Order, Scope, rule
 
 
 @rule(scope=Scope.GRAPH, order=Order.FORM)

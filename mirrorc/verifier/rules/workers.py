@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import GRADIENTS, BucketParts
-from mirrorc.analysis.sent_factors import packed_factors
+from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, BucketParts
+from mirrorc.analysis.gradients.sent_factors import packed_factors
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import are_cut
 from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.ir.type_rules import gives_shares
-from mirrorc.verifier.rule import Order, rule
 from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say, scopes
+from mirrorc.verifier.rules.rule import Order, rule
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import BucketParts
-from mirrorc.analysis.clipping import before_rescaling
-from mirrorc.analysis.factored_gradients import is_left_to_shares, slots_left_as_factors, stays_factored
-from mirrorc.analysis.rows_of_updates import gives_indices_alone
-from mirrorc.analysis.updates_in_parts import part_elements_of
+from mirrorc.analysis.buckets.bucket_parts import BucketParts
+from mirrorc.analysis.buckets.clipping import before_rescaling
+from mirrorc.analysis.gradients.factored_gradients import is_left_to_shares, slots_left_as_factors, stays_factored
+from mirrorc.analysis.gradients.sparse_update_rows import gives_indices_alone
+from mirrorc.analysis.gradients.tiled_updates import part_elements_of
 from mirrorc.custom_ops.random import seed_of_microbatch
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of

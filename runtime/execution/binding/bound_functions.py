@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from mirrorc.analysis.handed_over import handed_over
+from mirrorc.analysis.communication.handed_over import handed_over
 from mirrorc.ir.nodes import is_region_call
 from mirrorc.ir.program import Program
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate

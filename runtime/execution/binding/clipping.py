@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import slots_in
-from mirrorc.analysis.clipping import lies_in_own_memory, scaling_factor
-from mirrorc.analysis.updates_in_parts import is_looked_at, part_elements_of
+from mirrorc.analysis.buckets.bucket_parts import slots_in
+from mirrorc.analysis.buckets.clipping import lies_in_own_memory, scaling_factor
+from mirrorc.analysis.gradients.tiled_updates import is_looked_at, part_elements_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.value_types import value_type

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.compressed_sums import low_rank_matrices, own_elements, writes_for_all
+from mirrorc.analysis.communication.compressed_sums import low_rank_matrices, own_elements, writes_for_all
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
 from mirrorc.runtime.execution.binding.binder import Binder, binds, binds_waits

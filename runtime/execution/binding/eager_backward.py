@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.taken_gradients import Taken, places_of_arguments, taken_gradients
-from mirrorc.custom_ops.opaque_calls import backward_of
+from mirrorc.analysis.gradients.eager_gradients import Taken, places_of_arguments, taken_gradients
+from mirrorc.custom_ops.eager_calls import backward_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program

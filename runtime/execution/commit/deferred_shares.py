@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.clipping import asked_of_late_share
-from mirrorc.analysis.updates_in_parts import is_bounded_by_factors, is_measured_by_factors
+from mirrorc.analysis.buckets.clipping import asked_of_late_share
+from mirrorc.analysis.gradients.tiled_updates import is_bounded_by_factors, is_measured_by_factors
 from mirrorc.ir import ops
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.execution.commit.part_visitors import Visitor, visit_of_all

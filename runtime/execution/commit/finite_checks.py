@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from mirrorc.analysis.bucket_parts import BucketParts, Part, slots_in
-from mirrorc.analysis.clipping import is_checked, truths_of
+from mirrorc.analysis.buckets.bucket_parts import BucketParts, Part, slots_in
+from mirrorc.analysis.buckets.clipping import is_checked, truths_of
 from mirrorc.errors import NonFiniteError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 from mirrorc.runtime.execution.commit.commit_point import SKIPPED, TAKES_PLACE, CommitPoint
 from mirrorc.runtime.execution.commit.deferred_shares import LateShare
 from mirrorc.runtime.execution.commit.part_visitors import SumVisitor, sum_of, sums_of_all

@@ -11,7 +11,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, is_early
 from mirrorc.ir.program import Program
-from mirrorc.printing.wording import numbered
+from mirrorc.messages.wording import numbered
 
 
 class UpdateProgress:

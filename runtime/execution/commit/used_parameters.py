@@ -7,7 +7,7 @@ from collections.abc import Set
 
 import torch
 
-from mirrorc.custom_ops.opaque_calls import OpaqueSteps, UsedParameters
+from mirrorc.custom_ops.eager_calls import OpaqueSteps, UsedParameters
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, region_calls, region_of
 from mirrorc.ir.program import Program

@@ -12,7 +12,7 @@ from mirrorc.errors import ExecutionError
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
-from mirrorc.printing.wording import counted
+from mirrorc.messages.wording import counted
 from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_views
 
 

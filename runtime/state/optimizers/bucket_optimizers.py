@@ -14,8 +14,6 @@ from typing import Any
 import torch
 
 from mirrorc.ir.buckets import Bucket
-from mirrorc.optimizer_groups import OptimizerGroups
-from mirrorc.optimizers import check_gradient_of, check_state, sparse_gradient, state_signature, state_switches
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer, UpdateMemory, update_memory
 from mirrorc.runtime.state.optimizers.flat_state import FlatState, Laid, Shown, UserState
@@ -26,6 +24,14 @@ from mirrorc.runtime.state.optimizers.user_steps import OwnSteps, UserSteps
 from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
 from mirrorc.runtime.state.variables.variables import VariableStore
 from mirrorc.torch_internals import storage_key
+from mirrorc.user.optimizer_groups import OptimizerGroups
+from mirrorc.user.optimizer_kinds import (
+    check_gradient_of,
+    check_state,
+    sparse_gradient,
+    state_signature,
+    state_switches,
+)
 
 _numbers = itertools.count()
 

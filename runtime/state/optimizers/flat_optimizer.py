@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from mirrorc.optimizers import SCALAR_STATE, is_fused
 from mirrorc.torch_internals import bare_step, dividing_gradients, peak_allocation, takes_divisor
+from mirrorc.user.optimizer_kinds import SCALAR_STATE, is_fused
 
 _TRIED_ELEMENTS = 4096  # enough that tensors of one element are negligible
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from mirrorc.ir.buckets import Bucket
-from mirrorc.optimizers import SCALAR_STATE, flat_entries
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.state.optimizers.sharded_state import DealtState
 from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
 from mirrorc.runtime.state.optimizers.user_state import ShownNumbers
 from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
+from mirrorc.user.optimizer_kinds import SCALAR_STATE, flat_entries
 
 UserState = Mapping[str, Any]
 """What the user's optimizer has for a parameter; empty if nothing."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mirrorc.ir.buckets import Bucket
-from mirrorc.optimizers import SCALAR_STATE, flat_entries
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
+from mirrorc.user.optimizer_kinds import SCALAR_STATE, flat_entries
 
 
 class SlotOptimizer:

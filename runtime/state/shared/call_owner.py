@@ -9,7 +9,7 @@ from mirrorc.errors import ExecutionError
 
 
 class Callers:
-    """The calls of steps over common variables, of which one at a time may run; see `mirrorc.exclusive_calls.ExclusiveCalls`.
+    """The calls of steps over common variables, of which one at a time may run; see `mirrorc.calls.call_lock.ExclusiveCalls`.
 
     Attributes:
         now: the thread whose call runs and that call's owner, under the key "now"; one dict for all these steps.

@@ -11,11 +11,11 @@ import torch
 
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import Device
-from mirrorc.optimizer_groups import OptimizerGroups
-from mirrorc.printing.wording import listed
+from mirrorc.messages.wording import listed
 from mirrorc.runtime.state.shared.shared_state import HeldState, Hold
 from mirrorc.runtime.state.shared.torn_state import refuse_torn
 from mirrorc.runtime.state.variables.variables import VariableStore
+from mirrorc.user.optimizer_groups import OptimizerGroups
 
 _held: weakref.WeakSet[HeldState] = weakref.WeakSet()
 

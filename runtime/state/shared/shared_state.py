@@ -9,7 +9,6 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 import torch
 
 from mirrorc.ir.devices import Device
-from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.runtime.devices.uninterrupted import completed
 from mirrorc.runtime.state.optimizers.bucket_optimizers import BucketOptimizers
 from mirrorc.runtime.state.optimizers.user_steps import OwnSteps
@@ -18,6 +17,7 @@ from mirrorc.runtime.state.variables.members import counters_among
 from mirrorc.runtime.state.variables.reserved_memory import ReservedMemory
 from mirrorc.runtime.state.variables.step_variables import StepVariables, names_in_store
 from mirrorc.runtime.state.variables.variables import VariableStore
+from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class Hold:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mirrorc.errors import ExecutionError
-from mirrorc.printing.wording import counted, listed
+from mirrorc.messages.wording import counted, listed
 from mirrorc.runtime.state.variables.watched_tensor import Watched
 from mirrorc.torch_internals import calls_step_hooks
 

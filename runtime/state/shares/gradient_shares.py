@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mirrorc.analysis.factored_gradients import FactoredSlot
+from mirrorc.analysis.gradients.factored_gradients import FactoredSlot
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.shares import share_bounds
 from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces, unmade_pieces

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mirrorc.analysis.updates_in_parts import elements_of_part
+from mirrorc.analysis.gradients.tiled_updates import elements_of_part
 from mirrorc.runtime.state.shares.lazy_products import UnmadeProduct, largest_known, norm_of_products, unmade_product
 from mirrorc.runtime.state.shares.lazy_tables import UnmadeTable, norm_of_tables, rows_of_tables, unmade_table
 from mirrorc.runtime.state.shares.pieces import FactoredBucket, FactoredPiece, Piece, Take, Visit, scaling_by

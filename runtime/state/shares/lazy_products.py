@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mirrorc.analysis.updates_in_parts import Size, is_measured_by_factors
+from mirrorc.analysis.gradients.tiled_updates import Size, is_measured_by_factors
 from mirrorc.runtime.state.shares.pieces import FactoredBucket, Factors, Piece, Visit
 from mirrorc.runtime.state.shares.product_pieces import Pairs, ProductPiece
 

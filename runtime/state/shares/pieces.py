@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from mirrorc.analysis.updates_in_parts import Size
+from mirrorc.analysis.gradients.tiled_updates import Size
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.operation import Handlers
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from mirrorc.analysis.updates_in_parts import Size, elements_of_part
+from mirrorc.analysis.gradients.tiled_updates import Size, elements_of_part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.runtime.state.shares.pieces import (

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from mirrorc.analysis.updates_in_parts import has_few_rows
+from mirrorc.analysis.gradients.tiled_updates import has_few_rows
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.runtime.state.shares.pieces import Factors, Leaves, Visit, makes_shares_of, visit_parts

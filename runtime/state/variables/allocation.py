@@ -11,7 +11,7 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.variables import Aggregation, Variable
 from mirrorc.runtime.state.variables.layout import FlatBucket, Layout, memory_for_gradients, slot_views
 from mirrorc.runtime.state.variables.user_buffers import ShownBuffers
-from mirrorc.shared_memory import refuse_memory_of_processes, refuse_shared_memory
+from mirrorc.user.aliased_tensors import refuse_memory_of_processes, refuse_shared_memory
 
 
 def allocate_buckets(

@@ -27,7 +27,7 @@ from mirrorc.runtime.state.variables.layout import FlatBucket, Layout, Moved, na
 from mirrorc.runtime.state.variables.members import Members, counters_among
 from mirrorc.runtime.state.variables.user_buffers import CopiesOfShown
 from mirrorc.runtime.state.variables.watched_tensor import Watched, count_write, leave_homes_of_others, memory_of
-from mirrorc.shared_memory import refuse_shared_memory, warn_of_holders
+from mirrorc.user.aliased_tensors import refuse_shared_memory, warn_of_holders
 
 
 class VariableStore:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.analysis.sent_factors import split_counts
+from mirrorc.analysis.gradients.sent_factors import split_counts
 from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import are_cut

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.worker_meetings import rows_of_meeting, worker_meetings
+from mirrorc.analysis.communication.worker_meetings import rows_of_meeting, worker_meetings
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program
 from mirrorc.runtime.workers.buckets.joint_launches import JointLaunches, Launch

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.analysis.compressed_sums import bytes_of_largest, index_dtype
+from mirrorc.analysis.communication.compressed_sums import bytes_of_largest, index_dtype
 from mirrorc.torch_internals import GlooGroup
 
 _SAMPLED = 61  # of so many elements one is looked at for a bound; odd, as sizes of layers are often powers of two

@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.bounded_calls import in_bounded_time
-from mirrorc.cluster.sameness import check_same_facts
+from mirrorc.cluster.consistency import check_same_facts
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.workers.protocol.call_state import CallState
 from mirrorc.runtime.workers.protocol.header import digest

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from mirrorc.cluster import Cluster
-from mirrorc.cluster.signs_of_life import in_short
+from mirrorc.cluster.heartbeat import in_short
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.communication import StepStoppedError
 from mirrorc.runtime.workers.protocol.call_state import CallState, Stage

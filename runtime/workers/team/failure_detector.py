@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
-from mirrorc.cluster.roll_call import Worker
+from mirrorc.cluster.membership import Worker
 from mirrorc.cluster.stores import OwnConnection, first_line
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.workers.protocol.call_progress import Progress

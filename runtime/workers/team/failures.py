@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mirrorc.cluster import Cluster
-from mirrorc.printing.wording import numbered
+from mirrorc.messages.wording import numbered
 from mirrorc.runtime.workers.protocol.call_progress import least_far
 from mirrorc.runtime.workers.protocol.call_state import CallState
 from mirrorc.runtime.workers.team.failure_detector import Failure, Watcher

@@ -59,7 +59,7 @@ class Meetings:
 
     Attributes:
         row_counts: of each worker by rank, the numbers of rows of the factors that it sends in this step, as
-            `mirrorc.analysis.sent_factors.row_counts` gives them.
+            `mirrorc.analysis.gradients.sent_factors.row_counts` gives them.
         rows_told: likewise, what each tells of the rows that all replicas gather.
     """
 

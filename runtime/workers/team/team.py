@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mirrorc.analysis.link_speed import LinkSpeed
+from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
-from mirrorc.cluster.signs_of_life import after_what, in_short
+from mirrorc.cluster.heartbeat import after_what, in_short
 from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
 from mirrorc.runtime.workers.protocol.header import Agreement, Header
 from mirrorc.runtime.workers.protocol.known_counts import Counts

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from mirrorc.analysis.link_speed import LinkSpeed, fitted_speed
+from mirrorc.analysis.cost.link_speed import LinkSpeed, fitted_speed
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.runtime.workers.transport.lane import Lane, LostConnectionError, in_words

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mirrorc.analysis.link_speed import LinkSpeed
+from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.stores import OwnConnection
 from mirrorc.runtime.workers.transport.broken_connections import cut_when_broken

@@ -23,7 +23,7 @@ from mirrorc.all_reduce_algorithms import (
     RoundRobin,
     Tree,
 )
-from mirrorc.analysis.message_costs import message_costs
+from mirrorc.analysis.cost.message_costs import message_costs
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.passes import LowerDevices, default_pipeline

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from mirrorc.all_reduce_algorithms import ALGORITHMS, HierarchicalCopy, RoundRobin
-from mirrorc.analysis.message_costs import message_costs, messages
+from mirrorc.analysis.cost.message_costs import message_costs, messages
 from mirrorc.passes.all_reduce.__main__ import NUM_ELEMENTS, main, pictures
 from mirrorc.passes.all_reduce.sketch import sketched
 from mirrorc.printing.message_picture import message_picture

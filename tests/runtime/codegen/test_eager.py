@@ -14,7 +14,7 @@ from saved_programs import SMALL_MODELS, stages_of
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc.custom_ops.matmul import mm_into
+from mirrorc.custom_ops.out_products import mm_into
 from mirrorc.ir.program import Region
 from mirrorc.runtime.codegen.backends import backend_named
 

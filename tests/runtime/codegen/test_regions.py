@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc.custom_ops import matmul
+from mirrorc.custom_ops import out_products
 from mirrorc.ir.program import Region
 from mirrorc.runtime.codegen import inductor
 from mirrorc.runtime.codegen.backends import Backend, RegionFunction, backend_named
@@ -164,11 +164,11 @@ def test_inductor_does_not_change_the_region(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
-@pytest.mark.parametrize("operator", [matmul.mm_into, matmul.linear_into, matmul.addmm_into], ids=str)
+@pytest.mark.parametrize("operator", [out_products.mm_into, out_products.linear_into, out_products.addmm_into], ids=str)
 def test_products_into_given_memory_take_no_operator_of_ours(operator: Any) -> None:
     """Each weight's gradient is one, and torch's dispatcher needs some microseconds of Python for an operator of ours."""
     shapes = {"out": (5, 4), "bias": (4,), "left": (8, 5), "right": (8, 4)}
-    if operator is not matmul.linear_into:
+    if operator is not out_products.linear_into:
         del shapes["bias"]
     graph = fx.Graph()
     placeholders = {name: graph.placeholder(name) for name in shapes}

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
+from mirrorc.calls.call_kind import Purpose
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.purposes import Purpose
 from mirrorc.runtime.communication import Aborted
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.binding import interleaving

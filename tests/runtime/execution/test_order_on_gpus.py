@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc import api, step_compiler
+from mirrorc import api
+from mirrorc.compilation import step_compiler
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.execution import arguments, executor, losses
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from mirrorc.analysis.taken_gradients import Taken
-from mirrorc.custom_ops.opaque_calls import register_call
+from mirrorc.analysis.gradients.eager_gradients import Taken
+from mirrorc.custom_ops.eager_calls import register_call
 from mirrorc.runtime.codegen.bound_calls import WAITS, Asking, HandOver
 from mirrorc.runtime.codegen.graph_function import GraphFunction, failing_nodes, generate
 from mirrorc.runtime.execution.binding.eager_backward import Asked, driven

@@ -9,10 +9,10 @@ from tiny_programs import Weight, handmade
 from torch import fx
 
 from mirrorc import World
-from mirrorc.analysis.link_speed import LinkSpeed
-from mirrorc.analysis.simulation import Simulation, simulate
-from mirrorc.analysis.step_costs import Line, Pace, UnknownCostError, num_bytes_of_call, works_of_regions
-from mirrorc.analysis.work import Machine
+from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.analysis.cost.simulation import Simulation, simulate
+from mirrorc.analysis.cost.step_costs import Line, Pace, UnknownCostError, num_bytes_of_call, works_of_regions
+from mirrorc.analysis.cost.work import Machine
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of
 from mirrorc.ir.program import Program

@@ -375,8 +375,8 @@ def test_the_hosts_clock_goes_forward() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All clocks are one, which counts."""
     now = counter()
-    monkeypatch.setattr("mirrorc.step_compiler.clock_for", lambda device, seconds: CountingClock(now))
-    monkeypatch.setattr("mirrorc.step_compiler.Recorder", lambda clocks: Recorder(clocks, now=now))
+    monkeypatch.setattr("mirrorc.compilation.step_compiler.clock_for", lambda device, seconds: CountingClock(now))
+    monkeypatch.setattr("mirrorc.compilation.step_compiler.Recorder", lambda clocks: Recorder(clocks, now=now))
     yield
 
 

@@ -8,7 +8,7 @@ from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirrorc.analysis.factored_gradients import FactoredSlot
+from mirrorc.analysis.gradients.factored_gradients import FactoredSlot
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import PRODUCT, TABLE
 from mirrorc.ir.variables import Placement, UpdateRule

@@ -11,8 +11,8 @@ from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirrorc.analysis.factored_gradients import FactoredSlot
-from mirrorc.analysis.updates_in_parts import is_bounded_by_factors, is_measured_by_factors
+from mirrorc.analysis.gradients.factored_gradients import FactoredSlot
+from mirrorc.analysis.gradients.tiled_updates import is_bounded_by_factors, is_measured_by_factors
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import PRODUCT
 from mirrorc.ir.variables import Placement, UpdateRule

@@ -11,8 +11,8 @@ from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirrorc.analysis.factored_gradients import FactoredSlot
-from mirrorc.analysis.updates_in_parts import has_few_rows
+from mirrorc.analysis.gradients.factored_gradients import FactoredSlot
+from mirrorc.analysis.gradients.tiled_updates import has_few_rows
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import TABLE
 from mirrorc.ir.shares import share_bounds

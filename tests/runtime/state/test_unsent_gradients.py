@@ -13,6 +13,7 @@ from tiny_programs import SMALL_BUCKETS, Weight, handmade
 
 import mirrorc
 from mirrorc import World
+from mirrorc.coordination.residual_checkpoint import dealt_out
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
@@ -22,7 +23,6 @@ from mirrorc.runtime.state.gradients.powersgd_factors import KeptFactors
 from mirrorc.runtime.state.gradients.residuals import UnsentGradients
 from mirrorc.runtime.workers.buckets.power_sgd import WholeSum
 from mirrorc.runtime.workers.buckets.top_k import LargestElements, places_of_largest
-from mirrorc.unsent_states import dealt_out
 
 ONES = torch.ones(300)
 

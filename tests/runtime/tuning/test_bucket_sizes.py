@@ -11,10 +11,10 @@ from torch import nn
 
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.devices import parse_devices
-from mirrorc.optimizers import ELEMENTWISE
 from mirrorc.runtime.tuning import bucket_sizes
 from mirrorc.runtime.tuning.bucket_sizes import BucketSizes, Setting, choose_bucket_sizes, measure_ladder
 from mirrorc.runtime.tuning.microbenchmark import Configuration, Layout
+from mirrorc.user.optimizer_kinds import ELEMENTWISE
 
 MIB = 2**20
 DEFAULT = BucketSizes(25.0, 1.0)

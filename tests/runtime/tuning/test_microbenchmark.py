@@ -12,10 +12,10 @@ from torch import nn
 
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.links import Link, register_link, unregister_link
-from mirrorc.optimizers import ELEMENTWISE
 from mirrorc.runtime.communication import CopyCommunicator, register_communicator, unregister_communicator
 from mirrorc.runtime.tuning import microbenchmark
 from mirrorc.runtime.tuning.microbenchmark import Configuration, Layout, measured_seconds
+from mirrorc.user.optimizer_kinds import ELEMENTWISE
 
 LAYOUTS: Sequence[Layout] = [(4096,), (1024,) * 4, (64, 1984, 1984)]
 

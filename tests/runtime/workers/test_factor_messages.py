@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.analysis.sent_factors import split_counts
+from mirrorc.analysis.gradients.sent_factors import split_counts
 from mirrorc.ir.buckets import RowType, SentFactors
 from mirrorc.runtime.workers.buckets.factor_messages import FactorMessage, Gathering
 from mirrorc.runtime.workers.protocol.header import Header

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.custom_ops import matmul
+from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
@@ -125,7 +125,7 @@ def write_into_each_others_slots(program: Program) -> Iterator[Edit]:
         with_argument(other, 0, mine)
 
     for graph in region_bodies(program):
-        written = [node for node in graph.nodes if node.target is matmul.mm_into]
+        written = [node for node in graph.nodes if node.target is out_products.mm_into]
         for one, other in pairs_alike(written, lambda node: type_of(node.args[0])):
             yield partial(edit, one, other)
 

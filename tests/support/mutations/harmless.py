@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from mirrorc.analysis.clipping import is_checked
-from mirrorc.analysis.slots_of_values import slot_of
-from mirrorc.analysis.taken_gradients import taken_gradients
+from mirrorc.analysis.buckets.clipping import is_checked
+from mirrorc.analysis.buckets.slots_of_values import slot_of
+from mirrorc.analysis.gradients.eager_gradients import taken_gradients
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, region_of, replica_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.layouts import is_layout_only, may_read_memory_in_order
+from mirrorc.analysis.graph.layouts import is_layout_only, may_read_memory_in_order
 from mirrorc.ir.program import Program
 from mutations.places import bodies, is_value, next_like, with_argument
 from mutations.table import Edit, breaks, keeps

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.slots_of_values import packed_slots
-from mirrorc.custom_ops import matmul
+from mirrorc.analysis.buckets.slots_of_values import packed_slots
+from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_compute, is_region_call, region_of
 from mirrorc.ir.program import Program, Stage
@@ -22,7 +22,10 @@ from mutations.places import kind_of, timelines
 
 aten = torch.ops.aten
 _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
-_COMPUTED = {matmul.mm_into: aten.mm.default, matmul.linear_into: aten.addmm.default}  # into memory that is given
+_COMPUTED = {
+    out_products.mm_into: aten.mm.default,
+    out_products.linear_into: aten.addmm.default,
+}  # into memory that is given
 Results = dict[tuple[int, str, str], list[Any]]
 
 

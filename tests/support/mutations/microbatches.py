@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from mirrorc.analysis.slots_of_values import given_slots
+from mirrorc.analysis.buckets.slots_of_values import given_slots
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import form_of
 from mirrorc.ir.nodes import region_calls, region_of

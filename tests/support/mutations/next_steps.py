@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import fx
 
-from mirrorc.analysis.handed_over import readers_of
+from mirrorc.analysis.communication.handed_over import readers_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program

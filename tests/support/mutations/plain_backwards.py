@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from mirrorc.custom_ops.opaque_calls import take_gradient
+from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mutations.bodies import region_bodies

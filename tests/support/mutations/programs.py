@@ -16,26 +16,26 @@ from torch import fx, nn
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import ALGORITHMS, Ring, Tree
-from mirrorc.capture.arguments import flatten_call
-from mirrorc.capture.autograd import AutogradFrontEnd
-from mirrorc.capture.model_state import ModelState
-from mirrorc.capture.shards import split_call
-from mirrorc.capture.specialize import capture_program
-from mirrorc.capture.training_call import TrainingCall
+from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.shards import split_call
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.eager.front_end import AutogradFrontEnd
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.program.capture_program import capture_program
+from mirrorc.compression import TopK
 from mirrorc.ir import ops
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.ir.variables import UpdateRule
 from mirrorc.ir.workers import World
-from mirrorc.optimizer_groups import OptimizerGroups
 from mirrorc.packing import EqualPacks
 from mirrorc.passes import ChooseCheckpoints, ReserveMemory, ReuseArguments, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.pipeline.placement import for_accumulation, for_evaluation, select_passes
+from mirrorc.pipeline.pipeline_edits import for_accumulation, for_evaluation, select_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.power_sgd import PowerSGD
-from mirrorc.top_k import TopK
+from mirrorc.user.optimizer_groups import OptimizerGroups
 
 _WITHOUT_LIMITS = {one.name: one for one in (ReuseArguments(min_bytes=0), ReserveMemory(min_bytes=0))}
 _SHARED_UNTIL = "schedule-overlap"  # up to this pass, programs with and without shared parameters are the same

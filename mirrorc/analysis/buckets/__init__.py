@@ -1,0 +1,1 @@
+"""Of buckets: parts, slots, norms."""

@@ -1,0 +1,207 @@
+"""Finds how a program clips gradients: what each update's gradients are scaled by, and whose norm that follows from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.buckets.bucket_parts import BucketParts, Part
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Bucket, Elements
+from mirrorc.ir.links import SumPlace, link_named
+from mirrorc.ir.nodes import calls_to, replica_of
+from mirrorc.ir.program import Program
+
+
+def before_rescaling(value: fx.Node) -> fx.Node:
+    """The reduced gradient behind what an update takes: looks through `scale` and `clip_value`."""
+    while value.target in ops.RESCALING and value.args and isinstance(value.args[0], fx.Node):
+        value = value.args[0]
+    return value
+
+
+def rescalings_of(value: fx.Node) -> list[fx.Node]:
+    """The nodes by which a reduced gradient became what an update takes, in order."""
+    found = []
+    while value.target in ops.RESCALING and value.args and isinstance(value.args[0], fx.Node):
+        found.append(value)
+        value = value.args[0]
+    return found[::-1]
+
+
+def scaling_factor(node: fx.Node) -> Any:
+    """What a node multiplies a gradient by: a `scale`, or an update that scales by itself. None if it does not."""
+    return node.args[1] if node.target in (ops.scale, ops.update) and len(node.args) > 1 else None
+
+
+def rescalings_for(taker: fx.Node, value: fx.Node) -> list[fx.Node]:
+    """The nodes that change a reduced gradient before an optimizer gets it, in order: the update itself is last if it scales."""
+    return [*rescalings_of(value), *([taker] if scaling_factor(taker) is not None else [])]
+
+
+def gradient_takers(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What takes gradients in the end: the updates, or in a program that accumulates, the sums of each replica.
+
+    A `store` takes parameters, which are made after the commit.
+    """
+    return calls_to(graph, ops.update, ops.step_optimizer, ops.accumulate)
+
+
+def taken_by(taker: fx.Node) -> list[tuple[int, fx.Node]]:
+    """The reduced gradients that an update takes, each with its bucket."""
+    indices: Any = taker.kwargs.get("buckets") or (taker.kwargs["bucket"],)
+    return [(index, value) for index, value in zip(indices, taker.args, strict=False) if isinstance(value, fx.Node)]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What a gradient is scaled by.
+
+    Attributes:
+        clips: the `clip_factor` in it, if there is one.
+        unscales: whether it divides by the scale of the loss.
+    """
+
+    clips: fx.Node | None
+    unscales: bool
+
+
+def factor_of(value: Any) -> Factor | None:
+    """The factor that a node gives; None if it is none that a gradient may be scaled by."""
+    if getattr(value, "target", None) is ops.clip_factor:
+        return Factor(value, unscales=False)
+    if _is_scale(value, torch.ops.aten.reciprocal.default):
+        return Factor(None, unscales=True)
+    if _is_scale(value, torch.ops.aten.div.Tensor) and value.args[0].target is ops.clip_factor:
+        return Factor(value.args[0], unscales=True)
+    return None
+
+
+def norm_in(value: Any) -> tuple[Any, bool]:
+    """The norm that is told or bounded, and whether it is divided by the scale of the loss first."""
+    is_unscaled = _is_scale(value, torch.ops.aten.div.Tensor)
+    return (value.args[0] if is_unscaled else value), is_unscaled
+
+
+def _is_scale(value: Any, target: Any) -> bool:
+    """Whether a node applies an operator of torch to the scale of the loss, as its last operand."""
+    return isinstance(value, fx.Node) and value.target is target and value.args[-1].target is ops.loss_scale  # type: ignore[union-attr]
+
+
+def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
+    """The elements of a bucket that a worker's replicas measure together: all of them, or those whose norm other workers need.
+
+    Workers that deal the optimizer out exchange norms with each other. Of a bucket that each of them updates whole, each then
+    measures as many as another one, so that each element counts once.
+    """
+    if not (program.deals_out and are_exchanged):
+        return Elements(0, bucket.num_elements)
+    if bucket.part is not None:
+        return bucket.part
+    rank, number = program.workers.rank, program.workers.num_workers
+    return Elements(bucket.num_elements * rank // number, bucket.num_elements * (rank + 1) // number)
+
+
+def is_checked(commit: fx.Node) -> bool:
+    """Whether a commit depends on what is finite."""
+    return commit.kwargs.get("otherwise") is not None
+
+
+def truths_of(commit: fx.Node) -> list[fx.Node]:
+    """The truth values that a commit depends on; the numbers come after them."""
+    return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is not ops.norm]
+
+
+def numbers_of(commit: fx.Node) -> list[fx.Node]:
+    """The numbers that a commit exchanges, in the order of the rows of what it gives."""
+    return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is ops.norm]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a norm measures.
+
+    Attributes:
+        norm_type: of the norm.
+        parts: for each operand, of whichever replica, the part of a bucket that it holds; None if it holds none.
+        is_exchanged: whether it is one of numbers that commits have exchanged.
+    """
+
+    norm_type: float
+    parts: tuple[Part | None, ...]
+    is_exchanged: bool
+
+
+class Norms:
+    """Finds what each norm of a program measures, over all replicas.
+
+    Args:
+        program: an UPDATED program or a later one.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._parts = BucketParts(program)
+        self._commits: Mapping[int | None, Sequence[fx.Node]] = {}
+        self._all_commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit)]
+
+    def of(self, node: fx.Node) -> Measured | None:
+        """What a node measures; None if it is no norm, or takes what the replicas do not exchange."""
+        if node.target is not ops.norm:
+            return None
+        norm_type = float(node.kwargs["norm_type"])  # type: ignore[arg-type]
+        if ops.commit not in _targets(node):
+            return Measured(norm_type, tuple(map(self._parts.of, node.args)), is_exchanged=False)
+        if len(node.args) != 1:
+            return None
+        row: Any = node.kwargs.get("row", 0)
+        parts: list[Part | None] = []
+        for commit in self._all_commits:
+            own = numbers_of(commit)
+            part = self.of(own[row]) if row < len(own) and ops.commit not in _targets(own[row]) else None
+            if part is None or part.norm_type != norm_type:
+                return None
+            parts += part.parts
+        return Measured(norm_type, tuple(parts), is_exchanged=True)
+
+
+def _targets(node: fx.Node) -> list[object]:
+    return [operand.target for operand in node.all_input_nodes]
+
+
+def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
+    """The commit of each replica."""
+    return {replica_of(node): node for node in calls_to(graph, ops.commit)}
+
+
+def lies_in_own_memory(value: Any) -> bool:
+    """Whether a reduced gradient of a lowered program lies in memory that no other replica and no other value reads."""
+    if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated, ops.decompress):
+        return True  # it was made so, or there is one replica
+    if value.target is ops.unpack:
+        return all(map(lies_in_own_memory, value.all_input_nodes))
+    launch = value.all_input_nodes[0] if value.target is ops.wait else None
+    if launch is not None and launch.target in ops.EXCHANGES:
+        return True  # it was what the replica alone has of its worker's sum
+    if launch is None or launch.target not in ops.REDUCTIONS:
+        return False
+    is_own = launch.target in ops.SHARED_OUT or launch.target is ops.all_gather
+    return is_own or link_named(launch.kwargs["link"]).sum_place is not SumPlace.FIRST
+
+
+def asked_of_late_share(wait: fx.Node) -> Any:
+    """What is asked before the commit of a share that may be made behind it, when updates take it: `norm`, if its 2-norm is,
+    `is_finite`, if that alone; None if it may not."""
+    is_asked = {user: user.target in (ops.norm, ops.is_finite) for user in wait.users}
+    takers = [user for user, asks in is_asked.items() if not asks]
+    if wait.all_input_nodes[0].target is not ops.reduce_scatter or len(takers) in (0, len(is_asked)):
+        return None
+    if any(taker.target not in (ops.update, ops.scale) for taker in takers):
+        return None
+    norms = [user for user in wait.users if user.target is ops.norm]
+    if any(float(norm.kwargs["norm_type"]) != 2.0 for norm in norms):  # type: ignore[arg-type]
+        return None
+    return ops.norm if norms else ops.is_finite

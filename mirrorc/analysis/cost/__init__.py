@@ -1,0 +1,1 @@
+"""Of time: operators, links, messages, simulation."""

@@ -1,0 +1,129 @@
+"""What the messages of a mirrored graph cost that make sums of gradients: bytes, messages, and the longest chain of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, BucketParts
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, is_computed
+from mirrorc.ir.program import Program
+from mirrorc.ir.routes import Route, route_of, sends_in
+
+
+@dataclass(frozen=True)
+class MessageCosts:
+    """What messages cost.
+
+    Attributes:
+        bytes_sent: for each device, the bytes that it sends.
+        num_messages: for each device, how many messages it sends.
+        path_messages: of all chains of messages of one bucket in which each needs the one before, the length of the longest.
+        path_bytes: how many bytes' time passes until the last message of one bucket has come, the longest of all buckets. A
+            device sends one message at a time and receives one at a time; additions take no time.
+    """
+
+    bytes_sent: tuple[int, ...]
+    num_messages: tuple[int, ...]
+    path_messages: int
+    path_bytes: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """A send of gradients, or of a sum of some.
+
+    Attributes:
+        node: the send.
+        route: its route.
+        num_bytes: of the value.
+        needs: the messages whose values it is made of.
+    """
+
+    node: fx.Node
+    route: Route
+    num_bytes: int
+    needs: tuple[Route, ...]
+
+
+def message_costs(program: Program, buckets: Collection[int] | None = None) -> MessageCosts:
+    """The costs of the messages of a program that has a mirrored graph; of these buckets, or of all."""
+    found = messages(program, buckets)
+    sent, counts = [0] * program.num_replicas, [0] * program.num_replicas
+    of_sum: dict[tuple[object, object], list[Message]] = {}
+    for message in found:
+        sent[message.route.source] += message.num_bytes
+        counts[message.route.source] += 1
+        of_sum.setdefault((message.route.bucket, message.node.kwargs.get("pack")), []).append(message)
+    lengths = [max(_chains(own).values()) for own in of_sum.values()]
+    times = [max(end for _, end in times_of(own).values()) for own in of_sum.values()]
+    return MessageCosts(tuple(sent), tuple(counts), max(lengths, default=0), max(times, default=0))
+
+
+def messages(program: Program, buckets: Collection[int] | None = None) -> list[Message]:
+    """The messages of gradients in the order of the mirrored graph; of these buckets, or of all."""
+    parts, graph = BucketParts(program), program.mirrored_graph
+    found = []
+    for node in sorted(sends_in(graph)):
+        part = parts.of(node.args[0])
+        if part is None or part.kind != GRADIENTS or (buckets is not None and bucket_of(node) not in buckets):
+            continue
+        value = node.all_input_nodes[0]
+        tensor = value.meta["val"]
+        needs = tuple(dict.fromkeys(_received_for(program, value)))
+        found.append(Message(node, route_of(program, node), tensor.numel() * tensor.dtype.itemsize, needs))
+    return found
+
+
+def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
+    """The routes of what was received for a value, looking through computed nodes."""
+    waiting, seen = [value], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        launch = node.all_input_nodes[0] if node.target is ops.wait else None
+        if launch is not None and launch.target is ops.recv:
+            yield route_of(program, launch)
+        elif is_computed(node):
+            waiting += node.all_input_nodes
+
+
+def _chains(found: list[Message]) -> dict[Route, int]:
+    """For each message of a bucket, how many follow each other up to it."""
+    by_route, lengths = {message.route: message for message in found}, dict[Route, int]()
+    for message in found:
+        waiting = [message]
+        while waiting:
+            missing = [by_route[route] for route in waiting[-1].needs if route not in lengths]
+            if missing:
+                waiting += missing
+            else:
+                done = waiting.pop()
+                lengths[done.route] = 1 + max((lengths[route] for route in done.needs), default=0)
+    return lengths
+
+
+def times_of(found: list[Message]) -> dict[Route, tuple[int, int]]:
+    """When each message of a bucket begins and ends, in bytes' time, see `MessageCosts.path_bytes`."""
+    left, times = list(found), dict[Route, tuple[int, int]]()
+    sender_free: dict[int, int] = {}
+    receiver_free: dict[int, int] = {}
+
+    def begin(message: Message) -> int:
+        ready = max((times[route][1] for route in message.needs), default=0)
+        return max(ready, sender_free.get(message.route.source, 0), receiver_free.get(message.route.destination, 0))
+
+    while left:
+        ready = [message for message in left if all(route in times for route in message.needs)]
+        chosen = min(ready, key=begin)  # the first one of several
+        start = begin(chosen)
+        end = start + chosen.num_bytes
+        times[chosen.route] = (start, end)
+        sender_free[chosen.route.source] = receiver_free[chosen.route.destination] = end
+        left.remove(chosen)
+    return times

@@ -1,0 +1,271 @@
+"""What the calls of a step take, learned from steps of one program, for any program of the same model with other buckets.
+
+Regions are cut anew with each bucket plan, but all plans cut the same operators in the same order. So what is kept of the
+measured regions is a pace: how far forward and backward have come after which time, where the estimated work of the operators
+says how far. Other calls take what those of their kind took, by their bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.communication.compressed_sums import bytes_of_rounds, num_bytes_sent
+from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.analysis.cost.work import Machine, seconds_of_graph
+from mirrorc.analysis.gradients.sent_factors import factor_bytes, packs_of, rows_of
+from mirrorc.analysis.gradients.sparse_update_rows import bytes_of_rows_sent
+from mirrorc.analysis.gradients.tiled_updates import part_elements_of
+from mirrorc.ir import ops
+from mirrorc.ir.gradient_forms import form_of
+from mirrorc.ir.nodes import bucket_of, is_region_call, name_of, pack_of, region_calls, region_of
+from mirrorc.ir.program import Program
+from mirrorc.torch_internals import num_bytes_now, size_now
+
+_WHOLE = ops.update.__name__
+_IN_PARTS = f"{_WHOLE} in parts"
+
+
+class UnknownCostError(ValueError):
+    """A program has an operation of which nobody knows what it takes."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much of a phase is done after which time.
+
+    Attributes:
+        parts: the part of the phase's work that is done after each region, from 0 to 1.
+        seconds: how long the phase has run then, without what runs in between.
+    """
+
+    parts: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, work: Sequence[float], seconds: Sequence[float]) -> Pace:
+        """The pace of regions, from the estimated work and the time of each."""
+        parts = list(itertools.accumulate(work, initial=0.0))
+        if not parts[-1]:  # nothing but views: by number
+            parts = [float(i) for i in range(len(parts))]
+        return cls(tuple(part / parts[-1] for part in parts), tuple(itertools.accumulate(seconds, initial=0.0)))
+
+    def at(self, part: float) -> float:
+        """The time after which so much is done."""
+        place = min(bisect.bisect_right(self.parts, part), len(self.parts) - 1)
+        low, high = self.parts[place - 1], self.parts[place]
+        within = min(1.0, (part - low) / (high - low)) if high > low else 1.0
+        return self.seconds[place - 1] + within * (self.seconds[place] - self.seconds[place - 1])
+
+
+@dataclass(frozen=True)
+class Line:
+    """What calls of one kind take: some time each, and some for each byte."""
+
+    seconds: float = 0.0
+    seconds_per_byte: float = 0.0
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float]]) -> Line:
+        """The line that is nearest to some sizes in bytes and times in seconds; neither of its figures is negative."""
+        if not points:
+            return cls()
+        size, time = (math.fsum(values) / len(points) for values in zip(*points, strict=True))
+        spread = math.fsum((own - size) ** 2 for own, _ in points)
+        if max(own for own, _ in points) < 2 * min(own for own, _ in points) or not spread:
+            return cls(0.0, time / size) if size else cls(time)  # sizes that are alike tell no more
+        slope = max(0.0, math.fsum((own - size) * (took - time) for own, took in points) / spread)
+        if slope * size > time:
+            return cls(0.0, time / size)
+        return cls(time - slope * size, slope)
+
+    def at(self, num_bytes: float) -> float:
+        return self.seconds + num_bytes * self.seconds_per_byte
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What the calls of steps take, see above.
+
+    Attributes:
+        starts: the seconds until each device begins.
+        paces: of each device, by phase.
+        lines: of other calls, by their kind as `kind_of_call` gives it.
+        machine: of a device.
+        link: between workers.
+    """
+
+    starts: tuple[float, ...]
+    paces: tuple[Mapping[str, Pace], ...]
+    lines: Mapping[str, Line]
+    machine: Machine
+    link: LinkSpeed
+
+    def durations(self, program: Program) -> ProgramDurations:
+        """What the calls of a lowered program of the same model take.
+
+        Raises:
+            UnknownCostError: it has an operation of which that is not known.
+        """
+        return ProgramDurations(self, program)
+
+
+class ProgramDurations:
+    """What the calls of one program take; see `mirrorc.analysis.cost.simulation.Durations`."""
+
+    def __init__(self, costs: StepCosts, program: Program) -> None:
+        self._costs, self._program = costs, program
+        self._of_regions: list[dict[fx.Node, float]] = []
+        works = works_of_regions(program, costs.machine)
+        for replica, module in enumerate(program.device_graphs.values()):
+            self._of_regions.append(dict(self._regions(replica, module.graph, works)))
+
+    def _regions(self, replica: int, graph: fx.Graph, works: Mapping[str, float]) -> Iterator[tuple[fx.Node, float]]:
+        for phase, nodes in calls_by_phase(self._program, graph).items():
+            pace = self._costs.paces[replica].get(phase)
+            if pace is None:
+                raise UnknownCostError(f"no {phase} of replica {replica} was measured")
+            whole = Pace.of([works[region_of(node)] for node in nodes], [0.0] * len(nodes))
+            times = [pace.at(part) for part in whole.parts]
+            yield from (
+                (node, after - before) for node, (before, after) in zip(nodes, itertools.pairwise(times), strict=True)
+            )
+
+    def start_seconds(self, replica: int) -> float:
+        return self._costs.starts[replica]
+
+    def seconds_of(self, replica: int, node: fx.Node) -> float:
+        if is_region_call(node):
+            return self._of_regions[replica][node]
+        if node.target is ops.wait and _launch(node).target is ops.gather_factors:
+            if part_elements_of(node) is not None:  # the update makes them
+                return 0.0
+            return self._seconds_of_products(bucket_of(node))
+        if node.target is ops.wait and _launch(node).target is ops.scatter_sums:
+            return self._seconds_of_adding(replica, node)
+        if node.target is ops.wait and _launch(node).target is ops.gather_parameters:
+            return 0.0  # they come to where they belong
+        kind, size = kind_of_call(self._program, node), num_bytes_of_call(self._program, replica, node)
+        line = self._costs.lines.get(kind)
+        if line is None and node.target is ops.update:
+            return self._seconds_of_update(node, kind, size)
+        return line.at(size) if line is not None else 0.0
+
+    def _seconds_of_update(self, node: fx.Node, kind: str, size: int) -> float:
+        """What an update takes that makes its gradient in parts, if only those were measured that do not; or the reverse."""
+        is_in_parts = kind.startswith(_IN_PARTS)
+        other = kind.replace(_IN_PARTS, _WHOLE, 1) if is_in_parts else kind.replace(_WHOLE, _IN_PARTS, 1)
+        line = self._costs.lines.get(other)
+        if line is None:
+            return 0.0
+        products = self._seconds_of_products(bucket_of(node))
+        return max(0.0, line.at(size) + (products if is_in_parts else -products))
+
+    def _seconds_of_products(self, bucket: int) -> float:
+        """What a device takes to make its share of the gradients of a bucket from the factors of all workers."""
+        machine, program = self._costs.machine, self._program
+        num_workers, num_devices = program.workers.num_workers, program.num_replicas
+        work = 0.0
+        for pack in packs_of(program, bucket):
+            for gradient, slot in zip(pack.args, program.buckets[bucket].slots, strict=False):
+                assert isinstance(gradient, fx.Node), "gradients are packed"
+                form, rows = form_of(gradient), rows_of(gradient) or []
+                num_rows = sum(size_now(part[0].shape[0]) for part in rows)
+                whole = torch.empty(slot.shape, device="meta")
+                work += form.num_multiplications(whole, num_rows) * machine.seconds_per_multiplication
+                work += sum(num_bytes_now(one) for part in rows for one in part) * machine.seconds_per_byte
+        written = program.buckets[bucket].num_bytes * machine.seconds_per_byte
+        num_makers = num_devices * (num_workers if program.buckets[bucket].part is not None else 1)
+        return (work * num_workers + written) / num_makers
+
+    def _seconds_of_adding(self, replica: int, wait: fx.Node) -> float:
+        """What a device takes to add up what all workers have of the elements that it updates."""
+        num_bytes = num_bytes_of_call(self._program, replica, wait)
+        return (self._program.workers.num_workers + 1) * num_bytes * self._costs.machine.seconds_per_byte
+
+    def flight_seconds(self, node: fx.Node) -> float:
+        num_workers, index = self._program.workers.num_workers, bucket_of(node)
+        if node.target is ops.exchange:
+            return self._costs.link.all_reduce_seconds(num_bytes_sent(self._program, node), num_workers)
+        if node.target is ops.gather_largest:
+            return self._costs.link.all_gather_seconds(num_bytes_sent(self._program, node), num_workers)
+        if node.target is ops.exchange_low_rank:
+            rounds = bytes_of_rounds(self._program, node)
+            return sum(self._costs.link.all_reduce_seconds(num_bytes, num_workers) for num_bytes in rounds)
+        if node.target is ops.scatter_sums:
+            return self._costs.link.all_to_all_seconds(self._program.buckets[index].num_bytes, num_workers)
+        if node.target is ops.gather_parameters:
+            part = self._program.buckets[index].num_bytes / num_workers
+            return self._costs.link.all_gather_seconds(part, num_workers)
+        if node.target is ops.gather_factors:
+            own = sum(map(factor_bytes, packs_of(self._program, index)))
+            return self._costs.link.all_gather_seconds(own, num_workers)
+        raise UnknownCostError(f"it is not known how long {name_of(node)} takes between workers")
+
+
+def works_of_regions(program: Program, machine: Machine) -> dict[str, float]:
+    """The estimated work of each region of a program, in seconds."""
+    return {name: seconds_of_graph(region.graph_module.graph, machine) for name, region in program.regions.items()}
+
+
+def calls_by_phase(program: Program, graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """A device's calls of regions, by their phase."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in region_calls(graph):
+        found.setdefault(program.regions[region_of(node)].phase, []).append(node)
+    return found
+
+
+def kind_of_call(program: Program, node: fx.Node) -> str:
+    """What a call has alike with those that take as long for each byte."""
+    kind = name_of(node)
+    if node.target is ops.wait:
+        kind = f"wait {name_of(_launch(node))}"
+    if "bucket" not in node.kwargs:
+        return kind
+    bucket = program.buckets[bucket_of(node)]
+    if node.kwargs.get("part_elements"):
+        kind = _IN_PARTS
+    return f"{kind} {bucket.rule.label} {bucket.dtype}{' of factors' if bucket.is_sent_as_factors else ''}"
+
+
+def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
+    """The size on which the time of a call depends, in bytes; 0 if it depends on none."""
+    if node.target in (*ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.commit):
+        return 0
+    if "bucket" not in node.kwargs:
+        return sum(_num_bytes(source.meta.get("val")) for source in node.all_input_nodes)
+    bucket = program.buckets[bucket_of(node)]
+    if node.target is ops.gather_factors:  # it copies them into a message
+        return sum(map(factor_bytes, packs_of(program, bucket.index)))
+    if node.target in (ops.updated_rows, ops.store_rows):
+        return bytes_of_rows_sent(program, bucket.index)
+    if node.target is ops.pack or (bucket.is_cut and node.target is ops.wait):
+        return _pack_bytes(program, node)
+    is_of_sum = node.target is ops.wait and _launch(node).target in ops.REDUCTIONS
+    start, stop = (bucket.share if is_of_sum else bucket.updated)(replica, program.num_replicas)
+    return (stop - start) * bucket.dtype.itemsize
+
+
+def _pack_bytes(program: Program, node: fx.Node) -> int:
+    """The bytes of the pack that a call is about: those of its bucket, unless it names one."""
+    if node.kwargs.get("pack") is None:
+        return program.buckets[bucket_of(node)].num_bytes
+    bucket, pack = program.packs[pack_of(node)]
+    return pack.num_elements * bucket.dtype.itemsize
+
+
+def _num_bytes(value: object) -> int:
+    return num_bytes_now(value)
+
+
+def _launch(wait: fx.Node) -> fx.Node:
+    launch = wait.args[0]
+    assert isinstance(launch, fx.Node), "a wait takes what a launch gives"
+    return launch

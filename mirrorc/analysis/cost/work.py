@@ -1,0 +1,84 @@
+"""Estimates the work of operators and regions: what they multiply, or the bytes that they move, whichever takes longer."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from mirrorc.custom_ops import out_products
+from mirrorc.torch_internals import is_operator, num_bytes_now, size_now, with_sizes_now
+
+_ATTENTION: dict[Any, tuple[int, float]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2.0),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 5.0),
+}
+"""Where the query is among the arguments, and how many products of queries and keys there are; it is not counted by torch."""
+_PRODUCTS = (out_products.mm_into, out_products.linear_into, out_products.addmm_into)  # of the last two arguments
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What operators take on a device: a roofline.
+
+    Attributes:
+        seconds_per_multiplication: of a large matrix product.
+        seconds_per_byte: that is read or written.
+    """
+
+    seconds_per_multiplication: float
+    seconds_per_byte: float
+
+
+def seconds_of_graph(graph: fx.Graph, machine: Machine) -> float:
+    """What all operators of a region would take, one after the other."""
+    return sum(seconds_of_operator(node, machine) for node in graph.nodes)
+
+
+def seconds_of_operator(node: fx.Node, machine: Machine) -> float:
+    """What an operator would take; 0 for a view, and for a node that is none."""
+    if node.op != "call_function" or node.target is operator.getitem or not is_operator(node.target):
+        return 0.0
+    if getattr(node.target, "is_view", False):
+        return 0.0
+    moved = _num_bytes(node.meta.get("val")) + sum(
+        _num_bytes(source.meta.get("val")) for source in node.all_input_nodes
+    )
+    return max(
+        _num_multiplications(node) * machine.seconds_per_multiplication,
+        moved * machine.seconds_per_byte,
+    )
+
+
+def _num_multiplications(node: fx.Node) -> float:
+    target: Any = node.target
+    given: Any = fx.node.map_arg((node.args, node.kwargs), lambda source: _now(source.meta.get("val")))
+    args, kwargs = given
+    if target in _PRODUCTS:
+        left, right = args[-2:]
+        return float(left.numel() * right.shape[-1])
+    if target in _ATTENTION:
+        first, factor = _ATTENTION[target]
+        query, key = args[first : first + 2]
+        return factor * float(query.numel() * key.shape[-2])
+    count = flop_registry.get(getattr(target, "overloadpacket", None))
+    if count is None:
+        return 0.0
+    return float(count(*args, **kwargs, out_val=_now(node.meta.get("val")))) / 2
+
+
+def _now(value: Any) -> Any:
+    """A value with the sizes that it had when the graph was captured."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_now, value))
+    return with_sizes_now(value) if isinstance(value, torch.Tensor) else size_now(value)
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return num_bytes_now(value)
+    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -1,0 +1,1 @@
+"""Of gradients: factors, rows, which region makes them."""

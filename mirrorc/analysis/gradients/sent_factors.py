@@ -1,0 +1,146 @@
+"""Finds which factors a worker sends to the others, and how many rows they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.gradients.factored_gradients import factor_values, left_to_shares
+from mirrorc.analysis.graph.aliases import ViewedVariables
+from mirrorc.ir import ops
+from mirrorc.ir.buckets import Detail, RowType, SentFactors
+from mirrorc.ir.gradient_forms import FactoredGradient, GradientForm, details_of, form_of, recognize
+from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.program import Program
+from mirrorc.torch_internals import num_bytes_now, sizes_key
+
+Counts = tuple[int, ...]
+"""The numbers of rows of the factors that a worker sends: of each bucket in order, of each gradient, of each replica, how many
+parts there are, and then the number of rows of each part."""
+
+
+# In a captured program, before it is outlined
+
+
+def sendable(graph: fx.Graph, variables: ViewedVariables) -> dict[str, tuple[fx.Node, FactoredGradient]]:
+    """The gradients of a captured graph that have factors which can be sent, by variable."""
+    gradients, found = _gradients(graph), {}
+    nodes = list(gradients.values())
+    for name, node in gradients.items():
+        gradient = recognize(node) if nodes.count(node) == 1 else None
+        if gradient is None or any(variables.of(factor) for factor in gradient.factors):
+            continue
+        if _described(gradient.form, fake_rows(gradient), gradient.details) is not None:
+            found[name] = node, gradient
+    return found
+
+
+def sent_factors(program: Program, variable: str) -> SentFactors:
+    """What workers send of a variable's gradient in a captured program, where it is `sendable`."""
+    gradient = recognize(_gradients(program.shard_graphs[0])[variable])
+    assert gradient is not None, "the gradient can be sent as factors"
+    found = _described(gradient.form, fake_rows(gradient), gradient.details)
+    assert found is not None, "the gradient can be sent as factors"
+    return found
+
+
+def fake_rows(gradient: FactoredGradient) -> list[torch.Tensor] | None:
+    """The (fake) rows of a gradient's factors; None if factors of its form are not sent."""
+    return gradient.form.to_rows([factor.meta["val"] for factor in gradient.factors])
+
+
+def _gradients(graph: fx.Graph) -> dict[str, fx.Node]:
+    output: Any = graph.output_node().args[0]
+    return output["gradients"]
+
+
+def _described(
+    form: GradientForm, rows: Sequence[torch.Tensor] | None, details: Mapping[str, Any]
+) -> SentFactors | None:
+    """What workers send of a gradient; None if it cannot be sent as factors."""
+    if rows is None or not all(type(value) is int for value in details.values()):
+        return None
+    kinds = tuple(RowType(sizes_key(own.shape[1:]), own.dtype) for own in rows)
+    said = tuple(Detail(name, value) for name, value in sorted(details.items()))
+    return SentFactors(form.operation.__name__, kinds, said)
+
+
+# In a program with packed buckets
+
+
+def gradients_of(pack: fx.Node) -> list[fx.Node]:
+    """What a replica packs, in order of the slots."""
+    return list(pack.args)  # type: ignore[arg-type]
+
+
+def packed_factors(gradient: fx.Node) -> SentFactors | None:
+    """What workers send of a gradient that is left as factors; None if factors of its form are not sent."""
+    rows = rows_of(gradient)
+    return _described(form_of(gradient), rows[0], details_of(gradient)) if rows is not None else None
+
+
+def rows_of(gradient: fx.Node) -> list[list[torch.Tensor]] | None:
+    """The (fake) rows of a gradient's factors, of each of its parts; None if factors of its form are not sent."""
+    form = form_of(gradient)
+    parts = [form.to_rows(factors) for factors in factor_values(gradient)]
+    return None if None in parts else parts  # type: ignore[return-value]
+
+
+def factor_bytes(pack: fx.Node) -> int:
+    """The bytes of all factors of a packed bucket."""
+    found = [rows_of(gradient) or [] for gradient in gradients_of(pack)]
+    return sum(num_bytes_now(rows) for parts in found for part in parts for rows in part)
+
+
+def packs_of(program: Program, bucket: int) -> list[fx.Node]:
+    """The packs of a bucket in a lowered program, of each replica."""
+    graphs = (module.graph for module in program.device_graphs.values())
+    return [next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket) for graph in graphs]
+
+
+def factors_of_shares(program: Program, bucket: int) -> list[list[list[tuple[torch.Tensor, ...]]]]:
+    """The (fake) factors of which devices make their shares of a bucket, in a LOWERED program: of each replica with examples, of
+    each gradient, of each part. Other workers are taken to have as many as this one."""
+    packs = [pack for pack in packs_of(program, bucket) if pack.args]
+    found = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
+    is_gathered = any(user.target is ops.gather_factors for pack in packs for user in pack.users)
+    return found * program.workers.num_workers if is_gathered else found
+
+
+def row_counts(program: Program) -> Counts:
+    """The numbers of rows of the factors that a lowered program sends."""
+    counts: list[int] = []
+    for bucket in program.buckets:
+        if not bucket.is_sent_as_factors:
+            continue
+        packs = packs_of(program, bucket.index)
+        for place in range(len(bucket.slots)):
+            for pack in packs:
+                parts = (rows_of(gradients_of(pack)[place]) or []) if pack.args else []
+                counts += [len(parts), *(len(part[0]) for part in parts)]
+    return tuple(counts)
+
+
+def no_rows(program: Program) -> Counts:
+    """As `row_counts`, of the program that is run in place of a lowered one on a batch without examples."""
+    return (0,) * sum(program.num_replicas * len(bucket.sent_factors) for bucket in program.buckets)
+
+
+def split_counts(counts: Counts, num_gradients: Sequence[int], num_replicas: int) -> list[list[list[Counts]]]:
+    """The number of rows of each part, by bucket, gradient and replica.
+
+    Args:
+        counts: as `row_counts` gives them.
+        num_gradients: of each bucket that is sent as factors.
+        num_replicas: of the worker that has them.
+    """
+    given = iter(counts)
+    found = [
+        [[tuple(next(given) for _ in range(next(given))) for _ in range(num_replicas)] for _ in range(number)]
+        for number in num_gradients
+    ]
+    assert next(given, None) is None, "all workers have one plan"
+    return found

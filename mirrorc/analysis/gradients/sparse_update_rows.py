@@ -1,0 +1,55 @@
+"""Says how many rows of a table an optimizer that takes rows writes in a step, at most, and how many bytes they are."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mirrorc.analysis.gradients.sent_factors import rows_of
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.program import Program
+from mirrorc.torch_internals import size_now
+
+
+def most_rows(program: Program, index: int) -> int:
+    """The rows of a table that a step's gradient has, at most: each lookup of it, but no more than the table has.
+
+    Other workers are taken to look up as much as this one; if this one has no examples, nothing is known of them.
+
+    Args:
+        program: a program with packed buckets.
+        index: of the bucket, whose optimizer takes rows.
+    """
+    bucket = program.buckets[index]
+    rows_of_table = bucket.slots[0].shape[0]
+    packs = [node for graph in program.graphs() for node in calls_to(graph, ops.pack) if bucket_of(node) == index]
+    if not any(pack.args for pack in packs):
+        return rows_of_table
+    parts = [part for pack in packs for gradient in pack.all_input_nodes for part in rows_of(gradient) or []]
+    looked_up = sum(size_now(part[0].shape[0]) for part in parts)
+    return min(rows_of_table, program.workers.num_workers * looked_up)
+
+
+def bytes_of_rows_sent(program: Program, index: int) -> int:
+    """What those rows have, without indices, which every device has."""
+    bucket = program.buckets[index]
+    return most_rows(program, index) * bucket.slots[0].shape[1] * bucket.dtype.itemsize
+
+
+def bytes_of_sent(program: Program, send: fx.Node) -> int:
+    """The bytes of a value that a `send` gives, at most: of rows, as many as there may be."""
+    value = send.all_input_nodes[0]
+    if value.target is ops.updated_rows:
+        return bytes_of_rows_sent(program, bucket_of(value))
+    tensor = value.meta["val"]
+    return int(tensor.numel() * tensor.dtype.itemsize)
+
+
+def is_of_rows(receipt: fx.Node) -> bool:
+    """Whether a `recv` receives rows, which nothing but `store_rows` takes."""
+    return any(user.target is ops.store_rows for wait in receipt.users for user in wait.users)
+
+
+def gives_indices_alone(wait: fx.Node) -> bool:
+    """Whether of a sum of rows that a device waits for nothing is taken but which rows there are."""
+    return all(user.target is ops.store_rows for user in wait.users)

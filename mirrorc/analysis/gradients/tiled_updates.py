@@ -1,0 +1,114 @@
+"""Finds which updates make the gradient that they take in parts, and what is in parts of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.buckets.clipping import asked_of_late_share
+from mirrorc.analysis.gradients.factored_gradients import left_to_shares
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.program import Program
+
+Size = tuple[int, int, int]
+"""Rows and columns of a sum of products, and how many numbers are added up for each element."""
+
+MOST_INNER = 64
+"""Products of longer sums than this are made as a whole: the time that rows take, one part after the other, is what it saves."""
+_SMALLEST_PART = 8
+
+
+def part_elements_of(wait: fx.Node) -> int | None:
+    """In how many elements at a time a share is made by the update that takes it; None if the wait makes it."""
+    takers = [taker for user in wait.users for taker in (user.users if user.target is ops.clip_value else (user,))]
+    found = [taker.kwargs.get("part_elements") for taker in takers if taker.target is ops.update]
+    return next((number for number in found if isinstance(number, int)), None)
+
+
+def share_behind(update: fx.Node) -> fx.Node:
+    """The share that an update takes: what it is given, or what is bounded before by its elements."""
+    given: Any = update.args[0]
+    return given.all_input_nodes[0] if given.target is ops.clip_value else given
+
+
+def is_looked_at(update: fx.Node) -> bool:
+    """Whether something else looks at the share that an update takes, before it is updated with."""
+    return len(share_behind(update).users) > 1
+
+
+def is_made_in_updates(gradient: fx.Node) -> bool:
+    """Whether the shares of a factored gradient are left to the updates that take them."""
+    launches = [launch for pack in gradient.users for launch in pack.users]
+    waits = [wait for launch in launches for wait in launch.users if wait.target is ops.wait]
+    return bool(waits) and all(part_elements_of(wait) is not None for wait in waits)
+
+
+def why_not_in_parts(program: Program, update: fx.Node) -> str:
+    """Why an update cannot make the share that it takes in parts, in a clause; empty if it can."""
+    wait = share_behind(update)
+    launches = [source for source in wait.all_input_nodes if source.target in (ops.reduce_scatter, ops.gather_factors)]
+    if wait.target is not ops.wait or not launches:
+        return f"it takes {wait.name}, which is no wait for a share"
+    if is_looked_at(update) and asked_of_late_share(wait) is None:
+        takers = (update, update.all_input_nodes[0])
+        return f"{next(user for user in wait.users if user not in takers).name} takes {wait.name} as well"
+    if len(update.all_input_nodes[0].users) > 1 and not is_looked_at(update):
+        return f"it does not take {update.all_input_nodes[0].name} alone"
+    if len(update.args) > 1 and not is_looked_at(update):
+        return "it scales the gradient as a whole"
+    if any(device.is_asynchronous for device in program.devices):
+        return "devices run it behind the host's back"
+    own = [pack for launch in launches for pack in launch.all_input_nodes if pack.target is ops.pack and has_link(pack)]
+    is_sent = program.buckets[bucket_of(update)].is_sent_as_factors
+    if not is_sent and not any(map(left_to_shares, own if any(pack.args for pack in own) else _packs(program, update))):
+        return f"no gradient of bucket {bucket_of(update)} is left as factors"
+    return ""
+
+
+def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
+    """The packs of an update's bucket on all replicas: one without examples packs nothing, and takes part all the same."""
+    packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
+    return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
+
+
+def has_link(pack: fx.Node) -> bool:
+    """Whether it is known how a packed bucket is reduced, and so, who makes its gradients."""
+    return all(user.kwargs.get("link") for user in pack.users)
+
+
+def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: int) -> int:
+    """The elements of the largest part of a product, or of some rows of it: whole rows, at most ``part_elements`` elements.
+
+    It is 0 if the product is not made in parts. A small one is not: for each part an optimizer is called, which costs more than
+    to write it where it lies.
+
+    Args:
+        num_rows, width: of the product.
+        num_inner: how many numbers are added up for each element.
+        part_elements: as the update says.
+    """
+    is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER
+    return min(num_rows, part_elements // width) * width if is_worth_it else 0
+
+
+def is_measured_by_factors(size: Size, dtype: torch.dtype) -> bool:
+    """Whether to measure a product by its factors takes fewer operations than to look at its elements, and is as exact.
+
+    Numbers of 64 bits are measured as they are: nothing more exact measures their factors.
+    """
+    m, n, k = size
+    return dtype == torch.float32 and 0 < k * k * (m + n) < m * n
+
+
+def is_bounded_by_factors(size: Size, dtype: torch.dtype) -> bool:
+    """Whether the factors of a product of real numbers have far fewer elements than it."""
+    m, n, k = size
+    return dtype.is_floating_point and 0 < 4 * k * (m + n) < m * n
+
+
+def has_few_rows(num_rows: int, num_added: int, dtype: torch.dtype) -> bool:
+    """Whether to look at the rows that are added to a table takes less time than to look at all of it."""
+    return dtype.is_floating_point and 0 < 2 * num_added < num_rows

@@ -1,0 +1,1 @@
+"""Of any graph: aliases, layouts, lifetimes, cuts."""

@@ -1,0 +1,1 @@
+"""Of activations: peaks, recomputation, segments."""

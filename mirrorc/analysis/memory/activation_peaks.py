@@ -1,0 +1,166 @@
+"""Predicts how many bytes of activations a captured graph holds at its peak, for any choice of what backward computes again."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from mirrorc.analysis.cost.work import Machine, seconds_of_operator
+from mirrorc.analysis.graph.aliases import viewed
+from mirrorc.analysis.graph.backward import first_of_backward
+from mirrorc.analysis.memory.recomputed_values import num_bytes_of, recomputed_values
+from mirrorc.ir import ops
+from mirrorc.ir.checkpoints import Checkpoint, checkpoint_of
+from mirrorc.ir.nodes import is_compute
+from mirrorc.ir.program import Program
+
+MACHINE = Machine(seconds_per_multiplication=2e-11, seconds_per_byte=1e-10)
+"""A processor by which the work of operators is compared. It is no measured one, so that all workers choose alike."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a choice comes to.
+
+    Attributes:
+        num_bytes: the most bytes of activations that are held at one moment.
+        seconds: what the operators take that backward runs again.
+    """
+
+    num_bytes: int
+    seconds: float
+
+
+class JointTimeline:
+    """A captured graph as it runs, operator by operator: what is held, and until when.
+
+    Values count as `step.memory()` counts them, except that gradients are taken to lie in buckets, and that nothing is known of
+    regions, updates and what operators take for themselves.
+
+    Args:
+        program, graph: the captured program and its graph, which has a backward.
+
+    Attributes:
+        nodes: of the graph, in order.
+        forward: those of forward.
+        backward: the others.
+        first: of backward.
+        seconds: what each operator takes.
+    """
+
+    def __init__(self, program: Program, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self._place = {node: place for place, node in enumerate(self.nodes)}
+        first = first_of_backward(program, graph)
+        assert first is not None, "a training call has a backward"
+        self.first = first
+        self.forward = self.nodes[: self._place[first]]
+        self.backward = dict.fromkeys(self.nodes[self._place[first] :])
+        self.seconds = {node: seconds_of_operator(node, MACHINE) for node in self.forward}
+        self._inputs = [[self._place[source] for source in node.all_input_nodes] for node in self.nodes]
+        self._viewed = [self._place[source] if (source := _viewed(node)) is not None else None for node in self.nodes]
+        self._is_operator = [is_compute(node) or node.target is operator.getitem for node in self.nodes]
+        self._owners = [self.owner(place) for place in range(len(self.nodes))]
+        self.sizes = self._sizes()
+
+    def _sizes(self) -> list[int]:
+        """The bytes that each node takes when it has run: none for views, variables, arguments, and gradients in buckets."""
+        output: Any = self.nodes[-1].args[0]
+        gradients: set[fx.Node] = set(output["gradients"].values())
+        in_buckets = {self.owner(self._place[node]) for node in gradients}
+        sizes = []
+        for place, node in enumerate(self.nodes):
+            is_new = self._is_operator[place] or node.target in ops.MEETINGS
+            has_own = is_new and self._viewed[place] is None and place not in in_buckets
+            sizes.append(num_bytes_of(node) if has_own else 0)
+        return sizes
+
+    def owner(self, place: int) -> int:
+        """The place of the value in whose memory that of a node lies."""
+        while (source := self._viewed[place]) is not None:
+            place = source
+        return place
+
+    def again(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> list[int]:
+        """The places of the values that backward computes again, in order."""
+        found = recomputed_values(self.forward, self.backward, self.first, checkpoints.get)
+        return sorted(self._place[node] for node in found)
+
+    def peak(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> Peak:
+        """What is held at the peak if backward computes again what these checkpoints say."""
+        again = set(self.again(checkpoints))
+        runs, seconds = self._runs(again)
+        offset = len(self.nodes)
+        owners = {place: self._owners[place] for place in range(len(self.forward))}
+        for place in sorted(again):
+            source = self._viewed[place]
+            owners[offset + place] = offset + place if source is None else owners[source + offset * (source in again)]
+        for place in range(len(self.forward), offset):
+            source = self._viewed[place]
+            owners[place] = place if source is None else owners[source + offset * (source in again)]
+        last: dict[int, int] = {}  # of each memory, when it is used for the last time
+        used: set[int] = set()
+        for moment in range(len(runs) - 1, -1, -1):
+            value, inputs = runs[moment]
+            if value not in used and value < len(self.forward) and self._is_operator[value]:
+                continue  # nothing needs it any more, so it is removed
+            for source in inputs:
+                used.add(source)
+                last.setdefault(owners[source], moment)
+        total = most = 0
+        for moment, (value, inputs) in enumerate(runs):
+            own = self.sizes[value % offset]
+            if own and value in last:
+                total += own
+                most = max(most, total)
+            elif own and value >= len(self.forward):  # what is unused in forward is removed
+                most = max(most, total + own)
+            for memory in {owners[source] for source in inputs}:
+                if last.get(memory) == moment:
+                    total -= self.sizes[memory % offset]
+        return Peak(most, seconds)
+
+    def _runs(self, again: Set[int]) -> tuple[list[tuple[int, list[int]]], float]:
+        """What runs, in order, with what it takes, and what the copies take; a copy has the number of nodes added to its own."""
+        offset, seconds = len(self.nodes), 0.0
+        runs = [(place, self._inputs[place]) for place in range(len(self.forward))]
+        copies: set[int] = set()
+        for place in range(len(self.forward), offset):
+            is_output = place == offset - 1
+            for source in [] if is_output else sorted(self._needed(place, again, copies)):
+                taken = [given + offset * (given in again) for given in self._inputs[source]]
+                runs.append((source + offset, taken))
+                copies.add(source)
+                seconds += self.seconds[self.nodes[source]]
+            taken = [given + offset * (given in again and not is_output) for given in self._inputs[place]]
+            runs.append((place, taken))
+        return runs, seconds
+
+    def _needed(self, user: int, again: Set[int], copies: Set[int]) -> set[int]:
+        found: set[int] = set()
+        pending = [user]
+        while pending:
+            given = self._inputs[pending.pop()]
+            new = [one for one in given if one in again and one not in found and one not in copies]
+            found.update(new)
+            pending += new
+        return found
+
+
+def predicted_peak(program: Program) -> int:
+    """The bytes of activations at the peak of the captured program's largest shard, with its checkpoints."""
+    peaks = []
+    for graph in program.shard_graphs:
+        given = {node: own for node in graph.nodes if (own := checkpoint_of(node)) is not None}
+        peaks.append(JointTimeline(program, graph).peak(given).num_bytes)
+    return max(peaks)
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The value of which a node is a view, as a part of a split one is."""
+    is_value = is_compute(node) or node.target is operator.getitem
+    return viewed(node) if is_value else None

@@ -1,0 +1,91 @@
+"""The part of one worker of a batch that all workers have whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from mirrorc.capture.call.arguments import Leaf, PerReplica, Structure, flatten_call, rebuild, replicated
+from mirrorc.capture.call.shards import shard_sizes
+from mirrorc.cluster import find_place
+from mirrorc.ir.workers import Workers, World
+from mirrorc.messages.wording import counted
+
+_T = TypeVar("_T")
+
+
+def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, process_group: Any = None) -> _T:
+    """The part of this worker of a batch that every worker has whole, where there is no step yet; else see `Step.shard_batch`.
+
+    The batch is cut along dim 0 among the replicas of all workers, in the order of ranks, into shards whose sizes differ by at
+    most one, as a step in one process would cut it among as many devices. This worker gets those of its replicas, put together;
+    of a batch that is too small for all replicas, the last workers get tensors without examples, which a step takes.
+    Which worker this is says `mirrorc.cluster.find_place`; no other worker is asked.
+
+    Args:
+        batch: a tensor, or nested containers of tensors with equally many examples in dim 0. `mirrorc.replicated` values, tensors
+            without dimensions and what is no tensor are kept as they are; of a `mirrorc.PerReplica`, which has a value for each
+            replica of all workers, this worker's are kept.
+        devices_per_worker: how many devices each worker gives to `mirrorc.compile`; a sequence with a number for each if they
+            differ.
+        process_group: as for `mirrorc.compile`.
+
+    Returns:
+        The same containers of views of the tensors; in a process on its own, the batch itself.
+
+    Raises:
+        TypeError, ValueError: tensors disagree on dim 0, or the batch cannot be split for another reason; a worker would
+            have none of its packed sequences; or what describes the workers is wrong. Workers with the same batch raise the same.
+    """
+    place = find_place(process_group)
+    return part_of_worker(batch, World(place.num_workers, devices_per_worker).worker(place.rank))
+
+
+def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
+    """The part of one worker, see `shard_batch`.
+
+    Args:
+        batch: as all workers have it.
+        workers: all of them, and which one the part is for.
+        fewest: how many examples a replica should have, if the batch has as many.
+    """
+    if not workers.are_several:
+        return batch
+    call = flatten_call(["batch"], (batch,), {})
+    is_split = [leaf.tensor is None or (leaf.split and leaf.tensor.dim() > 0) for leaf in call.leaves]
+    to_split = tuple(leaf for leaf, splits in zip(call.leaves, is_split, strict=True) if splits)
+    sizes = shard_sizes(dataclasses.replace(call, leaves=to_split), workers.num_all_replicas, fewest)
+    (structure,), _ = call.structure
+    _refuse_sequences_of_none(structure, sizes, workers)
+    parts = [
+        _part(leaf, sizes, workers) if splits else leaf.tensor if leaf.split else replicated(leaf.tensor)
+        for leaf, splits in zip(call.leaves, is_split, strict=True)
+    ]
+    made: _T = rebuild(structure, parts, {})
+    return made
+
+
+def _part(leaf: Leaf, sizes: Sequence[int], workers: Workers) -> Any:
+    first, number = workers.first_replica, workers.devices_per_worker[workers.rank]
+    if leaf.tensor is None:
+        return PerReplica(leaf.per_replica[first : first + number])
+    return leaf.tensor.narrow(0, sum(sizes[:first]), sum(sizes[first : first + number]))
+
+
+def _refuse_sequences_of_none(structure: Structure, sizes: Sequence[int], workers: Workers) -> None:
+    """Refuses packed sequences of which a worker would get none, on all workers alike: torch packs no empty batch."""
+    ends = list(itertools.accumulate(workers.devices_per_worker))
+    numbers = [sum(sizes[end - own : end]) for end, own in zip(ends, workers.devices_per_worker, strict=True)]
+    if not all(numbers) and _has_packed(structure):
+        raise ValueError(
+            f"the batch has packed sequences, {counted(sum(sizes), 'example')}, and worker {numbers.index(0)} would have none of "
+            "them, which torch cannot pack: pass them padded, with their lengths, or leave the batch out on all workers"
+        )
+
+
+def _has_packed(structure: Structure) -> bool:
+    if structure[0] in ("leaf", "plain", "constant"):
+        return False
+    return structure[0] == "packed sequence" or any(map(_has_packed, structure[2]))

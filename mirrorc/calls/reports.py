@@ -1,0 +1,205 @@
+"""What a step tells about itself: its program and variables, and what its last calls took and measured."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import fx
+
+from mirrorc.analysis.communication.worker_schedule import schedule_hash
+from mirrorc.calls.batch_sharding import part_of_worker
+from mirrorc.capture.call.batch_norm import fewest_examples
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.program import Program
+from mirrorc.options.clipping import told_norms
+from mirrorc.options.step_options import StepOptions
+from mirrorc.options.workers import refuse_to_run
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.memory.estimate import report_memory
+from mirrorc.runtime.memory.report import MemoryReport
+from mirrorc.runtime.profiling.explain_steps import explain_steps
+from mirrorc.runtime.profiling.explanation import Explanation
+from mirrorc.runtime.profiling.prediction import Foundations
+from mirrorc.runtime.profiling.recorder import RecordedStep, recorded_steps
+from mirrorc.runtime.profiling.timeline import write_timeline
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.state.variables.mirrored_variable import MirroredVariable, mirrored_variables
+
+_T = TypeVar("_T")
+
+
+class StepReports(ABC):
+    """The part of a `Step` that tells about it."""
+
+    def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
+        self._options, self._model, self._state = options, model, state
+        self._last: Executor | None = None  # of the last call
+        self._last_trained: Executor | None = None  # of the last training step
+
+    @abstractmethod
+    def _exclusively(self, function: Callable[[], _T]) -> _T:
+        """Calls a function while no other call of the step runs."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Returns when nothing of the last call is left to do."""
+
+    @abstractmethod
+    def _foundations(self) -> Foundations | None:
+        """What predictions of steps over several workers stand on; None for a process on its own."""
+
+    @property
+    def program(self) -> Program:
+        """The lowered program of the last call; ``print(step.program)`` is the schedule."""
+        if self._last is None:
+            raise ExecutionError("there is no program yet: it is compiled at the first call, or with example_inputs=")
+        return self._last.program
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker among those that train together; 0 in a process on its own."""
+        return self._options.program_workers.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers train together; 1 in a process on its own."""
+        return self._options.program_workers.num_workers
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas all workers have together."""
+        return self._options.program_workers.num_all_replicas or len(self._options.devices)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, whose values the others take over at the start; also in a process on its own."""
+        return self.rank == 0
+
+    def shard_batch(self, batch: _T) -> _T:
+        """The part of this worker of a batch that every worker has whole.
+
+        Steps of all workers, called as ``step(step.shard_batch(x), target=step.shard_batch(y))``, are those of one process over
+        the devices of all workers, called with the whole batch: each replica has the same examples, also of a batch that is too
+        small for all replicas, or for two examples in each where a BatchNorm normalizes by them. Only if torch refuses single
+        examples for another reason (``F.batch_norm`` with ``training=True``) does each worker cut its part by itself. Buffers
+        that forward writes may differ after a batch that leaves a replica without examples: workers go on from the mean.
+
+        Args:
+            batch: as for `mirrorc.shard_batch`, which cuts a batch without a step; so are what is returned and what is raised.
+        """
+        return part_of_worker(
+            batch, self._options.program_workers, fewest_examples(self._options.model, self._options.loss_fn)
+        )
+
+    @property
+    def schedule_hash(self) -> str:
+        """The hash of what the program of the last call, or of `prepare`, exchanges with other workers: the same on all of them.
+
+        Raises:
+            ExecutionError: there is no program yet, or no other worker.
+        """
+        if not self.program.workers.are_several:
+            raise ExecutionError("there is no worker besides this one, so nothing is exchanged: compile with world=")
+        return schedule_hash(self.program)
+
+    @property
+    def graphs(self) -> Mapping[str, fx.GraphModule]:
+        """The lowered graph of each device, by name."""
+        return self.program.device_graphs
+
+    @property
+    def variables(self) -> Mapping[str, MirroredVariable]:
+        """The variables of the last call's program, by name; tied weights by each of their names.
+
+        What forward or the loss read of modules outside of the model is named ``outside.``, and as they call it.
+
+        Raises:
+            ExecutionError: there is no program yet, or a lost connection to other workers has left them between two steps.
+        """
+        program, last = self.program, self._last
+        self.synchronize()
+        self._state.refuse_if_torn()
+        if last is not None and not self._state.store.has(program):
+            self._exclusively(lambda: last.state.take_over(program))
+        elif self._state.is_behind and not self._state.callers.now:  # a call that runs sees to it
+            self._exclusively(self._state.catch_up)
+        return mirrored_variables(program, self._state.store, self._model.names, self.synchronize)
+
+    @property
+    def num_skipped(self) -> int:
+        """With ``check_finite="skip"``, the number of steps that have left their updates out."""
+        return self._state.num_skipped
+
+    @property
+    def num_accumulated(self) -> int:
+        """The number of examples whose gradients `Step.accumulate` has kept for the next update."""
+        return self._state.accumulated.num_examples
+
+    @property
+    def grad_norm(self) -> Any:
+        """The norm of the last step's gradients before clipping, a scalar on the first device, over the whole batch.
+
+        A tuple of one for each group of the optimizers, or None, if ``clip_grad_norm`` has a bound for each. Not a number if the
+        step was skipped.
+
+        Raises:
+            ExecutionError: it was not measured; says why.
+        """
+        last = self._last_trained
+        num_groups = len(self._options.optimizers)
+        found = last and told_norms(self._state.told, last.program, num_groups, is_skipped=last.commit.is_skipped)
+        if found is None:
+            raise ExecutionError(
+                "no norm was measured: it is after the first step that is compiled with clip_grad_norm=; math.inf only measures"
+            )
+        return found
+
+    def explain(self) -> Explanation:
+        """Explains where the time of the last training steps went; printed, `Explanation` is a table with a row for each bucket.
+
+        Raises:
+            ExecutionError: no step was recorded; says why.
+        """
+        program, steps = self._recorded()
+        is_interleaved = self._last_trained is not None and self._last_trained.is_interleaved
+        return explain_steps(program, steps, is_interleaved, self._foundations())
+
+    def memory(self) -> MemoryReport:
+        """Reports the memory of a step, in bytes by device and kind; printed, `MemoryReport` is a table.
+
+        It is computed from the program of the last call, or of `prepare`; no step need have run.
+
+        Raises:
+            ExecutionError: there is no program yet.
+        """
+        program, last = self.program, self._last
+        assert last is not None, "a step with a program has an executor"
+        return report_memory(program, last.regions, self._state)
+
+    def timeline(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the last training steps as a trace for https://ui.perfetto.dev or chrome://tracing; returns its path.
+
+        Args:
+            path: the file to write, as JSON; compressed if it ends in ``.gz``. Folders that are missing are made.
+
+        Raises:
+            ExecutionError: no step was recorded; says why.
+        """
+        return write_timeline(path, *self._recorded())
+
+    def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
+        last = self._last_trained  # another thread may run the step meanwhile
+        refuse_to_run(self._options.program_workers, self._options.cluster)
+        if self._options.cuda_graphs:
+            raise ExecutionError(
+                "no step was recorded: with cuda_graphs=True a step is one launch, and none of its calls has a time of its "
+                "own; compile with cuda_graphs=False to see where the time goes, or profile with torch.profiler"
+            )
+        steps = recorded_steps(self._options.record, last.recorder if last is not None else None)
+        assert last is not None, "a step without a program has no recorded steps"
+        return last.program, steps

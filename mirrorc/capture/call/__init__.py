@@ -1,0 +1,1 @@
+"""A call as data: arguments, shards, types, outputs, what changes between calls."""

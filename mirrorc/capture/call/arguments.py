@@ -1,0 +1,300 @@
+"""Takes the arguments of a call apart into tensors and plain values, and puts them together again for the tracer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mirrorc.capture.call.containers import paths_of_children, put_together, take_apart
+
+Structure = tuple[Any, ...]  # nested and hashable; see _flatten
+
+
+class PerReplica:
+    """A value that is already split: one tensor (or nested tensors) for each replica, in order of the devices.
+
+    Args:
+        values: one value for each replica. Their sizes along dim 0 may differ; each replica's loss is weighted by its size. A
+            replica whose tensors have no examples (dim 0 is 0) runs nothing of forward and backward.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        if not isinstance(values, Iterable) or isinstance(values, (torch.Tensor, str, Mapping)):
+            kind = type(values).__name__
+            raise TypeError(f"PerReplica takes values for all replicas, not {kind}: give mirrorc.PerReplica([x0, x1])")
+        self.values = tuple(values)
+
+    def __repr__(self) -> str:
+        return f"PerReplica({len(self.values)} values)"
+
+
+class Replicated:
+    """A value that is passed to every replica whole; made by `replicated`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "mirrorc.replicated(...)"
+
+
+def replicated(value: Any) -> Any:
+    """Marks an argument of a step that every replica gets whole, instead of a shard of it.
+
+    Args:
+        value: a tensor, or nested containers of tensors.
+    """
+    return Replicated(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A tensor argument: either ``tensor``, which is to be split or replicated, or ``per_replica``, which is split already."""
+
+    path: str
+    tensor: torch.Tensor | None
+    split: bool
+    per_replica: tuple[torch.Tensor, ...] = ()
+
+
+class Constant:
+    """An argument that is no tensor; programs are specialized on its value, or on its identity if it cannot be hashed.
+
+    Attributes:
+        value: the argument.
+        path: its name, which has no part in comparisons.
+    """
+
+    def __init__(self, value: Any, path: str = "") -> None:
+        self.value = value
+        self.path = path
+        # these are told apart by their text: -0.0 == 0.0, and nan != nan
+        self._is_float = isinstance(value, float | complex | np.inexact)
+        try:
+            self._key: Any = (type(value), repr(value) if self._is_float else hash(value))
+        except TypeError:
+            self._key = (type(value), id(value))
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Constant) or self._key != other._key:
+            return False
+        return self._is_float or self.value is other.value or bool(self.value == other.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of one step: their tensors, their plain values, and the structure that holds them.
+
+    Attributes:
+        plain: strings, numbers, None and lists of them, by a name that is made of the argument's. The structure does not tell
+            their values: a graph depends on them only where Python has read them while it was traced.
+    """
+
+    leaves: tuple[Leaf, ...]
+    structure: Structure
+    plain: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def flatten_call(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps_plain_apart: bool = False
+) -> Call:
+    """Takes a call apart.
+
+    Args:
+        names: the names of the positional parameters, for messages and dumps.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        keeps_plain_apart: plain values become `Call.plain`; else they are constants of the structure.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be made again of shards; names it and the remedy.
+    """
+    leaves: list[Leaf] = []
+    plain: dict[str, Any] = {}
+    apart = plain if keeps_plain_apart else None
+    positional = []
+    for i, value in enumerate(args):
+        path = names[i] if i < len(names) else f"args[{i}]"
+        positional.append(_flatten_argument(value, path, leaves, apart))
+    keyword = [(key, _flatten_argument(value, key, leaves, apart)) for key, value in kwargs.items()]
+    return Call(tuple(leaves), (tuple(positional), tuple(keyword)), plain)
+
+
+def _flatten_argument(value: Any, path: str, leaves: list[Leaf], plain: dict[str, Any] | None) -> Structure:
+    try:
+        return _flatten(value, path, leaves, "split", plain)
+    except RecursionError:
+        raise ValueError(
+            f"argument {path!r} holds itself, directly or through what it holds, and cannot be taken apart: pass "
+            "what forward needs of it"
+        ) from None
+
+
+_PLAIN = frozenset({str, bytes, bool, int, float, type(None)})
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a string, a number or None, or a list or tuple of such values, and no subclass of these."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return all(type(item) in _PLAIN or _is_plain(item) for item in value)
+    return kind in _PLAIN
+
+
+def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[str, Any] | None) -> Structure:
+    if isinstance(value, Replicated):
+        return _flatten(value.value, path, leaves, "replicated", plain)
+    if isinstance(value, PerReplica):
+        return _flatten_per_replica(value, path, leaves)
+    if isinstance(value, torch.Tensor):
+        _refuse_own_kinds(value, path)
+        leaves.append(Leaf(path, value, split=mode == "split"))
+        return ("leaf", len(leaves) - 1)
+    if isinstance(value, np.ndarray):
+        raise TypeError(f"argument {path!r} is a numpy array: pass torch.from_numpy({path}), so that it can be split")
+    if plain is not None and _is_plain(value):
+        return _kept_apart(value, path, plain)
+    parts = take_apart(value, path)
+    if parts is None:
+        return ("constant", Constant(value, path))
+    children = []
+    for i, (child_path, child) in enumerate(parts.children):
+        flat = _flatten(child, child_path, leaves, mode, plain)
+        if flat[0] == "constant" and plain is not None and i >= len(parts.children) - parts.num_attributes:
+            flat = _kept_apart(child, child_path, plain)  # many an attribute is read by nobody
+        children.append(flat)
+    return (parts.kind, parts.detail, tuple(children))
+
+
+def _kept_apart(value: Any, path: str, plain: dict[str, Any]) -> Structure:
+    while path in plain:
+        path += "_"
+    plain[path] = _with_one_nan(value)
+    return ("plain", path)
+
+
+def _with_one_nan(value: Any) -> Any:
+    """A value whose tuples have one object for all nan: guards compare tuples, which are equal then."""
+    if type(value) is float and value != value and math.copysign(1.0, value) > 0:
+        return math.nan
+    if type(value) is not tuple:
+        return value
+    items = tuple(map(_with_one_nan, value))
+    return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+
+
+def _refuse_own_kinds(tensor: torch.Tensor, path: str) -> None:
+    """Refuses tensors that are more than their numbers, because shards are plain tensors."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested:
+        raise TypeError(
+            f"argument {path!r} is a {type(tensor).__qualname__}, a kind of tensor of its own, and a step gives forward plain "
+            f"tensors: pass {path}.as_subclass(torch.Tensor)"
+        )
+    of_marks = ("_dynamo", "_has_dynamo", "_specialize_on")  # what `torch._dynamo.mark_dynamic` leaves there
+    names = [name for name in getattr(tensor, "__dict__", ()) if not name.startswith(of_marks)]
+    if names and not tensor.is_nested:  # the attributes of nested ones are torch's; `split_call` refuses them
+        raise TypeError(
+            f"argument {path!r} is a tensor with attributes of yours ({', '.join(names)}), which its shards have not: pass what "
+            f"they hold as arguments, and the tensor as {path}.view_as({path})"
+        )
+
+
+def _flatten_per_replica(value: PerReplica, path: str, leaves: list[Leaf]) -> Structure:
+    structures, per_replica = [], []
+    for i, replica_value in enumerate(value.values):
+        own: list[Leaf] = []
+        structures.append(_flatten(replica_value, f"{path}[replica {i}]", own, "replicated", None))
+        per_replica.append(own)
+    if not value.values or any(structure != structures[0] for structure in structures):
+        raise ValueError(f"argument {path!r}: a PerReplica needs one value for each replica, all of the same structure")
+    start = len(leaves)
+    for column in zip(*per_replica, strict=True):
+        leaves.append(Leaf(path, None, split=True, per_replica=tuple(leaf.tensor for leaf in column)))
+    return _shift(structures[0], start)
+
+
+def _shift(structure: Structure, start: int) -> Structure:
+    if structure[0] == "leaf":
+        return ("leaf", structure[1] + start)
+    if structure[0] == "constant":
+        return structure
+    return (structure[0], structure[1], tuple(_shift(child, start) for child in structure[2]))
+
+
+Rebuild = Callable[[Structure, Sequence[Any], Mapping[str, Any]], tuple[list[Any], dict[str, Any]]]
+
+
+def rebuilding(structure: Structure) -> Rebuild:
+    """A function that puts positional and keyword arguments of a call of this structure together again; it runs under the tracer.
+
+    It is given the structure, the tensors and the plain values. Its code says where arguments are that are no containers:
+    the tracer would take as long to find that out as to trace a small model.
+    """
+    positional, keyword = structure
+    args = ", ".join(_code_of(child, f"structure[0][{i}]") for i, child in enumerate(positional))
+    kwargs = ", ".join(f"{key!r}: {_code_of(child, f'structure[1][{i}][1]')}" for i, (key, child) in enumerate(keyword))
+    made: dict[str, Any] = {}
+    lines = f"def rebuilt(structure, leaves, plain):\n    return [{args}], {{{kwargs}}}"
+    exec(compile(lines, __file__, "exec"), globals(), made)  # made of names and numbers above
+    rebuilt: Rebuild = made["rebuilt"]
+    return rebuilt
+
+
+def _code_of(child: Structure, place: str) -> str:
+    """The code that gives one argument, whose structure is in a place."""
+    if child[0] == "leaf":
+        return f"leaves[{child[1]}]"
+    return f"plain[{child[1]!r}]" if child[0] == "plain" else f"rebuild({place}, leaves, plain)"
+
+
+def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any]) -> Any:
+    """Puts one argument together again. Plain values are not looked at, so that the tracer sees whether the user's code does."""
+    kind = structure[0]
+    if kind == "leaf":
+        return leaves[structure[1]]
+    if kind == "plain":
+        return plain[structure[1]]
+    if kind == "constant":
+        return structure[1].value
+    children = [rebuild(child, leaves, plain) for child in structure[2]]
+    if kind == "packed sequence" and any(isinstance(child, PerReplica) for child in children):
+        return _packed_of_replicas(structure[1], *children)
+    return put_together(kind, structure[1], children)
+
+
+def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> Any:
+    """Packed sequences that a step returns, of which replicas gave values or lengths by themselves."""
+    if not isinstance(values, PerReplica):
+        return put_together("packed sequence", detail, [values, torch.cat(lengths.values)])
+    own = lengths.values if isinstance(lengths, PerReplica) else [lengths] * len(values.values)
+    return PerReplica(
+        [put_together("packed sequence", detail, [*parts]) for parts in zip(values.values, own, strict=True)]
+    )
+
+
+def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
+    """The names of the containers of a call, in the order in which `rebuilding` puts them together.
+
+    Args:
+        structure: that of a whole call.
+        names: the names of the positional parameters.
+    """
+    positional, keyword = structure
+    named = [(names[i] if i < len(names) else f"args[{i}]", child) for i, child in enumerate(positional)]
+    return [path for name, child in (*named, *keyword) for path in _paths_within(child, name)]
+
+
+def _paths_within(structure: Structure, path: str) -> list[str]:
+    if structure[0] in ("leaf", "plain", "constant"):
+        return []
+    kind, detail, children = structure
+    paths = paths_of_children(kind, detail, len(children), path)
+    return [*(p for name, child in zip(paths, children, strict=True) for p in _paths_within(child, name)), path]

@@ -1,0 +1,217 @@
+"""Takes containers of a call's arguments apart, and makes them again of other children without running their constructors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from mirrorc.capture.call.packed_sequences import PaddedSequences, made_again, parts_of
+
+
+class Parts(NamedTuple):
+    """A container that was taken apart.
+
+    Attributes:
+        kind: how it is made again.
+        detail: what that needs besides children; hashable.
+        children: path and value of each child; attributes come last.
+        num_attributes: how many of the children are attributes.
+    """
+
+    kind: str
+    detail: tuple[Any, ...]
+    children: list[tuple[str, Any]]
+    num_attributes: int = 0
+
+
+def take_apart(value: Any, path: str) -> Parts | None:
+    """The parts of a container; None if a value is none.
+
+    Args:
+        value: an argument, or a part of one.
+        path: its name.
+
+    Raises:
+        TypeError: it is a container that cannot be made again as it is; names it.
+    """
+    if isinstance(value, PackedSequence | PaddedSequences):
+        values, lengths, is_sorted = parts_of(value)
+        return Parts("packed sequence", (is_sorted, ()), [(f"{path}.data", values), (f"{path}.lengths", lengths)])
+    kind = _kind_of(type(value))  # type: ignore[arg-type]
+    if kind == "":
+        return None
+    if kind == "refused":
+        raise TypeError(
+            f"argument {path!r} is a {type(value).__qualname__}, which cannot be made again of shards, because its class is "
+            "based on one written in C, or a kind of OrderedDict with a __new__ of its own: pass its parts, or the same as a "
+            "plain dict, list or tuple"
+        )
+    attributes = _own_attributes(value) if kind in _WITH_ATTRIBUTES else {}
+    entries, detail = _entries_of(kind, value, path)
+    own = [(f"{path}.{name}", child) for name, child in attributes.items()]
+    return Parts(kind, (*detail, tuple(attributes)), entries + own, len(own))
+
+
+def take_object_apart(value: Any, path: str) -> Parts:
+    """The parts of an object of a class that is no container: its attributes.
+
+    Raises:
+        TypeError: its class is based on one written in C, so that it cannot be made again.
+    """
+    cls = type(value)
+    if _if_made(object, cls) != "object":
+        raise TypeError(f"{path!r} is a {cls.__qualname__}, whose class is based on one written in C")
+    attributes = _own_attributes(value)
+    own = [(f"{path}.{name}", child) for name, child in attributes.items()]
+    return Parts("object", (cls, tuple(attributes)), own, len(own))
+
+
+def paths_of_children(kind: str, detail: tuple[Any, ...], num_children: int, path: str) -> list[str]:
+    """The names of the children of a container that was taken apart, as `take_apart` has given them."""
+    attributes = [f"{path}.{name}" for name in detail[-1]]
+    named = getattr(detail[0], "_fields", ())
+    num_entries = num_children - len(attributes)
+    if kind in ("dict", "mappingproxy", "defaultdict", "kind of dict", "kind of OrderedDict"):
+        entries = [f"{path}.{key}" for key in detail[0]]
+    else:
+        entries = [f"{path}.{named[i]}" if i < len(named) else f"{path}[{i}]" for i in range(num_entries)]
+    return entries + attributes
+
+
+def put_together(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any:
+    """Makes a container of the kind that was taken apart; runs under the tracer."""
+    names = detail[-1]
+    entries = children[: len(children) - len(names)]
+    if kind == "list":
+        return entries
+    if kind == "tuple":
+        return tuple(entries)
+    if kind == "dict":
+        return dict(zip(detail[0], entries, strict=True))
+    if kind == "mappingproxy":
+        return types.MappingProxyType(dict(zip(detail[0], entries, strict=True)))
+    if kind == "defaultdict":
+        return defaultdict(detail[1][0], dict(zip(detail[0], entries, strict=True)))
+    if kind == "deque":
+        return deque(entries, detail[0])
+    if kind == "result of torch":
+        return detail[0](tuple(entries))
+    if kind == "packed sequence":
+        values, lengths = entries
+        return made_again(values, lengths, detail[0])
+    return _with_attributes(_of_class(kind, detail, entries), names, children[len(entries) :])
+
+
+def _of_class(kind: str, detail: tuple[Any, ...], entries: list[Any]) -> Any:
+    """An object of a user's class, without its attributes."""
+    if kind == "kind of tuple":
+        return tuple.__new__(detail[0], entries)
+    if kind == "kind of list":
+        made: Any = list.__new__(detail[0])
+        super(detail[1], made).extend(entries)  # `list`'s, whatever the class has made of it
+    elif kind == "kind of dict":
+        made = dict.__new__(detail[1])
+        dict.update(made, dict(zip(detail[0], entries, strict=True)))
+    elif kind == "kind of OrderedDict":
+        made = detail[1].__new__(detail[1])  # `OrderedDict`'s: since 2.14, Dynamo forgets the class if that is called
+        for key, entry in zip(detail[0], entries, strict=True):
+            OrderedDict.__setitem__(made, key, entry)
+    else:
+        made = object.__new__(detail[0])
+    return made
+
+
+def _with_attributes(made: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+_WITH_ATTRIBUTES = ("kind of tuple", "kind of list", "kind of dict", "kind of OrderedDict", "object")
+
+
+@functools.lru_cache(maxsize=256)
+def _kind_of(cls: type) -> str:
+    """How containers of a class are made again: empty for what is no container, "refused" if they cannot be."""
+    plain = {dict: "dict", list: "list", tuple: "tuple", types.MappingProxyType: "mappingproxy", deque: "deque"}
+    if cls in plain or cls is defaultdict:
+        return plain.get(cls, "defaultdict")
+    if issubclass(cls, torch.Size | torch.Tensor | nn.Module):
+        return ""
+    if issubclass(cls, tuple):
+        return "result of torch" if hasattr(cls, "n_sequence_fields") else _if_made(tuple, cls)
+    if issubclass(cls, dict | list):
+        return _if_made(next(base for base in (OrderedDict, dict, list) if issubclass(cls, base)), cls)
+    if issubclass(cls, Mapping) or dataclasses.is_dataclass(cls):
+        return _if_made(object, cls)
+    return ""
+
+
+def _if_made(base: Any, cls: type) -> str:
+    """The kind of a class, if a base may make its objects: not if another class written in C lies between."""
+    try:
+        base.__new__(cls)
+    except TypeError:
+        return "refused"
+    if issubclass(cls, defaultdict):  # what makes its missing values is neither an item nor an attribute
+        return "refused"
+    if base is OrderedDict and cls.__new__ is not OrderedDict.__new__:
+        return "refused"
+    return "object" if base is object else f"kind of {base.__name__}"
+
+
+def _entries_of(kind: str, value: Any, path: str) -> tuple[list[tuple[str, Any]], tuple[Any, ...]]:
+    """What a container holds besides attributes, as the class that it is based on has it, and the detail for this kind."""
+    cls = type(value)
+    if kind == "object":
+        return [], (cls,)
+    if kind in ("list", "tuple", "deque", "result of torch") or kind in ("kind of list", "kind of tuple"):
+        base = next(base for base in (list, tuple, deque) if isinstance(value, base))
+        named = getattr(cls, "_fields", ())
+        items = list(base.__iter__(value))
+        paths = [f"{path}.{named[i]}" if i < len(named) else f"{path}[{i}]" for i in range(len(items))]
+        before = (cls.__mro__[cls.__mro__.index(list) - 1],) if kind == "kind of list" else ()
+        detail = {"list": (), "tuple": (), "deque": (getattr(value, "maxlen", None),)}.get(kind, (cls, *before))
+        return list(zip(paths, items, strict=True)), detail
+    if kind == "mappingproxy":
+        entries = list(value.items())
+    else:
+        entries = list(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
+    keys = tuple(key for key, _ in entries)
+    factory = ((value.default_factory,),) if kind == "defaultdict" else ()
+    if not _is_hashable(factory):
+        raise TypeError(f"argument {path!r} is a defaultdict whose default_factory has no hash: pass dict({path})")
+    own = (cls,) if kind.startswith("kind of") else ()
+    kinds = tuple(map(type, keys))  # 1, 1.0 and True are equal
+    return [(f"{path}.{key}", entry) for key, entry in entries], (keys, *factory, *own, kinds)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
+    """The slots that objects of a class have for attributes, those of its bases included.
+
+    Each knows the name that the attribute is stored under, and reads, writes and deletes it past all methods of the class.
+    """
+    with_slots = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
+    return tuple(own for names in with_slots for own in names.values() if type(own) is types.MemberDescriptorType)
+
+
+def _own_attributes(value: Any) -> dict[str, Any]:
+    """The attributes that an object itself has: those of its dict and in slots of its classes."""
+    names = [slot.__name__ for slot in slots_of(type(value))]
+    return {**{name: getattr(value, name) for name in names if hasattr(value, name)}, **getattr(value, "__dict__", {})}

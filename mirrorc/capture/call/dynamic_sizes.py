@@ -1,0 +1,160 @@
+"""Which sizes of arguments change from call to call, so that they become symbols, and which cannot."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mirrorc.capture.call.arguments import Call, Leaf
+from mirrorc.capture.call.shard_types import FEWEST_SYMBOLIC, SymbolicDims
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.torch_internals import dims_marked_by_user
+
+_MOST_PROGRAMS = 8  # with symbols, for calls of one kind: torch's bounds on sizes may leave few to each
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Seen:
+    """The sizes of one dimension of an argument.
+
+    Attributes:
+        sizes: those of the first call, without those that are too small for symbols.
+        spared: those of one later call that do not count, as they may be a last batch and others beside it.
+        is_symbolic: whether it is to be a symbol.
+    """
+
+    sizes: frozenset[int] = frozenset()
+    spared: frozenset[int] = frozenset()
+    is_symbolic: bool = False
+
+    def add(self, sizes: Iterable[int], *, spares_larger: bool | None = None) -> None:
+        """Notes the sizes of a call that needs a program: one, or that of each replica.
+
+        ``spares_larger``: whether the first other number of examples is spared if it is larger, too, and not only if it is
+        smaller; None for what is no number of examples.
+        """
+        new = {size for size in sizes if size >= FEWEST_SYMBOLIC} - self.sizes - self.spared
+        if self.is_symbolic or not new:
+            return
+        if not self.sizes:
+            self.sizes = frozenset(new)
+        elif spares_larger is not None and not self.spared and (spares_larger or max(new) < max(self.sizes)):
+            self.spared = frozenset(new)
+        else:
+            self.is_symbolic = True
+
+
+class ChangingSizes:
+    """The dimensions of arguments whose sizes a step has seen change, by the kinds of its calls.
+
+    A size is a number in the first program. When a second one comes, the dimension becomes a symbol of the programs that are
+    compiled from then on. Sizes of 0 and 1 do not count, nor does one batch that is shorter than others. Where the number of
+    examples alone changes, two of them do not count, in whatever order they come: all batches and the last one, with which a
+    training that goes on may begin. So it has the programs, and the bits, of one that was never interrupted.
+
+    Args:
+        dynamic: None as above; True for symbols in the first program already; False for none but what users have marked by
+            `torch._dynamo.mark_dynamic`.
+    """
+
+    def __init__(self, *, dynamic: bool | None) -> None:
+        self._dynamic = dynamic
+        self._seen: dict[Hashable, list[list[_Seen]]] = {}
+        self._given_up: dict[Hashable, str] = {}  # why, by the kind of a call and whether a shard has one example
+        self._num_programs: dict[Hashable, int] = {}
+
+    def symbolic_dims(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> SymbolicDims:
+        """The dimensions of a call's tensors that are to be symbolic in the program that it needs; empty for none.
+
+        Calls with a shard of one example are apart: its size is a number, so that what is found out of it says nothing of others.
+        """
+        key = _kind(call, purpose)
+        if (key, has_one_example) in self._given_up:
+            return ()
+        seen = self._seen.setdefault(key, [[_Seen() for _ in range(_rank(leaf))] for leaf in call.leaves])
+        for leaf, dims in zip(call.leaves, seen, strict=True):
+            for dim, own in enumerate(dims):
+                self._note_wishes(leaf, dim, own)
+                if self._dynamic is not False and not _counts_examples(leaf, dim):
+                    own.add(_sizes(leaf, dim))
+        others = [own.is_symbolic for leaf, dims in zip(call.leaves, seen, strict=True) for own in dims]
+        if self._dynamic is not False:
+            for leaf, dims in zip(call.leaves, seen, strict=True):
+                if leaf.split and dims:
+                    dims[0].add(_sizes(leaf, 0), spares_larger=not any(others))
+        return _unless_empty(frozenset(dim for dim, own in enumerate(dims) if own.is_symbolic) for dims in seen)
+
+    def _note_wishes(self, leaf: Leaf, dim: int, own: _Seen) -> None:
+        """Notes whether a dimension is to be a symbol whatever its sizes are."""
+        marked = [tensor.shape[dim] for tensor in _tensors(leaf) if dim in dims_marked_by_user(tensor)]
+        own.is_symbolic = own.is_symbolic or bool(marked) or bool(self._dynamic)
+        if marked and min(marked) < FEWEST_SYMBOLIC:
+            _warn_of_marked(leaf.path, dim, min(marked))
+
+    def note_program(self, call: Call, purpose: Hashable) -> None:
+        """Notes that a program with symbols was compiled for such calls, which was right for none that came before it."""
+        key = _kind(call, purpose)
+        self._num_programs[key] = self._num_programs.get(key, 0) + 1
+        if self._num_programs[key] >= _MOST_PROGRAMS:
+            why = f"each of {_MOST_PROGRAMS} programs with symbols was right for few sizes alone"
+            self.give_up(call, purpose, why)
+            self.give_up(call, purpose, why, has_one_example=True)
+
+    def give_up(self, call: Call, purpose: Hashable, why: str, *, has_one_example: bool = False) -> None:
+        """Notes that the sizes of such calls cannot be symbols."""
+        logger.info("sizes of arguments are numbers in each program: %s", why)
+        self._given_up.setdefault((_kind(call, purpose), has_one_example), why)
+
+    def why_not(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> str:
+        """Why the sizes of such calls cannot be symbols; empty if they can."""
+        return self._given_up.get((_kind(call, purpose), has_one_example), "")
+
+
+def without_numbers_of_examples(call: Call, dims: SymbolicDims) -> SymbolicDims:
+    """Symbolic dimensions of a call's tensors but for those along which a batch is split; empty if there are no others."""
+    if not dims:
+        return ()
+    return _unless_empty(
+        frozenset(dim for dim in own if not _counts_examples(leaf, dim))
+        for leaf, own in zip(call.leaves, dims, strict=True)
+    )
+
+
+def _unless_empty(dims: Iterable[frozenset[int]]) -> SymbolicDims:
+    found = tuple(dims)
+    return found if any(found) else ()
+
+
+def _warn_of_marked(path: str, dim: int, size: int) -> None:
+    warnings.warn(
+        f"dim {dim} of argument {path!r} is marked by torch._dynamo.mark_dynamic, and its size is {size}: sizes of 0 and 1 are "
+        "numbers in a program, because torch makes other graphs for them. It is a symbol from the first larger size on",
+        stacklevel=users_stack_level(),
+    )
+
+
+def _kind(call: Call, purpose: Hashable) -> Hashable:
+    types = tuple((_rank(leaf), next(iter(_tensors(leaf))).dtype, leaf.split) for leaf in call.leaves)
+    return purpose, call.structure, types
+
+
+def _tensors(leaf: Leaf) -> Iterable[torch.Tensor]:
+    return leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
+
+
+def _sizes(leaf: Leaf, dim: int) -> list[int]:
+    return [tensor.shape[dim] for tensor in _tensors(leaf)]
+
+
+def _counts_examples(leaf: Leaf, dim: int) -> bool:
+    return leaf.split and dim == 0
+
+
+def _rank(leaf: Leaf) -> int:
+    return next(iter(_tensors(leaf))).dim()

@@ -1,0 +1,57 @@
+"""A model and its loss as one module that is evaluated, for the tracer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.capture.call.arguments import Structure
+from mirrorc.capture.call.training_call import TrainingCall, beside_loss, loss_in
+
+
+class EvaluationCall(TrainingCall):
+    """A module whose forward gives a pair: the loss, and what the model returns. It is traced without gradients.
+
+    There is a loss if the call has a target for the ``loss_fn``, or if a model without ``loss_fn`` returns one: a scalar, where a
+    training step would look for it. In its place is an empty tensor otherwise. Outputs are left out (None) if there is a loss and
+    nobody wants them.
+
+    Attributes:
+        needs_loss: whether the call has a target, so that the loss function must give a loss.
+    """
+
+    trains = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        structure: Structure,
+        plain: Mapping[str, Any] | None = None,
+        *,
+        keeps_outputs: bool = False,
+    ) -> None:
+        super().__init__(model, loss_fn, structure, plain, keeps_outputs=True)  # forward gives what stands for them
+        self._wants_outputs = keeps_outputs
+        self.needs_loss = loss_fn is not None and any(name == "target" for name, _ in structure[1])
+
+    def forward(self, *leaves: torch.Tensor) -> Any:
+        args, kwargs = self.rebuilt(self.structure, leaves, self.plain)
+        target = kwargs.pop("target") if self.needs_loss else None
+        outputs = self.model(*args, **kwargs)
+        loss = None
+        if self.needs_loss:
+            found = self.loss_fn(outputs, target)  # type: ignore[misc]
+            if not isinstance(found, torch.Tensor):
+                outputs = (outputs, beside_loss(found))
+            loss = loss_in(found)
+        elif self.loss_fn is None:
+            loss = loss_in(outputs)
+            if isinstance(loss, torch.Tensor) and loss.dim() > 0 and loss.numel() != 1:
+                loss = None
+        if not isinstance(loss, torch.Tensor):
+            return torch.empty(0), outputs
+        return loss, outputs if self._wants_outputs else None

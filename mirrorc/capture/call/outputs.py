@@ -1,0 +1,202 @@
+"""What a step returns beside its loss: the containers of the model's output, and how replicas' parts make each of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mirrorc.capture.call.arguments import Call, Constant, PerReplica, Structure, rebuild
+from mirrorc.capture.call.traced_outputs import IMMUTABLE, Leaf, LeafKind, TracedOutputs
+from mirrorc.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the steps of a program return beside their loss.
+
+    Attributes:
+        ways: how each output is gathered, by name, see `mirrorc.ir.ops.gather`.
+        told: a sentence on what cannot be told of them; empty if all can.
+    """
+
+    ways: Mapping[str, str]
+    told: str
+    _structure: Structure
+    _leaves: tuple[Leaf, ...]
+    _is_whole: bool  # whether there is one device
+    _types: Mapping[str, tuple[torch.Size, torch.dtype]]
+
+    def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
+        """Puts the outputs of a step together.
+
+        Args:
+            gathered: the outputs by name; a list of the replicas' parts for those that are apart.
+            loss: of the whole batch; None if there is none.
+            call: the step's arguments.
+        """
+        return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
+
+    def of_no_examples(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """What a worker without examples gathers, by name: no rows, sums of nothing, and NaN for the mean of nothing."""
+        found = {}
+        for name, (shape, dtype) in self._types.items():
+            if self.ways[name] == "concatenated":
+                found[name] = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+            elif self.ways[name] == "summed":
+                found[name] = torch.zeros((0, *shape), dtype=dtype, device=device).sum(0)
+            else:
+                found[name] = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        return found
+
+    def _value(self, leaf: Leaf, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
+        if leaf.kind is LeafKind.LOSS:
+            return loss
+        if leaf.kind is LeafKind.ARGUMENT:
+            argument = call.leaves[leaf.value]
+            return argument.tensor if argument.tensor is not None else _apart(argument.per_replica, self._is_whole)
+        if leaf.kind is LeafKind.CONSTANT:
+            return leaf.value
+        value = gathered[leaf.value]
+        return _apart(value, self._is_whole) if isinstance(value, list) else value
+
+
+def _apart(values: Sequence[Any], is_whole: bool) -> Any:
+    """What each replica gives; if there is one device, its value is the whole."""
+    return values[0] if is_whole else PerReplica(values)
+
+
+def outputs_of(
+    traced: Sequence[TracedOutputs],
+    shard_of_replica: Sequence[int | None],
+    sizes: Sequence[int],
+    other: TracedOutputs | None,
+) -> Outputs:
+    """The outputs of a program, from what its graphs give for shards of several sizes.
+
+    A tensor lies along the batch if its first dimension is the number of examples, whatever that is. One size of shard does not
+    tell: a tensor may happen to be as long. So a trace of another size is compared.
+
+    Args:
+        traced: what the graphs give, one for each kind of shard.
+        shard_of_replica: which of these each replica runs; None if it has no examples.
+        sizes: the number of examples for each of these, and that of ``other`` last, if there is one.
+        other: what a graph for a shard of another size would give; None if it is not known.
+
+    Raises:
+        CaptureError: shards of different sizes give outputs that differ in more than sizes.
+    """
+    each = [*traced, *([other] if other is not None else [])]
+    first = each[0]
+    for one in each[1:]:
+        _check_alike(first, one)
+    is_whole = len(shard_of_replica) == 1
+    ways = {name: _way(name, [one.types[name] for one in each], sizes, first.summed) for name in first.types}
+    unknown = [name for name, (shape, _) in first.types.items() if shape and shape[0] == sizes[0]]
+    told = ""
+    if unknown and len(set(sizes)) == 1 and not is_whole:
+        told = (
+            f"{', '.join(map(repr, unknown))} may lie along the batch, which only a graph for another number of examples would "
+            "tell, and the model takes no other: a step returns what each replica gives, as a PerReplica"
+        )
+    own = [_common(places, shard_of_replica) for places in zip(*(one.leaves for one in each), strict=True)]
+    return Outputs(ways, told, first.structure, tuple(own), is_whole, first.types)
+
+
+def refuse_outputs_apart(
+    ways: Mapping[str, str], traced: Sequence[TracedOutputs], *, has_examples: bool = True
+) -> None:
+    """Refuses outputs of which there would be one for each microbatch, or none for a worker without examples.
+
+    Args:
+        ways: how each output is gathered.
+        traced: what the graphs give.
+        has_examples: whether the worker has some.
+
+    Raises:
+        CaptureError: names the output and the remedy.
+    """
+    apart = [name for name, how in ways.items() if how == "apart"]
+    constants = zip(*([leaf for leaf in one.leaves if leaf.kind is LeafKind.CONSTANT] for one in traced), strict=False)
+    apart += [
+        first.path
+        for first, *others in constants
+        if not all(is_same_constant(first.value, other.value) for other in others)
+    ]
+    if apart:
+        what = f"{apart[0]!r} of what forward returns has no row for each example and is no mean over them"
+        remedy = (
+            "Remedy: mark a count or a sum by mirrorc.summed(), return a mean or a tensor with a row for each example"
+        )
+        if not has_examples:
+            raise CaptureError(
+                f"{what}, so this worker, which has no examples, has none to give. {remedy}, or compile without return_outputs"
+            )
+        raise CaptureError(
+            f"{what}, so each microbatch gives one of its own, and they cannot be put together. {remedy}, or compile without "
+            "microbatches or without return_outputs"
+        )
+
+
+def _check_alike(first: TracedOutputs, other: TracedOutputs) -> None:
+    kinds = [[(leaf.path, leaf.kind) for leaf in one.leaves] for one in (first, other)]
+    if first.structure != other.structure or kinds[0] != kinds[1] or list(first.types) != list(other.types):
+        differing = next((a[0] for a, b in zip(*kinds, strict=False) if a != b), "outputs")
+        raise CaptureError(
+            f"{differing!r} of what forward returns is another structure for another number of examples, a list with an item for "
+            "each example perhaps: replicas have shards, and their outputs could not be put together. Remedy: return tensors "
+            "with a row for each example, or compile without return_outputs"
+        )
+
+
+def _way(
+    name: str, types: Sequence[tuple[torch.Size, torch.dtype]], sizes: Sequence[int], summed: frozenset[str]
+) -> str:
+    shapes, dtype = [shape for shape, _ in types], types[0][1]
+    if name in summed:
+        if len(set(shapes)) > 1:
+            raise CaptureError(
+                f"{name!r} is marked by mirrorc.summed(), but its shape follows the number of examples "
+                f"({list(shapes[0])} and {list(next(s for s in shapes if s != shapes[0]))}): there is nothing to add up. Remedy: "
+                "sum over the examples first"
+            )
+        return "summed"
+    if not any(shapes):
+        return "averaged" if dtype.is_floating_point or dtype.is_complex else "apart"
+    follows = len(set(sizes)) > 1 and all(shape[:1] == (size,) for shape, size in zip(shapes, sizes, strict=True))
+    return "concatenated" if follows and len({shape[1:] for shape in shapes}) == 1 else "apart"
+
+
+def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> Leaf:
+    """What stands at one place for shards of all sizes: a constant that follows the size is each replica's own.
+
+    The places are in the order of the shards' graphs; one of another size may follow.
+    """
+    first = places[0]
+    if first.kind is not LeafKind.CONSTANT or all(is_same_constant(first.value, place.value) for place in places[1:]):
+        return first
+    own = [places[shard].value for shard in shard_of_replica if shard is not None]
+    if not own:
+        return first  # without examples, it is refused
+    return Leaf(first.path, LeafKind.CONSTANT, _apart(own, len(shard_of_replica) == 1))
+
+
+def is_same_constant(value: Any, other: Any) -> bool:
+    """Whether two values that are no tensors are equal, zeros by their signs, or one object if they can change."""
+    if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
+        return (
+            Constant(value) == Constant(other)
+            if _has_hash(value)
+            else bool(type(value) is type(other) and value == other)
+        )
+    return value is other
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:  # a slice before Python 3.12
+        return False
+    return True

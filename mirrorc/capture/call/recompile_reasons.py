@@ -1,0 +1,109 @@
+"""Says in words in which arguments the calls of a step differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mirrorc.capture.call.arguments import Call, Constant, Structure
+from mirrorc.capture.call.shard_types import ShardTypes
+
+_MOST_SHOWN = 3  # values of one argument
+_MOST_CHARACTERS = 40  # of one value
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """What a compiled program depends on in the arguments of a call, by the names of arguments.
+
+    Attributes:
+        tensors: shape, strides and dtype on the first replica.
+        constants: the values of arguments that are no tensors, as text.
+        plain: those of plain values, on which a program depends where it has read them.
+    """
+
+    tensors: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    constants: dict[str, str]
+    plain: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, call: Call, types: ShardTypes) -> CallKind:
+        """The kind of a call whose tensors have these types on the first replica."""
+        constants = {constant.path: _shown(constant.value) for constant in _constants_of(call.structure)}
+        plain = {name: _shown(value) for name, value in call.plain.items()}
+        return cls(dict(zip((leaf.path for leaf in call.leaves), types, strict=True)), constants, plain)
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of the tensors, in order."""
+        return tuple(shape for shape, _, _ in self.tensors.values())
+
+    def without(self, unread: Set[str]) -> CallKind:
+        """The same, without the plain values of these names; the others are constants."""
+        plain = {name: text for name, text in self.plain.items() if name not in unread}
+        return CallKind(self.tensors, {**self.constants, **plain})
+
+    def __str__(self) -> str:
+        """The arguments in order, as ``x float32[2, 6], head='a'``."""
+        tensors = [f"{name} {_dtype(dtype)}{list(shape)}" for name, (shape, _, dtype) in self.tensors.items()]
+        constants = {**self.constants, **self.plain}
+        return ", ".join([*tensors, *(f"{name}={value}" for name, value in constants.items())])
+
+
+def _constants_of(structure: Structure) -> Iterator[Constant]:
+    """The arguments of a call that are no tensors, in order."""
+    positional, keyword = structure
+    for child in (*positional, *(child for _, child in keyword)):
+        yield from _constants_in(child)
+
+
+def _constants_in(structure: Structure) -> Iterator[Constant]:
+    if structure[0] == "constant":
+        yield structure[1]
+    elif structure[0] not in ("leaf", "plain"):
+        for child in structure[2]:
+            yield from _constants_in(child)
+
+
+def changing_arguments(kinds: Sequence[CallKind]) -> list[str]:
+    """The arguments in which calls differ, with some of their values: ``the shape of 'x' ([4, 7], [4, 9])``."""
+    names = dict.fromkeys(name for kind in kinds for name in (*kind.tensors, *kind.constants))
+    told = [text for name in names if (text := _change_of(name, kinds))]
+    return told if len(told) <= _MOST_SHOWN else [*told[:_MOST_SHOWN], f"{len(told) - _MOST_SHOWN} more arguments"]
+
+
+def _change_of(name: str, kinds: Sequence[CallKind]) -> str:
+    """How an argument differs between calls; empty if it does not."""
+    types = [kind.tensors[name] for kind in kinds if name in kind.tensors]
+    values = [kind.constants[name] for kind in kinds if name in kind.constants]
+    if len(types) + len(values) < len(kinds):
+        return f"whether there is {name!r}"
+    if types and values:
+        return f"whether {name!r} is a tensor"
+    parts = {
+        "the shape of ": [str(list(shape)) for shape, _, _ in types],
+        "the dtype of ": [_dtype(dtype) for _, _, dtype in types],
+        "the strides of ": [str(list(strides)) for _, strides, _ in types],
+        "": values,
+    }
+    for what, texts in parts.items():
+        distinct = list(dict.fromkeys(texts))
+        if len(distinct) > 1:
+            shown = ", ".join([*distinct[:_MOST_SHOWN], *(["..."] if len(distinct) > _MOST_SHOWN else [])])
+            return f"{what}{name!r} ({shown})"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - of the user's class, which a step can do without
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

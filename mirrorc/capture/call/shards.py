@@ -1,0 +1,223 @@
+"""Splits the tensors of a call into shards, one for each replica."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from mirrorc.analysis.communication.worker_meetings import RowsElsewhere
+from mirrorc.capture.call.arguments import Call, Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """A batch that has been split.
+
+    Attributes:
+        tensors: for each replica, its tensor arguments in order of the call's leaves.
+        num_examples: for each replica, how many examples of the batch it has; of a small batch, the last replicas have none.
+        microbatches: for each replica, how many examples each of its microbatches has; empty if all run their shards at once.
+        rows_elsewhere: how many rows other workers gather where the model asks for those of all; None if they have not told.
+    """
+
+    tensors: tuple[tuple[torch.Tensor, ...], ...]
+    num_examples: tuple[int, ...]
+    microbatches: tuple[tuple[int, ...], ...] = ()
+    rows_elsewhere: RowsElsewhere | None = None
+
+    @property
+    def fewest_examples(self) -> int:
+        """How many examples the smallest shard or microbatch has; shards without examples count, too."""
+        return min([*self.num_examples, *(size for sizes in self.microbatches for size in sizes)])
+
+    @property
+    def have_one_example(self) -> bool:
+        """Whether a shard, or one of its microbatches, has a single example."""
+        return 1 in self.num_examples or any(1 in sizes for sizes in self.microbatches)
+
+    @property
+    def have_unequal_parts(self) -> bool:
+        """Whether the microbatches of a shard have different numbers of examples."""
+        return any(len(set(sizes)) > 1 for sizes in self.microbatches)
+
+    def by_microbatch(self, call: Call) -> Shards:
+        """The same, with each microbatch as a shard of its own."""
+        if not self.microbatches:
+            return self
+        parts: list[tuple[torch.Tensor, ...]] = []
+        for tensors, sizes in zip(self.tensors, self.microbatches, strict=True):
+            columns = [
+                tensor.split_with_sizes(sizes) if leaf.split else [tensor] * len(sizes)
+                for tensor, leaf in zip(tensors, call.leaves, strict=True)
+            ]
+            parts += zip(*columns, strict=True)
+        return Shards(tuple(parts), tuple(size for sizes in self.microbatches for size in sizes))
+
+
+def split_call(
+    call: Call, num_replicas: int, *, fewest: int = 1, microbatches: int = 1, may_be_empty: bool = False
+) -> Shards:
+    """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
+
+    A batch that is too small for all replicas is split among the first ones; the others get none of its examples.
+
+    Args:
+        call: the arguments, taken apart.
+        num_replicas: the number of shards.
+        fewest: how many examples a shard should have, if the batch has as many, and each microbatch, if the shard has. For shards
+            it counts for nothing beside a `PerReplica`.
+        microbatches: in how many parts a shard is run, if it has enough examples; their sizes differ by at most one, too.
+        may_be_empty: whether the batch may have no examples; then no shard has any.
+
+    Raises:
+        ValueError: no tensor to split, tensors that disagree on dim 0, no examples unless that may be, a tensor that requires a
+            gradient, or one that is sparse, nested, quantized or without values.
+    """
+    sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
+    columns: list[Sequence[torch.Tensor]] = []
+    for leaf in call.leaves:
+        if leaf.tensor is None:
+            columns.append([_resolved(tensor).detach() for tensor in leaf.per_replica])
+        elif leaf.split:
+            columns.append(_resolved(leaf.tensor).split_with_sizes(sizes))
+        else:
+            columns.append([_resolved(leaf.tensor).detach()] * num_replicas)
+    parts = tuple(tuple(size for size in _even_sizes(own, microbatches, fewest) if size) for own in sizes)
+    is_whole = all(len(own) <= 1 for own in parts)
+    return Shards(tuple(zip(*columns, strict=True)), sizes, () if is_whole else parts)
+
+
+def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty: bool = False) -> tuple[int, ...]:
+    """How many examples of a call each shard gets: the sizes of `split_call`, which raises the same.
+
+    A run of consecutive shards, put together and cut again among as many replicas, gives the same shards.
+
+    Args:
+        call, num_replicas, fewest, may_be_empty: as for `split_call`.
+    """
+    for leaf in call.leaves:
+        tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
+        for tensor in tensors:
+            _refuse_layout(tensor, leaf.path)
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"argument {leaf.path!r} requires a gradient, which a step does not give: it trains the parameters of its "
+                    f"model alone. Pass {leaf.path}.detach(); if another model has computed it, compile one module that holds "
+                    "both"
+                )
+    is_split = any(leaf.tensor is None for leaf in call.leaves)
+    sizes = _shard_sizes(call, num_replicas, 1 if is_split else fewest)
+    if not may_be_empty and not any(sizes):
+        _refuse_empty(next(leaf for leaf in call.leaves if leaf.split))
+    return sizes
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds its numbers, as compiled regions read them: not their conjugates or negatives."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def _refuse_layout(tensor: torch.Tensor, path: str) -> None:
+    """Refuses a tensor whose elements do not lie in one memory, by strides."""
+    if tensor.is_nested:
+        raise ValueError(
+            f"argument {path!r} is a nested tensor, which a step cannot split: pass it padded, as {path}.to_padded_tensor(0.0), "
+            "with a mask if what is padded counts"
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"argument {path!r} has the layout {tensor.layout}, and a step splits dense tensors: pass {path}.to_dense(), or its "
+            "parts as tensors with a row for each example"
+        )
+    if tensor.is_quantized:
+        raise ValueError(
+            f"argument {path!r} is a quantized tensor, which a step cannot split: pass {path}.dequantize()"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"argument {path!r} is on the meta device and has no values: pass a tensor that has some")
+
+
+def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
+    wanted: tuple[int, ...] | None = None
+    first = ""
+    for leaf in call.leaves:
+        if not leaf.split:
+            continue
+        found = _sizes_of(leaf, num_replicas, fewest)
+        if wanted is None:
+            wanted, first = found, leaf.path
+        elif found != wanted:
+            say = _per_replica if sum(wanted) == sum(found) else _in_all
+            raise ValueError(
+                f"arguments disagree on dim 0, the batch: {first!r} has {say(wanted)} examples, {leaf.path!r} has "
+                f"{say(found)}; make them agree, or pass a tensor that is no batch as mirrorc.replicated({leaf.path})"
+                + _if_listed(first, leaf.path)
+                + _if_offsets(first, leaf.path)
+            )
+    if wanted is None:
+        raise ValueError(
+            "the call has no tensor to split: data parallelism splits tensor arguments along dim 0; pass the batch as "
+            "tensors, not all of them replicated"
+        )
+    return wanted
+
+
+def _if_listed(*paths: str) -> str:
+    """What to do if an argument is a list of examples, such as images."""
+    lists = [path.rpartition("[")[0] for path in paths if path.endswith("]")]
+    if not lists:
+        return ""
+    return f". Each tensor in {lists[0]!r} is split: if it is one example, make one tensor of them, torch.stack({lists[0]})"
+
+
+def _if_offsets(*paths: str) -> str:
+    """What to do if an argument says where the bags of an embedding begin among the indices of all."""
+    if not any("offsets" in path for path in paths):
+        return ""
+    return ". Bags that are given as indices and offsets are not split: give each a row of 2-D indices, filled with padding_idx"
+
+
+def _sizes_of(leaf: Leaf, num_replicas: int, fewest: int) -> tuple[int, ...]:
+    if leaf.tensor is None:
+        if len(leaf.per_replica) != num_replicas:
+            raise ValueError(
+                f"argument {leaf.path!r} is a PerReplica of {len(leaf.per_replica)} values, but there are "
+                f"{num_replicas} replicas; give one value for each device"
+            )
+        if any(tensor.dim() == 0 for tensor in leaf.per_replica):
+            raise ValueError(f"argument {leaf.path!r} is a PerReplica of scalars: it has no dim 0 to count examples by")
+        return tuple(tensor.size(0) for tensor in leaf.per_replica)
+    if leaf.tensor.dim() == 0:
+        raise ValueError(
+            f"argument {leaf.path!r} is a scalar tensor and cannot be split along dim 0; pass it as "
+            f"mirrorc.replicated({leaf.path})"
+        )
+    return _even_sizes(leaf.tensor.size(0), num_replicas, fewest)
+
+
+def _refuse_empty(leaf: Leaf) -> NoReturn:
+    leave_out = "a step needs at least one; leave an empty batch out"
+    if leaf.tensor is None:
+        raise ValueError(f"argument {leaf.path!r} has no examples on any replica: {leave_out}")
+    raise ValueError(
+        f"argument {leaf.path!r} has no examples (its dim 0 is 0): {leave_out}, or pass mirrorc.replicated({leaf.path}) if it is "
+        "no batch"
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _even_sizes(total: int, num_replicas: int, fewest: int) -> tuple[int, ...]:
+    used = max(1, min(num_replicas, total // fewest))
+    return tuple(total // used + (i < total % used) if i < used else 0 for i in range(num_replicas))
+
+
+def _in_all(sizes: tuple[int, ...]) -> str:
+    return str(sum(sizes))
+
+
+def _per_replica(sizes: tuple[int, ...]) -> str:
+    return " + ".join(str(size) for size in sizes)

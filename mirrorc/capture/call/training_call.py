@@ -1,0 +1,95 @@
+"""A model and its loss as one module, for the tracer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.capture.call.arguments import Structure, paths_of_containers, rebuilding
+from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
+from mirrorc.capture.call.trace_history import TraceHistory
+from mirrorc.torch_internals import forward_signature
+
+
+class TrainingCall(nn.Module):
+    """A module whose forward computes the loss from a flat list of tensors, for the tracer.
+
+    The loss is what the model, or ``loss_fn``, returns: a tensor, an object with ``loss`` as an item or attribute, or the first
+    item of a tuple or list. If outputs are kept, forward returns a pair of the loss and what the model returns; where ``loss_fn``
+    returns more than a tensor, the latter is a pair of what the model returns and what ``loss_fn`` returns beside the loss.
+
+    Attributes:
+        trains: whether it is for a training step, which is traced with gradients.
+        plain: what takes the places of plain values in the structure (`mirrorc.capture.call.arguments.Call.plain`). It may be
+            replaced by that of another call, to ask guards whether a trace would then read the same.
+        numbers: the Python numbers that a front end may make inputs of its graph.
+        trained_elsewhere: the ids of the parameters that open steps train.
+        data: the tensors of all shards or microbatches of the batch, if a front end needs data.
+        history: what became of the step's traces in Python.
+        drawn: the numbers that forward and loss draw from Python's random, for guards and graphs.
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        structure: Structure,
+        plain: Mapping[str, Any] | None = None,
+        *,
+        keeps_outputs: bool = False,
+    ) -> None:
+        super().__init__()
+        self.numbers = ChangingNumbers(can_be_inputs=False)
+        self.trained_elsewhere: Set[int] = frozenset()
+        self.history = TraceHistory()
+        self.drawn: list[int | float] = []
+        self.data: Sequence[Sequence[torch.Tensor]] | None = None
+        self.model = model
+        self.loss_fn = loss_fn
+        self.structure, self.rebuilt = structure, rebuilding(structure)
+        self.plain = plain or {}
+        self.keeps_outputs = keeps_outputs
+        self.training = model.training  # modes of the model's own modules stay as the user set them
+
+    def forward(self, *leaves: torch.Tensor) -> Any:
+        args, kwargs = self.rebuilt(self.structure, leaves, self.plain)
+        if self.loss_fn is not None:
+            target = kwargs.pop("target")
+            outputs = self.model(*args, **kwargs)
+            found = self.loss_fn(outputs, target)
+            if not isinstance(found, torch.Tensor):
+                outputs = (outputs, beside_loss(found))
+        else:
+            found = outputs = self.model(*args, **kwargs)
+        loss = loss_in(found)
+        loss = loss if isinstance(loss, torch.Tensor) else torch.empty(0)  # empty: there is no loss, see `check_loss`
+        return (loss, outputs) if self.keeps_outputs else loss
+
+    def containers(self) -> list[str]:
+        """The names of the containers among the arguments, in the order in which forward puts them together."""
+        parameters = forward_signature(self.model).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return paths_of_containers(self.structure, names)
+
+
+def loss_in(found: Any) -> Any:
+    """The loss in what a model or a loss function returns, if there is one; runs under the tracer."""
+    if isinstance(found, torch.Tensor):
+        return found
+    if isinstance(found, dict):
+        return found.get("loss")
+    if hasattr(found, "loss"):
+        return found.loss
+    return found[0] if isinstance(found, tuple | list) and len(found) > 0 else None
+
+
+def beside_loss(found: Any) -> Any:
+    """What a loss function returns beside the loss: the second of two items, all but the first of more, or the object itself."""
+    if type(found) is not tuple and type(found) is not list:
+        return found
+    return found[1] if len(found) == 2 else tuple(found[1:])

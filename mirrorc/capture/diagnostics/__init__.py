@@ -1,0 +1,1 @@
+"""Errors, warnings and remarks of captures."""

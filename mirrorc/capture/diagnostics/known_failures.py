@@ -1,0 +1,194 @@
+"""Failures of the tracer whose cause is known but not said, each with its reason and its remedy."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """What the tracer's exception stands for.
+
+    Attributes:
+        reason: what the user's line does, as what follows a colon.
+        remedy: what the user can do instead.
+        words: the exception's text has one of them, whatever the case.
+        line: the line of the user's has this word.
+        file: one of the frames in which the tracer failed is in a file of this name.
+        runs_as_pytorch: whether that runs as plain PyTorch, see `mirrorc.capture.eager.front_end`, with the meaning of a step.
+    """
+
+    reason: str
+    remedy: str
+    words: tuple[str, ...]
+    line: str = ""
+    file: str = ""
+    runs_as_pytorch: bool = False
+
+    def fits(self, text: str, frames: Sequence[traceback.FrameSummary]) -> bool:
+        """Whether this is what has failed, in these frames, outermost first."""
+        if not any(word in text.lower() for word in self.words):
+            return False
+        has_file = any(frame.filename.endswith(self.file) for frame in frames) or not self.file
+        return has_file and any(self.line in (frame.line or "") for frame in frames or [_NO_FRAME])
+
+
+_NO_FRAME = traceback.FrameSummary("", 0, "", line="")
+
+INSTALLS_HOOKS = KnownFailure(
+    "Hugging Face installs hooks for hidden states and attentions in the first call of a model, under a lock",
+    "call the model once, with the same arguments, before its first step",
+    ("",),
+    line="_hook_installation_lock",
+)
+
+DATA_DEPENDENT = ("data-dependent", "data dependent")
+"""Words of the tracer's errors about branches on tensors."""
+
+_KNOWN = (
+    KnownFailure(
+        "its mask is looked at to see whether it is causal, and the captured graph cannot branch on tensor values",
+        "say whether it is, beside the mask: tgt_is_causal=True or False, or is_causal for the mask of an encoder",
+        DATA_DEPENDENT,
+        file="nn/modules/transformer.py",
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "torch._assert of a tensor is not captured",
+        'write a statement, assert condition, "text", which stops the step before anything has changed',
+        DATA_DEPENDENT,
+        line="_assert(",
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "a CTC loss needs memory that depends on the values of lengths and labels, and shapes of a graph are fixed",
+        "train another head of the same model, such as one that classifies sequences",
+        ("_ctc_loss.tensor",),
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "its CTC loss looks at the labels, and needs memory that depends on their values, and shapes of a graph are fixed",
+        "train another head of the same model, such as one that classifies sequences",
+        DATA_DEPENDENT,
+        line="labels.max() >= self.config.vocab_size",
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "it masks its input at random places, whose number and shapes follow random numbers of numpy",
+        "switch that off, with apply_spec_augment = False in the model's configuration, and mask the batch before the step",
+        DATA_DEPENDENT,
+        line="_compute_mask_indices(",
+    ),
+    KnownFailure(
+        "it decides by random numbers of Python or numpy that no step draws again, and a captured graph would go the same way in "
+        "every step",
+        "decide by single numbers, such as random.random() or np.random.rand(), which are drawn anew before each step; or "
+        "compute both ways and choose in the graph, as in torch.where(torch.rand(()) < p, x, layer(x))",
+        ("random.", *DATA_DEPENDENT),
+        line="random.",
+    ),
+    KnownFailure(
+        "it makes a Python number of a value of numpy, and those are traced as tensors",
+        "make the number before the step, as in scale = float(array[0]), or compute with the array itself",
+        ("wrapped_item",),
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "it reads a tensor as a Python number, whose value is not known while the step is captured",
+        "compute with tensors instead of Python numbers, use torch.where, or read the number before the step",
+        ("_local_scalar_dense",),
+        runs_as_pytorch=True,
+    ),
+    INSTALLS_HOOKS,
+    KnownFailure(
+        "it leaves layers out at random, and a captured graph would run the same layers in every step",
+        "run all layers, with layerdrop = 0.0 in the model's configuration, or compute both ways and choose in the graph, as in "
+        "torch.where(torch.rand(()) < p, x, layer(x))",
+        DATA_DEPENDENT,
+        line="skip_the_layer",
+    ),
+    KnownFailure(
+        "it sets requires_grad of a tensor that was there before it, such as an argument, and a step has gradients of "
+        "parameters alone",
+        "leave the line out: gradients of parameters are the same without it; for the gradient of an argument, run the model by "
+        "itself",
+        ("setattr() on tensor.requires_grad",),
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "it enters a lock, and a captured step does not do that again",
+        "hold the lock around the step, if it guards what forward reads; if it guards what forward does once, call the model "
+        "before its first step, and leave out the lock where nothing is to be done",
+        ("enter a `lock`", "enter a `rlock`"),
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "the first states of a recurrent net have their examples in dim 1, where a step splits its arguments along dim 0",
+        "pass them with the examples first, as h.transpose(0, 1), and begin forward with h = h.transpose(0, 1).contiguous()",
+        ("expected hidden",),
+    ),
+    KnownFailure(
+        "pad_packed_sequence pads to the longest sequence of the batch, and a shard does not know how long that is",
+        "say it, which gives the same in plain PyTorch if the batch is padded to its longest sequence: total_length=x.size(1), "
+        "where x is the padded tensor (x.size(0), if time comes first). Where a PackedSequence is the argument, take the size of "
+        "a tensor that is padded alike, such as target.size(1), or a number",
+        ("pad_packed_sequence is given no total_length",),
+    ),
+    KnownFailure(
+        "the parts of a packed sequence (data, batch_sizes) have shapes that follow the lengths, and those of a graph are fixed",
+        "compute with the padded tensor, before pack_padded_sequence or after pad_packed_sequence; in place of a PackedSequence, "
+        "pass the padded tensor and the lengths to the step, and pack in forward",
+        ("a part of a packed sequence is read",),
+    ),
+    KnownFailure(
+        "pack_padded_sequence needs a length for each sequence of a shard, and got another number of them",
+        "pass lengths to the step as a tensor, which is split like the batch, where a list is not",
+        ("pack_padded_sequence is given lengths of another batch",),
+    ),
+    KnownFailure(
+        "a PackedSequence is made by hand, and its shapes follow the lengths",
+        "make it with torch.nn.utils.rnn.pack_padded_sequence or pack_sequence",
+        ("0-dim tensor",),
+        line="PackedSequence(",
+    ),
+    KnownFailure(
+        "it takes a gradient in forward with torch.autograd.grad, which is not captured",
+        "take it with torch.func, which gives the same numbers: torch.func.grad(lambda x: net(x).sum())(x), or where net(x) is "
+        "needed, too, y, backward = torch.func.vjp(net, x) and backward(torch.ones_like(y)), which calls the net once (dropout "
+        "then drops the same for both)",
+        ("autograd.grad",),
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "torch.func takes the gradient of a net that writes a buffer, as a BatchNorm in train mode writes its statistics",
+        "use a norm that writes none, such as nn.LayerNorm, nn.GroupNorm or a BatchNorm with track_running_stats=False; a "
+        "BatchNorm in eval mode writes nothing either",
+        ("would mutate a captured tensor",),
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "torch.func takes the gradient of a recurrent layer, whose operator has no backward for that",
+        "write the recurrence as a loop over nn.LSTMCell, nn.GRUCell or nn.RNNCell, which torch.func takes",
+        ("must override the setup_context",),
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "a module has a hook on its backward, which a captured step does not call",
+        "remove it (the handle that register_full_backward_hook gave has remove()), and change gradients in forward, in the loss "
+        "or in a hook of the optimizer",
+        ("backwards hooks require compiled autograd",),
+        runs_as_pytorch=True,
+    ),
+    KnownFailure(
+        "it writes in place to a tensor that is no buffer of a module",
+        "make it a buffer with register_buffer, of the model, of the loss or of a module that they refer to",
+        ("mutating a non-functional tensor", "entirely functional graph, but found"),
+    ),
+)
+
+
+def known_failure(text: str, frames: Sequence[traceback.FrameSummary]) -> KnownFailure | None:
+    """The first known failure that fits an exception's text and the frames in which the tracer failed, if there is one."""
+    return next((failure for failure in _KNOWN if failure.fits(text, frames)), None)

@@ -1,0 +1,134 @@
+"""Finds losses of torch that are summed over the examples where a step takes the loss for a mean, and the other way round."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.messages.source_lines import last_users_frame
+from mirrorc.torch_internals import leaf_of_placeholder
+
+_LOSSES = (
+    F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cosine_embedding_loss, F.cross_entropy, F.ctc_loss,
+    F.gaussian_nll_loss, F.hinge_embedding_loss, F.huber_loss, F.kl_div, F.l1_loss, F.margin_ranking_loss, F.mse_loss,
+    F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.nll_loss, F.poisson_nll_loss,
+    F.smooth_l1_loss, F.soft_margin_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
+)  # fmt: skip
+_SIGNATURES = {function: inspect.signature(function) for function in _LOSSES}
+_SUMMANDS = {operator.add, operator.iadd, operator.sub, operator.isub, operator.neg, torch.add, torch.sub, torch.neg}
+_METHODS = {"add", "add_", "sub", "sub_", "neg"}  # of the same
+_SUM = "sum"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A summand of the loss that one of torch's losses makes.
+
+    Attributes:
+        function: its name.
+        kind: "mean", "batchmean" or "sum".
+        filename, line: the user's line; 0 if unknown.
+    """
+
+    function: str
+    kind: str
+    filename: str
+    line: int
+
+
+def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
+    """How torch's losses among the summands of a loss reduce what they are given of the batch.
+
+    What is multiplied or divided is left alone: it may be a mean made of a sum.
+
+    Args:
+        traced: a graph of torch functions whose first output is the loss.
+    """
+    found: dict[Reduction, None] = {}
+    loss = traced.graph.output_node().args[0][0]  # type: ignore[index]
+    for node in _summands(loss):
+        kind = _reduction(node.target, node.args, node.kwargs) if node.op == "call_function" else None
+        if kind is not None and _is_of_the_batch(node):
+            frame = last_users_frame(node.meta.get("stack_trace") or "")
+            place = (frame.filename, frame.lineno or 0) if frame else ("<unknown>", 0)
+            found[Reduction(node.target.__name__, kind, *place)] = None  # type: ignore[union-attr]
+    return tuple(found)
+
+
+def _summands(loss: Any) -> Iterator[fx.Node]:
+    seen: set[fx.Node] = set()
+    waiting = [loss]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, fx.Node) or node in seen or node.kwargs.get("alpha", 1) != 1:
+            continue
+        seen.add(node)
+        if node.target in (_METHODS if node.op == "call_method" else _SUMMANDS):
+            waiting += node.args
+        else:
+            yield node
+
+
+def _reduction(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    try:
+        signature = _SIGNATURES.get(function)
+    except TypeError:  # not hashable
+        return None
+    if signature is None:
+        return None
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    kind = bound.arguments["reduction"]
+    return kind if kind in ("mean", "batchmean", _SUM) else None
+
+
+def _is_of_the_batch(node: fx.Node) -> bool:
+    """Whether it is made of an argument of the step; a penalty on parameters is the same in every shard."""
+    seen: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            if node.op == "placeholder" and leaf_of_placeholder(node) is not None:
+                return True
+            waiting += node.all_input_nodes
+    return False
+
+
+def notes_on_reductions(
+    reductions: Sequence[Reduction], loss_reduction: str, num_devices: int, what: str
+) -> tuple[Note, ...]:
+    """A warning for each summand of the loss that is a sum where ``loss_reduction`` says mean, or a mean where it says sum.
+
+    Args:
+        reductions: of one shard of several.
+        loss_reduction: "mean" or "sum".
+        num_devices: how many devices the step has.
+        what: the name of the model.
+    """
+    notes = []
+    for found in reductions:
+        if (found.kind == _SUM) == (loss_reduction == "sum"):
+            continue
+        if found.kind == _SUM:
+            said = (
+                "is a sum over the examples, and the step takes the loss for a mean: it adds up the sums of the shards by their "
+                f"part of the batch, which makes about 1/{num_devices} of the sum of the batch. Give loss_reduction='sum' to "
+                "mirrorc.compile()"
+            )
+        else:
+            said = (
+                "is a mean over the examples, and with loss_reduction='sum' the step adds up the means of the shards: "
+                f"about {num_devices} times the mean of the batch. Leave loss_reduction out, or use reduction='sum'"
+            )
+        notes.append(Note(f"{found.function} in the loss of {what} {said}", found.filename, found.line))
+    return tuple(notes)

@@ -1,0 +1,36 @@
+"""Finds embeddings whose gradients are divided by how often a row occurs: in a batch on one device, in a shard on several."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.messages.source_lines import last_users_frame
+
+_LOOKUPS = (
+    torch.ops.aten.embedding.default,
+    torch.ops.aten._embedding_bag.default,
+    torch.ops.aten._embedding_bag_forward_only.default,
+)
+_SCALES = 3  # the place of scale_grad_by_freq among the operands of all of them
+
+
+def notes_on_counted_lookups(graph: fx.Graph, what: str) -> tuple[Note, ...]:
+    """A warning for each line that looks up with ``scale_grad_by_freq=True``.
+
+    Args:
+        graph: of operators of ATen, of one shard of several.
+        what: the name of the model.
+    """
+    notes: dict[Note, None] = {}
+    for node in graph.nodes:
+        if node.target in _LOOKUPS and len(node.args) > _SCALES and node.args[_SCALES] is True:
+            frame = last_users_frame(node.meta.get("stack_trace") or "")
+            message = (
+                f"an embedding of {what} has scale_grad_by_freq=True: each replica divides its gradients by how often a row "
+                "occurs in its own shard, one device by how often it occurs in the whole batch. DistributedDataParallel does the "
+                "same. To have the update of one device, leave it out"
+            )
+            notes[Note(message, frame.filename if frame else "<unknown>", (frame.lineno or 0) if frame else 0)] = None
+    return tuple(notes)

@@ -1,0 +1,83 @@
+"""Finds arguments whose dim 0 a recurrent layer takes as time: a step would split the time, not the examples."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from mirrorc.capture.call.arguments import Leaf
+from mirrorc.errors import CaptureError
+from mirrorc.torch_internals import bare_name, is_operator, leaf_of_placeholder
+
+_RECURRENT = ("lstm", "onednn_lstm", "gru", "rnn")
+_KEEPS_FIRST_DIM = {
+    F.embedding, F.linear, F.dropout, F.layer_norm, F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, torch.relu, torch.tanh,
+    torch.sigmoid, torch.mul, torch.add, torch.sub, torch.div, torch.clone, operator.mul, operator.add, operator.sub,
+    operator.truediv, operator.neg,
+}  # fmt: skip
+_METHODS = {
+    "relu", "tanh", "sigmoid", "mul", "add", "sub", "div", "to", "float", "double", "half", "bfloat16", "type", "contiguous",
+    "clone", "detach", "masked_fill",
+}  # fmt: skip
+
+
+def leaves_with_time_first(graph: fx.Graph) -> tuple[int, ...]:
+    """The tensor arguments whose dim 0 is the time of a recurrent layer, as a trace shows it.
+
+    Only ways are followed on which dim 0 surely stays what it is: products, embeddings, functions of single elements.
+
+    Args:
+        graph: of `mirrorc.torch_internals.trace_full_graph`, in which recurrent layers are operators over [time, batch, ...].
+    """
+    found = dict.fromkeys(_origin(node.args[0]) for node in _scans(graph))
+    return tuple(leaf for leaf in found if leaf is not None)
+
+
+def _scans(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        if is_operator(node.target) and node.target.namespace == "mirrorc" and bare_name(node.target) in _RECURRENT:
+            yield node
+
+
+def _origin(value: Any) -> int | None:
+    """The argument whose dim 0 is that of a value; None if that is not sure."""
+    while isinstance(value, fx.Node):
+        if value.op == "placeholder":
+            return leaf_of_placeholder(value)
+        keeps = (value.op == "call_function" and value.target in _KEEPS_FIRST_DIM) or (
+            value.op == "call_method" and value.target in _METHODS
+        )
+        if keeps:
+            value = value.args[0] if value.args else None
+        elif value.target is operator.getitem and value.args[1] == 0 and value.args[0] in set(_scans(value.graph)):
+            value = value.args[0].args[0]  # type: ignore[union-attr]
+        elif value.target is torch.cat and _dim(value) not in (0, None):
+            value = value.args[0][0]  # type: ignore[index]
+        else:
+            return None
+    return None
+
+
+def _dim(cat: fx.Node) -> Any:
+    return cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+
+
+def refuse_split_time(leaves: Sequence[Leaf], with_time_first: Sequence[int], what: str) -> None:
+    """Refuses to split the time of a recurrent layer.
+
+    Raises:
+        CaptureError: names the argument and the remedy.
+    """
+    for index in with_time_first:
+        leaf = leaves[index]
+        if leaf.split:
+            raise CaptureError(
+                f"a recurrent layer of {what} takes dim 0 of argument {leaf.path!r} as time, and a step splits arguments along "
+                "dim 0, where it expects the examples. Remedy: pass arguments with the examples first, and make the layer with "
+                f"batch_first=True, or give it {leaf.path}.transpose(0, 1) in forward"
+            )

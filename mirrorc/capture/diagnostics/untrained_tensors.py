@@ -1,0 +1,102 @@
+"""Speaks of tensors that would get a gradient in plain PyTorch, and get none in a step, because no module of its holds them."""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.errors import CaptureError
+from mirrorc.messages.source_lines import last_users_frame
+from mirrorc.torch_internals import guards_of, outside_tensors, reading_names, storage_key
+
+_IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow"))}
+
+
+def untrained_tensors(
+    traced: fx.GraphModule, module: TrainingCall, leaves: Sequence[torch.Tensor], what: str
+) -> tuple[Note, ...]:
+    """A note on the tensors, neither arguments nor the module's own, to which backward would lead, and which no step trains.
+
+    Args:
+        traced: what the tracer gave.
+        module: what was traced: model and loss.
+        leaves: the example arguments.
+        what: the name of the model.
+
+    Raises:
+        CaptureError: one of them was itself computed with a gradient, so that backward would go on to other tensors.
+    """
+    found = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]
+    found = [one for one in found if id(one[1]) not in module.trained_elsewhere]
+    if not found:
+        return ()
+    words = reading_names(module, guards_of(traced).names, [tensor for _, tensor in found])
+    names = [word or "a tensor" for word in words]
+    for name, (node, tensor) in zip(names, found, strict=True):
+        if tensor.grad_fn is not None:
+            frame = _users_frame(node)
+            where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
+            raise CaptureError(
+                f"forward or loss of {what} reads {name}{where}, which was computed outside of the step with a gradient "
+                f"({tensor.grad_fn.name()}): a captured step has no such backward. Remedy: compute it in forward or in the "
+                "loss, or detach it."
+            )
+    frame = _users_frame(found[0][0])
+    many = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    note = (
+        f"the loss of {what} depends on {', '.join(names[:3])}{many}: what requires a gradient but is neither a parameter of the "
+        "model nor of a loss that is a module. This step gives no gradient to it, so that its optimizer cannot train it. Make it "
+        "a parameter of the model, or of a loss that is a module; if another step trains it, as that of a critic, make "
+        "that step before this one is first called; if nothing is to train it, call requires_grad_(False) on it"
+    )
+    return (Note(note, frame.filename if frame else "<unknown>", frame.lineno or 0 if frame else 0),)
+
+
+def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:
+    """The user's line that uses a placeholder first."""
+    frames = (last_users_frame(user.meta.get("stack_trace") or "") for user in node.users)
+    return next((frame for frame in frames if frame is not None), None)
+
+
+def _leads_to_output(node: fx.Node) -> bool:
+    """Whether the output depends on a node by values that all require a gradient, those that are written in place included."""
+    order = {node: place for place, node in enumerate(node.graph.nodes)}
+    since, waiting = {node: -1}, [node]  # what a value depends on, once it was written
+    while waiting:
+        source = waiting.pop()
+        for user in source.users:
+            place = order[user]
+            if user.op == "output":
+                return True
+            for reached in [user, *_written_by(user)] if place > since[source] else ():
+                if _requires_gradient(reached.meta.get("example_value")) and place < since.get(reached, len(order)):
+                    since[reached] = place
+                    waiting.append(reached)
+    return False
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """The values whose memory an operation writes in place: that which it is given, and all that are views of the same memory."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    memory = _memory(node.args[0]) if (is_in_place or node.kwargs.get("inplace")) and node.args else None
+    return [other for other in node.graph.nodes if _memory(other) == memory] if memory is not None else []
+
+
+def _memory(node: Any) -> int | None:
+    """A number for the memory of a node's value; None if it is no tensor, or one without memory of its own."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return storage_key(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+
+
+def _requires_gradient(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_requires_gradient(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.requires_grad

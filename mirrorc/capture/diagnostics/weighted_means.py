@@ -1,0 +1,123 @@
+"""Finds losses that are means over something else than examples: over weights of classes, or over targets that are kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from mirrorc.capture.call.shards import Shards
+from mirrorc.messages.source_lines import last_users_line
+from mirrorc.torch_internals import leaf_of_placeholder
+
+REMEDY = (
+    "for a mean over examples use reduction='none' and average over each example's targets, then over the examples, or "
+    "reduction='sum' and divide by a number that is the same for all shards"
+)
+
+DEFAULT_IGNORE_INDEX = -100
+_SIGNATURES = {function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)}
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedMean:
+    """A call of a loss of torch that averages over its targets.
+
+    Attributes:
+        function: its name.
+        target: its targets.
+        is_weighted: whether classes have weights, by which it divides.
+        ignore_index: targets of this value are left out of the mean.
+        line: the user's line; empty if unknown.
+        leaf: the tensor argument of the call that the targets are taken from; None if unknown.
+    """
+
+    function: str
+    target: Any
+    is_weighted: bool
+    ignore_index: int
+    line: str = ""
+    leaf: int | None = None
+
+
+def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> WeightedMean | None:
+    """How a call averages; None if it is none of these losses, or does not average."""
+    try:
+        signature = _SIGNATURES.get(function)
+    except TypeError:  # not hashable
+        return None
+    if signature is None:
+        return None
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["reduction"] != "mean":
+        return None
+    return WeightedMean(function.__name__, given["target"], given["weight"] is not None, given["ignore_index"])
+
+
+def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
+    """The losses of a graph of torch functions that average over targets of integers."""
+    found = []
+    for node in traced.graph.nodes:
+        mean = weighted_mean(node.target, node.args, node.kwargs) if node.op == "call_function" else None
+        if mean is None or not isinstance(mean.target, fx.Node):
+            continue
+        value = mean.target.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            line = last_users_line(node.meta.get("stack_trace") or "")
+            found.append(replace(mean, line=line, leaf=_leaf_behind(mean.target)))
+    return tuple(found)
+
+
+def _leaf_behind(node: fx.Node) -> int | None:
+    """The tensor argument that a value is made of, if it is made of one alone: by a view, a slice, a shift."""
+    while node.op != "placeholder":
+        if len(node.all_input_nodes) != 1:
+            return None
+        node = node.all_input_nodes[0]
+    return leaf_of_placeholder(node)
+
+
+def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, ...]:
+    """Sentences on what of a loss may make a step differ from that of one device; they do not depend on the batch's values."""
+    found: dict[str, None] = {}
+    for mean in means if num_replicas > 1 else ():
+        if mean.is_weighted:
+            found[
+                f"{_place(mean)} is a mean weighted by class: a replica divides by the weights of its own targets"
+            ] = None
+        if mean.ignore_index != DEFAULT_IGNORE_INDEX:
+            found[
+                f"{_place(mean)} leaves out targets that are {mean.ignore_index}: a replica divides by how many it keeps"
+            ] = None
+    return tuple(found)
+
+
+def differences_in(means: Sequence[WeightedMean], shards: Shards) -> tuple[str, ...]:
+    """Sentences on what of a loss makes the step of this batch differ from that of one device."""
+    found: dict[str, None] = {}
+    present = [own for own, size in zip(shards.tensors, shards.num_examples, strict=True) if size]
+    for mean in means if len(present) > 1 else ():
+        if mean.is_weighted:
+            found[
+                f"{_place(mean)} is a mean weighted by class: a replica divides by the weights of its own targets"
+            ] = None
+        own = [] if mean.leaf is None else [tensors[mean.leaf] for tensors in present]
+        left_out = [int((targets == mean.ignore_index).sum()) for targets in own]
+        if len({few / targets.numel() for few, targets in zip(left_out, own, strict=True) if targets.numel()}) > 1:
+            numbers = ", ".join(f"{few} of {targets.numel()}" for few, targets in zip(left_out, own, strict=True))
+            found[
+                f"{_place(mean)} leaves out targets that are {mean.ignore_index}, {numbers} in the shards of this batch: a "
+                "replica divides by how many it keeps"
+            ] = None
+    return tuple(found)
+
+
+def _place(mean: WeightedMean) -> str:
+    return f"{mean.function}{f' at {mean.line}' if mean.line else ''}"

@@ -1,0 +1,232 @@
+"""The front end that traces with Dynamo and applies torch's joint export to the result."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.capture.call.containers import put_together
+from mirrorc.capture.call.evaluation_call import EvaluationCall
+from mirrorc.capture.call.packed_sequences import PaddedSequences
+from mirrorc.capture.call.traced_outputs import LeafKind, TracedOutputs, memory_of_inputs, read_outputs, remove_marks
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.errors import check_evaluated_loss, check_loss, explain
+from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
+from mirrorc.capture.diagnostics.loss_reduction import reductions_of
+from mirrorc.capture.diagnostics.side_effects import changed_arguments, dropped_effects
+from mirrorc.capture.diagnostics.time_first import leaves_with_time_first
+from mirrorc.capture.diagnostics.untrained_tensors import untrained_tensors
+from mirrorc.capture.diagnostics.weighted_means import weighted_means_of
+from mirrorc.capture.dynamo.distribution_checks import ASKED_OF_CLASSES, VALIDATIONS
+from mirrorc.capture.dynamo.drawn_branches import DECIDING, DrawnScalar, DrawnScalarDecides
+from mirrorc.capture.dynamo.recurrent_layers import TRACED_INSTEAD
+from mirrorc.capture.dynamo.spec_augment import masking_functions
+from mirrorc.capture.dynamo.sync_batch_norm import SYNCHRONIZED
+from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
+from mirrorc.capture.model.external_variables import take_outside_variables
+from mirrorc.capture.model.refused_modules import refuse_modules
+from mirrorc.capture.rewrites.asserts import refuse_effects
+from mirrorc.capture.rewrites.masked_assignments import choose_where_masked
+from mirrorc.capture.rewrites.sparse_lookups import BAGS_AS_ROWS, leaves_with_offsets, take_sparse_lookups
+from mirrorc.ir.program import LOSS_OUTPUT
+from mirrorc.torch_internals import (
+    CHECKS_OF_TENSORS,
+    JointGraph,
+    NumbersGivenUp,
+    SizesGivenUp,
+    asked_for_class,
+    called_while_traced,
+    export_forward_graph,
+    export_joint_graph,
+    give_values,
+    guards_of,
+    is_drawn,
+    noted_calls,
+    quiet_fake_tensors,
+    storage_key,
+    trace_full_graph,
+    traced_instead,
+)
+from mirrorc.torch_internals.tracing import out_arguments, requires_grad_writes
+
+logger = logging.getLogger(__name__)
+
+
+class DynamoFrontEnd(FrontEnd):
+    """Captures the whole call without a graph break, or says why it cannot."""
+
+    name = "dynamo"
+    guards_plain_values = True
+    traces_evaluations = True
+
+    def trace(
+        self,
+        stack: contextlib.ExitStack,
+        call: TrainingCall,
+        leaves: Sequence[torch.Tensor],
+        decompositions: Mapping[Any, Callable[..., Any]],
+    ) -> Traced:
+        what = type(call.model).__name__
+        refuse_modules(call, what)
+        trace = functools.partial(_trace, call, leaves, put_together, call.keeps_outputs)
+        with _Explained(what, leaves):
+            traced = trace()
+        text = str(traced.graph)
+        outputs = read_outputs(traced, call, leaves, what) if call.keeps_outputs else None
+        _refuse_returned_numbers(traced, outputs)
+        remove_marks(traced)
+        notes = changed_arguments(traced, call, what)
+        notes += dropped_effects(traced, text, what, trace)
+        choose_where_masked(traced.graph)
+        if isinstance(call, EvaluationCall):
+            assert outputs is not None, "an evaluation keeps its outputs"
+            return Traced(
+                self._forward(stack, traced, call, leaves, decompositions, outputs), guards_of(traced), notes, outputs
+            )
+        check_loss(traced, what)
+        untrained = untrained_tensors(traced, call, leaves, what)
+        outside = take_outside_variables(traced, call, leaves)
+        refuse_effects(traced.graph, what)
+        reductions, with_time_first = reductions_of(traced), leaves_with_time_first(traced.graph)
+        looked_up, with_offsets = take_sparse_lookups(traced, leaves, what), leaves_with_offsets(traced.graph)
+        _own_loss(traced.graph)
+        with _Explained(what, leaves):
+            names = tuple(outputs.types) if outputs is not None else ()
+            joint = export_joint_graph(stack, traced, leaves, {**decompositions, **BAGS_AS_ROWS}, names)
+        joint.numbers = guards_of(traced).told_numbers()
+        joint.weighted_means = weighted_means_of(traced)
+        joint.reductions, joint.leaves_with_time_first, joint.outside = reductions, with_time_first, outside
+        joint.looked_up, joint.leaves_with_offsets = looked_up, with_offsets
+        return Traced(joint, guards_of(traced), (*notes, *untrained), outputs)
+
+    def _forward(
+        self,
+        stack: contextlib.ExitStack,
+        traced: fx.GraphModule,
+        call: EvaluationCall,
+        leaves: Sequence[torch.Tensor],
+        decompositions: Mapping[Any, Callable[..., Any]],
+        outputs: TracedOutputs,
+    ) -> JointGraph:
+        """The graph of forward alone, in which the loss is one of the outputs."""
+        what, names = type(call.model).__name__, [*outputs.types]
+        values: Any = traced.graph.output_node().args[0]
+        losses = values[: len(values) - len(names)]
+        is_there = not losses or losses[0].meta["example_value"].shape != (0,)
+        if is_there or call.needs_loss:
+            loss = losses[0].meta["example_value"] if losses else None
+            check_evaluated_loss(loss, what, is_from_loss_function=call.needs_loss)
+            names.insert(0, LOSS_OUTPUT)
+            _own_loss(traced.graph)
+        else:
+            give_values(traced, values[1:])
+        refuse_effects(traced.graph, what)
+        with_time_first, outside = leaves_with_time_first(traced.graph), take_outside_variables(traced, call, leaves)
+        with _Explained(what, leaves):
+            graph = export_forward_graph(stack, traced, leaves, decompositions, names)
+        graph.numbers = guards_of(traced).told_numbers()
+        graph.weighted_means, graph.leaves_with_time_first = weighted_means_of(traced), with_time_first
+        graph.outside, graph.leaves_with_offsets = outside, leaves_with_offsets(traced.graph)
+        return graph
+
+    def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+        """Reads a trace of the call that is used for nothing else."""
+        try:
+            with quiet_fake_tensors():
+                traced = _trace(call, leaves)
+        except Exception as error:
+            logger.debug("no trace for another number of examples", exc_info=error)
+            return None
+        return read_outputs(traced, call, leaves, type(call.model).__name__)
+
+
+def _trace(
+    call: TrainingCall,
+    leaves: Sequence[torch.Tensor],
+    makes_arguments: Callable[..., Any] | None = None,
+    guards_results: bool = False,
+) -> fx.GraphModule:
+    can_draw, numbers = call.numbers.can_be_drawn, call.numbers.inputs
+    instead = {**TRACED_INSTEAD, **SYNCHRONIZED, **CHECKS_OF_TENSORS, **VALIDATIONS, **masking_functions(call)}
+
+    def traced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> fx.GraphModule:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(traced_instead(functions))
+            stack.enter_context(called_while_traced(ASKED_OF_CLASSES))
+            stack.enter_context(requires_grad_writes())
+            stack.enter_context(out_arguments())
+            for kind in (PaddedSequences, DrawnScalar, DrawnScalarDecides):
+                stack.enter_context(asked_for_class(kind))
+            return trace_full_graph(
+                call, leaves, makes_arguments, numbers, guards_results=guards_results, takes_draws=can_draw
+            )
+
+    try:
+        with noted_calls(torch.rand) as draws:
+            return traced(instead)
+    except Exception as error:
+        can_decide = can_draw and draws and torch.get_default_device().type == "cpu"
+        if not can_decide or not any(word in str(error).lower() for word in DATA_DEPENDENT):
+            raise
+        try:
+            return traced({**instead, **DECIDING})
+        except Exception as other:
+            is_given_up = isinstance(other, NumbersGivenUp) and all(map(is_drawn, other.names))
+            if is_given_up or DrawnScalar.__name__ in str(other):  # a number is used as only a tensor can be
+                raise error from None
+            raise
+
+
+def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:
+    """Gives inputs up whose values seem to be returned beside the loss: what is returned as it is was read in this trace."""
+    inputs = guards_of(traced).inputs
+    if inputs is None or outputs is None:
+        return
+    returned = [leaf.value for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT]
+    numbers = [value for value in returned if type(value) in (int, float)]
+    if any(type(value) is type(number) and value == number for value in numbers for number in inputs.all_values()):
+        raise NumbersGivenUp(inputs.sources, "forward seems to return it")
+
+
+def _own_loss(graph: fx.Graph) -> None:
+    """Copies a loss that lies in the memory of a parameter, which the step updates before it returns the loss.
+
+    torch.compile would give such a loss by a view of the parameter.
+    """
+    output = graph.output_node()
+    loss = output.args[0][0]  # type: ignore[index]
+    assert isinstance(loss, fx.Node)
+    if storage_key(loss.meta["example_value"]) in memory_of_inputs(graph):
+        with graph.inserting_before(output):
+            own = graph.call_function(torch.clone, (loss,))
+        own.meta = dict(loss.meta)
+        output.replace_input_with(loss, own)
+        graph.owning_module.recompile()  # type: ignore[union-attr]
+
+
+class _Explained:
+    """A block in which the tracer's errors become short ones; the log has them whole (level DEBUG).
+
+    A class, because a generator would add frames to what the user reads.
+    """
+
+    def __init__(self, what: str, leaves: Sequence[torch.Tensor]) -> None:
+        self._what, self._leaves, self._quiet = what, leaves, quiet_fake_tensors()
+
+    def __enter__(self) -> None:
+        self._quiet.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._quiet.__exit__(kind, error, traceback)
+        if isinstance(error, Exception) and not isinstance(error, NumbersGivenUp | SizesGivenUp):
+            logger.debug("tracing %s has failed", self._what, exc_info=error)
+            raise explain(error, self._what, self._leaves) from None

@@ -1,0 +1,1 @@
+"""Front end 2: forward and backward as plain PyTorch."""

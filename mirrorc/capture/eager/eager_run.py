@@ -1,0 +1,111 @@
+"""Runs of a training call as plain PyTorch: what each of them is given, and what all have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from mirrorc.capture.call.traced_outputs import TracedOutputs
+from mirrorc.capture.eager.module_copies import ModuleCopy
+from mirrorc.capture.eager.rng_streams import ReplicaStream
+from mirrorc.capture.eager.run_outputs import RunOutputs
+from mirrorc.capture.model.transient_attributes import Attribute
+
+
+@dataclass(frozen=True)
+class ThreadModes:
+    """What torch keeps for each thread by itself, as it is in the thread that captures."""
+
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    caches_casts: bool
+    device: torch.device
+
+    @classmethod
+    def now(cls) -> ThreadModes:
+        """Those of this thread."""
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+        return cls(autocast, torch.is_autocast_cache_enabled(), torch.get_default_device())
+
+    @contextlib.contextmanager
+    def entered(self, *, trains: bool) -> Iterator[None]:
+        """A block in which this thread has them, and gradients in training."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(trains))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.caches_casts))
+            if self.device != torch.get_default_device():
+                stack.enter_context(self.device)
+            yield
+
+
+@dataclass
+class Run:
+    """A forward that has run, and whose backward has not.
+
+    Attributes:
+        copy: the modules that have run, which backward may run again.
+        parameters, buffers, leaves: the tensors that forward was given, with gradients after backward.
+        versions: of these buffers and parameters, before forward.
+        stream: the random numbers that it draws from; None if it draws none.
+        loss: with its graph, until backward; without elements if an evaluation has none.
+        unreached: the places of the parameters that this graph does not reach, of a run that trains.
+        outputs: what it returns beside the loss, if the call keeps that.
+    """
+
+    copy: ModuleCopy
+    parameters: list[nn.Parameter]
+    buffers: list[torch.Tensor]
+    leaves: list[torch.Tensor]
+    stream: ReplicaStream | None = None
+    versions: list[int] = field(default_factory=list)
+    loss: torch.Tensor = field(init=False)
+    unreached: Set[int] = frozenset()
+    outputs: RunOutputs | None = None
+
+    def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The places of those of its tensors that were written in place."""
+        known = {id(t): v for t, v in zip((*self.parameters, *self.buffers, *self.leaves), self.versions, strict=True)}
+        return [place for place, tensor in enumerate(tensors) if tensor._version != known[id(tensor)]]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What first runs have found, which the graph of a step says of all others.
+
+    Attributes:
+        loss_dtype: of the loss, a single number; None for an evaluation without one.
+        gradients: the places of the parameters that may get a gradient, in the order in which backward makes them.
+        written: the places of the buffers that forward writes.
+        draws: whether random numbers are drawn.
+        outputs: what runs return beside the loss, if the call keeps that.
+        late: the places of the parameters whose gradients came in several parts, or by another way than the graph of the loss.
+        passing: the attributes that forward assigns before it reads them, so that what it leaves there does not count.
+        alike: the places of the buffers that all runs of a step write to one value.
+    """
+
+    loss_dtype: torch.dtype | None
+    gradients: tuple[int, ...]
+    written: tuple[int, ...]
+    draws: bool
+    outputs: TracedOutputs | None = None
+    late: frozenset[int] = frozenset()
+    passing: frozenset[Attribute] = frozenset()
+    alike: frozenset[int] = frozenset()
+
+    @property
+    def outputs_of_graph(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each tensor that a run gives beside the loss."""
+        return list(self.outputs.types.values()) if self.outputs is not None else []
+
+
+def parameter_of_run(own: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    """A parameter with memory of a replica, and with what the user has put on his own."""
+    parameter = nn.Parameter(value.detach(), own.requires_grad)
+    if own.__dict__:
+        parameter.__dict__.update(own.__dict__)
+    return parameter

@@ -1,0 +1,256 @@
+"""The front end that leaves forward and backward to PyTorch's autograd: a graph of operators that run them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mirrorc.capture.call.arguments import Constant
+from mirrorc.capture.call.traced_outputs import TracedOutputs
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.eager.eager_call import OpaqueCall
+from mirrorc.capture.eager.trial_run import first_runs
+from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
+from mirrorc.custom_ops.eager_calls import register_call, run_evaluation, run_forward, sizes_of, take_gradient
+from mirrorc.errors import CaptureError
+from mirrorc.ir.program import LOSS_OUTPUT
+from mirrorc.torch_internals import FakeTensorMode, JointGraph
+
+_REMARK = (
+    "forward and backward of a replica run as plain PyTorch (capture='autograd'): no pass looks into them, and no figure of "
+    "memory has what they keep from forward to backward. A region of backward takes its gradients when all of them are there, "
+    "while backward goes on"
+)
+
+
+_REMARK_ON_EVALUATION = (
+    "forward of a replica runs as plain PyTorch (capture='autograd'): no pass looks into it, and no figure of memory has what it "
+    "takes meanwhile"
+)
+
+logger = logging.getLogger(__name__)
+
+_FAKE_MODE = FakeTensorMode()  # one, so that graphs of several sizes of microbatches can be put together
+
+
+class AutogradFrontEnd(FrontEnd):
+    """Captures a step as operators that run forward and backward as plain PyTorch, whatever Python does in them.
+
+    One operator runs forward, and one takes each gradient, in the order in which backward makes them: so backward is cut where
+    buckets become ready, as that of any captured graph. Runs on the data of all shards tell this order, which buffers are
+    written, and whether random numbers are drawn. What a later run does otherwise is an error of its step. Each run may use
+    other parameters, and make their gradients in another order.
+    """
+
+    name = "autograd"
+    guards_plain_values = True
+    traces_evaluations = True
+    words = "forward and backward run as plain PyTorch"
+    needs_data = True
+
+    def trace(
+        self,
+        stack: contextlib.ExitStack,
+        call: TrainingCall,
+        leaves: Sequence[torch.Tensor],
+        decompositions: Mapping[Any, Callable[..., Any]],
+    ) -> Traced:
+        what = type(call.model).__name__
+        for module in call.modules():
+            if isinstance(module, nn.SyncBatchNorm) and (module.training or module.running_mean is None):
+                raise CaptureError(
+                    f"{what} has a SyncBatchNorm in train mode, which takes statistics over all replicas, and those that run as "
+                    "plain PyTorch have their own alone. Remedy: compile it with capture='dynamo', or use a BatchNorm"
+                )
+        opaque = OpaqueCall(call, what)
+        found = first_runs(opaque, call, call.data or [leaves], leaves, what)
+        opaque.recorded = found.recorded
+        joint = _joint_graph(opaque, leaves) if call.trains else _forward_graph(opaque, leaves)
+        joint.written_inputs = found.written_inputs
+        remark = _REMARK if call.trains else _REMARK_ON_EVALUATION
+        buffers = [*opaque.buffers]
+        alike = [buffers[place] for place in sorted(found.recorded.alike)]
+        return Traced(joint, HeldCall(opaque, call), found.notes, opaque.recorded.outputs, (remark,), alike)
+
+    def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+        """Runs the first shard with its first example once more."""
+        own = (call.data or [()])[0]
+        grown = [
+            leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]])
+            for leaf, like in zip(own, leaves, strict=False)
+        ]
+        if len(grown) != len(leaves) or any(one.shape != like.shape for one, like in zip(grown, leaves, strict=True)):
+            return None
+        what = type(call.model).__name__
+        try:
+            return first_runs(OpaqueCall(call, what), call, [grown], grown, what).recorded.outputs
+        except CaptureError as error:
+            logger.debug("no run of another number of examples", exc_info=error)
+            return None
+
+
+class HeldCall:
+    """Guards that hold the call which a graph's operators run.
+
+    Each run reads what Python has then. Plain arguments and numbers of modules are watched even so, because what a run uses may
+    follow from them: first runs with others tell.
+
+    Args:
+        call: what runs.
+        training_call: with the plain values of first runs; guards are asked about those that it has then.
+    """
+
+    numbers: tuple[int | float, ...] = ()
+    draws: Sequence[object] = ()
+
+    def __init__(self, call: OpaqueCall, training_call: TrainingCall) -> None:
+        self._call, self._training_call = call, training_call
+        self._plain = {name: Constant(value) for name, value in training_call.plain.items()}
+        self._numbers = [
+            (attributes, key, Constant(value))
+            for module in training_call.modules()
+            for attributes in (vars(module),)
+            for key, value in attributes.items()
+            if type(value) in (int, float)
+        ]
+
+    def use_draws(self) -> Callable[[], None]:
+        """Nothing is drawn of Python's random."""
+        return lambda: None
+
+    def changed_numbers(self) -> list[str]:
+        """No number is a constant of the graph."""
+        return []
+
+    def hold(self) -> bool:
+        """Whether plain arguments and numbers are those of first runs."""
+        return not self.broken()
+
+    def confirm(self) -> bool:
+        """Each run reads what Python has."""
+        return True
+
+    def broken(self) -> str:
+        """The name of the first that is another; empty if none is."""
+        plain = self._training_call.plain
+        for name, value in self._plain.items():
+            if plain.get(name) is not value.value and Constant(plain.get(name)) != value:
+                return name
+        for attributes, key, value in self._numbers:
+            if attributes.get(key) is not value.value and Constant(attributes.get(key)) != value:
+                return f"self.{key}"
+        return ""
+
+
+class _Graph:
+    """A graph of the operators, to which inputs and calls are added.
+
+    Args:
+        call: what the operators run, of which first runs are known.
+        leaves: example tensors.
+
+    Attributes:
+        graph: the graph.
+        inputs: what each operator that runs forward takes first: the call's number, the seed, and lists of nodes.
+        call: the call.
+    """
+
+    def __init__(self, call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> None:
+        self.call, self.graph = call, fx.Graph()
+        self.arguments = [self.given(f"leaf_{i}", leaf) for i, leaf in enumerate(leaves)]
+        self.parameters = [self.given(f"parameter_{i}", own) for i, own in enumerate(call.parameters.values())]
+        self.buffers = [self.given(f"buffer_{i}", own) for i, own in enumerate(call.buffers.values())]
+        self.seed = self.given("seed", torch.empty((), dtype=torch.int64)) if call.recorded.draws else None
+        self.number = register_call(call)
+
+    def given(self, name: str, value: torch.Tensor) -> fx.Node:
+        """An input like this value."""
+        node = self.graph.placeholder(name)
+        with _FAKE_MODE:
+            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        node.meta["val"] = like
+        return node
+
+    def result_of(self, target: Any, *args: Any) -> fx.Node:
+        """What an operator gives."""
+        node = self.graph.call_function(target, args)
+        with _FAKE_MODE:
+            node.meta["val"] = target(*fx.node.map_arg(args, lambda one: one.meta["val"]))
+        return node
+
+    def parts_of(self, target: Any, *args: Any) -> list[fx.Node]:
+        """The parts of what an operator gives."""
+        node = self.result_of(target, *args)
+        parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(node.meta["val"]))]
+        for part, value in zip(parts, node.meta["val"], strict=True):
+            part.meta["val"] = value
+        return parts
+
+    def parts_of_forward(self, target: Any) -> list[fx.Node]:
+        """The parts of what an operator gives that runs forward."""
+        recorded = self.call.recorded
+        outputs = recorded.outputs_of_graph
+        types = [dtype for _, dtype in outputs], sizes_of([shape for shape, _ in outputs])
+        own = (self.number, self.seed, self.arguments, self.parameters, self.buffers)
+        return self.parts_of(target, *own, recorded.loss_dtype, list(recorded.written), *types)
+
+    def joint(self, results: Sequence[fx.Node], **about: Any) -> JointGraph:
+        """The graph, which gives these results, with what it says of its inputs, writes and outputs, and ``about`` besides."""
+        self.graph.output(tuple(results))
+        names = [*self.call.parameters, *self.call.buffers]
+        variables = zip([*self.parameters, *self.buffers], names, strict=True)
+        return JointGraph(
+            fx.GraphModule({}, self.graph),
+            _FAKE_MODE,
+            leaf_of={node: i for i, node in enumerate(self.arguments)},
+            variable_of=dict(variables),
+            seed=self.seed,
+            **about,
+        )
+
+    def writes_and_outputs(self, nodes: Sequence[fx.Node]) -> dict[str, dict[str, fx.Node]]:
+        """What `joint` is told of written buffers and outputs, which stand in this order."""
+        names, recorded = [*self.call.buffers], self.call.recorded
+        written = nodes[: len(recorded.written)]
+        outputs = recorded.outputs.types if recorded.outputs is not None else ()
+        return {
+            "buffer_writes": {names[place]: node for place, node in zip(recorded.written, written, strict=True)},
+            "outputs": dict(zip(outputs, nodes[len(written) :], strict=True)),
+        }
+
+
+def _joint_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph:
+    """The graph of forward and backward of a call, of which first runs are known."""
+    built, recorded = _Graph(call, leaves), call.recorded
+    device = next(iter(call.parameters.values())).device
+    tangent = built.given("tangent", torch.empty((), dtype=recorded.loss_dtype, device=device))
+    loss, token, *others = built.parts_of_forward(run_forward)
+    gradients = [
+        built.result_of(take_gradient, built.number, token, tangent, built.parameters[place], place)
+        for place in recorded.gradients
+    ]
+    names = [*call.parameters]
+    return built.joint(
+        (loss, *others, *gradients),
+        tangent=tangent,
+        loss=loss,
+        gradients={names[place]: node for place, node in zip(recorded.gradients, gradients, strict=True)},
+        **built.writes_and_outputs(others),
+    )
+
+
+def _forward_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph:
+    """The graph of an evaluation, of which first runs are known; its loss is one of the outputs."""
+    built = _Graph(call, leaves)
+    nodes = built.parts_of_forward(run_evaluation)
+    losses, others = (nodes[:1], nodes[1:]) if call.recorded.loss_dtype is not None else ([], nodes)
+    about = built.writes_and_outputs(others)
+    if losses:
+        about["outputs"] = {LOSS_OUTPUT: losses[0], **about["outputs"]}
+    return built.joint(nodes, **about)

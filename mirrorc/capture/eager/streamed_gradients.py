@@ -1,0 +1,89 @@
+"""The gradients of a run of plain PyTorch, which its backward makes one after the other."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Set
+
+import torch
+
+from mirrorc.capture.eager.eager_run import Run
+from mirrorc.errors import ExecutionError
+
+
+class RunGradients:
+    """Takes the gradients of a run from its backward, as it makes them.
+
+    A gradient is there when backward has added up all parts of it, at which torch calls a hook of its parameter. A parameter that
+    the graph of the loss does not reach has none, which is known before backward. Even so, a backward within backward may make
+    one, or add a part to one: of such parameters nothing is known before backward ends.
+
+    Args:
+        run: whose forward has run.
+        backward: runs its backward.
+        late: the places of parameters of which backward may add to the gradient when it is there.
+        what: the name of the model.
+
+    Attributes:
+        came: the places of the parameters, in the order in which gradients came; twice if one came in two parts.
+        has_ended: whether backward has, without an error.
+    """
+
+    def __init__(self, run: Run, backward: Callable[[], None], late: Set[int], what: str) -> None:
+        self._run, self._backward, self._late, self._what = run, backward, late, what
+        self.came: list[int] = []
+        self.has_ended = False
+        self._there, self._taken, self._has_begun = set(run.unreached) - late, set[int](), False
+        self._on_gradient: Callable[[], object] = lambda: None
+        self._thread = 0
+
+    @property
+    def may_wait(self) -> bool:
+        """See `mirrorc.custom_ops.eager_calls.OpaqueBackward`: who draws holds the generators of the process."""
+        return self._run.stream is None
+
+    def has(self, place: int) -> bool:
+        """Whether the gradient of a parameter may be taken, which may be that there is none; never before backward has begun."""
+        return self.has_ended or (self._has_begun and place in self._there)
+
+    def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
+        """Runs backward; see `mirrorc.custom_ops.eager_calls.OpaqueBackward`."""
+        assert not self._has_begun, "a run has one backward"
+        self._has_begun, self._on_gradient, self._thread = True, on_gradient, threading.get_ident()
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, place))
+            for place, parameter in enumerate(self._run.parameters)
+            if parameter.requires_grad
+        ]
+        try:
+            self._backward()
+        finally:
+            self._on_gradient = lambda: None
+            for hook in hooks:  # which hold this object
+                hook.remove()
+        self.has_ended = True
+
+    def _note(self, place: int, _: torch.Tensor) -> None:
+        """Called by torch when a gradient is there; of a GPU's in a thread of its own, in which nothing else is done."""
+        if place in self._taken:
+            raise ExecutionError(
+                f"backward of {self._what} has added to a gradient, of shape {list(self._run.parameters[place].shape)}, that was "
+                "complete, and did not when it was captured: a backward within backward does that, as of an autograd.Function "
+                "that calls backward() itself. Remedy: have it return gradients, or have the first call do what later ones do"
+            )
+        self.came.append(place)
+        if place not in self._late:
+            self._there.add(place)
+        if threading.get_ident() == self._thread:
+            self._on_gradient()
+
+    def take(self, place: int) -> torch.Tensor | None:
+        """A parameter's gradient, which it has no longer; None if this run has not used it. Runs backward if nobody has."""
+        if not self._has_begun:
+            self.run()
+        assert self.has(place), "a gradient is taken when it is there"
+        parameter = self._run.parameters[place]
+        gradient, parameter.grad = parameter.grad, None
+        self._taken.add(place)
+        return gradient

@@ -1,0 +1,239 @@
+"""The interface and the registry of front ends, which trace a model and its loss to one graph of forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mirrorc.capture.call.traced_outputs import TracedOutputs
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.identical_buffers import tensors_at, vectors_of_spectral_norms, written_alike
+from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
+from mirrorc.capture.front_ends.guards import NO_GUARDS, Guards
+from mirrorc.capture.model.external_variables import OutsideNames, check_outside_writes
+from mirrorc.capture.program.captured_graph import CapturedGraph, restructure
+from mirrorc.capture.rewrites.value_names import with_stable_names
+from mirrorc.errors import CaptureError
+from mirrorc.pipeline.collector_pause import collector_paused
+from mirrorc.torch_internals import JointGraph, kept_tracing_state
+from mirrorc.user.restore import kept_as_it_is
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a front end gives.
+
+    Attributes:
+        joint: one functional graph of forward, loss and backward, in operators of ATen.
+        guards: whether the Python state that the graph depends on is as it was; without any, a graph is taken to depend on
+            nothing but the key of its specialization.
+        notes: warnings to give, once.
+        outputs: what a step returns beside its loss, if the call keeps it.
+        remarks: what readers of the program are told.
+        alike: the paths of buffers that are written to the same value on all replicas, besides those whose graph shows it.
+    """
+
+    joint: JointGraph
+    guards: Guards = NO_GUARDS
+    notes: tuple[Note, ...] = ()
+    outputs: TracedOutputs | None = None
+    remarks: tuple[str, ...] = ()
+    alike: Sequence[str] = ()
+
+
+class FrontEnd(ABC):
+    """Traces a training call on example tensors.
+
+    Attributes:
+        name: the name by which it is chosen.
+        guards_plain_values: whether its guards watch what was read of `TrainingCall.plain`, so that a program serves calls with
+            other values of what was not read. If not, programs are specialized on all plain values.
+        traces_evaluations: whether it takes an `evaluation_call.EvaluationCall` as well, and then gives a graph
+            of forward alone, without a tangent: its outputs are the loss, if there is one, named ``loss``, and all others.
+        words: how a step runs what it captures, as what follows a colon.
+        needs_data: whether it is given the data of a shard, and that of all others in `TrainingCall.data`; if not, tensors of any
+            values.
+    """
+
+    name: ClassVar[str]
+    guards_plain_values: ClassVar[bool] = False
+    traces_evaluations: ClassVar[bool] = False
+    words: ClassVar[str] = "as graphs"
+    needs_data: ClassVar[bool] = False
+
+    @abstractmethod
+    def trace(
+        self,
+        stack: contextlib.ExitStack,
+        call: TrainingCall,
+        leaves: Sequence[torch.Tensor],
+        decompositions: Mapping[Any, Callable[..., Any]],
+    ) -> Traced:
+        """Traces a call to one functional graph, with guards on what it read.
+
+        Gradients are switched on, or off for an evaluation.
+
+        Args:
+            stack: keeps contexts open that the graph needs until it is restructured.
+            call: model and loss.
+            leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
+            decompositions: the decompositions of ATen operators that the backend prefers.
+
+        Raises:
+            CaptureError: with the user's file and line, the reason and a remedy.
+        """
+
+    def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+        """What a call on example tensors of other sizes would return beside its loss; None if that is not known."""
+        return None
+
+
+AUTO = "auto"
+"""Stands for the front ends of the ladder, of which the first is used that can capture a model."""
+
+_front_ends: dict[str, FrontEnd] = {}
+_rungs: list[FrontEnd] = []
+
+
+def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
+    """Makes a front end known by its name.
+
+    Args:
+        front_end: the front end.
+        is_rung: whether "auto" tries it, too, after those that were registered before.
+
+    Raises:
+        ValueError: another front end has this name.
+    """
+    if front_end.name in _front_ends:
+        raise ValueError(f"there is a front end {front_end.name!r} already: give this one another name")
+    _front_ends[front_end.name] = front_end
+    if is_rung:
+        _rungs.append(front_end)
+
+
+def unregister_front_end(name: str) -> None:
+    """Makes a front end unknown, so that its name is free again."""
+    front_end = _front_ends.pop(name)
+    if front_end in _rungs:
+        _rungs.remove(front_end)
+
+
+def rungs() -> list[FrontEnd]:
+    """The front ends that "auto" tries, in this order."""
+    return list(_rungs)
+
+
+def front_end_named(name: object) -> FrontEnd:
+    """The front end of this name; for "auto", the first one that is tried.
+
+    Raises:
+        ValueError: there is none; lists those that there are.
+    """
+    if isinstance(name, str) and name == AUTO:
+        return rungs()[0]
+    front_end = _front_ends.get(name) if isinstance(name, str) else None
+    if front_end is None:
+        raise ValueError(f"capture is {name!r}: choose one of {', '.join((AUTO, *_front_ends))}")
+    return front_end
+
+
+_CAPTURING = threading.RLock()
+_LONGEST_CAPTURE_SECONDS = 3600
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Lets one thread of the process trace at a time: torch's tracers change settings of the process and put them back."""
+    if not _CAPTURING.acquire(timeout=_LONGEST_CAPTURE_SECONDS):
+        raise CaptureError(
+            f"another thread has been capturing a model for {_LONGEST_CAPTURE_SECONDS} s, and only one can at a "
+            "time: see what its model waits for in forward"
+        )
+    try:
+        yield
+    finally:
+        _CAPTURING.release()
+
+
+def capture(
+    front_end: FrontEnd,
+    call: TrainingCall,
+    leaves: Sequence[torch.Tensor],
+    leaf_names: Sequence[str],
+    variable_names: Mapping[str, str],
+    trained: Set[str],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    outside: OutsideNames,
+) -> CapturedGraph:
+    """Captures one step on one shard.
+
+    Args:
+        front_end: the front end that traces the step.
+        call: model and loss.
+        leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
+        leaf_names: identifiers for them.
+        variable_names: from the names that parameters and buffers have in ``call`` to the names of variables (tied
+            weights have several names and are one variable).
+        trained: the variables that the optimizer updates.
+        decompositions: the decompositions of ATen operators that the backend prefers.
+        outside: names what is read of modules that neither model nor loss holds.
+
+    Raises:
+        CaptureError: with the user's file and line, the reason and a remedy.
+    """
+    if not call.trains and not front_end.traces_evaluations:
+        raise CaptureError(
+            f"the front end {front_end.name!r} traces training steps alone, and not evaluations: evaluate the model itself, "
+            "under torch.no_grad(), or compile with another front end (capture=)"
+        )
+    with tracing(call) as stack:
+        traced = front_end.trace(stack, call, leaves, decompositions)
+    what, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})
+    check_outside_writes(traced.joint, names, what)
+    names = {**variable_names, **names}
+    captured = restructure(traced.joint, leaf_names, names, trained, what)
+    graph = with_stable_names(captured.graph, captured.arguments)
+    graph.lint()
+    alike = {**_written_alike(graph, call, traced.joint, names), **{names[path]: 0 for path in traced.alike}}
+    told = replace(captured, guards=traced.guards, notes=traced.notes, outputs=traced.outputs, remarks=traced.remarks)
+    return replace(told, graph=graph, alike=alike)
+
+
+def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]) -> dict[str, int]:
+    """The buffers that a graph writes to the same value on all replicas."""
+    roots = [call, *(one.root for one in joint.outside.values() if one.root is not None)]
+    of_norms = (vectors_of_spectral_norms, buffers_of_synchronized_norms)
+    ids = {own for found in of_norms for own in found(roots)} if joint.buffer_writes else set()
+    if not ids:
+        return {}
+    tensors = tensors_at(call, {path: one.tensor for path, one in joint.outside.items()})
+    vectors = [names[path] for path in joint.buffer_writes if id(tensors.get(path)) in ids]
+    output: Any = graph.output_node().args[0]
+    return written_alike(graph, output["writes"], vectors)
+
+
+def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
+    """What a step on shards of another size would return beside its loss; None if that is not known."""
+    with tracing(call):
+        return front_end.trace_outputs(call, leaves)
+
+
+@contextlib.contextmanager
+def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
+    """A block in which a front end may trace a call, and after which the model is as it was."""
+    with _one_at_a_time(), kept_as_it_is(call), collector_paused(), contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(call.trains))
+        stack.enter_context(kept_tracing_state())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "To copy construct from a tensor")  # of arrays, which are tensors in a trace
+        yield stack

@@ -1,0 +1,1 @@
+"""The model as data: variables, fingerprint, what is refused."""

@@ -1,0 +1,256 @@
+"""The user's model as a step sees it: its variables by name, and the Python state that its captured graph depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.capture.model.external_variables import OutsideNames
+from mirrorc.torch_internals import global_hook_tables, has_gradient_hooks, hook_tables
+from mirrorc.user.aliased_tensors import refuse_shared_memory
+
+_ABSENT = object()
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+_SCALARS = (bool, int, float, str, type(None))
+
+
+class ModelState:
+    """The variables of a model and its loss, and a fingerprint of the plain Python state that their graph depends on.
+
+    Attributes:
+        tensors: parameters and buffers, by name of their variable: the first name of each in the model, with the prefix
+            ``loss_fn.`` for those of a loss module.
+        names: the variable for each name that a parameter or buffer has in `training_call.TrainingCall`. Tied
+            weights have several names there.
+        outside: names the variables that forward or the loss read besides.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: dict[str, str] = {}
+        self.outside = OutsideNames()
+        self._roots = roots = {"model": model} | ({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
+        first: dict[int, str] = {}
+        for path, tensor in _named_tensors(roots):
+            if id(tensor) not in first:
+                variable = first[id(tensor)] = _free(path.removeprefix("model."), self.tensors)
+                self.tensors[variable] = tensor
+            self.names[path] = first[id(tensor)]
+        self._look_at_modules()
+        self._members = [
+            (f"{kind} {'.'.join(filter(None, (path, key)))!r}", members, key, member)
+            for path, module in self._named
+            for kind, members in _members_of(module)
+            for key, member in members.items()
+        ]
+        self._first_members = {(id(members), key) for _, members, key, _ in self._members}
+        self._freed: set[tuple[int, str]] = (
+            set()
+        )  # the numbers that are left to the guards: attributes of which dict, and key
+        self._last_numbers: dict[tuple[int, str], int | float] = {}
+        self._added: list[tuple[dict[str, Any], str]] = []
+        self._added_now: tuple[_Same, ...] = ()
+
+    def _look_at_modules(self) -> None:
+        """Finds the modules that there are now, and what is watched of them."""
+        self._named = [named for root in self._roots.values() for named in root.named_modules()]
+        self._modules = [module for _, module in self._named]
+        self._dicts = [attributes for module in self._modules for attributes in _dicts_of(module)]
+        self._sizes = list(map(len, self._dicts))
+        self._plain = [place for module in self._modules for place in _plain_attributes(module)]
+        self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)] + global_hook_tables()
+
+    def _look_again(self) -> None:
+        """After attributes or members were added or replaced."""
+        self._look_at_modules()
+        members_now = [
+            (members, key) for module in self._modules for _, members in _members_of(module) for key in members
+        ]
+        self._added = [(members, key) for members, key in members_now if (id(members), key) not in self._first_members]
+        self._added_now = self._find_added()
+
+    def names_now(self) -> tuple[dict[str, str], dict[str, str]]:
+        """`names` by what the modules hold now, and a description of each tensor among them that was added since."""
+        names, first = dict(self.names), {id(tensor): name for name, tensor in self.tensors.items()}
+        added: dict[str, str] = {}
+        for path, tensor in _named_tensors(self._roots):
+            if id(tensor) not in first:
+                variable = first[id(tensor)] = _free(path.removeprefix("model."), {*self.tensors, *added})
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                added[variable] = f"{kind} {path.removeprefix('model.')!r}"
+            names[path] = first[id(tensor)]
+        return names, added
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters among the variables."""
+        return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
+
+    def modes(self) -> str:
+        """Which modules are in training mode now: a letter for each."""
+        return "".join("t" if module.training else "e" for module in self._modules)
+
+    def check_memory(self) -> None:
+        """Refuses a trainable parameter that shares memory with another parameter or buffer.
+
+        Raises:
+            ValueError: names both, and the remedy.
+        """
+        refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
+
+    def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
+        """The path of the attribute of the model that is this tensor, neither parameter nor buffer; else what is given."""
+        found = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
+        return next(found, otherwise).removeprefix(".")
+
+    def plain_attributes(self) -> dict[str, tuple[type, Any]]:
+        """The plain attributes in the fingerprint, by path, each as a value that can be compared and its type."""
+        return {
+            f"{path}.{key}".removeprefix("."): (type(value), _comparable(value))
+            for path, module in self._named
+            for attributes, key in _plain_attributes(module)
+            if key not in _TORCHS_OWN and (value := attributes.get(key, _ABSENT)) is not _ABSENT
+        }
+
+    def note_numbers(self) -> None:
+        """Notes the numbers among the attributes of the user's modules, for `free_changed_numbers`."""
+        self._last_numbers = {
+            place: attributes[key]
+            for _, _, attributes, key in self._users_attributes()
+            if type(attributes.get(key)) in (int, float) and (place := (id(attributes), key)) not in self._freed
+        }
+
+    def free_changed_numbers(self) -> list[tuple[tuple[str, ...], str]]:
+        """Takes the numbers that have changed since `note_numbers` out of the fingerprint: guards watch whether they were read.
+
+        Returns:
+            Where they are: the names on the way to the module, from its root on, and the attribute.
+        """
+        found = []
+        for root, path, attributes, key in self._users_attributes():
+            place, value = (id(attributes), key), attributes.get(key)
+            before = self._last_numbers.get(place)
+            if (
+                before is None
+                or type(value) not in (int, float)  # what is nan or infinite stays a constant, which guards watch
+                or (type(value) is type(before) and repr(value) == repr(before))
+            ):
+                continue
+            self._freed.add(place)
+            found.append(((root, *(path.split(".") if path else ())), key))
+        return found
+
+    def _users_attributes(self) -> Iterator[tuple[str, str, dict[str, Any], str]]:
+        """The plain attributes of modules whose classes are the user's alone: root, path, attributes and key."""
+        for root, module in self._roots.items():
+            for path, own in module.named_modules():
+                if _is_users_alone(type(own)):
+                    for attributes, key in _plain_attributes(own):
+                        if key not in _TORCHS_OWN:
+                            yield root, path, attributes, key
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """A value that stays equal as long as the captured graph is valid.
+
+        It is made of the modules' classes, modes, plain attributes and hooks, of the parameters' ``requires_grad`` and dtypes,
+        and of what was added to the model.
+
+        Raises:
+            ValueError: a parameter, buffer or submodule was replaced by another object, or a parameter has a hook.
+        """
+        for what, members, key, member in self._members:
+            if _member(members, key) is not member:
+                raise ValueError(
+                    f"the model's {what} was replaced since mirrorc.compile(): write into it instead (load_state_dict does "
+                    "without assign=True), or make a new optimizer over model.parameters() and compile the model anew"
+                )
+        for name, tensor in self.tensors.items():
+            if has_gradient_hooks(tensor):
+                raise ValueError(
+                    f"parameter {name!r} has a hook on its gradient, which a captured step does not call: remove it, and "
+                    "change the gradient in the loss, in forward, or in an optimizer of your own"
+                )
+        if list(map(len, self._dicts)) != self._sizes or (self._added and self._find_added() != self._added_now):
+            self._look_again()
+        plain = tuple(
+            (type(value), _comparable(value) if (id(attributes), key) not in self._freed else _oddity(value))
+            for attributes, key in self._plain
+            if (value := attributes.get(key, _ABSENT)) is not _ABSENT
+        )
+        tensors = tuple((tensor.requires_grad, tensor.dtype) for tensor in self.tensors.values())
+        classes = tuple(map(type, self._modules))  # module.__class__ may be assigned
+        return plain, classes, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks), self._added_now
+
+    def _find_added(self) -> tuple[_Same, ...]:
+        """The parameters, buffers and submodules in places that the model did not have at first."""
+        return tuple(_Same(_member(members, key)) for members, key in self._added)
+
+
+class _Same:
+    """An object as a part of a key: equal to itself alone, and alive as long as the key."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _named_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of some modules by each of their paths, each path with its module's prefix."""
+    for prefix, root in roots.items():
+        for tensors in (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
+            for name, tensor in tensors:
+                yield f"{prefix}.{name}", tensor
+
+
+def _free(name: str, taken: Container[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _comparable(value: Any) -> Any:
+    """What stands for an attribute's value in a fingerprint; what is no plain value any more is left to the guards."""
+    if not isinstance(value, _SCALARS):
+        return None
+    is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
+    return repr(value) if is_odd else value
+
+
+def _oddity(value: Any) -> str | None:
+    """What guards do not see of a number: the sign of a zero; None if there is nothing."""
+    return repr(value) if type(value) is float and value == 0.0 and repr(value)[0] == "-" else None
+
+
+def _is_users_alone(kind: type) -> bool:
+    """Whether a class of modules is the user's, and made of no class of torch's but containers."""
+    torchs = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base.__module__.startswith("torch.")]
+    return kind not in torchs and set(torchs) <= {nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict}
+
+
+def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """The attributes of a module that are plain values, each as (dict, key)."""
+    return [(vars(module), key) for key, value in vars(module).items() if isinstance(value, _SCALARS)]
+
+
+def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
+    """The dicts whose sizes tell that something was added to a module."""
+    return [vars(module), *(members for _, members in _members_of(module))]
+
+
+def _member(members: Mapping[str, Any], key: str) -> Any:
+    """One of those that `_members_of` gives, which TorchScript keeps in what has no ``get``; None if it is not there."""
+    if key not in members:
+        return None
+    return members[key]
+
+
+def _members_of(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    return [("parameter", module._parameters), ("buffer", module._buffers), ("submodule", module._modules)]

@@ -1,0 +1,1 @@
+"""Graphs of all shards put together to one program."""

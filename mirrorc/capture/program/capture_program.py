@@ -1,0 +1,340 @@
+"""From a model and a batch's shapes to a captured program, ready for the passes.
+
+It is long, as all that a captured program has comes together here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.outputs import Outputs, outputs_of, refuse_outputs_apart
+from mirrorc.capture.call.shard_types import (
+    STAND_IN_SIZE,
+    SymbolicDims,
+    data_of,
+    graphs_to_capture,
+    grown_examples,
+    leaves_of,
+    mark_symbolic_dims,
+)
+from mirrorc.capture.call.shards import Shards
+from mirrorc.capture.call.traced_outputs import TracedOutputs
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.identical_buffers import iterated_alike
+from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
+from mirrorc.capture.diagnostics.scale_grad_by_freq import notes_on_counted_lookups
+from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.diagnostics.time_first import refuse_split_time
+from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_on
+from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, capture, front_end_named, outputs_for
+from mirrorc.capture.front_ends.guards import AllGuards
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.program.agreement import check_agreement
+from mirrorc.capture.program.captured_graph import CapturedGraph
+from mirrorc.capture.program.constants import with_constants_apart
+from mirrorc.capture.program.gathered_rows import GatheredRows
+from mirrorc.capture.program.number_inputs import captured_with_numbers, remarks_on_numbers, with_numbers_of_each
+from mirrorc.capture.program.symbolic_inputs import SymbolicSizes, with_equal_sizes
+from mirrorc.capture.rewrites.replica_values import refuse_replica_values
+from mirrorc.capture.rewrites.sparse_lookups import refuse_split_offsets
+from mirrorc.custom_ops.eager_calls import take_gradient
+from mirrorc.custom_ops.replica_values import gathering
+from mirrorc.ir import ops
+from mirrorc.ir.devices import Device
+from mirrorc.ir.names import identifier
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import LOSS_OUTPUT, Argument, ArgumentKind, Program, Stage
+from mirrorc.ir.type_rules import any_value
+from mirrorc.ir.variables import Aggregation, Role, Synchronization, Variable
+from mirrorc.ir.workers import ALONE, Workers
+from mirrorc.user.optimizer_groups import OptimizerGroups, hyperparameters_by_label, update_rules
+
+
+@dataclass(frozen=True)
+class CapturedProgram:
+    """A CAPTURED program, and what it was captured from.
+
+    Attributes:
+        program: the program.
+        constants: the tensors in it that are neither parameters nor buffers.
+        outside: the parameters and buffers in it of modules that neither model nor loss holds, by name of their variable.
+        guards: whether the Python state that its graphs depend on is as it was.
+        notes: warnings to give, once.
+        outputs: what a step returns beside its loss, if that is kept.
+        differences: sentences on what makes a step on this batch differ from that of one device.
+        sizes: of its graphs, if they have symbols.
+    """
+
+    program: Program
+    constants: Mapping[str, torch.Tensor]
+    guards: AllGuards
+    differences: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+    outputs: Outputs | None = None
+    outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    sizes: SymbolicSizes | None = None
+
+    @property
+    def loss_dtype(self) -> torch.dtype | None:
+        """The dtype of the loss; None for an evaluation, whose graphs return none."""
+        output: Any = self.program.shard_graphs[0].output_node().args[0]
+        return output["loss"].meta["val"].dtype if self.program.trains else None
+
+    def written(self) -> set[str]:
+        """The names of the buffers that its steps write."""
+        variables = self.program.variables.values()
+        return {v.name for v in variables if v.synchronization is Synchronization.PER_REPLICA}
+
+
+def capture_program(
+    training_call: TrainingCall,
+    call: Call,
+    shards: Shards,
+    devices: tuple[Device, ...],
+    state: ModelState,
+    optimizers: OptimizerGroups,
+    decompositions: Mapping[Any, Callable[..., Any]],
+    *,
+    front_end: FrontEnd | None = None,
+    loss_reduction: str = "mean",
+    symbolic: SymbolicDims = (),
+    workers: Workers = ALONE,
+) -> CapturedProgram:
+    """Captures one graph for each distinct shape of a shard, or of a microbatch; for shards without examples, one that none runs.
+
+    Args:
+        training_call: model and loss.
+        call: the step's arguments, taken apart into tensors.
+        shards: the shards of these tensors, one for each device.
+        devices: the devices, in order of replicas.
+        state: the model's variables.
+        optimizers: the user's.
+        decompositions: the decompositions of ATen operators that the backend prefers.
+        front_end: traces the model; None for the first one that "auto" tries.
+        symbolic: the dimensions of the tensors that are to be symbolic.
+        workers: whose replicas meet where the model asks for values of all.
+
+    Raises:
+        SizesGivenUp: these cannot be symbolic.
+        CaptureError: the model cannot be captured.
+        ValueError: it reads a parameter or a buffer that was added to it since the step was made.
+    """
+    what = type(training_call.model).__name__
+    front_end = front_end or front_end_named(AUTO)
+    distinct, runs = graphs_to_capture(shards, call, devices, symbolic)
+    training_call.data = data_of(shards, call, devices) if front_end.needs_data else None
+    examples = leaves_of(distinct, training_call.data, devices[0].torch_device, what)
+    for own in examples:
+        mark_symbolic_dims(own, symbolic)
+    rows = GatheredRows(shards.num_examples, runs, workers, shards.rows_elsewhere)
+    capture_all = functools.partial(
+        _capture_each, front_end, training_call, call, examples, rows, state, optimizers, decompositions
+    )
+    captured = rows.settled(capture_all, what)
+    captured = with_numbers_of_each(captured) if shards.microbatches else captured
+    refuse_replica_values([one.graph for one in captured], runs, devices, in_parts=bool(shards.microbatches), what=what)
+    parts = shards.by_microbatch(call)
+    if len(parts.num_examples) > 1:
+        refuse_split_time(call.leaves, captured[0].leaves_with_time_first, what)
+        refuse_split_offsets(call.leaves, captured[0].leaves_with_offsets, what)
+
+    def trace_grown() -> TracedOutputs | None:
+        with gathering(rows.of(0, more=1)):
+            return outputs_for(front_end, training_call, grown_examples(distinct[0], call, devices[0].torch_device))
+
+    outputs = _gathered(captured, runs, shards, loss_reduction, trace_grown) if training_call.keeps_outputs else None
+    return CapturedProgram(
+        _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
+        {name: value for graph in captured for name, value in graph.constants.items()},
+        AllGuards([graph.guards for graph in captured]),
+        differences_in(captured[0].weighted_means, parts),
+        _notes(captured, outputs, len(parts.num_examples), what, loss_reduction),
+        outputs,
+        {name: tensor for graph in captured for name, tensor in graph.outside.items()},
+        _sizes(captured, runs, shards, call),
+    )
+
+
+def _sizes(
+    captured: Sequence[CapturedGraph], runs: tuple[tuple[int, ...], ...], shards: Shards, call: Call
+) -> SymbolicSizes | None:
+    sizes = SymbolicSizes(
+        tuple((one.sizes, one.size_keys) for one in captured),
+        tuple(own[0] if own else None for own in runs),
+        shards.microbatches,
+        tuple(leaf.split for leaf in call.leaves),
+    )
+    return sizes if sizes.are_there else None
+
+
+def _program(
+    captured: Sequence[CapturedGraph],
+    runs: tuple[tuple[int, ...], ...],
+    call: Call,
+    shards: Shards,
+    devices: tuple[Device, ...],
+    state: ModelState,
+    optimizers: OptimizerGroups,
+    loss_reduction: str,
+) -> Program:
+    program = Program(
+        stage=Stage.CAPTURED,
+        devices=devices,
+        variables=_variables(captured, state, optimizers),
+        arguments=tuple(_with_examples(argument, call) for argument in captured[0].arguments),
+        shard_graphs=tuple(c.graph for c in captured),
+        shard_of_replica=tuple(own[0] if own else None for own in runs),
+        shard_of_microbatch=runs if shards.microbatches else (),
+        num_examples=shards.num_examples,
+        microbatches=shards.microbatches,
+        loss_reduction=loss_reduction,
+        optimizer_groups=hyperparameters_by_label(optimizers) if captured[0].trains else {},
+    )
+    first, num_parts = captured[0], len(shards.by_microbatch(call).num_examples)
+    on_means = remarks_on(first.weighted_means, num_parts)
+    return program.with_remarks(*first.remarks, *on_means, *remarks_on_numbers(captured))
+
+
+def _with_examples(argument: Argument, call: Call) -> Argument:
+    """An argument of the graphs, with whether it is split."""
+    is_split = argument.kind is ArgumentKind.BATCH and call.leaves[argument.leaf or 0].split
+    return replace(argument, has_examples=True) if is_split else argument
+
+
+def _capture_each(
+    front_end: FrontEnd,
+    training_call: TrainingCall,
+    call: Call,
+    examples_of: Sequence[Sequence[torch.Tensor]],
+    rows: GatheredRows,
+    state: ModelState,
+    optimizers: OptimizerGroups,
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> list[CapturedGraph]:
+    """One graph for each kind of shard, of which there are example tensors; the graphs agree on what they are a step of."""
+    groups = optimizers.hyperparameters if training_call.trains else ()
+    updated = {id(parameter) for group in groups for parameter in group["params"]}
+    trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
+    names = _unique([identifier(leaf.path) for leaf in call.leaves])
+    paths, added = state.names_now()
+
+    def captured_from(shard: int, examples: Sequence[torch.Tensor]) -> CapturedGraph:
+        with gathering(rows.of(shard)):
+            graph = capture(front_end, training_call, examples, names, paths, trained, decompositions, state.outside)
+        _refuse_added(graph, added)
+        return graph
+
+    def capture_all() -> list[CapturedGraph]:
+        return [captured_from(shard, own) for shard, own in enumerate(examples_of)]
+
+    captured = captured_with_numbers(training_call.numbers, capture_all, type(training_call.model).__name__)
+    outside = {name for graph in captured for name in graph.outside}
+    captured = with_constants_apart(captured, {*paths.values(), *state.tensors, *outside})
+    captured = with_equal_sizes(captured)
+    check_agreement(captured, type(training_call.model).__name__)
+    return captured
+
+
+def _notes(
+    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, what: str, loss_reduction: str
+) -> tuple[Note, ...]:
+    """The warnings to give on all graphs, each once."""
+    notes = [note for graph in captured for note in graph.notes]
+    if outputs is not None and outputs.told:
+        notes.append(Note(f"{what}: {outputs.told}", "<unknown>", 0))
+    if num_parts > 1 and captured[0].trains:
+        notes += notes_on_counted_lookups(captured[0].graph, what)
+        notes += notes_on_reductions(captured[0].reductions, loss_reduction, num_parts, what)
+    return tuple(dict.fromkeys(notes))
+
+
+def _gathered(
+    captured: Sequence[CapturedGraph],
+    runs: Sequence[Sequence[int]],
+    shards: Shards,
+    loss_reduction: str,
+    trace_grown: Callable[[], TracedOutputs | None],
+) -> Outputs:
+    """What steps return beside their loss; notes in the graphs how each output is gathered, and the loss of an evaluation."""
+    size_of: dict[int, int] = {}
+    for own, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
+        for shard, size in zip(own, of_graphs, strict=False):
+            size_of.setdefault(shard, size)  # of the first replica: a graph of symbolic sizes is traced with its shard
+    sizes = [size_of[shard] for shard in range(len(captured))] if size_of else [STAND_IN_SIZE]
+    traced = [graph.outputs for graph in captured if graph.outputs is not None]
+    is_split = len(runs) > 1 or bool(shards.microbatches) or not size_of
+    other = trace_grown() if len(set(sizes)) == 1 and is_split else None
+    shard_of_replica = [own[0] if own else None for own in runs]
+    outputs = outputs_of(traced, shard_of_replica, [*sizes, *([sizes[0] + 1] if other is not None else [])], other)
+    if shards.microbatches:
+        refuse_outputs_apart(outputs.ways, traced)
+    if not size_of:
+        refuse_outputs_apart(outputs.ways, [*traced, *([other] if other is not None else [])], has_examples=False)
+    ways = {**outputs.ways, LOSS_OUTPUT: "averaged" if loss_reduction == "mean" else "summed"}
+    for graph in captured:
+        for node in calls_to(graph.graph, ops.gather):
+            node.kwargs = {**node.kwargs, "how": ways[str(node.kwargs["output"])]}
+    return outputs
+
+
+def _unique(names: list[str]) -> list[str]:
+    taken = {"args", *(kind.value for kind in ArgumentKind if kind is not ArgumentKind.BATCH)}
+    for i, name in enumerate(names):
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        names[i] = name
+    return names
+
+
+def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
+    """Refuses variables that were added to the model: memory, updates and copies are made for those that it had."""
+    for node in calls_to(captured.graph, ops.read):
+        if node.kwargs["variable"] in added:
+            raise ValueError(
+                f"the model's {added[str(node.kwargs['variable'])]} was added since mirrorc.compile(): make a new optimizer over "
+                "model.parameters() and compile the model anew"
+            )
+
+
+def _output(captured: CapturedGraph) -> dict[str, Any]:
+    output: Any = captured.graph.output_node().args[0]
+    return dict(output)
+
+
+def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
+    """The constants that operators on GPUs read in the host's memory, which torch permits for numbers alone."""
+    reads = [node for c in captured for node in calls_to(c.graph, ops.read) if node.kwargs["variable"] in c.constants]
+    elsewhere = [node for node in reads if node.meta["val"].device != any_value(node.graph).device]
+    return {str(node.kwargs["variable"]) for node in elsewhere}
+
+
+def _variables(
+    captured: Sequence[CapturedGraph], state: ModelState, optimizers: OptimizerGroups
+) -> dict[str, Variable]:
+    read = dict.fromkeys(str(node.kwargs["variable"]) for c in captured for node in calls_to(c.graph, ops.read))
+    gradients, writes = _output(captured[0])["gradients"], _output(captured[0])["writes"]
+    # Control flow of plain PyTorch may leave some out.
+    is_plain = next(calls_to(captured[0].graph, take_gradient), None) is not None
+    sparse = captured[0].sparse
+    rules = update_rules(optimizers, state.parameters, list(gradients), sparse, may_be_unused=is_plain)
+    others = {name: value for c in captured for name, value in (*c.constants.items(), *c.outside.items())}
+    on_host = _constants_on_host(captured)
+    variables = {}
+    for name in [*read, *(name for name in writes if name not in read)]:
+        tensor = state.tensors[name] if name in state.tensors else others[name]
+        role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
+        synchronization, aggregation = Synchronization.MIRRORED, Aggregation.NONE
+        if name in writes:
+            synchronization = Synchronization.PER_REPLICA
+            aggregation = Aggregation.MEAN if tensor.dtype.is_floating_point else Aggregation.FIRST
+            aggregation = Aggregation.SAME if iterated_alike(name, [c.alike for c in captured]) else aggregation
+        about = (role, synchronization, aggregation, rules.get(name), name in on_host)
+        variables[name] = Variable(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, *about)
+    return variables

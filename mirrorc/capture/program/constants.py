@@ -1,0 +1,43 @@
+"""Names the tensors in graphs that are neither parameters nor buffers of the model, over the graphs of all shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+
+import torch
+
+from mirrorc.capture.program.captured_graph import CapturedGraph
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
+
+
+def with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
+    """Gives each constant a name of its own where several graphs have different ones under one name.
+
+    Constants that follow the size of a shard, as ``torch.tensor(len(x))`` does, are different ones. So are two tensors of the
+    user that are equal now: a graph reads them where they lie, and the user may write one of them later.
+
+    Args:
+        captured: the graph of each kind of shard.
+        taken: the names of the model's variables.
+    """
+    known: dict[str, torch.Tensor] = {}
+    named = []
+    for shard, graph in enumerate(captured):
+        names = {}
+        for name, value in graph.constants.items():
+            is_same = known.get(name, value) is value
+            names[name] = name if is_same else _unique_name(f"{name}_shard{shard}", {*taken, *known, *graph.constants})
+            known.setdefault(names[name], value)
+        for node in calls_to(graph.graph, ops.read):
+            variable = str(node.kwargs["variable"])
+            node.kwargs = {**node.kwargs, "variable": names.get(variable, variable)}
+        named.append(replace(graph, constants={names[name]: value for name, value in graph.constants.items()}))
+    return named
+
+
+def _unique_name(name: str, taken: Set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name

@@ -1,0 +1,1 @@
+"""Front end 3: one recorded run in Python, watched (candidate for deletion)."""

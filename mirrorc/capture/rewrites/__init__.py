@@ -1,0 +1,1 @@
+"""Rewrites of a traced graph into the form that passes take."""

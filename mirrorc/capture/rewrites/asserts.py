@@ -1,0 +1,86 @@
+"""Keeps what a forward asserts about tensors, and refuses other operators that are called for an effect."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from mirrorc.capture.diagnostics.errors import UnreadableError
+from mirrorc.errors import CaptureError
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import is_compute
+from mirrorc.messages.source_lines import source_line
+from mirrorc.torch_internals import is_operator, schema_of, with_overload, writes_argument
+
+_aten: Any = torch.ops.aten
+_ASSERTS = (_aten._assert_async.msg, _aten._functional_assert_async.msg)
+_IDLE = ("profiler", "aten::_assert_tensor_metadata", "aten::sym_constrain_range")  # labels; what tracing has proved
+
+
+def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, what: str) -> None:
+    """Turns each assert on a tensor into a `mirrorc.ir.ops.check`, which no pass removes.
+
+    Raises:
+        CaptureError: an assert of backward, or another operator that is called only for its effect.
+    """
+    first_backward = min(tangent.users, default=None) if tangent is not None else None
+    for node in list(graph.nodes):
+        if not is_compute(node) or node.users or not _has_effect(node.target):
+            continue
+        if node.target not in _ASSERTS:
+            _refuse(node.target, node, what)
+        if first_backward is not None and first_backward < node:
+            raise CaptureError(
+                f"{_place(node, what)} asserts something in backward, when gradients may be on their way already. Remedy: "
+                "assert it in forward, or compare parameters between steps."
+            )
+        condition, text = node.args[0], node.args[1]
+        with graph.inserting_before(node):
+            check = graph.call_function(ops.check, (condition,), {"text": str(text)})
+        check.meta.update(node.meta)
+        check.meta["val"] = None
+        graph.erase_node(node)
+
+
+def _place(node: fx.Node, what: str) -> str:
+    line = source_line(node)
+    return f"{what}, at {line}," if line else what
+
+
+def _refuse(target: Any, node: fx.Node, what: str) -> NoReturn:
+    if target is _aten._assert_scalar.default:
+        line = source_line(node)
+        why = (
+            f"{f' at {line}' if line else ''}: the shape of a tensor depends on values, and shapes of a graph are fixed"
+        )
+        raise UnreadableError(
+            f"cannot capture {what}{why}. Remedy: use tensors of one shape and torch.where, or choose elements before the step.",
+            why,
+        )
+    raise CaptureError(
+        f"{_place(node, what)} calls {target}, which gives nothing: a captured step would not do what it is called for. "
+        "Remedy: call it between steps, or let it return a tensor that the loss depends on."
+    )
+
+
+def refuse_effects(graph: fx.Graph, what: str) -> None:
+    """Refuses operators that are called only for their effect; torch's joint export would drop them without a word.
+
+    Args:
+        graph: of torch functions, as a tracer gives it.
+        what: the name of the model.
+
+    Raises:
+        CaptureError: names the operator and its line.
+    """
+    for node in graph.nodes:
+        target = with_overload(node.target)
+        if is_operator(target) and not writes_argument(target) and _has_effect(target):
+            _refuse(target, node, what)
+
+
+def _has_effect(target: Any) -> bool:
+    schema = schema_of(target)
+    return target in _ASSERTS or (not schema.returns and not schema.name.startswith(_IDLE))

@@ -1,0 +1,38 @@
+"""Takes over which operators `torch.utils.checkpoint` has backward run again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from mirrorc.errors import CaptureError
+from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
+from mirrorc.messages.source_lines import source_line
+from mirrorc.torch_internals import checkpoint_tag
+
+
+def note_checkpoints(values: Mapping[fx.Node, fx.Node], what: str) -> None:
+    """Notes at each operator of a graph the checkpoint that its counterpart in the joint graph is tagged with.
+
+    Args:
+        values: the operators by their counterparts, in the order of the joint graph.
+        what: whose graph it is, for an error.
+
+    Raises:
+        CaptureError: a policy moves results elsewhere.
+    """
+    numbers: dict[int, int] = {}
+    for joint_node, node in values.items():
+        if node.op != "call_function":
+            continue
+        try:
+            tag = checkpoint_tag(joint_node)
+        except ValueError as error:
+            raise CaptureError(
+                f"the policy of a checkpoint in {what} asks for {error} at {source_line(node) or node.name}, and a step keeps a "
+                "result where it is or computes it again. Remedy: let the policy return MUST_SAVE or PREFER_RECOMPUTE there"
+            ) from None
+        if tag is not None:
+            number, keeps = tag
+            node.meta[CHECKPOINT] = Checkpoint(numbers.setdefault(number, len(numbers)), keeps)

@@ -1,0 +1,162 @@
+"""Turns what a model asks of all replicas into operations of the IR, and refuses where that cannot be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.custom_ops import replica_values
+from mirrorc.errors import CaptureError
+from mirrorc.ir import ops
+from mirrorc.ir.devices import Device
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Argument, ArgumentKind, Program
+from mirrorc.ir.value_types import say_type, value_type
+from mirrorc.messages.source_lines import module_of, source_line
+
+_ARGUMENTS = {
+    replica_values.replica_number: ArgumentKind.REPLICA,
+    replica_values.replica_count: ArgumentKind.NUM_REPLICAS,
+}
+_MEETINGS = {
+    replica_values.all_reduce_value: ops.sum_over_replicas,
+    replica_values.all_gather_value: ops.rows_of_replicas,
+    replica_values.own_rows_of_sum: ops.own_rows_of_sum,
+}
+_ASKED_BY: dict[Any, str] = {
+    ops.sum_over_replicas: "mirrorc.all_reduce",
+    ops.rows_of_replicas: "mirrorc.all_gather",
+    ops.own_rows_of_sum: "backward of mirrorc.all_gather",
+}
+
+
+def keep_replica_values(graph: fx.Graph) -> list[Argument]:
+    """Makes meetings of replicas operations of the IR, numbered in program order; and the numbers of replicas, arguments.
+
+    A value of a meeting that is a result of the graph is copied, so that a region gives it.
+
+    Returns:
+        The arguments that the graph has got, in the order of their placeholders, which come last.
+    """
+    arguments = [argument for target, kind in _ARGUMENTS.items() for argument in _number(graph, target, kind)]
+    for number, node in enumerate(list(calls_to(graph, *_MEETINGS))):
+        details: dict[str, Any] = {"number": number}
+        if node.target is not replica_values.all_reduce_value:
+            details["rows"] = len(node.meta["val"])
+        node.target, node.args, node.kwargs = _MEETINGS[node.target], node.args[:1], details
+        results = [user for user in node.users if user.op == "output" or user.target in ops.OF_FORWARD]
+        if results:
+            with graph.inserting_after(node):
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            for user in results:
+                user.replace_input_with(node, copy)
+    return arguments
+
+
+def _number(graph: fx.Graph, target: Any, kind: ArgumentKind) -> list[Argument]:
+    """Puts an argument in the place of what asks for a number of replicas, if anything does."""
+    asked = [node for node in graph.find_nodes(op="call_function", target=target) if node.users]
+    if not asked:
+        return []
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        argument = graph.placeholder(kind.value)
+    argument.meta["val"] = asked[0].meta["val"]
+    for node in asked:
+        (like,) = node.all_input_nodes
+        node.replace_all_uses_with(argument)
+        graph.erase_node(node)
+        if not like.users and like.op == "call_function":
+            graph.erase_node(like)
+    return [Argument(kind.value, kind)]
+
+
+def refuse_replica_values(
+    graphs: Sequence[fx.Graph], runs: Sequence[Sequence[int]], devices: Sequence[Device], *, in_parts: bool, what: str
+) -> None:
+    """Refuses meetings of replicas that cannot be kept.
+
+    Args:
+        graphs: the graph of each kind of shard.
+        runs: for each replica, the graphs that it runs.
+        devices: of the replicas.
+        in_parts: whether shards are run in microbatches.
+        what: the name of the model.
+
+    Raises:
+        CaptureError: says which, where, why, and the remedy.
+    """
+    met = [list(calls_to(graph, *ops.MEETINGS)) for graph in graphs]
+    first = next((node for own in met for node in own), None)
+    if first is None:
+        return
+    said = f"{what} calls {_say(first)}"
+    if in_parts:
+        raise CaptureError(
+            f"{said}, and its shards are run in microbatches: replicas would meet for parts of the batch, of which they may have "
+            "different numbers, and the loss would not be that of the whole batch. Remedy: leave microbatches out"
+        )
+    if len(devices) > 1 and any(device.is_asynchronous for device in devices):
+        raise CaptureError(f"{said}, which several GPUs cannot do yet. Remedy: train it on CPU devices, or on one GPU")
+    run = sorted({shard for own in runs for shard in own})
+    for shard in run[1:]:
+        _refuse_met_otherwise(met[run[0]], met[shard], what)
+
+
+def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], what: str) -> None:
+    """Refuses graphs of two kinds of shards by which replicas would meet in different ways."""
+    for node, same in zip(first, other, strict=False):
+        if (node.target, source_line(node)) != (same.target, source_line(same)):
+            raise CaptureError(
+                f"{what} calls {_say(node)} for a shard of one size, where it calls {_say(same)} for another: all replicas meet "
+                "in the same order. Remedy: use batches that divide by the number of devices"
+            )
+        types = [value_type(one.all_input_nodes[0].meta["val"]) for one in (node, same)]
+        is_of_rows = node.target is ops.rows_of_replicas
+        shapes = [kind[1][1:] if is_of_rows else kind[1] for kind in types]
+        if shapes[0] != shapes[1] or types[0][3] != types[1][3]:
+            remedy = (
+                "what is gathered may have other numbers of rows, and must be alike in all else"
+                if is_of_rows
+                else "reduce it over the examples before, or gather it by mirrorc.all_gather"
+            )
+            raise CaptureError(
+                f"{_say(same)} in {what} is given {say_type(types[0])} on one replica and {say_type(types[1])} on another, which "
+                f"do not go together: its shape follows the number of examples. Remedy: {remedy}, or use batches that divide by "
+                "the number of devices"
+            )
+    if len(first) != len(other):
+        more = max((first, other), key=len)[min(len(first), len(other))]
+        raise CaptureError(
+            f"{what} calls {_say(more)} for a shard of one size, and not for another: all replicas meet as often. Remedy: use "
+            "batches that divide by the number of devices"
+        )
+
+
+def _say(node: fx.Node) -> str:
+    """What has asked for a meeting, and where."""
+    kinds = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
+    if kinds and "SyncBatchNorm" in str(kinds[-1]):
+        return f"the SyncBatchNorm {module_of(node)!r}"
+    line = source_line(node)
+    return _ASKED_BY[node.target] + (f" at {line}" if line else "")
+
+
+def refuse_over_workers(program: Program) -> None:
+    """Refuses what asks the replicas of several workers for values that lie on GPUs.
+
+    Raises:
+        CaptureError: says why, and the remedy.
+    """
+    if not program.meets_workers or not any(device.is_asynchronous for device in program.devices):
+        return
+    met = next((node for graph in program.shard_graphs for node in calls_to(graph, *ops.MEETINGS)), None)
+    if met is not None:
+        raise CaptureError(
+            f"the model calls {_say(met)}, which several workers with GPUs cannot do yet. Remedy: train it on CPU devices, or on "
+            "one GPU in one process"
+        )

@@ -1,0 +1,220 @@
+"""Traces lookups with ``sparse=True`` as others, and finds the variables whose gradients torch would give as sparse tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from mirrorc.capture.call.arguments import Leaf
+from mirrorc.errors import CaptureError
+from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.torch_internals import leaf_of_placeholder, own_variables
+
+_LOOKUPS = (F.embedding, F.embedding_bag)
+_MEAN, _MAX = 1, 2  # the modes of bags, as the operator numbers them
+
+
+def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], what: str) -> frozenset[str]:
+    """Makes lookups with ``sparse=True`` in a tracer's graph lookups with dense gradients.
+
+    Args:
+        traced: of `mirrorc.torch_internals.trace_full_graph`.
+        leaves: the example arguments.
+        what: the name of the model.
+
+    Returns:
+        The paths of the parameters that are looked up so, and never otherwise. Torch gives the gradient of one that is used in
+        another way, too, as a sum of dense and sparse tensors, which is dense; see `rows_of_lookups` for these.
+
+    Raises:
+        CaptureError: torch would refuse the lookup, or what is looked up is no parameter.
+    """
+    sparse: set[str] = set()
+    dense: set[str] = set()
+    lookups = [(node, _given(node)) for node in _lookups(traced.graph)]
+    if not any(given.get("sparse") is True for _, given in lookups):
+        return frozenset()
+    paths = own_variables(traced, leaves)
+    for node, given in lookups:
+        weight: Any = given["weight"]
+        path = paths.get(weight, "")
+        if given.get("sparse") is not True:
+            dense.add(path)
+            continue
+        if weight.meta["example_value"].requires_grad:
+            _check(given, path, what)
+            sparse.add(path)
+        given["sparse"] = False
+        node.args, node.kwargs = (), given
+    traced.recompile()
+    return frozenset(sparse - dense)
+
+
+def _lookups(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (node for node in graph.nodes if node.op == "call_function" and node.target in _LOOKUPS)
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a lookup, by name."""
+    return dict(inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments)  # type: ignore[arg-type]
+
+
+def _check(given: Mapping[str, Any], path: str, what: str) -> None:
+    """Refuses what torch refuses in backward, and what is no variable."""
+    name = path.removeprefix("model.")
+    if not path:
+        raise CaptureError(
+            f"a lookup of {what} has sparse=True, and what it reads is computed, no parameter: its gradient goes on through what "
+            "computes it, where a step has dense tensors. Remedy: look up without sparse=True"
+        )
+    if given.get("scale_grad_by_freq"):
+        raise CaptureError(
+            f"the lookup in {name!r} of {what} has sparse=True and scale_grad_by_freq=True, which torch does not support "
+            "together. Remedy: leave one of them out"
+        )
+
+
+def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
+    """The tensor arguments that say where bags begin among the indices of an ``embedding_bag``, in a tracer's graph."""
+    found: dict[int, None] = {}
+    for node in _lookups(graph):
+        offsets = _given(node).get("offsets")
+        for leaf in _origins(offsets) if isinstance(offsets, fx.Node) else ():
+            found[leaf] = None
+    return tuple(found)
+
+
+def _origins(value: fx.Node) -> Iterator[int]:
+    """The arguments of which a value is computed."""
+    waiting, seen = [value], {value}
+    while waiting:
+        node = waiting.pop()
+        leaf = leaf_of_placeholder(node) if node.op == "placeholder" else None
+        if leaf is not None:
+            yield leaf
+        waiting += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)
+
+
+def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], what: str) -> None:
+    """Refuses to split offsets: each counts from the first index of the whole batch, which a shard does not have.
+
+    Raises:
+        CaptureError: names the argument and the remedy.
+    """
+    for index in with_offsets:
+        leaf = leaves[index]
+        if leaf.split:
+            raise CaptureError(
+                f"an embedding_bag of {what} takes argument {leaf.path!r} as offsets, which count indices of the whole batch: a "
+                "step splits arguments along dim 0, and a shard has other indices. Remedy: give each bag a row of 2-D indices, "
+                "filled up with padding_idx"
+            )
+
+
+# In the graph of operators
+
+
+def _gradient_of_bags(
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    offset2bag: torch.Tensor,
+    bag_size: torch.Tensor,
+    maximum_indices: torch.Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: torch.Tensor | None,
+    padding_idx: int = -1,
+) -> Any:
+    """The gradient of a table of bags as that of an embedding: rows that are added up at indices.
+
+    Torch's backward of an ``embedding_bag`` gives a gradient as large as the table. In modes "sum" and "mean", the row for an
+    index is the gradient of its bag, times the index's weight, over the size of the bag. A largest element, and rows that are
+    divided by how often they occur, are left to torch.
+    """
+    if mode == _MAX or scale_grad_by_freq:
+        return NotImplemented
+    places = torch.arange(indices.shape[0], dtype=offsets.dtype, device=offsets.device)
+    bags = torch.searchsorted(offsets, places, right=True) - 1  # empty bags begin where the next one does
+    if mode == _MEAN:
+        grad = grad / bag_size.clamp(min=1).unsqueeze(1)  # a bag of padding alone has the size 0
+    rows = grad[bags]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(1)
+    return torch.ops.aten.embedding_dense_backward(rows, indices, num_weights, padding_idx, False)
+
+
+BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_backward.default: _gradient_of_bags}
+"""Has joint export write gradients of tables of bags as rows."""
+
+
+def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], what: str) -> frozenset[str]:
+    """Which gradients are sparse tensors in torch: of those that are ``looked_up``, those to which nothing else adds.
+
+    Several lookups in one table become one, of the rows and indices of all, in their order, in the output of the graph.
+
+    Raises:
+        CaptureError: the lookups of one table leave out different rows.
+    """
+    output: Any = graph.output_node().args[0]
+    gradients, found = dict(output["gradients"]), set()
+    for name in sorted(looked_up & gradients.keys()):
+        lookups = _summands(gradients[name])
+        if lookups is None:
+            continue
+        found.add(name)
+        if len({node.args[3] for node in lookups}) > 1:
+            raise CaptureError(
+                f"lookups with sparse=True in {name!r} of {what} have different values of padding_idx, and its rows are added up "
+                "together. Remedy: give them one padding_idx, or sparse=False"
+            )
+        if len(lookups) > 1:
+            gradients[name] = _joined(graph, gradients[name], lookups)
+    graph.output_node().args = ({**output, "gradients": gradients},)
+    return frozenset(found)
+
+
+def _summands(gradient: fx.Node) -> list[fx.Node] | None:
+    """The lookups' gradients of which a gradient is the sum; None if something else is added."""
+    if gradient.target is torch.ops.aten.embedding_dense_backward.default:
+        return [gradient]
+    if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs:
+        return None
+    parts = [_summands(part) if isinstance(part, fx.Node) else None for part in gradient.args]
+    return [node for part in parts for node in part or ()] if None not in parts else None
+
+
+def _joined(graph: fx.Graph, gradient: fx.Node, lookups: Sequence[fx.Node]) -> fx.Node:
+    aten = torch.ops.aten
+    width = gradient.meta["val"].shape[1]
+    with graph.inserting_after(gradient):
+        anchor = graph.call_function(aten.clone.default, (gradient,))
+    with graph.inserting_before(anchor):
+        rows = [_insert(graph, node, aten.reshape.default, (node.args[0], [-1, width])) for node in lookups]
+        places = [_insert(graph, node, aten.reshape.default, (node.args[1], [-1])) for node in lookups]
+        if len({node.meta["val"].dtype for node in places}) > 1:
+            wide = {"dtype": torch.int64}
+            places = [_insert(graph, node, aten._to_copy.default, (node,), wide) for node in places]
+        all_rows = _insert(graph, gradient, aten.cat.default, (rows,))
+        all_places = _insert(graph, gradient, aten.cat.default, (places,))
+        _, _, num_rows, padding_idx, scales = lookups[0].args
+        target = aten.embedding_dense_backward.default
+        made = _insert(graph, gradient, target, (all_rows, all_places, num_rows, padding_idx, scales))
+    graph.erase_node(anchor)
+    return made
+
+
+def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+    """Inserts a call where the graph inserts, on the account of the line of another node."""
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta = dict(like.meta)
+    find_type_anew(node)
+    return node

@@ -1,0 +1,195 @@
+"""The roll call: workers meet in a store, and all of them find out the same about who is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mirrorc.cluster.place import Place
+from mirrorc.cluster.stores import first_line
+from mirrorc.errors import CommunicationError
+from mirrorc.messages.wording import numbered
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_LOOKS = 0.02
+_PATIENCE_SECONDS = 30.0  # a roll call that takes longer says whom it waits for
+_LONGEST_READING_SECONDS = 5.0  # for which the host of the store stays, so that others can read what was found
+_VERDICT, _NUM_COME, _NUM_READ, _NUM_JUDGES = "verdict", "come", "read", "judges"
+
+
+def _versions() -> dict[str, str]:
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"torch": torch.__version__, "mirrorc": version("mirrorc"), "Python": python}
+
+
+def local_system() -> str:
+    """What names the system whose processes this one sees, and knows by the same numbers; empty where nothing does."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker says of itself.
+
+    Attributes:
+        rank, num_workers: as it was told.
+        machine: the name of its machine.
+        pid: its process.
+        versions: of what compiles its programs; workers of one program must have the same.
+        system: whose processes have these numbers, see `local_system`.
+    """
+
+    rank: int
+    num_workers: int
+    machine: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    versions: Mapping[str, str] = field(default_factory=_versions)
+    system: str = field(default_factory=local_system)
+
+    def __str__(self) -> str:
+        return f"worker {self.rank} ({self.machine}, process {self.pid})"
+
+
+def call_roll(
+    store: Any,
+    place: Place,
+    deadline: float,
+    own: Worker | None = None,
+    while_waiting: Callable[[], object] = lambda: None,
+) -> list[Worker]:
+    """All workers, by rank, when all have come and agree about what they must agree about.
+
+    Whoever first finds that something is wrong, or that all are there, writes the verdict, and all who are there raise the same
+    error, or go on. One that comes after the verdict is refused.
+
+    Args:
+        store: where the workers meet; nothing else uses its keys.
+        place: of this worker.
+        deadline: the time, by ``time.monotonic()``, until which the others are awaited.
+        own: what this worker says of itself.
+        while_waiting: called again and again until there is a verdict.
+
+    Raises:
+        CommunicationError: a worker did not come in time, two have one rank, they were told different numbers of workers, run
+            different versions, or the store was lost.
+    """
+    try:
+        return _call_roll(store, place, deadline, own or Worker(place.rank, place.num_workers), while_waiting)
+    except RuntimeError as error:  # torch's errors of stores; CommunicationError is none of them
+        where = f" at {place.address}" if place.host else ""
+        raise CommunicationError(
+            f"{place}: the workers' store{where} was lost while workers joined ({first_line(error)}). See why the "
+            "process that had opened it ended: worker 0, or torchrun's agent"
+        ) from error
+
+
+def _call_roll(
+    store: Any, place: Place, deadline: float, own: Worker, while_waiting: Callable[[], object]
+) -> list[Worker]:
+    came: dict[int, Worker] = {}  # by the order of arrival, from 1
+    number = store.add(_NUM_COME, 1)
+    store.set(_key(number), json.dumps(asdict(own)))
+    says_so_at = time.monotonic() + _PATIENCE_SECONDS
+    while not store.check([_VERDICT]):
+        while_waiting()
+        _look(store, came)
+        now = time.monotonic()
+        if now > deadline + _LONGEST_READING_SECONDS:
+            raise CommunicationError(f"{place}: a worker ended before it had told the others what it found")
+        found = _verdict(came, place, is_over=now > deadline)
+        if found is not None and store.add(_NUM_JUDGES, 1) == 1:  # the first verdict counts
+            store.set(_VERDICT, json.dumps(found))
+        elif now > says_so_at:
+            says_so_at = now + _PATIENCE_SECONDS
+            logger.warning("%s waits for %s", place, numbered("worker", _missing(came, place)))
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    verdict = json.loads(store.get(_VERDICT))
+    store.add(_NUM_READ, 1)
+    if place.hosts_store:
+        _await_readers(store, verdict["num_readers"])
+    if number not in verdict["members"] and not verdict["wrong"]:
+        raise CommunicationError(
+            f"{own} came when all {place.num_workers} workers had joined: a worker cannot be replaced, and a second job needs "
+            "another address. End all workers, and start them together"
+        )
+    if verdict["wrong"]:
+        raise CommunicationError(f"the workers cannot train together: {verdict['wrong']}")
+    _look(store, came)
+    return sorted((came[member] for member in verdict["members"]), key=lambda worker: worker.rank)
+
+
+def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict[str, Any] | None:
+    """What is wrong with those who have come, or that they are all; None as long as more are awaited, until the time is over.
+
+    It also says how many may come to read it. Those who do not come in time are not waited for once more.
+    """
+    missing, members = _missing(came, place), sorted(came)
+    wrong = disagreement(list(came.values()))
+    if wrong or not missing:
+        most = max(worker.num_workers for worker in came.values())
+        return {"wrong": wrong, "members": members, "num_readers": most}
+    if not is_over:
+        return None
+    they = "it runs, and was" if len(missing) == 1 else "they run, and were"
+    late = f"{numbered('worker', missing)} of {place.num_workers} did not come in time. See whether {they} told the same address"
+    return {"wrong": late, "members": members, "num_readers": 0}
+
+
+def _missing(came: Mapping[int, Worker], place: Place) -> list[int]:
+    """The ranks of the workers that have not come."""
+    return sorted(set(range(place.num_workers)) - {worker.rank for worker in came.values()})
+
+
+def disagreement(workers: Sequence[Worker]) -> str:
+    """In which way workers do not fit together; an empty text if they do."""
+    first, *others = sorted(workers, key=lambda worker: worker.rank) or [Worker(0, 1)]
+    taken = {first.rank: first}
+    for other in others:
+        if other.num_workers != first.num_workers:
+            return (
+                f"{first} was told that there are {first.num_workers}, {other} that there are {other.num_workers}. Start all "
+                "of them with the same number"
+            )
+        if other.rank in taken:
+            return f"{taken[other.rank]} and {other} have one rank. Give each its own, and each job its own address"
+        taken[other.rank] = other
+        for what, one in first.versions.items():
+            if other.versions.get(what) != one:
+                return (
+                    f"{first} runs {what} {one}, {other} {what} {other.versions.get(what)}. Install the same version on all, as "
+                    "each compiles the program for itself"
+                )
+    return ""
+
+
+def _key(number: int) -> str:
+    return f"worker/{number}"
+
+
+def _look(store: Any, came: dict[int, Worker]) -> None:
+    """Reads what those say who have come since the last look."""
+    for number in range(1, store.add(_NUM_COME, 0) + 1):
+        if number not in came and store.check([_key(number)]):
+            came[number] = Worker(**json.loads(store.get(_key(number))))
+
+
+def _await_readers(store: Any, num_readers: int) -> None:
+    """Returns when all who have come, and so many at least, have read the verdict; one that has ended is not waited for long."""
+    until = time.monotonic() + _LONGEST_READING_SECONDS
+    while store.add(_NUM_READ, 0) < max(num_readers, store.add(_NUM_COME, 0)) and time.monotonic() < until:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -1,0 +1,1 @@
+"""From a call to a compiled program: lookup, driver, cache, progress."""

@@ -1,0 +1,159 @@
+"""The option of a step that bounds the memory of its activations: its checks, and the search for a program that keeps to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from mirrorc.analysis.memory.activation_peaks import predicted_peak
+from mirrorc.custom_ops.eager_calls import OPAQUE
+from mirrorc.errors import CaptureError, PassError
+from mirrorc.ir.program import Program
+from mirrorc.passes import ChooseCheckpoints
+from mirrorc.pipeline.protocol import Pass
+from mirrorc.printing.values import size_text
+from mirrorc.runtime.memory.report import MemoryReport
+
+_MOST_TRIES = 6
+"""How many programs are made for a bound, without the one that keeps everything."""
+_LEAST_STEP = 1 / 64
+"""By what part of the bound at least the next program is to take less than the one before, which took too much."""
+_MOST_NAMED = 3  # values at the peak, in an error
+
+_Compiled = TypeVar("_Compiled")
+
+
+def checked_activation_memory(asked: dict[str, Any]) -> float | None:
+    """The bound for the activations of each device: bytes as an int, a part of what they would take as a float, or None for none.
+
+    Args:
+        asked: the arguments of `mirrorc.compile`.
+
+    Raises:
+        ValueError: it is out of range, or contradicts other options; names the remedy.
+    """
+    bound, passes = asked["activation_memory"], asked["passes"]
+    if bound is None:
+        return None
+    if isinstance(bound, float) and not 0 < bound <= 1:
+        raise ValueError(
+            f"activation_memory is {bound!r}: give a part of what activations would take, more than 0 and at most 1.0, or a "
+            "number of bytes for each device as an int"
+        )
+    if isinstance(bound, int) and bound < 1:
+        raise ValueError(
+            f"activation_memory is {bound}: give a positive number of bytes for each device, or None for no bound"
+        )
+    for name in (ChooseCheckpoints().name, "recompute-checkpoints"):
+        if name in asked["disable_passes"]:
+            raise ValueError(
+                f"activation_memory={bound!r} needs the pass {name!r}, which disable_passes leaves out: leave out one"
+            )
+    if passes is not None and not any(isinstance(one, ChooseCheckpoints) for one in passes):
+        raise ValueError(
+            f"activation_memory={bound!r} has no part in a pipeline given with passes=: put mirrorc.passes.ChooseCheckpoints() "
+            "there, before RecomputeCheckpoints, or use add_passes and disable_passes in place of passes"
+        )
+    return None if bound == 1.0 and isinstance(bound, float) else bound
+
+
+class BoundedPrograms(Generic[_Compiled]):
+    """Looks for the program of a call that keeps within a bound for the activations of each device.
+
+    What a program takes is known when its regions are compiled, and the pass predicts it from the captured graph alone. So the
+    program that keeps everything is made first; if it takes too much, others follow, for which the pass is asked for less by
+    what the last one was wrong. The first that keeps within the bound is taken.
+
+    Args:
+        bound: bytes as an int, or a part of what the program that keeps everything takes on the device where that is most.
+        most_before: what such programs of earlier calls took at most; the part is of that, if it is more: a short last batch,
+            whose activations are few beside an update's, has no bound of its own.
+        captured: the captured program.
+        lowered: makes the lowered program with these passes.
+        compiled: compiles it.
+        memory: tells what a compiled program takes.
+
+    Attributes:
+        most: what the program that keeps everything takes, or those of earlier calls, if that is more; when one was found.
+    """
+
+    def __init__(
+        self,
+        bound: float,
+        most_before: int,
+        captured: Program,
+        lowered: Callable[[Sequence[Pass], Sequence[str]], Program],
+        compiled: Callable[[Program], _Compiled],
+        memory: Callable[[Program, _Compiled], MemoryReport],
+    ) -> None:
+        self._bound, self._captured, self.most = bound, captured, most_before
+        self._lowered, self._compiled, self._memory = lowered, compiled, memory
+
+    def find(self, pipeline: Sequence[Pass]) -> tuple[Program, _Compiled]:
+        """The program, and what was compiled of it.
+
+        Raises:
+            CaptureError: no pass sees what forward keeps.
+            PassError: none keeps within the bound; says which takes least, and what of.
+        """
+        self._refuse_opaque()
+        program, compiled, report = self._made(pipeline, None, ())
+        whole = _most(report)
+        self.most = max(self.most, whole)
+        limit = self._bound if isinstance(self._bound, int) else int(self._bound * self.most)
+        if whole <= limit or not self._captured.shard_graphs:  # without examples, nothing is kept
+            return program, compiled
+        asked = f"activation_memory={self._bound!r} allows {size_text(limit)} for each device"
+        remark = f"{asked}, and everything that forward keeps for backward would take {size_text(whole)}"
+        target = predicted_peak(self._captured) * limit // whole
+        least, report_of_least = whole, report
+        for left in reversed(range(_MOST_TRIES)):
+            target = target if left else 0  # the last one keeps as little as can be
+            program, compiled, report = self._made(pipeline, target, (remark,))
+            peak = _most(report)
+            if peak <= limit:
+                return program, compiled
+            if peak < least:
+                least, report_of_least = peak, report
+            if target == 0:
+                break
+            target = max(0, target - max(peak - limit, int(limit * _LEAST_STEP)))
+        raise PassError(_unreachable(asked, limit, least, report_of_least))
+
+    def _made(
+        self, pipeline: Sequence[Pass], target: int | None, remarks: Sequence[str]
+    ) -> tuple[Program, _Compiled, MemoryReport]:
+        told = [
+            dataclasses.replace(one, max_bytes=target) if isinstance(one, ChooseCheckpoints) else one
+            for one in pipeline
+        ]
+        program = self._lowered(told, remarks)
+        compiled = self._compiled(program)
+        return program, compiled, self._memory(program, compiled)
+
+    def _refuse_opaque(self) -> None:
+        if any(node.target in OPAQUE for graph in self._captured.shard_graphs for node in graph.nodes):
+            raise CaptureError(
+                "activation_memory cannot be kept to by a model that runs as plain PyTorch (capture='autograd'): what its "
+                "forward keeps for backward is in no graph. Remedy: call torch.utils.checkpoint with use_reentrant=False in the "
+                "model, and leave out activation_memory"
+            )
+
+
+def _most(report: MemoryReport) -> int:
+    """The bytes of activations of the device where they take most."""
+    return max(device.own.activations for device in report.devices)
+
+
+def _unreachable(asked: str, limit: int, least: int, report: MemoryReport) -> str:
+    device = max(report.devices, key=lambda one: one.own.activations)
+    peak = device.peak
+    named = ", ".join(f"{one.name} ({size_text(one.num_bytes)})" for one in peak.largest[:_MOST_NAMED])
+    where = f"{peak.call}, at {peak.operation}" if peak.operation else peak.call
+    from_source = f" from {peak.source}" if peak.source else ""
+    return (
+        f"{asked}, but {size_text(least)} ({least} bytes) are the least that was reached by computing values again. The peak is "
+        f"on {device.device} in {where}{from_source}; the largest values there are {named}. Remedy: allow {least} bytes, run "
+        "each batch in more parts (microbatches=), or give smaller batches"
+    )

@@ -1,0 +1,43 @@
+"""Warns of what captures have noted, each thing once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.diagnostics.weighted_means import REMEDY
+from mirrorc.messages.source_lines import users_stack_level
+
+
+class CaptureWarnings:
+    """What a step has warned of, and does not warn of again."""
+
+    def __init__(self, num_devices: int) -> None:
+        self._num_devices, self._has_told_differences = num_devices, False
+        self._noted: set[Note] = set()
+        self._has_told_ladder = False
+
+    def warn_of_differences(self, differences: Sequence[str]) -> None:
+        """Says, once, that a step is not quite that of one device, if its loss is not a mean over examples."""
+        if differences and not self._has_told_differences:
+            self._has_told_differences = True
+            warnings.warn(
+                f"a step on {self._num_devices} devices is not exactly that of one device on the whole batch: "
+                f"{'; '.join(differences)}. DistributedDataParallel does the same. {REMEDY[0].upper()}{REMEDY[1:]}; "
+                "mirrorc.check_loss tells how much it makes",
+                stacklevel=users_stack_level(),
+            )
+
+    def warn_of_ladder(self, text: str) -> None:
+        """Says, once, that another front end than the first has captured the model; an empty text says nothing."""
+        if text and not self._has_told_ladder:
+            self._has_told_ladder = True
+            warnings.warn(text, stacklevel=users_stack_level())
+
+    def warn_of_notes(self, notes: Sequence[Note]) -> None:
+        """Gives each warning once, at the user's line that it is about."""
+        for note in notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                warnings.warn_explicit(note.message, UserWarning, note.filename, note.lineno)

@@ -1,0 +1,153 @@
+"""What it costs to send gradients whole and as factors, and what follows from the figures that all workers have told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mirrorc.errors import CommunicationError
+from mirrorc.ir.workers import Workers
+from mirrorc.messages.wording import counted
+from mirrorc.options.kinds import Exchange
+from mirrorc.printing.values import size_text
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A gradient that may be sent as factors.
+
+    Attributes:
+        variable: whose gradient it is.
+        num_bytes: of the gradient.
+        row_bytes: of one row of all its factors.
+        num_rows: how many rows this worker has, in its first batch.
+        work_per_row: how many numbers are multiplied for each row to make the gradient.
+    """
+
+    variable: str
+    num_bytes: int
+    row_bytes: int
+    num_rows: int
+    work_per_row: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a worker tells the others, once.
+
+    Attributes:
+        rows: how many rows it has of the factors of each gradient that may be sent so.
+        machine: what the bits of a product depend on, by name.
+        seconds_per_byte: of the link, as it has measured it; 0 if nobody has.
+        seconds_per_multiplication: of the worker's processor; 0 if nobody has measured it.
+        loaded: what it has chosen in an earlier run, as `ExchangeChoice.load` was given it; that of worker 0 counts.
+    """
+
+    rows: Mapping[str, int]
+    machine: Mapping[str, str]
+    seconds_per_byte: float = 0.0
+    seconds_per_multiplication: float = 0.0
+    loaded: Sequence[str] | None = None
+
+
+def chosen(
+    found: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
+) -> tuple[tuple[str, ...], str]:
+    """The variables whose gradients are sent as factors, and a remark on why, empty if nothing is to choose; alike on all.
+
+    Args:
+        found: the gradients that may be sent so; all but their numbers of rows is the same on all workers.
+        everyone: what each worker has told.
+        workers: all of them; where each updates a part of every bucket, it alone makes the gradients of this part, so their bits
+            may depend on its machine.
+        exchange: the option.
+
+    Raises:
+        CommunicationError: the option asks for factors, and the workers would make different gradients of them.
+    """
+    found = [one for one in found if all(one.variable in figures.rows for figures in everyone)]
+    if not found:
+        return (), ""
+    is_dealt = workers.shards_optimizer
+    if not is_dealt and (why_not := why_bits_differ(everyone, workers.devices_per_worker)):
+        if exchange == "factors":
+            raise CommunicationError(
+                f"exchange='factors' cannot be used by these workers: {why_not}, so that each would make other bits of one "
+                "product. No parameter was changed. Give all workers machines and settings that are alike, or exchange='dense'"
+            )
+        return (
+            (),
+            f"workers send all gradients whole, none as factors: {why_not}, and bits of a product may depend on it",
+        )
+    loaded = everyone[0].loaded
+    if exchange == "factors":
+        as_factors = found
+    elif loaded is not None:
+        as_factors = [one for one in found if one.variable in loaded]
+    else:
+        as_factors = [one for one in found if is_cheaper(one, everyone, is_dealt=is_dealt)]
+    return tuple(one.variable for one in as_factors), _remark(found, as_factors, everyone, exchange, is_dealt=is_dealt)
+
+
+def why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
+    """Why workers would make different bits of the same product; empty if they would not."""
+    other = next((rank for rank, number in enumerate(devices_per_worker) if number != devices_per_worker[0]), None)
+    if other is not None:
+        return (
+            f"worker 0 has {counted(devices_per_worker[0], 'device')}, worker {other} has {devices_per_worker[other]}"
+        )
+    for name, value in everyone[0].machine.items():
+        for rank, figures in enumerate(everyone):
+            if figures.machine.get(name) != value:
+                return f"workers 0 and {rank} differ in {name}: {value:.80} and {figures.machine.get(name):.80}"
+    return ""
+
+
+def is_cheaper(one: Candidate, everyone: Sequence[Figures], *, is_dealt: bool) -> bool:
+    """Whether a gradient costs less time as factors.
+
+    A ring sends nearly twice the gradient from each worker; where each updates a part (``is_dealt``), a sum is sent once. Of
+    factors, each worker receives those of all others, as long as the longest, and multiplies all workers' rows, for all of the
+    gradient or for its part, instead of its own. Without measured times, bytes alone count.
+    """
+    rows = [figures.rows[one.variable] for figures in everyone]
+    dense, factors = sent_bytes(one, rows, is_dealt=is_dealt)
+    per_byte = max(figures.seconds_per_byte for figures in everyone)
+    per_multiplication = max(figures.seconds_per_multiplication for figures in everyone)
+    if not per_byte:
+        return factors < dense
+    made = sum(rows) / len(rows) if is_dealt else sum(rows)
+    more_work = (made - min(rows)) * one.work_per_row
+    return factors * per_byte + more_work * per_multiplication < dense * per_byte
+
+
+def sent_bytes(one: Candidate, rows: Sequence[int], *, is_dealt: bool) -> tuple[float, float]:
+    """The bytes that a worker sends of a gradient in a step, whole and as factors, where the workers have so many rows; new
+    parameters, which are sent besides if each updates a part (``is_dealt``), are as many either way."""
+    others = len(rows) - 1
+    return (1 if is_dealt else 2) * others / len(rows) * one.num_bytes, others * max(rows) * one.row_bytes
+
+
+def _remark(
+    found: Sequence[Candidate],
+    as_factors: Sequence[Candidate],
+    everyone: Sequence[Figures],
+    exchange: Exchange,
+    *,
+    is_dealt: bool,
+) -> str:
+    per_byte = max(figures.seconds_per_byte for figures in everyone)
+    link = f"a link of {1 / per_byte / 1e6:.0f} MB/s" if per_byte else "bytes alone"
+    why = "asked for" if exchange == "factors" else f"chosen by {link}"
+    if exchange != "factors" and everyone[0].loaded is not None:
+        why = "as in the state that was loaded"
+    sums = [sent_bytes(one, [own.rows[one.variable] for own in everyone], is_dealt=is_dealt) for one in found]
+    told = [
+        f"{one.variable} {'as factors' if one in as_factors else 'whole'} ({_size(factors)} against {_size(dense)})"
+        for one, (dense, factors) in zip(found, sums, strict=True)
+    ]
+    return f"how workers send gradients ({why}; as factors against whole, from each worker): {', '.join(told)}; others whole"
+
+
+def _size(num_bytes: float) -> str:
+    return size_text(round(num_bytes))

@@ -1,0 +1,340 @@
+"""Keeps the compiled programs of a step by the kind of their calls: the most recently used ones.
+
+It is long, as what is kept, how it is found and what is told of too much of it are one matter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mirrorc.capture.call.arguments import Call, Structure
+from mirrorc.capture.call.outputs import Outputs
+from mirrorc.capture.call.recompile_reasons import CallKind, changing_arguments
+from mirrorc.capture.call.shards import Shards
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.front_ends.guards import AllGuards
+from mirrorc.capture.program.symbolic_inputs import SymbolicSizes
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.program import LOSS_OUTPUT
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.runtime.execution.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+MOST_SPECIALIZATIONS = 64
+"""How many compiled programs a step keeps. One that is needed again later is compiled again."""
+
+_MOST_HOMES = 4096  # kinds of calls of which it is known that a program with symbolic sizes is right for them
+_MANY_COMPILATIONS = 8  # when a step was compiled so many times, a warning says so, once
+
+Key = tuple[Any, ...]
+"""What a graph depends on besides what its guards watch.
+
+The structure of the call, the types of the shards, then the parts named in `_OTHER_PARTS`.
+"""
+
+_OTHER_PARTS = (
+    "the model's attributes",
+    "the optimizer's groups",
+    "torch's modes",
+    "the rows that other workers gather",
+)
+_REMEDIES = (
+    "keep attributes that no forward reads, such as counts of steps, outside of the model, and others in buffers",
+    "group parameters before training, and change hyperparameters in their groups",
+    "call the step under the same settings of torch every time: autocast, precision, default dtype",
+    "give all workers batches of few sizes",
+)
+_REMEDY = "pass numbers that change as tensors (mirrorc.replicated), and pad batches to few shapes"
+_REMEDY_FOR_SHAPES = ", or compile with dynamic=None, with which one more program serves all sizes"
+
+_MOST_SHOWN = 3  # attributes, and values of one
+_MOST_CHARACTERS = 40  # of one value
+
+
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    """What one of the first programs was compiled for."""
+
+    key: Key
+    kind: CallKind
+    attributes: Mapping[str, tuple[type, Any]]
+
+
+def _changing_attributes(each: Sequence[Mapping[str, tuple[type, Any]]]) -> str:
+    """The plain attributes of the model that differ, with some of their values; empty if none do."""
+    told = []
+    for path in dict.fromkeys(path for attributes in each for path in attributes):
+        values = list(dict.fromkeys(attributes.get(path) for attributes in each))
+        if len(values) > 1:
+            shown = [_shown(value) for value in values[:_MOST_SHOWN]]
+            told.append(
+                f"the model's {path!r} ({', '.join([*shown, *(['...'] if len(values) > _MOST_SHOWN else [])])})"
+            )
+    more = [f"{len(told) - _MOST_SHOWN} more of its attributes"] if len(told) > _MOST_SHOWN else []
+    return " and ".join([*told[:_MOST_SHOWN], *more])
+
+
+def _shown(value: tuple[type, Any] | None) -> str:
+    if value is None:
+        return "no plain value"
+    text = value[1] if value[0] is float and isinstance(value[1], str) else repr(value[1])  # floats are kept as text
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+@dataclass(frozen=True, eq=False)
+class Specialization:
+    """A compiled program, and the guards on what Python read while it was captured.
+
+    Attributes:
+        executor: runs the program.
+        guards: ask whether a trace would read the same, with the plain values that `training_call` has.
+        training_call: what was captured.
+        plain: the plain values with which it was captured.
+        outputs: what its steps return beside the loss, if they do.
+        shard_of_replica: which of the captured graphs each replica runs.
+        loss_dtype: of the loss; None for an evaluation.
+        sizes: those of its graphs, if they have symbols.
+    """
+
+    executor: Executor
+    guards: AllGuards
+    training_call: TrainingCall
+    plain: Mapping[str, Any]
+    outputs: Outputs | None = None
+    shard_of_replica: tuple[int | None, ...] = ()
+    loss_dtype: torch.dtype | None = None
+    sizes: SymbolicSizes | None = None
+
+    def sizes_of(self, shards: Shards) -> list[tuple[int | float, ...]]:
+        """For each replica, the numbers that its program takes for the sizes of its shard."""
+        found = self.sizes.of_shards(shards) if self.sizes is not None else []
+        assert found is not None, "the program was found for these shards"
+        return found
+
+    def fits(self, shards: Shards) -> bool:
+        """Whether a program with symbolic sizes is that of shards of these sizes."""
+        return self.sizes is not None and self.sizes.of_shards(shards) is not None
+
+    def numbers(self) -> list[tuple[int | float, ...]]:
+        """For each replica, the Python numbers that its program takes, as the guards have found them last."""
+        of_graphs = self.guards.numbers_by_graph()
+        if not any(of_graphs):
+            return []
+        if self.executor.program.microbatches:  # a replica may run any of the graphs
+            return [self.guards.numbers] * len(self.shard_of_replica)
+        return [of_graphs[shard or 0] for shard in self.shard_of_replica]  # absent ones read none
+
+    def trained(self, loss: torch.Tensor, call: Call, shards: Shards) -> Any:
+        """What a training step that has run gives: its loss, and its outputs if they are kept."""
+        if self.outputs is None:
+            return loss
+        try:
+            gathered = self.executor.outputs.take(shards.num_examples)
+            if not self.executor.program.present:
+                gathered = self.outputs.of_no_examples(loss.device)
+            return loss, self.outputs.of_step(gathered, loss, call)
+        except Exception as error:
+            raise ExecutionError(
+                f"the step is done and its update is made, but its outputs could not be put together: {error}; go on with the "
+                "next batch"
+            ) from error
+
+    def evaluated(self, call: Call, shards: Shards, *, wants_outputs: bool) -> Any:
+        """What an evaluation that has run gives: its loss, with the outputs if they are wanted; without a loss, the outputs."""
+        assert self.outputs is not None, "an evaluation gathers what it gives"
+        try:
+            gathered = self.executor.outputs.take(shards.num_examples)
+            if LOSS_OUTPUT not in gathered:
+                return self.outputs.of_step(gathered, None, call)
+            loss = gathered.pop(LOSS_OUTPUT).reshape(())
+            return (loss, self.outputs.of_step(gathered, loss, call)) if wants_outputs else loss
+        except Exception as error:
+            raise ExecutionError(
+                f"the batch was evaluated, but its outputs could not be put together: {error}"
+            ) from error
+
+    def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
+        """What differs for a call from what was read: the names of plain values, and in words what it is besides."""
+        self.training_call.plain = self.plain
+        if not self.guards.hold():
+            return [], self.guards.broken()
+        read = []
+        for name, value in plain.items():
+            self.training_call.plain = {**self.plain, name: value}
+            if not self.guards.hold():
+                read.append(name)
+        return read, ""
+
+
+class Specializations:
+    """A cache of compiled programs; those of one key differ in what Python read besides.
+
+    What is added when it is full takes the place of a program that was not used for longest.
+
+    Args:
+        what: the word for what was compiled.
+        has_numbers_as_sizes: whether each size has a program because nothing else was asked for.
+    """
+
+    def __init__(self, what: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
+        self._what, self._has_numbers_as_sizes = what, has_numbers_as_sizes
+        self._by_key: OrderedDict[Key, list[Specialization]] = OrderedDict()  # both in the order of their last use
+        self._homes: dict[Key, Key] = {}  # from the keys of calls to those of programs with symbolic sizes
+        self._numbers = itertools.count()
+        self._first: list[_Compiled] | None = []  # the first compilations; None once they were warned of
+        self._read: list[str] = []  # what has made guards fail besides arguments, in words
+        self._read_plain: set[str] = set()  # the names of plain values that have
+
+    def get(self, key: Key, plain: Mapping[str, Any], shards: Shards | None = None) -> Specialization | None:
+        """What calls of this kind, with these plain values, may use now, if there is anything; it counts as used.
+
+        A program with symbolic sizes is found for shards of all sizes that it is right for, and from then on by their key.
+        """
+        home = self._homes.get(key, key)
+        found = self._usable(home, plain)
+        if found is not None or shards is None:
+            return found
+        for other, own in reversed(list(self._by_key.items())):
+            is_alike = other[0] == key[0] and other[2:] == key[2:]
+            if other != home and is_alike and own[-1].fits(shards):
+                found = self._usable(other, plain)
+                if found is not None:
+                    self._remember_home(key, other)
+                    return found
+        return None
+
+    def _remember_home(self, key: Key, home: Key) -> None:
+        self._homes[key] = home
+        if len(self._homes) > _MOST_HOMES:
+            del self._homes[next(iter(self._homes))]
+
+    def _usable(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
+        own = self._by_key.get(key)
+        if own is None:
+            return None
+        for place in range(len(own) - 1, -1, -1):
+            if plain:
+                own[place].training_call.plain = plain
+            if own[place].guards.hold() and own[place].guards.confirm():
+                if own is not next(reversed(self._by_key.values())):  # to hash a key takes long
+                    self._by_key.move_to_end(key)
+                if place != len(own) - 1:
+                    own.append(own.pop(place))
+                return own[-1]
+        return None
+
+    def changed_numbers(self, structure: Structure, plain: Mapping[str, Any]) -> list[str]:
+        """The expressions that read other numbers now than programs for calls of this structure have as constants."""
+        found: list[str] = []
+        for key, own in self._by_key.items():
+            for one in own if key[0] == structure else ():
+                one.training_call.plain = plain
+                found += one.guards.changed_numbers()
+        return list(dict.fromkeys(found))
+
+    def add(
+        self,
+        key: Key,
+        call: Call,
+        new: Specialization,
+        instead: Specialization | None = None,
+        attributes: Mapping[str, tuple[type, Any]] | None = None,
+        reasons: Sequence[str] = (),
+    ) -> list[Executor]:
+        """Keeps a compiled program, ``instead`` of another one; returns those that are dropped, whose memory may be freed.
+
+        ``attributes`` are the plain attributes of the model, by path; ``reasons`` say why numbers that change are no inputs.
+        """
+        called = key
+        if new.sizes is not None:  # a key of its own: it may be right for other sizes than one that was found before
+            key = (key[0], ("symbolic", next(self._numbers)), *key[2:])
+            self._remember_home(called, key)
+        else:
+            self._homes.pop(called, None)
+        dropped = [instead.executor] if instead is not None else []
+        if instead is not None:
+            self._remove(instead)
+        own = self._by_key.setdefault(key, [])
+        if own:
+            names, besides = own[-1].changes(call.plain)
+            self._read_plain.update(names)
+            self._read += [besides] if besides else []
+        own.append(new)
+        self._by_key.move_to_end(key)
+        while len(self) > MOST_SPECIALIZATIONS:
+            dropped.append(self._drop().executor)
+            logger.info(
+                "a step keeps %d compiled programs of a kind: the one that was not used for longest is dropped",
+                MOST_SPECIALIZATIONS,
+            )
+        if self._first is not None:
+            self._first.append(_Compiled(called, CallKind.of(call, called[1][0]), attributes or {}))
+            self._warn_of_many(self._first, reasons)
+        return dropped
+
+    def what_is_new(self, key: Key) -> str:
+        """What calls with this key have that is in no program yet, compared with those to which they are nearest."""
+        if not self._by_key:
+            return "the first call"
+        parts = ("structure of the arguments", "shape", *_OTHER_PARTS)
+        differing = [[i for i in range(len(parts)) if known[i] != key[i]] for known in self._by_key]
+        nearest = min(differing, key=len)
+        if not nearest:
+            return "something else that forward or the loss reads"
+        return " and ".join(f"another {parts[i]}" if i < 2 else f"{parts[i]} have changed" for i in nearest)
+
+    def _remove(self, one: Specialization) -> None:
+        for key, own in list(self._by_key.items()):
+            if one in own:
+                own.remove(one)
+                if not own:
+                    del self._by_key[key]
+
+    def _drop(self) -> Specialization:
+        key, own = next(iter(self._by_key.items()))
+        dropped = own.pop(0)
+        if not own:
+            del self._by_key[key]
+        return dropped
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
+    def __iter__(self) -> Iterator[Executor]:
+        return iter([one.executor for own in self._by_key.values() for one in own])
+
+    def _warn_of_many(self, first: list[_Compiled], reasons: Sequence[str]) -> None:
+        """When a step has been compiled many times, warns once and says what keeps changing."""
+        if len(first) < _MANY_COMPILATIONS:
+            return
+        self._first = None
+        keys, kinds = [one.key for one in first], [one.kind for one in first]
+        always = set.intersection(*(set(kind.plain) for kind in kinds))
+        kinds = [kind.without(always - self._read_plain) for kind in kinds]
+        changing = changing_arguments(kinds)
+        attributes = _changing_attributes([one.attributes for one in first])
+        parts = (attributes or _OTHER_PARTS[0], *_OTHER_PARTS[1:])
+        others = [i for i in range(len(parts)) if len({key[i + 2] for key in keys}) > 1]
+        are_shapes = self._has_numbers_as_sizes and len({kind.shapes for kind in kinds}) > 1
+        remedy = _REMEDY + _REMEDY_FOR_SHAPES if are_shapes else _REMEDY
+        remedies = [remedy] if changing or self._read or not others else []
+        remedies += [_REMEDIES[i] for i in others]
+        changing += [parts[i] for i in others]
+        if self._read:
+            changing.append(f"what Python reads in forward and loss (last: {self._read[-1]})")
+        what = " and ".join(changing) or "the optimizer's state"
+        constants = f" ({'; '.join(reasons)})" if reasons else ""
+        warnings.warn(
+            f"the {self._what} was compiled {len(first)} times, because {what} keep changing{constants}; each new value is "
+            f"compiled anew: {'; '.join(remedies)}",
+            stacklevel=users_stack_level(),
+        )

@@ -1,0 +1,246 @@
+"""Finds what was compiled for a kind and purpose of call, or has it compiled, and caches it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from mirrorc.analysis.communication.worker_meetings import RowsElsewhere
+from mirrorc.calls.call_kind import Purpose
+from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
+from mirrorc.capture.call.dynamic_sizes import ChangingSizes, without_numbers_of_examples
+from mirrorc.capture.call.shard_types import shard_types
+from mirrorc.capture.call.shards import Shards, split_call
+from mirrorc.capture.diagnostics.errors import HooksMissingError, LoneExampleError
+from mirrorc.capture.model.hf_output_hooks import install_capturing_hooks
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.compilation.choices.gradient_order import ReadyOrder
+from mirrorc.compilation.choices.measured_bucket_sizes import MeasuredSizes
+from mirrorc.compilation.choices.predicted_bucket_sizes import PlannedSizes
+from mirrorc.compilation.choices.worker_exchange import ExchangeChoice
+from mirrorc.compilation.program_cache import Key, Specialization, Specializations
+from mirrorc.compilation.step_compiler import StepCompiler
+from mirrorc.errors import CaptureError
+from mirrorc.options.dynamic_shapes import why_sizes_are_numbers
+from mirrorc.options.step_options import StepOptions
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.execution.interrupts import InterruptGuard
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.workers.team.team import Team
+from mirrorc.torch_internals import attribute_source, torch_modes, without_dispatch_modes
+
+logger = logging.getLogger(__name__)
+
+_CUT_BY_EXAMPLES = "microbatches are cut by numbers of examples"  # why these are no symbols
+_MOST_KINDS = 4096  # of calls of which it is known how many rows other workers gather
+
+
+class Specializer:
+    """Compiles a step for each kind of call, and looks compiled programs up for later calls.
+
+    Args:
+        options: the options of the step.
+        model: the user's model, and the state that its graph depends on.
+        state: the state that all specializations of the step share.
+        num_threads: the number of threads of each device.
+        interrupts: keeps Ctrl-C while Dynamo's guards are checked, which take an error in a function that they call for a change.
+
+    Attributes:
+        exchange, sizes: choose how workers send gradients, and how large buckets are.
+    """
+
+    def __init__(
+        self, options: StepOptions, model: ModelState, state: StepState, num_threads: int, interrupts: InterruptGuard
+    ) -> None:
+        self._options = options
+        self._model = model
+        self._interrupts = interrupts
+        are_numbers = options.dynamic is False and not why_sizes_are_numbers(replace(options, dynamic=None))
+        self._kept = {purpose: Specializations(purpose.value, has_numbers_as_sizes=are_numbers) for purpose in Purpose}
+        self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
+        self._rows_elsewhere: dict[Key, RowsElsewhere] = {}
+        self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
+        self._sizes = ChangingSizes(dynamic=options.dynamic)
+        self._symbolic: set[Purpose] = set()  # the purposes for which there are programs with symbolic sizes
+        self._planned = PlannedSizes(options, num_threads)
+        are_several = options.program_workers.are_several
+        self.sizes: MeasuredSizes | PlannedSizes = self._planned if are_several else MeasuredSizes(options, num_threads)
+        self.exchange, self._order = ExchangeChoice(options, num_threads), ReadyOrder(options)
+        chosen = (self._order, self.exchange, self.sizes, self._planned)
+        self._compiler = StepCompiler(options, model, state, num_threads, self._numbers, *chosen)
+
+    def work_together(self, team: Team) -> None:
+        """Compiles for workers that train together from now on."""
+        self._compiler.team = self._order.team = self.exchange.team = self._planned.team = team
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """A block in which all workers are in a training call, so that what is chosen together can be chosen."""
+        with self._order.asked(), self.exchange.asked(), self._planned.asked():
+            yield
+
+    def keeps(self, executor: Executor) -> bool:
+        """Whether a program is what all workers choose; it may have been compiled without asking them."""
+        program = executor.program
+        return self._order.keeps(program) and self.exchange.keeps(program) and self._planned.keeps(executor)
+
+    def specialization_for(
+        self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP
+    ) -> tuple[Specialization, Shards]:
+        """What was compiled for calls of this kind, and the shards to run it on; compiles it if the call is the first one.
+
+        If torch refuses a shard of one example, the batch is split anew, among fewer replicas.
+
+        ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold. An evaluation depends on
+        nothing of the optimizer.
+        """
+        with self._autocast():
+            return self._found_or_compiled(call, shards, is_stale, purpose)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """The context in which calls are captured, by whose modes they are told apart."""
+        if self._options.autocast is None:
+            return nullcontext()
+        return torch.autocast(self._options.devices[0].torch_device.type, self._options.autocast)
+
+    def _found_or_compiled(
+        self, call: Call, shards: Shards, is_stale: bool, purpose: Purpose
+    ) -> tuple[Specialization, Shards]:
+        kept = self._kept[purpose]
+        parts = self._options.microbatches if purpose.trains else 1
+        by_twos = functools.partial(split_call, call, len(shards.num_examples), fewest=2, microbatches=parts)
+        shards = self._with_rows(call, shards, purpose)
+        key = self._key(call, shards, purpose)
+        if shards.have_one_example and key in self._lone:
+            shards = self._with_rows(call, by_twos(), purpose)
+            key = self._key(call, shards, purpose)
+        try:
+            self._interrupts.hold()
+            found = kept.get(key, call.plain, shards if purpose in self._symbolic else None)
+        finally:
+            self._interrupts.let_go()
+        program = found.executor.program if found is not None else None
+        is_usable = program and not self._compiler.states[purpose].needs_other_buckets(program, is_stale=is_stale)
+        if found is not None and is_usable and self.keeps(found.executor):
+            return found, shards
+        is_watched = found is None and self._options.ladder.guards_plain_values
+        key = self._note_changes(kept, key, call, shards, purpose) if is_watched else key
+        try:
+            new = self._compiled(call, shards, kept.what_is_new(key), purpose)
+        except LoneExampleError:
+            if not shards.have_one_example or by_twos().have_one_example:
+                raise
+            self._lone.add(key)
+            return self._found_or_compiled(call, shards, is_stale, purpose)
+        except HooksMissingError:
+            if not install_capturing_hooks(self._options.model):
+                raise
+            return self._found_or_compiled(call, shards, is_stale, purpose)
+        try:
+            self._interrupts.hold()
+            is_true = new.guards.hold()
+        finally:
+            self._interrupts.let_go()
+        if not is_true:  # or it would be compiled in every step
+            raise CaptureError(
+                f"what {type(self._options.model).__name__} reads changes while it is captured, so no graph of it stays true: "
+                f"{new.guards.broken()}. Remedy: read it between steps, and pass it to the step as an argument."
+            )
+        for dropped in kept.add(key, call, new, found, self._model.plain_attributes(), self._numbers.reasons):
+            dropped.release()
+        self._compiler.keep_only([executor.program for kept in self._kept.values() for executor in kept])
+        return new, shards
+
+    def _compiled(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
+        """Compiles, with symbols for sizes that change; without, if the model or torch does not take them."""
+        with without_dispatch_modes():  # which would take what is traced for what is computed
+            return self._compiled_without_modes(call, shards, what_is_new, purpose)
+
+    def _compiled_without_modes(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
+        about = (purpose, len(shards.num_examples))
+        is_lone = shards.have_one_example
+        wished = self._sizes.symbolic_dims(call, about, has_one_example=is_lone)
+        symbolic = without_numbers_of_examples(call, wished) if shards.microbatches else wished
+        why = self._why_numbers(shards) if symbolic else _CUT_BY_EXAMPLES
+        if wished and why:
+            return self._compiler.compile(call, shards, what_is_new, purpose, on_sizes=_told_of_numbers(why))
+        if symbolic:
+            told = f"numbers of examples are numbers: {_CUT_BY_EXAMPLES}" if symbolic != wished else ""
+            try:
+                new = self._compiler.compile(call, shards, what_is_new, purpose, symbolic, told)
+                if new.sizes is None or new.fits(shards):
+                    self._symbolic.add(purpose)
+                    self._sizes.note_program(call, about)
+                    return new
+                why = "shards of these sizes need other graphs"
+            except (LoneExampleError, HooksMissingError):
+                raise
+            except Exception as error:
+                logger.debug("not compiled with symbolic sizes", exc_info=error)
+                why = next(iter(str(error).splitlines()), type(error).__name__)
+            told = _told_of_numbers(why)
+            new = self._compiler.compile(
+                call, shards, what_is_new, purpose, on_sizes=told
+            )  # raises, if that is no reason
+            self._sizes.give_up(call, about, why, has_one_example=is_lone)
+            return new
+        why = self._sizes.why_not(call, about, has_one_example=is_lone)
+        return self._compiler.compile(call, shards, what_is_new, purpose, on_sizes=_told_of_numbers(why))
+
+    def _why_numbers(self, shards: Shards) -> str:
+        """Why sizes are numbers, whatever the model is; empty if they may be symbols."""
+        if shards.have_unequal_parts:
+            return "microbatches of a shard have different numbers of examples, and each number has a graph"
+        if self._numbers.inputs:
+            return "numbers that Python computes are arguments, and one graph does not take both"
+        return why_sizes_are_numbers(self._options)
+
+    def _note_changes(self, kept: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose) -> Key:
+        """Notes which numbers have changed since a program was compiled; gives the key, of which they are no part then."""
+        freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
+        self._numbers.add([*freed, *kept.changed_numbers(call.structure, call.plain)])
+        return self._key(call, shards, purpose) if freed else key
+
+    def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
+        """Notes how many rows other workers gather in calls of this kind, from now on: programs have them as shapes."""
+        with self._autocast():
+            self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
+        if len(self._rows_elsewhere) > _MOST_KINDS:
+            del self._rows_elsewhere[next(iter(self._rows_elsewhere))]
+
+    def _with_rows(self, call: Call, shards: Shards, purpose: Purpose) -> Shards:
+        """The shards, with what is noted of calls of this kind."""
+        if not self._rows_elsewhere or not purpose.trains:
+            return shards
+        found = self._rows_elsewhere.get(self._key(call, replace(shards, rows_elsewhere=None), purpose))
+        return replace(shards, rows_elsewhere=found)
+
+    @property
+    def num_programs(self) -> int:
+        """How many compiled programs there are."""
+        return sum(map(len, self._kept.values()))
+
+    def release(self) -> None:
+        """Frees the memory that specializations keep on a GPU for later steps."""
+        for kept in self._kept.values():
+            for executor in kept:
+                executor.release()
+
+    def _key(self, call: Call, shards: Shards, purpose: Purpose) -> Key:
+        """What a graph depends on besides what its guards watch, in the order that `program_cache.Key` says."""
+        devices = self._options.devices
+        types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
+        of_optimizers = self._options.optimizers.structure() if purpose.trains else ()
+        parts, rows = (*types, shards.microbatches), shards.rows_elsewhere
+        return call.structure, parts, self._model.fingerprint(), of_optimizers, torch_modes(), rows
+
+
+def _told_of_numbers(why: str) -> str:
+    """The remark that sizes are numbers although they change; empty if there is no reason to tell."""
+    return f"sizes of arguments are numbers: {why}" if why else ""

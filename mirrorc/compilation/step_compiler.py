@@ -1,0 +1,381 @@
+"""Compiles a step for one call: captures the model, runs the passes, compiles the regions, and makes what runs the program.
+
+The file is long because it has all of these phases.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from mirrorc.calls.call_kind import Purpose, states_of
+from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
+from mirrorc.capture.call.evaluation_call import EvaluationCall
+from mirrorc.capture.call.recompile_reasons import CallKind
+from mirrorc.capture.call.shard_types import SymbolicDims, shard_types
+from mirrorc.capture.call.shards import Shards
+from mirrorc.capture.call.trace_history import TraceHistory
+from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.front_ends.front_end import FrontEnd
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.program.capture_program import CapturedProgram, capture_program
+from mirrorc.capture.rewrites.replica_values import refuse_over_workers
+from mirrorc.compilation.activation_memory import BoundedPrograms
+from mirrorc.compilation.capture_warnings import CaptureWarnings
+from mirrorc.compilation.choices.device_exchange import with_gathered
+from mirrorc.compilation.choices.gradient_order import ReadyOrder
+from mirrorc.compilation.choices.measured_bucket_sizes import MeasuredSizes
+from mirrorc.compilation.choices.predicted_bucket_sizes import PlannedSizes
+from mirrorc.compilation.choices.worker_exchange import ExchangeChoice
+from mirrorc.compilation.instruments import instruments_for
+from mirrorc.compilation.program_cache import Specialization
+from mirrorc.compilation.progress import Progress
+from mirrorc.errors import CaptureError
+from mirrorc.ir.nodes import names_of_called_regions
+from mirrorc.ir.program import Accumulation, Program
+from mirrorc.ir.remarks import CAPTURE, Remark
+from mirrorc.ir.variables import Synchronization
+from mirrorc.ir.workers import ALONE
+from mirrorc.messages.wording import counted
+from mirrorc.options.clipping import check_bounds_of_groups
+from mirrorc.options.placement import check_owned_names
+from mirrorc.options.step_options import StepOptions
+from mirrorc.pipeline.pass_manager import run_passes
+from mirrorc.pipeline.pass_order import check_end
+from mirrorc.pipeline.protocol import Pass
+from mirrorc.runtime.codegen.regions import RegionCompiler, RegionFunction
+from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.memory.estimate import report_memory
+from mirrorc.runtime.profiling.clocks import clock_for
+from mirrorc.runtime.profiling.recorder import Recorder
+from mirrorc.runtime.state.shared.in_flight_step import finish_all_steps
+from mirrorc.runtime.state.shared.registry import parameters_in_training
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.workers.team.team import Team
+from mirrorc.torch_internals import SizesGivenUp, is_dense
+from mirrorc.user.aliased_tensors import refuse_shared_memory
+
+logger = logging.getLogger(__name__)
+
+
+class StepCompiler:
+    """Has the whole way from a call to what runs it.
+
+    Args:
+        options: the options of the step.
+        model: the user's model, and the state that its graph depends on.
+        state: the state that all programs of the step share.
+        num_threads: the number of threads of each device.
+        numbers: which Python numbers have changed.
+        order: that in which workers take gradients.
+        exchange: chooses how workers send gradients.
+        sizes: chooses how large buckets are.
+        planned: learns from how long programs take.
+
+    Attributes:
+        team: the workers that train together; None for a process on its own.
+        states: what the programs of each purpose run on.
+    """
+
+    def __init__(
+        self,
+        options: StepOptions,
+        model: ModelState,
+        state: StepState,
+        num_threads: int,
+        numbers: ChangingNumbers,
+        order: ReadyOrder,
+        exchange: ExchangeChoice,
+        sizes: MeasuredSizes | PlannedSizes,
+        planned: PlannedSizes,
+    ) -> None:
+        self._options, self._model, self._state, self._numbers = options, model, state, numbers
+        self._order, self._exchange, self._sizes, self._planned = order, exchange, sizes, planned
+        names = ", ".join(device.name for device in options.devices)
+        self._what = f"{type(options.model).__name__} for {names}"
+        self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
+        self._regions = RegionCompiler(options.backend, num_threads)
+        self._capturer = CudaCapturer(self._home, options.timeout_seconds) if options.cuda_graphs else None
+        self._traces = TraceHistory(has_other=len(options.ladder.names) > 1)
+        self._warnings = CaptureWarnings(len(options.devices))
+        self._most_activations = 0  # of a device, in programs that keep everything for backward
+        self.states = states_of(state)
+        self.team: Team | None = None
+
+    def compile(
+        self,
+        call: Call,
+        shards: Shards,
+        what_is_new: str,
+        purpose: Purpose,
+        symbolic: SymbolicDims = (),
+        on_sizes: str = "",
+    ) -> Specialization:
+        """Compiles for a call; if that fails, the model's tensors are moved back to their former devices.
+
+        Args:
+            call, shards: the call, and its shards.
+            what_is_new: in it, for whoever waits.
+            purpose: what it is for.
+            symbolic: the dimensions of the arguments that are to be symbolic.
+            on_sizes: a remark on sizes that change and are numbers all the same; empty for none.
+
+        Raises:
+            SizesGivenUp: these cannot be symbolic.
+            CaptureError: the model cannot be captured.
+            PassError: a pass refuses the program, or the pipeline ends too early.
+        """
+        finish_all_steps()
+        self._model.note_numbers()
+        self._model.check_memory()
+        moved = self._move_to_home()
+        what = purpose.of(self._what)
+        progress = Progress(f"{what} ({what_is_new})", is_shown=self._options.progress)
+        try:
+            progress.begin()
+            return self._compile_at_home(call, shards, what, progress, purpose, symbolic, on_sizes)
+        except BaseException as error:
+            progress.is_over = True
+            for tensor, data in moved:
+                tensor.data = data
+            if isinstance(error, CaptureError):  # its text names the user's line: our own frames say nothing more
+                logger.debug("refused by the capture", exc_info=True)
+                error.with_traceback(None)
+            raise
+        finally:
+            progress.is_over = True
+            progress.end()
+
+    def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Moves the model's tensors to replica 0's device and makes them dense; returns the moved tensors with their old data."""
+        moved = []
+        for tensor in self._model.tensors.values():
+            data = tensor.data.to(self._home)
+            if not is_dense(data) or not (data.is_contiguous() or isinstance(tensor, nn.Parameter)):
+                data = data.contiguous()
+            if data.data_ptr() != tensor.data_ptr() or data.device != tensor.device:
+                moved.append((tensor, tensor.data))
+                tensor.data = data
+        return moved
+
+    def _compile_at_home(
+        self,
+        call: Call,
+        shards: Shards,
+        what: str,
+        progress: Progress,
+        purpose: Purpose,
+        symbolic: SymbolicDims,
+        on_sizes: str,
+    ) -> Specialization:
+        times = [time.perf_counter()]
+        types = shard_types(shards.tensors[0], self._home)
+        logger.info("compiling %s, for a shard of %s", what, CallKind.of(call, types))
+        if purpose.trains:
+            self._options.optimizers.check(self._model.parameters)
+            check_bounds_of_groups(self._options.pipeline, self._options.optimizers)
+        self._regions.prepare(self._home)
+        training_call, captured = self._captured(call, shards, progress, purpose, symbolic, on_sizes)
+        if captured.sizes is not None and self._options.program_workers.are_several:
+            _refuse_counted_rows(captured.program)
+        times.append(time.perf_counter())
+        program, regions = self._lowered_and_compiled(captured, progress, purpose, times)
+        _log_times(what, program, times)
+        executor = self._executor(program, regions, captured, purpose)
+        self._planned.note(executor)
+        graph_of = captured.program.shard_of_replica
+        return Specialization(
+            executor,
+            captured.guards,
+            training_call,
+            call.plain,
+            captured.outputs,
+            graph_of,
+            captured.loss_dtype,
+            captured.sizes,
+        )
+
+    def _captured(
+        self, call: Call, shards: Shards, progress: Progress, purpose: Purpose, symbolic: SymbolicDims, on_sizes: str
+    ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
+        """The module that was traced, and what came of it, of whose variables the step's state knows then."""
+        progress.enter("capture")
+        ladder = self._options.ladder.first if symbolic else self._options.ladder  # without symbols, it is tried whole
+        climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
+        training_call, captured = climbed.found
+        what = type(self._options.model).__name__
+        self._warnings.warn_of_ladder(climbed.warning(what))
+        told = [Remark(text, by=CAPTURE) for text in (*climbed.remarks(what), on_sizes) if text]
+        captured = replace(captured, program=captured.program.evolve(remarks=(*captured.program.remarks, *told)))
+        self._check_memory(captured)
+        counters = self._model.outside.counters_of(captured.outside)
+        last = dict(counters.values())  # so that errors name statistics, not their counters
+        outside = {**{name: own for name, own in captured.outside.items() if name not in last}, **last}
+        self._state.take_in(outside, {name: counter for name, (counter, _) in counters.items()}, captured.written())
+        self._state.reads(captured.constants.values())
+        return training_call, captured
+
+    def _captured_by(
+        self, front_end: FrontEnd, call: Call, shards: Shards, purpose: Purpose, symbolic: SymbolicDims
+    ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
+        """What a front end has traced, and what came of it."""
+        options = self._options
+        training_call = (TrainingCall if purpose.trains else EvaluationCall)(
+            options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
+        )
+        training_call.numbers, training_call.trained_elsewhere = self._numbers, parameters_in_training()
+        training_call.history = self._traces
+        captured = capture_program(
+            training_call,
+            call,
+            shards,
+            options.devices,
+            self._model,
+            options.optimizers,
+            options.backend.decompositions(),
+            loss_reduction=options.loss_reduction,
+            front_end=front_end,
+            symbolic=symbolic,
+            workers=options.program_workers if purpose.trains else ALONE,
+        )
+        return training_call, captured
+
+    def _lowered_and_compiled(
+        self, captured: CapturedProgram, progress: Progress, purpose: Purpose, times: list[float]
+    ) -> tuple[Program, list[dict[str, RegionFunction]]]:
+        """What the passes make of a captured program, with its compiled regions, and when each was there."""
+        bound = self._options.activation_memory
+        given, pipeline = self._prepared(captured, progress, purpose)
+        if bound is None or not purpose.trains:
+            program = self._lowered(given, pipeline, progress)
+            times.append(time.perf_counter())
+            regions = self._compiled_regions(program, progress)
+        else:
+            times.append(time.perf_counter())  # both take turns
+            search = BoundedPrograms(
+                bound,
+                self._most_activations,
+                given,
+                lambda passes, remarks: self._lowered(given.with_remarks(*remarks), passes, progress),
+                lambda program: self._compiled_regions(program, progress),
+                lambda program, regions: report_memory(program, regions, self._state),
+            )
+            program, regions = search.find(pipeline)
+            self._most_activations = search.most
+        times.append(time.perf_counter())
+        return program, regions
+
+    def _prepared(
+        self, captured: CapturedProgram, progress: Progress, purpose: Purpose
+    ) -> tuple[Program, Sequence[Pass]]:
+        """A captured program with what is noted in it before the passes, and these."""
+        options = self._options
+        if purpose.accumulation is not Accumulation.NONE:
+            _refuse_rows(captured.program)
+        if options.cuda_graphs and purpose.trains:
+            check_captured_program(captured.program, options.optimizers)
+        self._warnings.warn_of_differences(captured.differences)
+        self._warnings.warn_of_notes(captured.notes)
+        check_owned_names(options.pipeline, {*self._model.parameters, *captured.program.variables})
+        program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
+        refuse_over_workers(program)
+        program = self._order.put_into(program)
+        program = with_gathered(self._exchange.put_into(program.with_remarks(*options.remarks)), options)
+        progress.enter("bucket sizes")
+        program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)
+        return program, purpose.passes_of(pipeline)
+
+    def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress) -> Program:
+        """What the passes make of a program."""
+        options = self._options
+        progress.enter("passes", len(pipeline))
+        instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
+        program = run_passes(program, pipeline, [*instruments, progress])
+        check_end(program.stage)
+        return program
+
+    def _compiled_regions(self, program: Program, progress: Progress) -> list[dict[str, RegionFunction]]:
+        """For each device, its regions by name."""
+        places = zip(self._options.devices, program.device_graphs.values(), strict=True)
+        called = [(device.torch_device, names_of_called_regions(module.graph)) for device, module in places]
+        wanted = [(program.regions[name], device) for device, names in called for name in names]
+        progress.enter("regions", len(wanted))
+        functions = iter(self._regions.compile_all(wanted, progress.advance))
+        return [{name: next(functions) for name in names} for _, names in called]
+
+    def _executor(
+        self,
+        program: Program,
+        regions: Sequence[Mapping[str, RegionFunction]],
+        captured: CapturedProgram,
+        purpose: Purpose,
+    ) -> Executor:
+        options = self._options
+        step_graph = StepGraph(self._capturer, self._home) if self._capturer is not None and purpose.updates else None
+        is_recording = options.record and purpose.updates and step_graph is None
+        recorder = Recorder([clock_for(d, options.timeout_seconds) for d in options.devices]) if is_recording else None
+        return Executor(
+            program,
+            regions,
+            self.states[purpose],
+            captured.constants,
+            options.timeout_seconds,
+            recorder,
+            step_graph,
+            self.team if purpose.trains else None,
+        )
+
+    def keep_only(self, programs: Sequence[Program]) -> None:
+        """Forgets compiled regions and variables of all other programs."""
+        self._regions.keep_only(region for program in programs for region in program.regions.values())
+        self._state.keep_only({name for program in programs for name in program.variables})
+
+    def _check_memory(self, captured: CapturedProgram) -> None:
+        """Refuses tensors that share memory with variables of a program that get memory of their own."""
+        variables = captured.program.variables.values()
+        moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
+        constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
+        refuse_shared_memory({**self._model.tensors, **captured.outside, **constants}, moving)
+
+
+def _refuse_counted_rows(program: Program) -> None:
+    """Has a program with symbols made without, if workers send rows in it.
+
+    Raises:
+        SizesGivenUp: names the variable.
+    """
+    for name, variable in program.variables.items():
+        if variable.update is not None and variable.update.takes_rows:
+            raise SizesGivenUp(
+                f"workers send each other rows of the gradient of {name!r}, of which they know how many there are"
+            )
+
+
+def _refuse_rows(program: Program) -> None:
+    """Refuses to accumulate gradients that optimizers take as rows.
+
+    Raises:
+        ValueError: names the variable, and the remedy.
+    """
+    for name, variable in program.variables.items():
+        if variable.update is not None and variable.update.takes_rows:
+            raise ValueError(
+                f"gradients of several calls cannot be accumulated: that of {name!r}, which is looked up with sparse=True, is "
+                "rows, and no step keeps those of several calls. Train with one call for each update, in microbatches=k parts, "
+                "or look it up with sparse=False"
+            )
+
+
+def _log_times(what: str, program: Program, times: Sequence[float]) -> None:
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    counts = f"{counted(len(program.regions), 'region')}, {counted(len(program.buckets), 'bucket')}"
+    named = "%.2f s for the capture, %.2f s for the passes, %.2f s for the regions"
+    logger.info(f"compiled %s in %.2f s: {named}; %s", what, sum(seconds), *seconds, counts)

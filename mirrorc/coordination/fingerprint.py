@@ -1,0 +1,128 @@
+"""What must be alike on all workers that make a step together: what each of them has, by name, and a number made of it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.analysis.communication.worker_meetings import rows_told, worker_meetings
+from mirrorc.analysis.communication.worker_schedule import worker_schedule
+from mirrorc.analysis.gradients.sent_factors import Counts, row_counts
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.custom_ops.eager_calls import OPAQUE
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program
+from mirrorc.ir.variables import Synchronization, Variable
+from mirrorc.options.step_options import StepOptions
+from mirrorc.runtime.workers.protocol.header import digest
+from mirrorc.user.optimizer_groups import hyperparameters_by_label
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+class Facts:
+    """What a worker has, by name, and a number made of it; of a program also the numbers of rows that depend on its batch.
+
+    Args:
+        said: what it has, by name.
+        row_counts: of the program; empty if it is none, or sends none.
+        rows_told: what it tells of the rows that all replicas gather, see `mirrorc.analysis.communication.worker_meetings`.
+        meets: whether its replicas meet those of other workers.
+    """
+
+    def __init__(
+        self, said: Mapping[str, str], row_counts: Counts = (), rows_told: Counts = (), *, meets: bool = False
+    ) -> None:
+        self.said, self.digest, self.row_counts, self.rows_told = said, digest(repr(said)), row_counts, rows_told
+        self.meets = meets
+
+
+def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
+    """What must be the same in the programs of all workers.
+
+    Args:
+        program: a LOWERED program.
+        needs_seed: whether it draws random numbers.
+    """
+    lines = {f"line {number}": line for number, line in enumerate(worker_schedule(program))}
+    written = ", ".join(variable.name for variable in written_buffers(program))
+    graphs = [region.graph_module.graph for region in program.regions.values()]
+    runs_plain = any(next(calls_to(graph, *OPAQUE), None) is not None for graph in graphs)
+    first = {"forward and backward": "plain PyTorch, as capture='autograd'" if runs_plain else "compiled graphs"}
+    more = {"buffers that forward writes": written, "random numbers": str(needs_seed)}
+    return Facts(
+        {**first, **lines, **more}, row_counts(program), rows_told(program), meets=bool(worker_meetings(program))
+    )
+
+
+def hyperparameters_of(options: StepOptions) -> dict[str, str]:
+    """The hyperparameters of a step's optimizers, and of its scaler, by name."""
+    found = hyperparameters_by_label(options.optimizers)
+    scaler = options.scaler
+    return found if scaler is None else {**found, "the scaler": str(scaler.state_dict())}
+
+
+def written_buffers(program: Program) -> list[Variable]:
+    """The buffers that a program's steps write, in the order of their names."""
+    written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
+    return sorted(written, key=lambda variable: variable.name)
+
+
+def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
+    """What must be the same on all workers before anything is captured, by name. Values come from the chief later."""
+    frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
+    variables = {name: text + ", frozen" * (name in frozen) for name, text in shapes(model.tensors).items()}
+    names = {id(parameter): name for name, parameter in model.parameters.items()}
+    groups = [
+        (type(optimizer).__qualname__, [names.get(id(parameter), "another parameter") for parameter in group["params"]])
+        for optimizer in options.optimizers.optimizers
+        for group in optimizer.param_groups
+    ]
+    return {
+        "model": type(options.model).__qualname__,
+        "loss_fn": _text_of_loss(options.loss_fn),
+        "loss_reduction": options.loss_reduction,
+        **{f"variable {name}": text for name, text in variables.items()},
+        **{f"group {number}": f"{kind} of {', '.join(own)}" for number, (kind, own) in enumerate(groups)},
+        "backend": options.backend.name,
+        "microbatches": str(options.microbatches),
+        "check_replicas_every": str(options.check_replicas_every),
+        "bucket sizes": "given" if options.to_measure is None else "chosen",
+        "exchange": options.exchange,
+        "dynamic": str(options.dynamic),
+        "autocast": str(options.autocast),
+        "scaler": "none" if options.scaler is None else "one",
+        "shard_optimizer": str(options.program_workers.shards_optimizer),
+        "overlap_next_step": str(options.overlap_next_step),
+        "devices": " ".join(map(str, options.program_workers.devices_per_worker)),
+        # last, as options that differ are told by their own names
+        **{f"pass {number}": _text_of_pass(one) for number, one in enumerate(options.pipeline)},
+    }
+
+
+def _text_of_pass(one: Any) -> str:
+    """A pass with its options, of which functions and objects without a text of their own are told by their names: where they
+    lie in memory differs from worker to worker. What a plan or an order of theirs gives is compared with the programs."""
+    return _ADDRESS.sub("", repr(one))
+
+
+def _text_of_loss(loss: Any) -> str:
+    """The name of a loss, with the plain settings that it has."""
+    settings: Mapping[str, Any] = {}
+    if isinstance(loss, functools.partial):
+        loss, settings = loss.func, loss.keywords
+    elif isinstance(loss, nn.Module):
+        settings = vars(loss)
+    name = getattr(loss, "__qualname__", type(loss).__qualname__)
+    plain = [f"{key}={value!r}" for key, value in settings.items() if type(value) in (bool, int, float, str)]
+    return f"{name}({', '.join(plain)})" if plain else name
+
+
+def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The dtype and shape of each tensor, by name."""
+    return {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}

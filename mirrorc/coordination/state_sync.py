@@ -1,0 +1,92 @@
+"""The values that all workers take over from one of them, before a step in which they would not be the same otherwise."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from mirrorc.errors import CommunicationError
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.options.step_options import StepOptions
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.workers.protocol.header import Agreement
+from mirrorc.runtime.workers.team.broadcast_state import take_over_values
+from mirrorc.runtime.workers.team.team import Team
+
+
+class TakenValues:
+    """Which variables have the values that all workers have, as they were taken over, or as steps have made them since.
+
+    Args:
+        options, state: those of the step.
+        team: the workers.
+    """
+
+    def __init__(self, options: StepOptions, state: StepState, team: Team) -> None:
+        self._options, self._state, self._team = options, state, team
+        self._ids: dict[str, int] | None = None  # of the variables, by name; None before the first call
+
+    def lack_any(self) -> bool:
+        """Whether there are variables now that were not taken over, or workers may have parted since."""
+        return self._ids is None or not self._ids_now().items() <= self._ids.items() or self._team.have_parted
+
+    def _ids_now(self) -> dict[str, int]:
+        return {name: id(tensor) for name, tensor in self._state.store.tensors.items()}
+
+    def note(self) -> None:
+        """Notes the variables that there are now; what is gone would be another one when it comes back."""
+        self._ids = self._ids_now()
+
+    def take_over(self, agreed: Agreement, written: int) -> None:
+        """Gives parameters, buffers, optimizers and the scaler the values that they have on the worker agreed about.
+
+        Args:
+            agreed: what all workers have agreed about, that they take over.
+            written: digest of what this worker's user has written to them since the last step; 0 for nothing.
+
+        Raises:
+            CommunicationError: the workers' parts of the optimizer's state may be of two steps; all raise it.
+            LostConnectionError: a worker has failed, or the connection broke.
+        """
+        self._state.finish_last()
+        if written not in (0, agreed.written) and self._ids is not None:
+            source = f"worker {agreed.source}"
+            why = (
+                f"has written something else: write the same on all workers, or on {source} alone"
+                if agreed.written
+                else f"has not written: write on all workers, or on {source}"
+            )
+            warnings.warn(
+                f"what was written to parameters, buffers or the optimizer's state of worker {self._team.cluster.rank} since the "
+                f"last step is replaced by the values of {source}, which {why}",
+                stacklevel=users_stack_level(),
+            )
+        self._make_state_whole_for(agreed.source)
+        optimizers, scaler = self._options.optimizers.optimizers, self._options.scaler
+        take_over_values(self._team, self._state.store.tensors, optimizers, scaler, agreed.source)
+        self.note()
+        self._team.come_together()
+
+    def _make_state_whole_for(self, source: int) -> None:
+        """Gathers the optimizer's state where the worker whose values all take over has a part of it alone.
+
+        Raises:
+            CommunicationError: the workers' parts may be of two steps; all raise it.
+        """
+        if not self._options.program_workers.shards_optimizer:
+            return
+        words = self._team.words
+        is_dealt = torch.tensor(self._state.optimizers.is_dealt)
+        words.copy(is_dealt, source)
+        num_parted = torch.tensor(float(self._team.have_parted))
+        words.sum(num_parted)
+        if is_dealt and num_parted:
+            with words.raising_alike():
+                raise CommunicationError(
+                    f"worker {source}, whose values all take over, has a part of the optimizer's state alone, and those of "
+                    "others may be of another step, as the connection was lost while parameters were updated. Nothing was "
+                    "changed. Load a checkpoint into model and optimizer on all workers, and call the step again"
+                )
+        if is_dealt:
+            self._state.optimizers.gather(words.gather)

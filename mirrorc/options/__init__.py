@@ -1,0 +1,1 @@
+"""What compile() may be asked for: kinds, checks, exclusions; gives StepOptions."""

@@ -1,0 +1,110 @@
+"""The option that says how sums over devices are made, its short forms, and what cannot be asked for together with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mirrorc.ir import ops
+from mirrorc.ir.devices import Device
+from mirrorc.ir.links import best_link, carrier_of, link_named, link_names
+from mirrorc.ir.workers import Workers
+from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
+from mirrorc.passes.all_reduce.auto import Auto
+from mirrorc.pipeline.pipeline_text import parse_passes
+
+
+def checked_all_reduce(
+    workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]
+) -> AllReduceAlgorithm | None:
+    """The algorithm that makes sums over devices of messages; None to leave them to the link.
+
+    Args:
+        workers: of the step.
+        devices: of this worker.
+        asked: the arguments of `mirrorc.compile`, by name.
+
+    Raises:
+        TypeError, ValueError: it is none, or cannot be used on these devices, or together with another option; says why, and the
+            remedy.
+    """
+    algorithm = algorithm_of(asked["all_reduce"])
+    if objection := algorithm.objection(len(devices)):
+        raise ValueError(f"all_reduce={algorithm.name!r} cannot be used on {_names(devices)}: {objection}")
+    if algorithm.name == "native":
+        return None
+    if asked["exact_order"] and isinstance(algorithm, Auto):
+        algorithm = replace(algorithm, exact_order=True)
+    name = algorithm.name
+    if asked["passes"] is not None:
+        raise ValueError(
+            f"all_reduce={name!r} has no part in a pipeline given with passes=: put "
+            f"mirrorc.all_reduce_algorithms.{type(algorithm).__name__}() behind LowerCollectives() there, or use add_passes and "
+            "disable_passes in place of passes"
+        )
+    if name in asked["disable_passes"]:
+        raise ValueError(
+            f"all_reduce={name!r} asks for the pass {name!r}, which disable_passes leaves out: leave out one of them"
+        )
+    if asked["exact_order"] and algorithm.changes_bits:
+        raise ValueError(
+            f"all_reduce={name!r} as it is given cannot be used with exact_order=True: {algorithm.changes_bits}; leave out "
+            "one of them, or use 'reduce-to-one' or 'round-robin', which add up in the order of replicas"
+        )
+    if algorithm.sends and asked["placement"] not in ("auto", "mirrored", "shared"):
+        raise ValueError(
+            f"all_reduce={name!r} cannot be used with placement={asked['placement']!r}: gradients are reduced to the device that "
+            "owns their parameter there, and to no other; leave out one of them"
+        )
+    if workers.are_several and algorithm.sends:
+        raise ValueError(
+            f"all_reduce={name!r} cannot be used over several workers: it makes sums of messages between the devices of one "
+            "process, and workers exchange what their devices have summed up in one memory, by a library; leave it out"
+        )
+    may_send = algorithm.sends or (
+        len(devices) > 2 and not link_named(asked["link"] or best_link(devices)[0]).reads_one_memory
+    )
+    if may_send and asked["bucket_cap_mb"] == "auto":
+        raise ValueError(
+            f"all_reduce={name!r} cannot be used with bucket_cap_mb='auto': sizes are measured with the link's own sums; give a "
+            "number of MiB"
+        )
+    if algorithm.sends and len(devices) > 1:
+        link = asked["link"] or best_link(devices)[0]
+        try:
+            carrier_of(link, ops.send)
+        except ValueError as error:
+            raise ValueError(f"all_reduce={name!r} needs sends: {error}") from error
+    return algorithm
+
+
+def algorithm_of(given: Any) -> AllReduceAlgorithm:
+    """An algorithm from its name, from its name with options, such as ``"reduce-to-one{device=1}"``, or from itself.
+
+    Raises:
+        TypeError, ValueError: it is none; says what there is.
+    """
+    if isinstance(given, AllReduceAlgorithm):
+        return given
+    there_are = f"give one of {', '.join(map(repr, ALGORITHMS))}, or an object of mirrorc.all_reduce_algorithms"
+    if not isinstance(given, str):
+        raise TypeError(f"all_reduce is {given!r}: {there_are}, such as ReduceToOne(device=1)")
+    name = given.partition("{")[0].strip()
+    if name in link_names():
+        raise ValueError(
+            f"all_reduce is {given!r}, which is a link and not an algorithm: give link={given!r}, or {there_are}"
+        )
+    if name not in ALGORITHMS and ":" not in name:
+        raise ValueError(f"all_reduce is {given!r}: {there_are}")
+    try:
+        made = parse_passes(given, ALGORITHMS)
+    except ValueError as error:
+        raise ValueError(f"all_reduce is {given!r}: {error}; {there_are}") from error
+    if len(made) != 1 or not isinstance(made[0], AllReduceAlgorithm):
+        raise ValueError(f"all_reduce is {given!r}, which is not one algorithm: {there_are}")
+    return made[0]
+
+
+def _names(devices: Sequence[Device]) -> str:
+    return ", ".join(device.name for device in devices)

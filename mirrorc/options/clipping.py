@@ -1,0 +1,145 @@
+"""The options of a step that clip gradients, and checks of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import calls_to
+from mirrorc.ir.program import Program
+from mirrorc.messages.wording import counted
+from mirrorc.pipeline.protocol import Pass
+from mirrorc.user.optimizer_groups import OptimizerGroups
+
+
+@dataclass(frozen=True)
+class ClipGradNorm:
+    """A bound of the norm of gradients, with the names of `torch.nn.utils.clip_grad_norm_`.
+
+    Attributes:
+        max_norm: the largest norm; math.inf only measures it, for `Step.grad_norm`.
+        norm_type: the p of the p-norm, a positive number; math.inf for the largest absolute value.
+
+    Raises:
+        TypeError, ValueError: an attribute is no such number.
+    """
+
+    max_norm: float
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check("max_norm", self.max_norm)
+        _check("norm_type", self.norm_type)
+        if self.norm_type == 0:
+            raise ValueError("norm_type is 0: give a positive number, or math.inf for the largest absolute value")
+
+
+def _check(name: str, value: Any) -> None:
+    if isinstance(value, bool | torch.Tensor) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}: give a number, such as 1.0")
+    if not float(value) >= 0:
+        raise ValueError(f"{name} is {value!r}: give a number that is not negative")
+
+
+ClipNorms = float | ClipGradNorm | Sequence[float | ClipGradNorm | None] | None
+"""One bound for all gradients together, or one for each group of the optimizers, in their order, of which some may be None."""
+
+
+def clipping(
+    clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups, passes: Any, disabled: Sequence[str]
+) -> dict[str, Any]:
+    """The arguments of `mirrorc.passes.default_pipeline` that clip gradients.
+
+    Args:
+        clip_grad_norm, clip_grad_value, passes, disabled: the options of `mirrorc.compile`.
+        groups: the user's optimizers.
+
+    Raises:
+        TypeError, ValueError: names the option and the remedy.
+    """
+    asked = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
+    for option, value in asked.items():
+        if value is not None and passes is not None:
+            raise ValueError(
+                f"{option}={value!r} has no part in a pipeline given with passes=: put mirrorc.passes.ClipGradients() there, "
+                "after ShareParameters, or use add_passes and disable_passes in place of passes"
+            )
+        if value is not None and "clip-gradients" in disabled:
+            raise ValueError(
+                f"{option}={value!r} asks for the pass 'clip-gradients', which disable_passes leaves out: leave out one"
+            )
+    if clip_grad_value is not None:
+        _check("clip_grad_value", clip_grad_value)
+    given: dict[str, Any] = {"max_grad_value": None if clip_grad_value is None else float(clip_grad_value)}
+    if isinstance(clip_grad_norm, Sequence) and not isinstance(clip_grad_norm, str | bytes):
+        bounds = [_bound(value) for value in clip_grad_norm]
+        if len(bounds) != len(groups):
+            who = "optimizers have" if len(groups.optimizers) > 1 else "optimizer has"
+            raise ValueError(
+                f"clip_grad_norm is {clip_grad_norm!r}, but the {who} {counted(len(groups), 'group')}: give one number for all "
+                "gradients together, or a number or None for each group"
+            )
+        given["max_grad_norm"] = tuple(None if bound is None else float(bound.max_norm) for bound in bounds)
+        given["grad_norm_type"] = tuple(2.0 if bound is None else float(bound.norm_type) for bound in bounds)
+    elif (bound := _bound(clip_grad_norm)) is not None:
+        given |= {"max_grad_norm": float(bound.max_norm), "grad_norm_type": float(bound.norm_type)}
+    return given
+
+
+def check_bounds_of_groups(pipeline: Sequence[Pass], groups: OptimizerGroups) -> None:
+    """Refuses bounds of groups that are not those which the optimizers have now.
+
+    Raises:
+        ValueError: a group was added or removed since the step was made.
+    """
+    given = next((getattr(one, "max_norm", None) for one in pipeline if one.name == "clip-gradients"), None)
+    if isinstance(given, tuple) and len(given) != len(groups):
+        who = "optimizers have" if len(groups.optimizers) > 1 else "optimizer has"
+        raise ValueError(
+            f"clip_grad_norm has {counted(len(given), 'bound')}, one for each group, but the {who} "
+            f"{counted(len(groups), 'group')} now: close this step and compile one with a bound, or None, for each group, or "
+            "with one number for all gradients together"
+        )
+
+
+def _bound(value: Any) -> ClipGradNorm | None:
+    if value is None or isinstance(value, ClipGradNorm):
+        return value
+    try:
+        return ClipGradNorm(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"clip_grad_norm is {value!r}: give a number that is not negative, mirrorc.ClipGradNorm(max_norm, norm_type), or a "
+            "sequence of these for the groups of the optimizer"
+        ) from None
+
+
+def told_norms(told: dict[str, torch.Tensor], program: Program, num_groups: int, *, is_skipped: bool) -> Any:
+    """What `Step.grad_norm` gives of what a step has told; None if it has told of no norm.
+
+    Args:
+        told: the numbers that the last step, or one before it, has told.
+        program: the last step's.
+        num_groups: the number of the optimizer's groups.
+        is_skipped: whether the step was skipped: it then has told nothing, and its norms are not numbers.
+    """
+    if is_skipped:
+        device = program.devices[0].torch_device
+        types = {
+            str(node.kwargs["what"]): node.all_input_nodes[0].meta["val"]
+            for graph in program.graphs()
+            for node in calls_to(graph, ops.tell)
+        }
+        told = {what: torch.full(val.shape, math.nan, dtype=val.dtype, device=device) for what, val in types.items()}
+    if "grad_norm" in told:
+        return told["grad_norm"].clone()
+    norms = [told.get(f"grad_norm_{group}") for group in range(num_groups)]
+    return (
+        tuple(None if norm is None else norm.clone() for norm in norms) if any(n is not None for n in norms) else None
+    )

@@ -1,0 +1,41 @@
+"""The option by which sizes of arguments become symbols, and the options with which they stay numbers."""
+
+from __future__ import annotations
+
+from mirrorc.options.step_options import StepOptions
+
+
+def why_sizes_are_numbers(options: StepOptions) -> str:
+    """Why the sizes of arguments cannot be symbols in the programs of a step; empty if they can."""
+    if options.program_workers.are_several and options.exchange != "dense" and not sends_whole(options):
+        return "workers may send each other factors of gradients, of which they know how many there are"
+    if options.activation_memory is not None:
+        return "activation_memory bounds what a step of known size takes"
+    if options.cuda_graphs:
+        return "a CUDA graph is captured for the sizes of a step"
+    if options.to_measure is not None:
+        return "sizes of buckets are chosen by measurements of a step of known size"
+    if options.ladder.names[0] == "autograd":
+        return "capture='autograd' runs the model once for each size"
+    if options.ladder.names[0] == "trace":
+        return "capture='trace' runs Python once for each size"
+    return ""
+
+
+def sends_whole(options: StepOptions) -> bool:
+    """Whether workers send gradients whole where they could choose, as programs with symbols do not know numbers of factors."""
+    return options.program_workers.are_several and options.exchange == "auto" and options.dynamic is not False
+
+
+def check_dynamic(options: StepOptions) -> None:
+    """Refuses symbols that are asked for together with options that take numbers alone.
+
+    Raises:
+        ValueError: names the reason and the remedy.
+    """
+    why = why_sizes_are_numbers(options) if options.dynamic else ""
+    if why:
+        raise ValueError(
+            f"dynamic=True makes sizes of arguments symbols, and they stay numbers here: {why}. Leave dynamic out; each new size "
+            "is compiled then"
+        )

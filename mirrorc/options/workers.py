@@ -1,0 +1,134 @@
+"""Which workers a step is compiled for, those of a world that is not there or those that have joined, and what they cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mirrorc.cluster import Cluster, Round
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.devices import Device, parse_devices
+from mirrorc.ir.links import why_memory_is_not_shared
+from mirrorc.ir.workers import ALONE, Workers, World
+from mirrorc.messages.wording import counted
+
+
+def workers_of(world: World | None, rank: int | None) -> Workers:
+    """The workers of a world, as worker ``rank`` sees them; those of a process on its own without a world.
+
+    Raises:
+        ValueError: there is no such worker.
+    """
+    if world is None:
+        if rank is not None:
+            raise ValueError(f"rank is {rank}, but there is no world=: give rank only with a mirrorc.World")
+        return ALONE
+    return world.worker(rank or 0)
+
+
+def joined_workers(compilation: Round, devices: Sequence[Device], timeout_seconds: float) -> Workers:
+    """The workers that have joined, when each has told how many devices it has.
+
+    Raises:
+        ValueError: devices cannot work together; all workers raise it.
+        CommunicationError: a worker told nothing in time.
+    """
+    (kind,) = {device.torch_device.type for device in devices}
+    workers = compilation.workers
+    said = compilation.all_say(f"{len(devices)} {kind}", timeout_seconds=timeout_seconds)
+    numbers, kinds = zip(*(each.split() for each in said), strict=True)
+    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"{workers[0]} has devices of the type {kinds[0]!r}, {workers[other]} of the type {kinds[other]!r}: "
+            "nothing joins them; give all workers devices of one type"
+        )
+    several = next((rank for rank, number in enumerate(numbers) if kinds[0] != "cpu" and number != "1"), None)
+    if several is not None:
+        raise ValueError(
+            f"{workers[several]} has {numbers[several]} GPUs: a worker of several exchanges the gradients of one GPU; "
+            "start a worker for each GPU (torchrun --nproc-per-node=gpu), and give each its own, "
+            "devices=[f'cuda:{mirrorc.cluster.find_place().local_rank}']"
+        )
+    return Workers(tuple(map(int, numbers)), compilation.rank)
+
+
+def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
+    """The devices of the worker whose program is compiled; as many as its world says, if ``devices`` is None.
+
+    Raises:
+        ValueError: the world says another number, or a device cannot be.
+    """
+    if not workers.devices_per_worker:
+        return parse_devices(devices)
+    number = workers.devices_per_worker[workers.rank]
+    found = parse_devices(number if devices is None else devices)
+    if len(found) != number:
+        raise ValueError(
+            f"devices names {counted(len(found), 'device')}, but worker {workers.rank} of the world has {number}: leave devices "
+            "out, or give World(devices_per_worker=...) the number of each worker's devices"
+        )
+    return found
+
+
+def check_world(workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]) -> None:
+    """Refuses options that steps over several workers do not have yet.
+
+    Args:
+        workers: as `workers_of` gives them.
+        devices: of this worker.
+        asked: the arguments of `mirrorc.compile`, by name.
+
+    Raises:
+        ValueError: names the option, why it cannot be, and the remedy.
+    """
+    if not workers.are_several:
+        return
+    if len(devices) > 1 and (why := why_memory_is_not_shared(devices)):
+        raise ValueError(
+            f"this worker, one of several, has {len(devices)} devices, and {why}: a worker would send each gradient as often as "
+            "it has devices; give each worker one device"
+        )
+    if len(devices) > 1 and "share-parameters" in asked["disable_passes"]:
+        raise ValueError(
+            f"disable_passes leaves out 'share-parameters', and this worker, one of several, has {len(devices)} devices: these "
+            "need to share their parameters, so that a worker sends each sum once; leave the pass in, or give each worker one "
+            "device"
+        )
+    reasons = {
+        "cuda_graphs": (asked["cuda_graphs"], "a graph does not replay what joins workers"),
+    }
+    for option, (is_asked, why) in reasons.items():
+        if is_asked:
+            raise ValueError(f"{option}={asked[option]!r} cannot be used over several workers yet: {why}; leave it out")
+    _check_chosen_sizes(asked)
+
+
+def _check_chosen_sizes(asked: Mapping[str, Any]) -> None:
+    """Refuses to choose bucket sizes where no steps can be measured.
+
+    Raises:
+        ValueError: says why, and the remedy.
+    """
+    if asked["bucket_cap_mb"] != "auto":
+        return
+    chosen = "bucket_cap_mb='auto' over several workers chooses sizes by the times of their first steps"
+    if asked["world"] is not None:
+        raise ValueError(f"{chosen}, and a world that is not there makes none: give numbers")
+    if not asked["record"]:
+        raise ValueError(f"{chosen}, and record=False keeps none: leave record=False out, or give numbers")
+
+
+def refuse_to_run(workers: Workers, cluster: Cluster | None) -> None:
+    """Refuses a call of a step that was compiled for a world; ``cluster`` has the workers that have joined.
+
+    Raises:
+        ExecutionError: says what it is for.
+    """
+    if workers.devices_per_worker and cluster is None:
+        raise ExecutionError(
+            f"this step was compiled for worker {workers.rank} of a world of {workers.num_workers}, which is for reading: "
+            "prepare() compiles it, and print(step.program) shows it. Compile without world= to train"
+        )

@@ -1,0 +1,1 @@
+"""AOTAutograd: the joint graph and its clean-up."""

@@ -1,0 +1,1 @@
+"""Private gloo and NCCL groups."""

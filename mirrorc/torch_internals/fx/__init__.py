@@ -1,0 +1,1 @@
+"""Torch.fx and operator schemas."""

@@ -1,0 +1,1 @@
+"""Modes, hooks and observers of the user's thread."""

@@ -1,0 +1,1 @@
+"""Inductor: compiling a region, its cache, its allocations."""

@@ -1,0 +1,191 @@
+"""Inductor's decompositions, and the compilation of one graph by Inductor."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.torch_internals.fx.graphs import traced_on_fake_tensors
+from mirrorc.torch_internals.symbols.size_assumptions import assume_num_elements
+from mirrorc.torch_internals.symbols.symbolic_sizes import has_symbols, num_elements_now, sizes_key
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions that Inductor expects to be applied before it compiles a graph.
+
+    Dropout is not decomposed, because it gets a random stream of its own; neither are operators that passes need whole, which
+    `compile_with_inductor` decomposes later.
+    """
+    from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    for packet in (torch.ops.aten.native_dropout, *(kept.overloadpacket for kept in _EXPANDED_LATE)):
+        for overload in packet.overloads():
+            table.pop(getattr(packet, overload), None)
+    return table
+
+
+_EXPANDED_LATE = (
+    torch.ops.aten.embedding_dense_backward.default,
+    torch.ops.aten.gelu.default,
+    torch.ops.aten.gelu_backward.default,
+)
+"""Operators that a pass needs whole, although Inductor has decompositions for them."""
+
+
+def pools_maxima(target: Any) -> bool:
+    """Whether an operator is the one by which Inductor's decompositions pool: it tells where in its window each maximum is."""
+    return str(target._schema.name) == "prims::_low_memory_max_pool_with_offsets"
+
+
+def tells_places_of_maxima(target: Any) -> bool:
+    """Whether an operator is the one that tells, by what `pools_maxima` gives, where in the input maxima are.
+
+    It gives 64-bit numbers for those of 8 bits.
+    """
+    return str(target._schema.name) == "prims::_low_memory_max_pool_offsets_to_indices"
+
+
+def _expand(graph: fx.Graph) -> None:
+    """Decomposes the operators that were kept whole for the passes."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = select_decomp_table()
+    for node in [node for node in graph.nodes if node.target in _EXPANDED_LATE]:
+        tensors = node.all_input_nodes
+        decomposition = functools.partial(_apply, table[node.target], node.args[len(tensors) :], node.kwargs)
+        body = traced_on_fake_tensors(decomposition, [tensor.meta["val"] for tensor in tensors], table)
+        placeholders = [inside for inside in body.nodes if inside.op == "placeholder"]
+        with graph.inserting_before(node):
+            made = graph.graph_copy(body, dict(zip(placeholders, tensors, strict=True)))
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[str, Any], *tensors: Any) -> Any:
+    return decomposition(*tensors, *constants, **keywords)
+
+
+def compile_with_inductor(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compiles a functional ATen graph, or finds it in Inductor's cache; outputs keep the strides of the graph's values.
+
+    The result takes a list, which it empties, and gives a sequence of outputs.
+
+    Args:
+        graph_module: the graph; it is changed.
+        example_inputs: fake tensors with the shapes and strides of the arguments.
+        num_threads: threads that a compiled loop may use on the CPU.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    fake_mode = next((value.fake_mode for value in example_inputs if hasattr(value, "fake_mode")), None)
+    tracing = torch._guards.tracing(torch._guards.TracingContext(fake_mode))
+    with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing, _room_for_symbols(fake_mode):
+        _expand(graph_module.graph)
+        products, wanted = _products(graph_module.graph), _strides_of_outputs(graph_module.graph)
+        with V.set_fake_mode(fake_mode):  # torch 2.11 traces replacements in it, newer versions find it themselves
+            joint_graph_passes(graph_module)
+        if _products(graph_module.graph) != products:
+            _keep_strides(graph_module, example_inputs, wanted)
+        output = graph_module.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        # a part of the cache's key, of which neither the line above is one nor what `call_directly` was told
+        graph_module.meta["mirrorc"] = "all outputs keep their strides, and some operators are called directly"
+        return compile_fx_inner(graph_module, list(example_inputs))
+
+
+def _products(graph: fx.Graph) -> list[fx.Node]:
+    aten = torch.ops.aten
+    return [node for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default, aten.bmm.default)]
+
+
+def _strides_of_outputs(graph: fx.Graph) -> list[Any]:
+    outputs: Any = graph.output_node().args[0]
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in outputs]
+    return [value.stride() if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def _keep_strides(graph_module: fx.GraphModule, example_inputs: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Has outputs lie in memory as they did before torch made products for GPUs of padded operands, of which they are parts."""
+    from torch._inductor.compile_fx import fake_tensor_prop
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    graph = graph_module.graph
+    view_to_reshape(graph_module)  # a view of the padded product may not be one
+    graph_module.recompile()
+    fake_tensor_prop(graph_module, list(example_inputs))
+    output = graph.output_node()
+    kept = []
+    for node, strides, found in zip(output.args[0], wanted, _strides_of_outputs(graph), strict=True):  # type: ignore[arg-type]
+        if strides != found:
+            value = node.meta["val"]
+            with graph.inserting_before(output):
+                memory = graph.call_function(torch.ops.aten.new_empty_strided.default, (node, value.shape, strides))
+                node = graph.call_function(torch.ops.aten.copy.default, (memory, node))
+        kept.append(node)
+    output.args = (tuple(kept),)
+    graph_module.recompile()
+
+
+_LARGER = 16
+
+
+def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
+    """Has a graph with symbolic sizes be right for small ones alone where a loop is too short now for several threads.
+
+    Inductor decides by the sizes of the compilation whether a loop on the CPU runs in parallel. Loops may become 16 times as long
+    as the shortest that would, which costs little.
+    """
+    from torch._inductor import config
+
+    if num_threads < 2:
+        return
+    fewest, seen = config.cpp.min_chunk_size * num_threads, set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and has_symbols(value):
+            key = sizes_key(value.shape)
+            if key not in seen and num_elements_now(value) < fewest:
+                assume_num_elements([value], most=fewest * _LARGER)
+            seen.add(key)
+
+
+@contextlib.contextmanager
+def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
+    """Gives a fake mode an environment of symbolic sizes for a while, without which Inductor does not use its cache.
+
+    The environment stays empty, because the mode has decided when it was made that sizes are numbers.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    if fake_mode is None or fake_mode.shape_env is not None:
+        yield
+        return
+    fake_mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = None
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,48 @@
+"""Compiles without the files that Inductor keeps, and mends these files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mirrorc.torch_internals.inductor.cpp_compiler import forget_instructions, forget_loaded_kernels
+
+_LOADED = (".py", ".so", ".cpp")
+
+
+@contextlib.contextmanager
+def fresh_kernel_files() -> Iterator[None]:
+    """A context in which Inductor finds no files of earlier compilations.
+
+    At its end, files that were there before and differ from those that were made in the context are replaced by these: names
+    follow from contents, so what differs was overwritten.
+    """
+    from torch._inductor.runtime.runtime_utils import cache_dir
+    from torch._inductor.utils import fresh_inductor_cache
+
+    kept = Path(cache_dir())
+    forget_loaded_kernels()
+    forget_instructions()
+    with tempfile.TemporaryDirectory(prefix="mirrorc-kernels-", ignore_cleanup_errors=True) as place:
+        with fresh_inductor_cache(dir=place, delete=False):
+            yield
+        (fresh,) = Path(place).iterdir()
+        for made in fresh.rglob("*"):
+            if made.suffix in _LOADED:
+                with contextlib.suppress(OSError):  # who comes next tries it again
+                    _mend(kept / made.relative_to(fresh), made)
+
+
+def _mend(own: Path, made: Path) -> None:
+    if not own.exists() or own.read_bytes() == made.read_bytes():
+        return
+    new = own.with_name(f".mirrorc-{os.getpid()}-{own.name}")
+    try:
+        shutil.copy2(made, new)
+        os.replace(new, own)
+    finally:
+        new.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Python scalars as inputs of graphs."""

@@ -1,0 +1,173 @@
+"""Has Dynamo take numbers that Python or numpy draw at random as inputs of a graph, and draws them again before each step."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mirrorc.torch_internals.numbers.host_numbers import is_ordinary
+from mirrorc.torch_internals.numbers.python_numbers import NumberTrace, number_input
+
+
+def one_of_torchs() -> float:
+    """A number between 0 and 1 that torch draws on the CPU."""
+    return torch.rand(()).item()
+
+
+_DRAWS: dict[Callable[..., Any], int] = {  # with as many positional arguments at most, they give one number
+    random.random: 0,
+    random.uniform: 2,
+    random.randint: 2,
+    random.randrange: 3,
+    np.random.random: 0,
+    np.random.random_sample: 0,
+    np.random.rand: 0,
+    np.random.randn: 0,
+    np.random.uniform: 2,
+    np.random.normal: 2,
+    np.random.randint: 2,
+    one_of_torchs: 0,
+}
+_KEYWORDS = frozenset(("a", "b", "low", "high", "loc", "scale", "start", "stop", "step"))
+_BEGINNING = "L['self'].drawn["
+
+
+def is_drawn(name: str) -> bool:
+    """Whether an expression reads a number that was drawn."""
+    return name.startswith(_BEGINNING)
+
+
+class Generators:
+    """The state of the generators of Python, numpy and torch of which numbers are drawn where no other is named."""
+
+    def __init__(self) -> None:
+        self._of_python, self._of_numpy, self._of_torch = (
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+        )
+
+    def put_back(self) -> None:
+        """Gives the generators this state again."""
+        random.setstate(self._of_python)
+        np.random.set_state(self._of_numpy)
+        torch.set_rng_state(self._of_torch)
+
+
+class DrawnNumbers:
+    """The numbers that a trace draws at random, in their order.
+
+    Args:
+        module: what is traced; its list ``drawn`` has the numbers, where guards and graphs read them.
+
+    Attributes:
+        calls: the functions that draw them, with their arguments.
+        before: the generators before the trace.
+        after: the generators after the numbers that were drawn last.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self._numbers: list[Any] = module.drawn  # type: ignore[assignment]
+        self._stacks: list[Sequence[traceback.FrameSummary]] = []
+        self._attempt: Any = None
+        self.before = self.after = Generators()
+
+    def draw(
+        self, attempt: object, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, Any]:
+        """Draws a number in an attempt of the tracer, each of which begins with the same numbers; gives its place and value."""
+        from torch._guards import TracingContext
+
+        if attempt is not self._attempt:
+            self._attempt, self.calls, self._stacks = attempt, [], []
+            self._numbers.clear()
+            self.before.put_back()
+        self.calls.append((function, args, kwargs))
+        self._stacks.append(list(TracingContext.extract_stack()))
+        self._numbers.append(function(*args, **kwargs))
+        return len(self.calls) - 1, self._numbers[-1]
+
+    def draw_again(self) -> None:
+        """Draws the numbers of the next step, and leaves the generators as they were."""
+        before = Generators()
+        self._numbers[:] = [function(*args, **kwargs) for function, args, kwargs in self.calls]
+        self.after = Generators()
+        before.put_back()
+
+    def stack_of(self, names: Collection[str]) -> Sequence[traceback.FrameSummary]:
+        """The frames in which the first of the numbers that these expressions read is drawn, outermost first."""
+        places = [int(name[len(_BEGINNING) : -1]) for name in names if is_drawn(name)]
+        return self._stacks[min(places)] if places else ()
+
+
+@contextlib.contextmanager
+def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]:
+    """While Dynamo traces in this thread, single numbers that Python or numpy draw are inputs; the generators are put back."""
+    from torch._dynamo.source import AttrSource, GetItemSource, LocalSource
+    from torch._dynamo.variables import misc, user_defined
+    from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+
+    drawn, thread = DrawnNumbers(module), threading.get_ident()
+    draw: Callable[..., Any] = user_defined.call_random_fn
+    skip, call = SkipFunctionVariable.call_function, misc.NumpyVariable.call_function
+    enter = UserFunctionVariable.call_function
+
+    def taken(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        """The input for a number that is drawn; None if it is no single number of a generator that is known."""
+        if threading.get_ident() != thread or not _is_one_draw(function, args, kwargs):
+            return None
+        given = tuple(arg.as_python_constant() for arg in args)
+        named = {key: arg.as_python_constant() for key, arg in kwargs.items()}
+        index, value = drawn.draw(tx.output.shape_env, function, given, named)
+        if not is_ordinary(value):
+            return None
+        return number_input(trace, tx, GetItemSource(AttrSource(LocalSource("self"), "drawn"), index), value)
+
+    def called_method(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        return taken(tx, function, args, kwargs) or draw(tx, function, args, kwargs)
+
+    def called_builtin(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        return taken(tx, self.value, args, kwargs) or skip(self, tx, args, kwargs)
+
+    def called_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        return taken(tx, self.value, args, kwargs) or call(self, tx, args, kwargs)
+
+    def called_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        return taken(tx, self.fn, args, kwargs) or enter(self, tx, args, kwargs)
+
+    patched: list[tuple[Any, str, Any]] = [
+        (UserFunctionVariable, "call_function", called_function),
+        (misc, "call_random_fn", called_method),
+        (user_defined, "call_random_fn", called_method),
+        (SkipFunctionVariable, "call_function", called_builtin),
+        (misc.NumpyVariable, "call_function", called_numpy),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in patched:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        try:
+            yield drawn
+        finally:
+            if drawn.calls:
+                drawn.before.put_back()
+
+
+def _is_one_draw(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws one number, and of which kind is known."""
+    try:
+        most = _DRAWS.get(function)
+    except TypeError:  # it has no hash
+        return False
+    if most is None or len(args) > most or not _KEYWORDS.issuperset(kwargs):
+        return False
+    return all(arg.is_python_constant() for arg in (*args, *kwargs.values()))

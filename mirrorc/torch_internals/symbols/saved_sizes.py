@@ -1,0 +1,155 @@
+"""Symbolic sizes as texts, and environments of symbols that are made anew for them, as for a program that is read from a file."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+
+from mirrorc.torch_internals.fx.graphs import FakeTensorMode
+from mirrorc.torch_internals.symbols.symbol_names import numbered_by
+from mirrorc.torch_internals.symbols.symbolic_sizes import Size, size_key, size_of_key, text_of_size
+
+_LEAST = 2  # sizes of 0 and 1 are numbers
+
+
+@dataclass(frozen=True)
+class SizeSymbol:
+    """A symbol of an environment.
+
+    Attributes:
+        name: of it, ``s0``.
+        value: what it was when the graph was captured.
+        least: the smallest size that it may stand for.
+    """
+
+    name: str
+    value: int
+    least: int
+
+
+def symbols_of_environment(environment: Any) -> tuple[SizeSymbol, ...]:
+    """The symbols for sizes of 2 and more that an environment has, in their order; none if there is no environment.
+
+    Others are of numbers that Python computes, or of sizes that turned out to be numbers.
+    """
+    if environment is None:
+        return ()
+    values = getattr(environment, "backed_var_to_val", None)
+    values = environment.var_to_val if values is None else values  # before torch 2.13
+    found = [
+        SizeSymbol(str(symbol), int(value), max(int(bounds.lower), 0))
+        for symbol, value in values.items()
+        if _number_in(str(symbol)) is not None
+        and value >= _LEAST
+        and (bounds := environment.var_to_range.get(symbol)) is not None
+        and bounds.lower.is_Integer
+    ]
+    return tuple(sorted(found, key=lambda symbol: _number_in(symbol.name) or 0))
+
+
+def _number_in(name: str) -> int | None:
+    """The number in a name such as ``s12``; None for another name."""
+    return int(name[1:]) if name[:1] == "s" and name[1:].isdecimal() else None
+
+
+class SavedSizes:
+    """An environment with symbols of given names, and sizes in it.
+
+    Args:
+        symbols: the symbols.
+
+    Attributes:
+        fake_mode: makes fake tensors with such sizes.
+
+    Raises:
+        ValueError: torch makes no such symbols.
+    """
+
+    def __init__(self, symbols: tuple[SizeSymbol, ...]) -> None:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+        from torch.utils._sympy.numbers import int_oo
+        from torch.utils._sympy.value_ranges import ValueRanges
+
+        environment = ShapeEnv()
+        self._sizes: dict[str, Size] = {}
+        for one in symbols:
+            number = _number_in(one.name)
+            if number is None or one.value < max(one.least, _LEAST) or one.name in self._sizes:
+                raise ValueError(f"{one} is no symbol for a size")
+            source = ConstantSource(one.name)
+            bounds = StrictMinMaxConstraint(vr=ValueRanges(one.least, int_oo), warn_only=False)
+            with numbered_by(lambda number=number: number):  # type: ignore[misc]
+                symbol = environment.create_symbol(one.value, source, DimDynamic.DYNAMIC, bounds)
+            self._sizes[one.name] = environment.create_symintnode(symbol, hint=one.value, source=source)
+        self.fake_mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+
+    def size(self, text: str) -> Size:
+        """The size that `text` has written so.
+
+        Raises:
+            ValueError: the text is no expression of these symbols.
+        """
+        try:
+            found = self._expression(ast.parse(text, mode="eval").body)
+            return int(found) if found.is_Integer else size_of_key(found, self.fake_mode)
+        except (SyntaxError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:
+            raise ValueError(f"{text!r:.60} is no size") from error
+
+    def text(self, size: Size) -> str:
+        """A size of an environment with the same symbols as a text, of which `size` makes it again: ``Add(FloorDiv(s0, 2), 1)``.
+
+        Raises:
+            ValueError: it is computed of sizes in a way that has no such text.
+        """
+        key = size_key(size)
+        if isinstance(key, int):
+            return str(key)
+        text = _text_of(key)
+        again = self.size(text)
+        if size_key(again) != key and str(size_key(again)) != str(key):
+            raise ValueError(f"the size {text_of_size(size)} is not the same when it is read again")
+        return text
+
+    def _expression(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return sympy.Integer(node.value)
+        if isinstance(node, ast.Constant) and type(node.value) is float:
+            return sympy.Float(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -self._expression(node.operand)
+        if isinstance(node, ast.Name):
+            return size_key(self._sizes[node.id])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+            return _function(node.func.id)(*map(self._expression, node.args))
+        raise TypeError(type(node).__name__)
+
+
+_OF_SYMPY = ("Add", "Mul", "Pow", "Rational")
+_FUNCTIONS = (
+    *_OF_SYMPY,
+    *("FloorDiv", "CleanDiv", "ModularIndexing", "Mod", "PythonMod", "CeilDiv", "Max", "Min", "Identity"),
+    *("IntTrueDiv", "FloatTrueDiv", "ToFloat", "CeilToInt", "FloorToInt", "TruncToInt", "TruncToFloat", "RoundToInt"),
+    *("PowByNatural", "FloatPow", "LShift", "RShift", "OpaqueUnaryFn_sqrt"),
+)
+"""What torch computes of sizes: names of its functions for sympy, and of sympy's own."""
+
+
+def _function(name: str) -> Any:
+    from torch.utils._sympy import functions
+
+    return getattr(sympy if name in _OF_SYMPY else functions, name)
+
+
+def _text_of(key: Any) -> str:
+    if key.is_Symbol or key.is_Integer or key.is_Float:
+        return str(key) if not key.is_Float else repr(float(key))
+    if key.is_Rational:
+        return f"Rational({key.numerator}, {key.denominator})"
+    name = type(key).__name__
+    if name not in _FUNCTIONS:
+        raise ValueError(f"the size {key} is computed by {name}")
+    return f"{name}({', '.join(map(_text_of, key.args))})"

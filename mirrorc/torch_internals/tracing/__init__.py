@@ -1,0 +1,1 @@
+"""Dynamo: tracing, guards, side effects, patches."""

@@ -1,0 +1,193 @@
+"""What a traced graph is given: each parameter and buffer of its module is the module's, whatever path it was read by."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from mirrorc.torch_internals.tracing.guards import scope_of_guards
+from mirrorc.torch_internals.tracing.source_names import source_words
+
+_COUNTER = "num_batches_tracked"  # of the forwards that write the statistics of a batch normalization
+_OF_MODEL = ("L['self'].model.", "L['self']._modules['model']")  # how expressions begin that go through the model
+
+
+class OutsideTensor(NamedTuple):
+    """A tensor that a graph reads, and its placeholder."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+
+
+class ReadVariable(NamedTuple):
+    """A parameter, or a buffer of a module, that a graph reads and that is none of the traced module's.
+
+    Attributes:
+        tensor: itself.
+        words: how the user's code calls it; empty if no expression gives it.
+        root: the module through which it is reached; None for a parameter by itself.
+        root_words: how the user's code calls that.
+        counter: if it is a statistic that forwards write without counting a version, the buffer that counts them.
+        counter_words: how the user's code calls that.
+    """
+
+    tensor: torch.Tensor
+    words: str
+    root: nn.Module | None = None
+    root_words: str = ""
+    counter: torch.Tensor | None = None
+    counter_words: str = ""
+
+
+def read_variables_from_module(traced: fx.GraphModule) -> None:
+    """Has a graph of Dynamo's export take the parameters and buffers of its module from the module.
+
+    Dynamo's graph evaluates the expression by which forward came to a tensor. In joint export, the module holds stand-ins for its
+    own tensors, and an expression that goes past it (a list of parameters, a closure) would find the tensors themselves, which
+    are constants then.
+    """
+    codegen: Any = traced.graph._codegen
+    read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)
+    codegen.dynamo_bytecode_flatten = traced._dynamo_bytecode_flatten = read
+
+
+def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
+    """The tensors of a graph of `mirrorc.torch_internals.trace_full_graph` that are neither arguments nor the module's own.
+
+    Args:
+        traced: the graph.
+        leaves: the arguments.
+    """
+    codegen: Any = traced.graph._codegen
+    read: _ModulesTensors = codegen.dynamo_bytecode_flatten
+    known = {*map(id, leaves), *read.own}
+    found = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
+    return [OutsideTensor(n, t) for n, t in found if isinstance(t, torch.Tensor) and id(t) not in known]
+
+
+def own_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[fx.Node, str]:
+    """The placeholders of a graph of `mirrorc.torch_internals.trace_full_graph` that stand for tensors of its module, and these
+    tensors' first names there.
+
+    Args:
+        traced: the graph.
+        leaves: the arguments.
+    """
+    codegen: Any = traced.graph._codegen
+    read: _ModulesTensors = codegen.dynamo_bytecode_flatten
+    found = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
+    names = {id(tensor): name for tensor, name in read.own.values()}
+    return {node: names[id(tensor)] for node, tensor in found if id(tensor) in names}
+
+
+def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[torch.Tensor]) -> list[str]:
+    """How the user's code reads tensors, in the user's words; empty for one that no expression gives.
+
+    Args:
+        module: what was traced.
+        names: the expressions that guards read, from ``L['self']`` or globals ``G``.
+        tensors: the tensors, compared by identity.
+    """
+    scope = scope_of_guards(module)
+    by_id: dict[int, str] = {}
+    for name in sorted(names, key=len):
+        with contextlib.suppress(Exception):  # the expression runs the user's code
+            value = eval(name, scope)
+            by_id.setdefault(id(value), name)
+            for key, own in value._parameters.items() if isinstance(value, nn.Module) else ():
+                by_id.setdefault(id(own), f"{name}.{key}")
+    return [source_words(by_id[id(tensor)], scope).name if id(tensor) in by_id else "" for tensor in tensors]
+
+
+def outside_variables(
+    traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], names: Collection[str]
+) -> list[ReadVariable]:
+    """The parameters, and buffers of modules, among `outside_tensors`, in the order in which the graph takes them.
+
+    Args:
+        traced: the graph.
+        module: what was traced.
+        leaves: the arguments.
+        names: the expressions that guards read, from ``L['self']`` or globals ``G``.
+    """
+    wanted = {id(tensor): tensor for _, tensor in outside_tensors(traced, leaves)}
+    if not wanted:
+        return []
+    scope, found = scope_of_guards(module), dict[int, ReadVariable]()
+    seen = {id(own) for own in module.modules()}
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        value = None
+        with contextlib.suppress(Exception):  # the expression runs the user's code
+            value = eval(name, scope)
+        if isinstance(value, nn.Module) and id(value) not in seen:
+            words = source_words(name, scope).name
+            if name.startswith(_OF_MODEL):
+                words = words.removeprefix("model.")
+            for path, own in value.named_modules():
+                seen.add(id(own))
+                place = f"{words}.{path}" if path else words
+                counter = own._buffers.get(_COUNTER), f"{place}.{_COUNTER}"
+                for key, tensor in (*own._parameters.items(), *own._buffers.items()):
+                    if id(tensor) in wanted and id(tensor) not in found:
+                        counts = counter if key in own._buffers and key != _COUNTER else ()
+                        found[id(tensor)] = ReadVariable(wanted[id(tensor)], f"{place}.{key}", value, words, *counts)
+        elif isinstance(value, nn.Parameter) and id(value) in wanted:
+            found.setdefault(id(value), ReadVariable(value, source_words(name, scope).name))
+    return [found[key] for key in wanted if key in found]
+
+
+def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Has a graph of Dynamo's export take further tensors from its module: buffers, which joint export knows how to write.
+
+    They are views, which need no gradient.
+
+    Returns:
+        The names of the buffers, under ``place``.
+    """
+    codegen: Any = traced.graph._codegen
+    read: _ModulesTensors = codegen.dynamo_bytecode_flatten
+    holder = nn.Module()
+    for i, tensor in enumerate(tensors):
+        holder.register_buffer(f"v{i}", tensor.detach())
+        read.own[id(tensor)] = tensor, f"{place}.v{i}"
+    traced.add_module(place, holder)
+    return [f"{place}.v{i}" for i in range(len(tensors))]
+
+
+class _ModulesTensors:
+    """Stands for Dynamo's function that gives a graph its inputs.
+
+    Attributes:
+        input_processor: of that function, which asks for it.
+        own: by identity, each parameter and buffer of the module, and its first name there.
+    """
+
+    def __init__(self, read: Any, module: fx.GraphModule) -> None:
+        self.input_processor = read.input_processor
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        self.own = {id(tensor): (tensor, name) for name, tensor in reversed(named)}
+        self._read, self._module = read, module
+
+    def __call__(self, *inputs: object) -> tuple[Any, ...]:
+        found = tuple(self._current(value) for value in self._read(*inputs))
+        _admit(found)
+        return found
+
+    def _current(self, value: Any) -> Any:
+        if id(value) not in self.own:
+            return value
+        return functools.reduce(getattr, self.own[id(value)][1].split("."), self._module)
+
+
+def _admit(values: Sequence[Any]) -> None:
+    """Lets the active mode of fake tensors take tensors from elsewhere, as newer versions of torch than 2.11 do here."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode()
+    if mode is not None and any(isinstance(value, torch.Tensor) and not mode.is_our_fake(value) for value in values):
+        mode.allow_non_fake_inputs = True

@@ -1,0 +1,289 @@
+"""Dynamo's guards on what a trace has read, without those on what mirrorc watches itself, and with what they do not see."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorc.torch_internals.aot.joint_graph import ToldNumber
+from mirrorc.torch_internals.numbers.drawn_numbers import DrawnNumbers, Generators
+from mirrorc.torch_internals.numbers.host_numbers import NumberInputs, is_ordinary
+from mirrorc.torch_internals.tracing.metrics import guards_not_timed, metrics_if_heard
+from mirrorc.torch_internals.tracing.source_names import in_users_words, source_words
+from mirrorc.torch_internals.tracing.traced_methods import TracedMethods
+
+_VARIABLE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])+\._(parameters|buffers)\['[^']+'\]$")
+_MODULE_ATTRIBUTE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])*\.\w+$")
+_LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of threads, sizes of arguments, modes
+
+
+class DynamoGuards:
+    """Says whether a call of a module would still be traced to the same graph.
+
+    Not watched, because others do: the arguments, the module's parameters and buffers where its submodules have them, hooks
+    of its submodules, torch's modes. Watched besides what Dynamo guards: which tensors a graph took from elsewhere, hooks of
+    modules from elsewhere, methods of the classes of all that was used, the environment (`os.environ`) if it was read, and the
+    sign of zeros, since -0.0 == 0.0.
+
+    Attributes:
+        names: the expressions that read what is guarded, from ``L['self']`` or globals ``G``.
+        inputs: the numbers that the graph takes as inputs; their values are not guarded.
+        drawn: those of them that Python draws, if there are any; `hold` draws them for the next step.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        module: nn.Module,
+        traced_code: Sequence[CodeType],
+        names: Sequence[str],
+        inputs: NumberInputs | None = None,
+        drawn: DrawnNumbers | None = None,
+    ) -> None:
+        self.names = frozenset(names)
+        self._manager = manager
+        self._has_gradients = torch.is_grad_enabled()  # while the call was traced
+        self._scope = scope_of_guards(module)
+        self._values = self._scope["L"]
+        self.inputs = inputs
+        self.drawn = drawn if drawn is not None and drawn.calls else None
+        taken = inputs.sources if inputs is not None else ()
+        values = {name: value for name in names for value in _evaluated(name, self._scope)}
+        self._methods = TracedMethods([*module.modules(), *values.values()], traced_code)
+        self._kept = list(values.values())  # guards compare by id: while these live, no other object has theirs
+        is_environment_read = any(value is read for value in self._kept for read in (os.environ, os.getenv))
+        self._environment = dict(os.environ) if is_environment_read else None
+        self._zeros = [
+            (compile(name, "<guard>", "eval"), repr(value))
+            for name, value in values.items()
+            if _has_zero(value) and not _MODULE_ATTRIBUTE.match(name) and name not in taken
+        ]
+        self._constants = {name: v for name, v in values.items() if type(v) in (int, float) and name not in taken}
+
+    def hold(self) -> bool:
+        """Whether all that was read is as it was. Gradients may be switched off, or on, in the caller's thread."""
+        if torch.is_grad_enabled() is not self._has_gradients:
+            with torch.set_grad_enabled(self._has_gradients):
+                return self.hold()
+        if not self._methods.hold() or self._environment not in (None, os.environ):
+            return False
+        if not self._manager.check(self._values):
+            return False
+        if self.drawn is not None:
+            self.drawn.draw_again()
+        if self.inputs is not None and not self.inputs.read(self._scope):
+            return False
+        return not self._zeros or all(repr(eval(code, self._scope)) == text for code, text in self._zeros)
+
+    def confirm(self) -> bool:
+        """`hold` has seen all that was read."""
+        return True
+
+    @property
+    def draws(self) -> Sequence[Any]:
+        """What Python and numpy draw for each step, in order."""
+        return self.drawn.calls if self.drawn is not None else ()
+
+    def use_draws(self) -> Callable[[], None]:
+        """Leaves the generators as forward leaves them, when it has drawn what `hold` has found; gives what puts them back."""
+        if self.drawn is None:
+            return lambda: None
+        before = Generators()
+        self.drawn.after.put_back()
+        return before.put_back
+
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The numbers that the graph takes, as `hold` has found them."""
+        return self.inputs.values if self.inputs is not None else ()
+
+    def told_numbers(self) -> tuple[ToldNumber, ...]:
+        """The numbers that the graph takes, in the user's words."""
+        inputs = self.inputs
+        if inputs is None:
+            return ()
+        told = []
+        for index in inputs.given:
+            words = [self.words_for(name) for name in inputs.names_of(index)]
+            is_read = index < len(inputs.sources)
+            text = "" if is_read else inputs.text(index, [self.words_for(name) for name in inputs.sources])
+            name = words[0] if is_read else f"from_{'_and_'.join(words)}"
+            told.append(ToldNumber(name, text, inputs.kinds[index], inputs.text(index, inputs.sources)))
+        return tuple(told)
+
+    def changed_numbers(self) -> list[str]:
+        """The expressions that read another number now than the graph has as a constant."""
+        found = []
+        for name, value in self._constants.items():
+            now = next(iter(_evaluated(name, self._scope)), None)
+            if is_ordinary(now) and (type(now) is not type(value) or repr(now) != repr(value)):
+                found.append(name)
+        return found
+
+    def words_for(self, name: str) -> str:
+        """What users call that which an expression reads."""
+        return source_words(name, self._scope).name
+
+    def broken(self) -> str:
+        """What has changed, in a few words."""
+        if not self._methods.hold():
+            return self._methods.broken()
+        if self._environment not in (None, os.environ):
+            return "os.environ"
+        with torch.set_grad_enabled(self._has_gradients):
+            parts = self._manager.check_verbose(self._values).verbose_code_parts
+        if not parts and self.inputs is not None and not self.inputs.read(self._scope):
+            words = ", ".join(map(self.words_for, self.inputs.sources))
+            ways = "; each way that random numbers lead through forward is a program of its own" if self.drawn else ""
+            return f"a branch on {words}{ways}"
+        return in_users_words(parts[0], self._scope) if parts else "the sign of a zero"
+
+
+def scope_of_guards(module: nn.Module) -> dict[str, Any]:
+    """What evaluates the expressions of guards on a call of a module: locals ``L``, globals ``G`` and functions of Dynamo's."""
+    from torch._dynamo.guards import _get_closure_vars
+
+    return {**_get_closure_vars(), "L": {"self": module}, "G": traced_globals(module)}
+
+
+def _evaluated(name: str, scope: dict[str, Any]) -> list[Any]:
+    """What a guard watches; nothing if it watches that something is not there."""
+    with contextlib.suppress(Exception):  # the expression runs the user's code
+        return [eval(name, scope)]
+    return []
+
+
+def _has_zero(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_has_zero(item) for item in value)
+    return isinstance(value, float) and value == 0.0
+
+
+def traced_globals(module: nn.Module) -> dict[str, Any]:
+    """The globals of the function that Dynamo traces for a call of a module; Dynamo adds names of its own to them."""
+    from torch._dynamo.convert_frame import get_traced_fn
+
+    names: dict[str, Any] = get_traced_fn(module)[0].__globals__
+    return names
+
+
+@contextlib.contextmanager
+def captured_output() -> Iterator[list[Any]]:
+    """While Dynamo's export captures a call, keeps the output from which guards can be built; export itself drops it."""
+    from torch._dynamo import functional_export
+
+    capture: Callable[..., Any] = functional_export.fullgraph_capture
+    kept: list[Any] = []
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        kept.append(capture(*args, **kwargs))
+        return kept[-1]
+
+    functional_export.fullgraph_capture = keeping
+    try:
+        yield kept
+    finally:
+        functional_export.fullgraph_capture = capture
+
+
+@contextlib.contextmanager
+def guarded_results() -> Iterator[None]:
+    """While Dynamo traces a call, has it guard what the call returns without a look at it, such as a string that was passed.
+
+    Dynamo leaves that unguarded, because the code that it makes reads it anew in each call. mirrorc keeps what was read.
+    """
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+
+    generate = PyCodegen.__call__
+
+    def guarding(self: Any, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, LazyVariableTracker) and not value.is_realized():
+            value.realize()
+        generate(self, value, *args, **kwargs)
+
+    PyCodegen.__call__ = guarding  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PyCodegen.__call__ = generate  # type: ignore[method-assign]
+
+
+def build_guards(
+    output: Any, module: nn.Module, inputs: NumberInputs | None = None, drawn: DrawnNumbers | None = None
+) -> DynamoGuards:
+    """The guards of a captured call of ``module``.
+
+    Raises:
+        GuardsChange: a guard fails right away, so what it watches changes whenever it is read.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.convert_frame import get_traced_fn
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    captured = output.graph_capture_output
+    guards = captured.output_graph.guards
+    kept = [guard for guard in guards if _is_kept(guard.name, guard.create_fn_name())]
+    scope = scope_of_guards(module)
+    variables = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    _empty(guards)
+    for guard in kept:
+        if guard.create_fn_name() != "TENSOR_MATCH":
+            guards.add(guard, collect_debug_stack=False)
+            continue
+        # the graph has this very tensor in it, not one of its type
+        guards.add(_identity(guard), collect_debug_stack=False)
+        if not any(id(tensor) in variables for tensor in _evaluated(guard.name, scope)):
+            guards.add(guard, collect_debug_stack=False)
+    try:
+        with (
+            config.patch(skip_nnmodule_hook_guards=False),
+            metrics_if_heard(),
+            get_metrics_context(),
+            dynamo_timed("build_guards"),
+            guards_not_timed(),
+        ):
+            manager = captured.build_guards(get_traced_fn(module)[0].__code__).guard_manager
+    except AssertionError as error:
+        raise GuardsChange(in_users_words(str(error).rpartition("reason: ")[2], scope)) from error
+    return DynamoGuards(
+        manager, module, captured.traced_code, list(dict.fromkeys(guard.name for guard in kept)), inputs, drawn
+    )
+
+
+def _empty(guards: Any) -> None:
+    """Takes all guards out of a set of them."""
+    if hasattr(guards, "clear"):
+        guards.clear()
+    else:  # torch 2.11
+        guards.inner.clear()
+
+
+def _identity(guard: Any) -> Any:
+    """A guard on the identity of what a guard watches."""
+    from torch._dynamo.guards import GuardBuilder
+
+    is_array = guard.name.startswith("___from_numpy(")  # it makes a tensor whenever it is evaluated
+    source = guard.originating_source.base if is_array else guard.originating_source
+    identity = source.make_guard(GuardBuilder.ID_MATCH)
+    identity.user_stack = guard.user_stack
+    return identity
+
+
+def _is_kept(name: str, kind: str) -> bool:
+    if kind in _LEFT_OUT or (name.startswith("L[") and not name.startswith("L['self']")):
+        return False
+    if kind == "EMPTY_NN_MODULE_HOOKS_DICT":
+        return not _MODULE_ATTRIBUTE.match(name)
+    return not (kind == "TENSOR_MATCH" and _VARIABLE.match(name))
+
+
+class GuardsChange(Exception):
+    """What a trace has read has changed before the trace was over; the text says what."""

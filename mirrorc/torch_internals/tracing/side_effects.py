@@ -1,0 +1,296 @@
+"""Observes what a traced forward does to Python objects, and the prints and logs that it calls, which no graph has."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import threading
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from mirrorc.torch_internals.tracing.source_names import SourceWords, source_words
+from mirrorc.torch_internals.tracing.traced_containers import (
+    ChangedContainer,
+    MadeContainer,
+    changed_containers,
+    made_container,
+)
+from mirrorc.torch_internals.tracing.tracked_values import (
+    MISSING,
+    attribute_of,
+    changed_items,
+    content_of,
+    evaluated,
+    is_same,
+    items_of,
+    replace_items,
+    source_name,
+    stand_in,
+)
+
+_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+_WARNED: dict[Any, Any] = {}  # by Python's filters, a warning of one line is shown once
+
+
+@dataclass(frozen=True)
+class PythonWrite:
+    """A change that forward makes to an object that was there before it.
+
+    Attributes:
+        source: the expression that reads the object, from ``L['self']`` or globals ``G``.
+        parts: what follows it in the expressions of what is changed: ``.name``, ``['key']``, or ``[`` in a list or set.
+        stack: the frames of the change, outermost first.
+        owner: the object.
+        values: what the attributes are assigned, by name, as far as that is known; tensors are stand-ins.
+        items: what a container holds then, as `items_of` gives it; `MISSING` if its items stay, or are not known.
+        is_constant: whether all that is changed are attributes, which become constants.
+        words: what is changed, in the user's words; the whole object if several parts of it are.
+    """
+
+    source: str
+    parts: tuple[str, ...]
+    stack: Sequence[traceback.FrameSummary]
+    words: SourceWords
+    owner: Any = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    items: Any = MISSING
+    is_constant: bool = False
+
+    @property
+    def is_read_by_changing(self) -> bool:
+        """Whether the change is also what gives a value: of a generator of random numbers, of an iterator."""
+        return (
+            self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
+        )
+
+    @property
+    def can_be_applied(self) -> bool:
+        """Whether all that is changed is known."""
+        attributes = {part[1:] for part in self.parts if part.startswith(".")}
+        if attributes != set(self.values) or (attributes and not hasattr(self.owner, "__dict__")):
+            return False
+        return self.items is not MISSING or len(attributes) == len(self.parts)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Makes the change for a while, which must be one that can be made."""
+        before = dict(self.owner.__dict__) if self.values else {}
+        held: Any = None
+        if self.items is not MISSING:
+            held = dict(self.owner.items()) if isinstance(self.owner, dict) else list(self.owner)
+        try:
+            if self.values:
+                _set_attributes(self.owner, {**before, **self.values}, self.values)
+            if held is not None:
+                replace_items(self.owner, self.items)
+            yield
+        finally:
+            if self.values:
+                _set_attributes(self.owner, before, self.values)
+            if held is not None:
+                replace_items(self.owner, held)
+
+
+def _set_attributes(owner: Any, wanted: Mapping[str, Any], changing: Iterable[str]) -> None:
+    """Makes ``wanted`` the attributes of an object; in those of a class, which are read-only as a whole, what is changing."""
+    if not isinstance(owner, type):
+        owner.__dict__.clear()
+        owner.__dict__.update(wanted)
+        return
+    for key in changing:
+        if key in wanted:
+            type.__setattr__(owner, key, wanted[key])
+        elif key in owner.__dict__:
+            type.__delattr__(owner, key)
+
+
+@dataclass(frozen=True)
+class PythonCall:
+    """A call of ``print`` or its like.
+
+    Attributes:
+        name: what is called.
+        stack: the frames of the call, outermost first.
+        has_run: whether it ran while tracing; it cannot where its arguments are not known then.
+        repeats: whether a step without mirrorc would make it again: what is switched off, or said only once, would not.
+    """
+
+    name: str
+    stack: Sequence[traceback.FrameSummary]
+    has_run: bool
+    repeats: bool
+
+
+@dataclass
+class PythonEffects:
+    """What was observed of one trace.
+
+    Attributes:
+        writes: changes to objects that were there before.
+        calls: calls of ``print`` and its like.
+        draws: the frames, outermost first, in which a number was taken from Python's module ``random``.
+        kept_draws: likewise for calls of functions that keep what they have drawn.
+        changed_arguments: containers of the arguments, made anew for the trace, that were changed in it.
+    """
+
+    writes: list[PythonWrite] = field(default_factory=list)
+    calls: list[PythonCall] = field(default_factory=list)
+    draws: list[Sequence[traceback.FrameSummary]] = field(default_factory=list)
+    kept_draws: list[Sequence[traceback.FrameSummary]] = field(default_factory=list)
+    changed_arguments: list[ChangedContainer] = field(default_factory=list)
+
+
+def reported_functions() -> set[Callable[..., Any]]:
+    """The functions that a trace may call without being stopped by it."""
+    return {builtins.print, warnings.warn, *(getattr(logging, name) for name in _METHODS)}
+
+
+@contextlib.contextmanager
+def observed_effects(
+    module: nn.Module, names: Mapping[str, Any], makes_arguments: Callable[..., Any] | None = None
+) -> Iterator[PythonEffects]:
+    """Observes the trace of a module's call in this thread.
+
+    Args:
+        module: what is called.
+        names: the globals of what is traced.
+        makes_arguments: a function that the call makes containers of its arguments with; they are watched.
+    """
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables.functions import UserFunctionVariable
+    from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
+
+    found, thread, scope = PythonEffects(), threading.get_ident(), {"L": {"self": module}, "G": names}
+    clear, call, log = SideEffects.clear, IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
+    enter = UserFunctionVariable.call_function
+    prune, made = SideEffects.prune_dead_object_new, list[MadeContainer]()
+
+    def observed_clear(self: Any) -> None:
+        if threading.get_ident() == thread:
+            found.writes = _writes(self, scope)  # of the last attempt, if there are several
+        clear(self)
+
+    def observed_prune(self: Any, tx: Any) -> None:
+        if threading.get_ident() == thread:
+            found.changed_arguments = changed_containers(made, self)
+        prune(self, tx)  # forgets the attributes of objects that the trace has made
+
+    def observed_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() == thread and self.value in reported_functions():
+            is_warning = self.value is warnings.warn  # Python shows a warning of one line once
+            name = "" if self.value is builtins.print else f"{self.value.__module__}."
+            name += self.value.__name__
+            found.calls.append(_run(name, _warn if is_warning else self.value, args, kwargs, not is_warning))
+        return call(self, tx, args, kwargs)
+
+    def observed_log(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() == thread and (name in _METHODS or name == "warning_once"):
+            repeats = name in _METHODS and name != "log" and self.value.isEnabledFor(_level(name))
+            found.calls.append(_run(f"logger.{name}", getattr(self.value, name), args, kwargs, repeats))
+        return log(self, tx, name, args, kwargs)
+
+    def observed_enter(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        is_logger = threading.get_ident() == thread and self.fn is logging.getLogger
+        result = (_logger([*args, *kwargs.values()]) if is_logger else None) or enter(self, tx, args, kwargs)
+        if threading.get_ident() == thread and makes_arguments is not None and self.fn is makes_arguments:
+            made.append(made_container(tx.output, result))
+        return result
+
+    patched: list[tuple[Any, str, Any]] = [
+        (SideEffects, "clear", observed_clear),
+        (SideEffects, "prune_dead_object_new", observed_prune),
+        (IgnoredFunctionVariable, "call_function", observed_call),
+        (LoggingLoggerVariable, "call_method", observed_log),
+        (UserFunctionVariable, "call_function", observed_enter),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in patched:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        yield found
+
+
+def _logger(args: Sequence[Any]) -> Any:
+    """A tracer's variable for the logger of a name, without a trace of how it is found; None if the name is no constant."""
+    from torch._dynamo.variables.misc import LoggingLoggerVariable
+
+    if not all(arg.is_python_constant() for arg in args):
+        return None
+    return LoggingLoggerVariable(logging.getLogger(*(arg.as_python_constant() for arg in args)))
+
+
+def _warn(message: Any, category: Any = None, *_: Any, **__: Any) -> None:
+    """Warns as `warnings.warn` does, at the line that is traced."""
+    from torch._guards import TracingContext
+
+    frame = TracingContext.extract_stack()[-1]
+    kind = type(message) if isinstance(message, Warning) else category or UserWarning
+    warnings.warn_explicit(message, kind, frame.filename, frame.lineno or 0, registry=_WARNED)
+
+
+def _level(name: str) -> int:
+    return int(getattr(logging, "ERROR" if name == "exception" else name.upper()))
+
+
+def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeats: bool) -> PythonCall:
+    """Calls a function while it is traced, if its arguments are known; tensors are shown as fake ones."""
+    from torch._guards import TracingContext
+
+    stack, has_run = list(TracingContext.extract_stack()), False
+    with contextlib.suppress(Exception):  # its arguments are the tracer's, and may know too little
+        given, named = [_value_of(arg) for arg in args], {key: _value_of(arg) for key, arg in kwargs.items()}
+        function(*given, **named)
+        has_run = True
+    return PythonCall(name, stack, has_run, repeats)
+
+
+def _value_of(variable: Any) -> Any:
+    """The value of a tracer's variable: a constant, a formatted text, or a fake tensor.
+
+    Raises:
+        Exception: it has none while it is traced.
+    """
+    if hasattr(variable, "realize"):
+        variable = variable.realize()
+    if hasattr(variable, "format_string"):
+        named = {key: _value_of(value) for key, value in variable.sym_kwargs.items()}
+        return variable.format_string.format(*map(_value_of, variable.sym_args), **named)
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    return variable.as_proxy().node.meta["example_value"]
+
+
+def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
+    """The changes that stay when forward is over: not those of new objects, nor those that put back what was there."""
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    writes = []
+    for variable in effects._get_modified_vars():
+        if not isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting):
+            continue
+        name = source_name(variable)
+        stored = effects.store_attr_mutations.get(variable, {})
+        real = evaluated(name, scope)
+        parts = [f".{key}" for key, value in stored.items() if not is_same(value, attribute_of(real, key), scope)]
+        content = content_of(variable)
+        if not stored or isinstance(real, dict):
+            parts += changed_items(content, real, scope)
+        recorded = getattr(effects, "mutation_user_stacks", {})
+        stacks = recorded.get(variable) or recorded.get(content) or [[]]
+        if parts:
+            changed = {key: value for key, value in stored.items() if f".{key}" in parts}
+            values = {key: stand_in(value, scope) for key, value in changed.items()}
+            known = {key: value for key, value in values.items() if value is not MISSING}
+            items = items_of(content, real, scope) if len(changed) < len(parts) else MISSING
+            is_constant = len(changed) == len(parts) and all(value.is_python_constant() for value in changed.values())
+            part = parts[0] if len(parts) == 1 and parts[0] != "[" else ""
+            words = source_words(name + part, scope)
+            writes.append(PythonWrite(name, tuple(parts), list(stacks[-1]), words, real, known, items, is_constant))
+    return writes

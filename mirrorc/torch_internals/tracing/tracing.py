@@ -1,0 +1,327 @@
+"""Captures graphs with Dynamo and AOTAutograd, and finds the user's line at which they have failed.
+
+It is long, as a trace and its export need each other's settings.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import re
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mirrorc.torch_internals.aot.effect_tokens import kept_checks_of_linalg, remove_effect_tokens
+from mirrorc.torch_internals.aot.joint_graph import JointGraph
+from mirrorc.torch_internals.aot.philox_states import no_states_of_gpus
+from mirrorc.torch_internals.fx.graphs import lazy_graph_modules
+from mirrorc.torch_internals.numbers.drawn_numbers import taken_draws
+from mirrorc.torch_internals.numbers.graph_numbers import BUFFER, take_numbers_as_tensors
+from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp
+from mirrorc.torch_internals.numbers.python_numbers import traced_numbers
+from mirrorc.torch_internals.symbols.symbol_names import symbols_by_number
+from mirrorc.torch_internals.symbols.symbolic_sizes import SizesGivenUp, SizesOfArguments, is_marked, is_symbolic
+from mirrorc.torch_internals.tracing.graph_inputs import read_variables_from_module
+from mirrorc.torch_internals.tracing.guards import (
+    DynamoGuards,
+    build_guards,
+    captured_output,
+    guarded_results,
+    scope_of_guards,
+    traced_globals,
+)
+from mirrorc.torch_internals.tracing.metrics import metrics_if_heard
+from mirrorc.torch_internals.tracing.random_draws import observed_draws, observed_kept_draws
+from mirrorc.torch_internals.tracing.side_effects import PythonEffects, observed_effects, reported_functions
+from mirrorc.torch_internals.tracing.source_names import source_words
+
+
+@contextlib.contextmanager
+def kept_tracing_state() -> Iterator[None]:
+    """Puts back what a trace that Ctrl-C ends may leave behind: torch's own managers put it back by calls that it may end, too.
+
+    A tracing context that stays makes all later traces fail, and detection of anomalies all later training slow.
+    """
+    is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    with torch._guards.tracing(None):
+        try:
+            yield
+        finally:
+            torch.set_anomaly_enabled(is_on, checks_nan)
+
+
+def trace_full_graph(
+    module: nn.Module,
+    leaves: Sequence[torch.Tensor],
+    makes_arguments: Callable[..., Any] | None = None,
+    numbers: Collection[str] = (),
+    *,
+    guards_results: bool = False,
+    takes_draws: bool = False,
+) -> fx.GraphModule:
+    """Traces ``module(*leaves)`` into one graph of torch functions with Dynamo; raises what Dynamo raises.
+
+    The parameters of the module's forward must be ``self`` and ``leaves``, see `guards_of`.
+
+    Args:
+        module: what is called.
+        leaves: the tensors that it is called with; dimensions that `mark_symbolic` has marked get symbols.
+        makes_arguments: a function that forward makes containers of its arguments with, see `PythonEffects.changed_arguments`.
+        numbers: the expressions that read Python numbers which the graph is to take as inputs.
+        guards_results: whether Python values that are returned are guarded even if nothing looks at them.
+        takes_draws: whether the graph takes what is drawn from Python's own generator of random numbers as inputs, which the
+            module's list ``drawn`` has.
+
+    Raises:
+        GuardsChange: forward reads something that changes whenever it is read.
+        NumbersGivenUp: some of the numbers can be no inputs.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+    names, drawn = traced_globals(module), None
+    before = set(names)
+    try:
+        with (
+            config.patch(_dynamos_options()),
+            metrics_if_heard(),
+            lazy_graph_modules(),
+            warnings.catch_warnings(),
+            captured_output() as outputs,
+            guarded_results() if guards_results else contextlib.nullcontext(),
+            observed_effects(module, names, makes_arguments) as effects,
+            observed_draws() as draws,
+            observed_kept_draws() as kept_draws,
+            traced_numbers(numbers) as trace,
+            taken_draws(module, trace) if takes_draws else contextlib.nullcontext() as drawn,
+            symbols_by_number() if any(map(is_marked, leaves)) else contextlib.nullcontext(),
+        ):
+            warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
+            warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and so is what cannot be traced
+            traced = dynamo_graph_capture_for_export(module)(*leaves)
+        if torch.__version__ < "2.12":
+            _add_builtins(traced)
+        inputs = take_numbers_as_tensors(traced, trace)
+        read_variables_from_module(traced)
+        for node in traced.graph.find_nodes(op="call_function", target=torch._assert_async):
+            if len(node.args) == 1:  # AOTAutograd drops an assert without a text
+                node.args = (node.args[0], "assertion error")
+        traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module, inputs, drawn)
+        effects.draws, effects.kept_draws = draws, kept_draws
+        traced.meta["mirrorc_effects"] = effects
+        return traced
+    except NumbersGivenUp as error:
+        scope = scope_of_guards(module)
+        error.words = sorted(source_words(name, scope).name for name in error.names)
+        error.stack = drawn.stack_of(error.names) if drawn is not None else ()
+        raise
+    finally:
+        for name in set(names) - before:  # Dynamo installs its graph there, which would keep the model alive forever
+            if name.startswith("__compiled_fn"):
+                del names[name]
+
+
+def _add_builtins(traced: fx.GraphModule) -> None:
+    """Adds builtins to the names that Dynamo's code may read; torch 2.11 leaves them out, and its code calls ``type``."""
+    replays: tuple[Any, ...] = (traced._dynamo_bytecode_flatten, traced._dynamo_bytecode_unflatten)
+    for replay in replays:
+        replay.f_globals = {**vars(builtins), **replay.f_globals}
+
+
+def _dynamos_options() -> dict[str, Any]:
+    """The settings of Dynamo under which a call is traced."""
+    from torch._dynamo import config
+
+    options = {
+        "allow_rnn": True,
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+        "ignore_logging_functions": config.ignore_logging_functions | _logging_methods() | reported_functions(),
+    }
+    if hasattr(config, "computed_lazy_constant_max_nodes"):  # since 2.14
+        options["computed_lazy_constant_max_nodes"] = 0  # what is computed of a number counts as a read of it
+    return options
+
+
+def guards_of(traced: fx.GraphModule) -> DynamoGuards:
+    """The guards on what Python read in the forward of `trace_full_graph`'s result, besides its arguments."""
+    guards: DynamoGuards = traced.meta["mirrorc_guards"]
+    return guards
+
+
+def python_effects_of(traced: fx.GraphModule) -> PythonEffects:
+    """What the forward of `trace_full_graph`'s result does to Python objects, and what it prints."""
+    effects: PythonEffects = traced.meta["mirrorc_effects"]
+    return effects
+
+
+def leaf_of_placeholder(node: fx.Node) -> int | None:
+    """The index of the tensor argument that a placeholder of `trace_full_graph`'s result stands for; None for a variable.
+
+    The module's forward must take its tensors as ``*leaves``.
+    """
+    found = re.fullmatch(r"L_leaves_(\d+)_", str(node.target))
+    return int(found[1]) if found else None
+
+
+def _logging_methods() -> set[Callable[..., Any]]:
+    names = ("debug", "info", "warning", "warning_once", "error", "exception", "critical", "log", "isEnabledFor")
+    return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+
+
+def export_joint_graph(
+    stack: contextlib.ExitStack,
+    traced: fx.GraphModule,
+    leaves: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    outputs: Sequence[str] = (),
+) -> JointGraph:
+    """The functional forward-and-backward graph of what `trace_full_graph` gave: a loss, and outputs with these names."""
+    joint, (loss, *others) = _exported(stack, traced, leaves, decompositions)
+    joint.loss, joint.outputs = loss, dict(zip(outputs, others, strict=True))
+    return joint
+
+
+def export_forward_graph(
+    stack: contextlib.ExitStack,
+    traced: fx.GraphModule,
+    leaves: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    outputs: Sequence[str],
+) -> JointGraph:
+    """The functional graph of what `trace_full_graph` gave with gradients switched off: outputs with these names."""
+    with torch.no_grad():
+        joint, found = _exported(stack, traced, leaves, decompositions)
+    joint.outputs = dict(zip(outputs, found, strict=True))
+    return joint
+
+
+def export_run(
+    stack: contextlib.ExitStack,
+    module: nn.Module,
+    leaves: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    *,
+    trains: bool,
+) -> tuple[JointGraph, list[fx.Node]]:
+    """The functional graph of a module that runs in Python, without backward unless it trains; and its results."""
+    with torch.set_grad_enabled(trains):
+        return _exported(stack, module, leaves, decompositions)
+
+
+def _exported(
+    stack: contextlib.ExitStack,
+    traced: Any,
+    leaves: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> tuple[JointGraph, list[fx.Node]]:
+    """A functional graph, without backward where gradients are switched off; and the nodes of the outputs, in order."""
+    from torch._functorch._aot_autograd import descriptors as d
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    known = _with_symbols(traced) if any(map(is_marked, leaves)) else {}
+    given = [known.get(leaf, tensor) for leaf, tensor in enumerate(leaves)]
+    stack.enter_context(no_states_of_gpus())
+    with kept_checks_of_linalg(), lazy_graph_modules():
+        exported = aot_export_joint_with_descriptors(stack, traced, tuple(given), decompositions=dict(decompositions))
+    graph_module = exported.graph_module
+    remove_effect_tokens(graph_module)
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    results = list(zip(output.args[0], output.meta["desc"], strict=True))
+    by_index = {desc.idx: node for node, desc in results if isinstance(desc, d.PlainAOTOutput)}
+    values: Iterator[Any] = (node.meta.get("val") for node in graph_module.graph.nodes)
+    joint = JointGraph(graph_module, next(value.fake_mode for value in values if hasattr(value, "fake_mode")))
+    if known:
+        joint.sizes = SizesOfArguments(joint.fake_mode, [known.get(leaf) for leaf in range(len(leaves))])
+    placeholders = {node.meta["desc"]: node for node in graph_module.graph.find_nodes(op="placeholder")}
+    for desc, node in placeholders.items():
+        if isinstance(desc, d.PlainAOTInput):
+            joint.leaf_of[node] = desc.idx
+        elif isinstance(desc, d.BufferAOTInput) and desc.target.startswith(BUFFER):
+            joint.number_of[node] = int(desc.target.removeprefix(BUFFER))
+        elif isinstance(desc, d.ParamAOTInput | d.BufferAOTInput):
+            joint.variable_of[node] = desc.target
+        elif desc == d.TangentAOTInput(d.PlainAOTOutput(0)):  # that of the loss
+            joint.tangent = node
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        joint.variable_of[node] = str(node.target)
+    for node, desc in results:
+        if isinstance(desc, d.GradAOTOutput) and isinstance(desc.grad_of, d.ParamAOTInput):
+            joint.gradients[desc.grad_of.target] = node
+        elif isinstance(desc, d.InputMutationAOTOutput):
+            _note_mutation(joint, node, desc.mutated_input, d.TangentAOTInput(desc) in placeholders, d)
+    return joint, [by_index[index] for index in range(len(by_index))]
+
+
+def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient: bool, d: Any) -> None:
+    if isinstance(mutated, d.BufferAOTInput):
+        joint.buffer_writes[mutated.target] = node
+        if has_gradient:
+            joint.written_inputs.append(("buffer", mutated.target))
+    elif isinstance(mutated, d.ParamAOTInput):
+        joint.written_inputs.append(("parameter", mutated.target))
+    else:
+        joint.written_inputs.append(("argument", str(mutated.idx)))
+
+
+def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
+    """The fake tensors that a trace has made of the arguments that it uses: joint export with real ones would drop their symbols.
+
+    Raises:
+        SizesGivenUp: what is returned is a number that is computed of sizes.
+    """
+    results: Any = traced.graph.output_node().args[0]
+    if any(isinstance(node, fx.Node) and is_symbolic(node.meta.get("example_value")) for node in results):
+        raise SizesGivenUp("forward returns a number that is computed of sizes")
+    places = [(leaf_of_placeholder(node), node) for node in traced.graph.find_nodes(op="placeholder")]
+    return {leaf: node.meta["example_value"] for leaf, node in places if leaf is not None}
+
+
+def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of the code in which the tracer failed, outermost first; none if it failed after tracing."""
+    frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
+    cause = error.__cause__ or error.__context__
+    return list(frames) if frames or cause is None else traced_frames(cause)
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The user's frames in which the tracer failed, outermost first; frames of torch, Python and mirrorc are left out."""
+    return [frame for frame in traced_frames(error) if is_users_file(frame.filename)]
+
+
+def failing_node(error: BaseException) -> fx.Node | None:
+    """The node that could not be evaluated on fake tensors; its meta says of which module. None if it failed elsewhere."""
+    found, traced = None, error.__traceback__
+    while traced is not None:
+        nodes = [value for value in traced.tb_frame.f_locals.values() if isinstance(value, fx.Node)]
+        found, traced = nodes[-1] if nodes else found, traced.tb_next
+    return found
+
+
+def is_users_file(path: str) -> bool:
+    """Whether a source file is neither torch's nor Python's nor mirrorc's."""
+    if path.startswith((torch.__path__[0], *_mirrorcs_folders(), "<")):
+        return False
+    return not path.startswith(_STANDARD_LIBRARY) or "site-packages" in path
+
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+@functools.cache
+def _mirrorcs_folders() -> tuple[str, ...]:
+    """The folders of mirrorc's packages: in a checkout, passes and runtime lie beside mirrorc."""
+    specs = (importlib.util.find_spec(name) for name in ("mirrorc", "mirrorc.passes", "mirrorc.runtime"))
+    return tuple(
+        f"{folder}{os.sep}" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()
+    )

@@ -1,0 +1,131 @@
+"""Refuses variables that share memory, and warns of others that hold it, because a step moves them to memory of its own."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+import torch
+
+from mirrorc.ir.variables import OUTSIDE
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.torch_internals import is_dense, num_users
+
+
+def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
+    """Refuses two tensors with common elements, one of which gets other memory, or copies of its own on each replica.
+
+    What is written into one of the two is then no longer seen in the other one, as it is in PyTorch.
+
+    Args:
+        tensors: by name; those that are one object are one variable and are listed once.
+        moving: names of those that are moved.
+
+    Raises:
+        ValueError: names the two tensors and the remedy.
+    """
+    spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if _has_memory(tensor))
+    reaching: list[tuple[str, int, int, str]] = []
+    for span in spans:
+        device, start, _, name = span
+        reaching = [other for other in reaching if other[0] == device and other[2] > start]
+        for *_, other in reaching:
+            if (name in moving or other in moving) and _have_common_elements(tensors[name], tensors[other]):
+                raise ValueError(_objection(tensors, *sorted((other, name), key=list(tensors).index)))
+        reaching.append(span)
+
+
+def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
+    """Refuses to move tensors out of memory that several processes share: the others would keep the values of before.
+
+    Args:
+        tensors: by name.
+        moving: names of those that are moved.
+
+    Raises:
+        ValueError: names the first of them and the remedy.
+    """
+    shared = [name for name in moving if tensors[name].device.type == "cpu" and tensors[name].is_shared()]
+    if shared:
+        raise ValueError(
+            f"parameter {shared[0]!r} lies in memory that processes share (share_memory()), and a step moves parameters into "
+            "buckets of its own, so that other processes would keep their old values: share a copy instead, shared = "
+            "copy.deepcopy(model).share_memory(), and after steps shared.load_state_dict(model.state_dict())"
+        )
+
+
+def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torch.Tensor]) -> None:
+    """Warns of tensors that others hold the memory of, because what they hold does not follow when a step moves the tensors.
+
+    Args:
+        moving: the tensors, by name.
+        tensors: all that may share memory with them without being meant: parameters and buffers, moving or not.
+    """
+    memory = {name: tensor.untyped_storage() for name, tensor in moving.items()}
+    bases = (tensor if tensor._base is None else tensor._base for tensor in tensors)
+    known = {
+        id(tensor): tensor for tensor in (*tensors, *bases) if _has_memory(tensor)
+    }  # a view keeps what it is a view of
+    expected = Counter(tensor.untyped_storage().data_ptr() for tensor in known.values())
+
+    def held_by_others() -> list[str]:
+        return [name for name, own in memory.items() if own.nbytes() and num_users(own) > expected[own.data_ptr()]]
+
+    if held_by_others():
+        gc.collect()  # what nobody can reach holds nothing, such as a circle of objects around a state_dict that was saved
+    if held := held_by_others():
+        warnings.warn(
+            f"the memory of {len(held)} of the model's parameters, such as {held[0]!r}, is held by something else, too, which "
+            "was taken before the first step: a state_dict(), p.data, a view, or an output whose backward is still to come. A "
+            "step moves parameters into buckets, and what was taken before does not follow them: take it after the first step",
+            stacklevel=users_stack_level(),
+        )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_meta
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """The device of a tensor, the address of its first element, and the address after its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return str(tensor.device), start, start + (last + 1) * tensor.element_size()
+
+
+def _have_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors whose spans overlap have elements in common; columns of one matrix, say, have not."""
+    if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
+        return True
+    return bool(torch.isin(_addresses(a), _addresses(b)).any())
+
+
+def _addresses(tensor: torch.Tensor) -> torch.Tensor:
+    addresses = torch.tensor(tensor.data_ptr())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        addresses = addresses.unsqueeze(-1) + torch.arange(size) * (stride * tensor.element_size())
+    return addresses.flatten()
+
+
+def _objection(tensors: Mapping[str, torch.Tensor], first: str, second: str) -> str:
+    both = f"{_kind(tensors[first])} {first!r} and {_kind(tensors[second])} {second!r}"
+    if all(isinstance(tensors[name], torch.nn.Parameter) and not name.startswith(OUTSIDE) for name in (first, second)):
+        remedy = (
+            f"tie them, so that they are one parameter (model.{second} = model.{first}, before the optimizer is made), or give "
+            f"one memory of its own (model.{second}.data = model.{second}.detach().clone())"
+        )
+    else:
+        remedy = (
+            f"use {first!r} in the place of {second!r}, or give {second!r} memory of its own, with .clone(), and write it where "
+            "it should follow"
+        )
+    return (
+        f"{both} share memory, so that writing one changes the other, but are two variables, to each of which a step gives "
+        f"memory of its own: {remedy}"
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"

@@ -1,0 +1,155 @@
+"""Warns of what does nothing beside a compiled step: clipping, the optimizer's own step, gradients of the user's."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from mirrorc.messages.source_lines import users_stack_level
+from mirrorc.torch_internals import observe_clipping, observe_zero_grad
+from mirrorc.user.optimizer_groups import OptimizerGroups
+
+_HOOK = "register a hook once, before the first step: optimizer.register_step_pre_hook(it)"
+
+
+class Kept(Protocol):
+    """Gradients that a step has kept for its next update."""
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there are any."""
+        ...
+
+    def first_of(self, ids: Collection[int]) -> str | None:
+        """Names the first of the parameters with these ids of which there is a gradient."""
+        ...
+
+    def drop(self, ids: Collection[int]) -> None:
+        """Drops those of the parameters that have these ids."""
+        ...
+
+
+class GradientHabits:
+    """Watches for habits of a training loop that have no effect after a compiled step; warns once of each kind.
+
+    Args:
+        parameters: those of the model.
+        groups: the user's optimizers. Gradients of parameters that they do not hold are left alone, as ``zero_grad`` leaves them.
+
+    Attributes:
+        has_trained: whether the step has run; before, nothing is warned of.
+        kept: what `Step.accumulate` has kept since the last update; None if the step keeps nothing.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups) -> None:
+        self.has_trained = False
+        self.kept: Kept | None = None
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._groups = groups
+        self._with_gradients: list[torch.Tensor] = []
+        self._told: set[str] = set()
+        _watching.add(self)
+        observe_clipping(_warn_of_clipping)
+        observe_zero_grad(_tell_of_zeroed)
+
+    def refuse_gradients_of_others(self) -> None:
+        """Called before an update, which would leave out what another step has kept of the same parameters' gradients.
+
+        Raises:
+            ValueError: names the first of these parameters and the remedy.
+        """
+        ids = {id(p) for group in self._groups.hyperparameters for p in group["params"]}
+        if self._first_of_others(ids) is not None:
+            gc.collect()  # what a step has kept that nobody can reach any more is in nobody's way
+        name = self._first_of_others(ids)
+        if name is not None:
+            raise ValueError(
+                f"another step has kept a gradient of {name!r} by its accumulate(), and the update of this step would leave "
+                "it out: let that step make its update first, or drop what it has kept with its zero_grad(). To train on "
+                "the sum of two losses, compile one step whose loss_fn, or whose model, adds them"
+            )
+
+    def _first_of_others(self, ids: Collection[int]) -> str | None:
+        """Names the first of the parameters with these ids of which another step has kept a gradient."""
+        others = [other.kept for other in list(_watching) if other is not self and other.kept is not None]
+        return next((name for name in (kept.first_of(ids) for kept in others) if name is not None), None)
+
+    def look_for_gradients(self, *, are_used: bool) -> None:
+        """Called before a step, which computes its own gradients and drops those that a backward of the user's has left.
+
+        ``are_used`` says whether an optimizer has made a step with them.
+        """
+        groups = self._groups.hyperparameters
+        self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
+        if self._with_gradients and not are_used:
+            self._warn(
+                "gradients",
+                f"{len(self._with_gradients)} of the parameters had gradients from a backward() of yours, and the step has "
+                "dropped them: it trains on the gradients of its own batch alone. To train on both, put the other loss into "
+                "loss_fn or into the model; otherwise call optimizer.zero_grad() before the step",
+            )
+
+    def note_step(self) -> None:
+        """Called after a step: no parameter of the optimizer keeps a gradient."""
+        for parameter in self._with_gradients:
+            parameter.grad = None
+        self._with_gradients = []
+        self.has_trained = True
+
+    def warn_of_idle_step(self) -> bool:
+        """Called after a step of the optimizer that the user made and that found no gradients; returns whether a step has run."""
+        if self.kept is not None and self.kept.has_any:
+            self._warn(
+                "kept",
+                "optimizer.step() found no gradients and did nothing: step.accumulate() keeps them, and the next call of the "
+                "step updates with them. Remove the call, and end the accumulation with step(...) on its last batch",
+            )
+            return self.has_trained
+        self._warn(
+            "step",
+            "optimizer.step() found no gradients and did nothing: when mirrorc's step returns, it has made this update already, "
+            "and it leaves no gradients. Remove the call, or the loop that makes it; a GradScaler goes into compile() as "
+            "scaler=. To clip gradients, compile with clip_grad_norm= or clip_grad_value=; for anything else that should "
+            f"happen to them before the update, {_HOOK}",
+        )
+        return self.has_trained
+
+    def warn_of_clipping(self, function: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Called when a clipping function is given parameters without gradients."""
+        if any(id(parameter) in self._parameters and parameter.requires_grad for parameter in parameters):
+            self._warn(
+                "clipping",
+                f"{function}() found no gradients and did nothing: when mirrorc's step returns, it has made its update already, "
+                "and it leaves no gradients. Remove the call, and compile with clip_grad_norm= or clip_grad_value=: each "
+                f"step then clips them before its update. To clip them in another way, {_HOOK}",
+            )
+
+    def _warn(self, kind: str, message: str) -> None:
+        if self.has_trained and kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(message, stacklevel=users_stack_level())
+
+    def close(self) -> None:
+        """Ends the watching: the user trains the model in another way from now on."""
+        _watching.discard(self)
+
+
+_watching: weakref.WeakSet[GradientHabits] = weakref.WeakSet()
+
+
+def _tell_of_zeroed(parameters: Sequence[torch.Tensor]) -> None:
+    for habits in list(_watching):
+        if habits.kept is not None and habits.kept.has_any:
+            habits.kept.drop({id(parameter) for parameter in parameters})
+
+
+def _warn_of_clipping(function: str, parameters: Sequence[torch.Tensor]) -> None:
+    if any(parameter.grad is not None for parameter in parameters):
+        return
+    for habits in list(_watching):
+        habits.warn_of_clipping(function, parameters)

@@ -1,0 +1,300 @@
+"""The user's optimizers, one or several: their groups by number, and by which rule they update each parameter."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from numbers import Number
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+
+from mirrorc.ir.variables import UpdateRule, Variable
+from mirrorc.torch_internals import has_step_hooks, has_torchs_step
+from mirrorc.user.optimizer_kinds import check_gradient_of, is_elementwise, is_fused, state_signature, writes_rows
+
+
+class OptimizerGroups:
+    """The user's optimizers, and all their groups under one count.
+
+    The groups of the first optimizer come first, then those of the next one. A group that is added later, to whichever optimizer,
+    gets the next number, so that a number always means the same group.
+
+    Args:
+        optimizers: the user's, in the order in which a loop would call their steps.
+
+    Attributes:
+        optimizers: the same.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self._numbered: list[tuple[int, int]] = []  # for each number, which optimizer, and the group's index there
+        self._number_groups()
+
+    def _number_groups(self) -> None:
+        known = set(self._numbered)
+        found = ((i, j) for i, optimizer in enumerate(self.optimizers) for j in range(len(optimizer.param_groups)))
+        self._numbered += [place for place in found if place not in known]
+
+    def __len__(self) -> int:
+        """How many groups there are."""
+        if len(self._numbered) != sum(len(optimizer.param_groups) for optimizer in self.optimizers):
+            self._number_groups()
+        return len(self._numbered)
+
+    def fused(self, device_type: str) -> tuple[int, ...]:
+        """The numbers of the groups whose parameters of 32 bits torch's fused kernels now update on devices of a type."""
+        held = [(number, *self[number]) for number in range(len(self))]
+        return tuple(n for n, own, i in held if is_fused(type(own), own.param_groups[i], torch.float32, device_type))
+
+    def numbers_as(self, other: OptimizerGroups) -> bool:
+        """Whether these are the same optimizers, in the same order, whose groups have the same numbers."""
+        are_same = len(self.optimizers) == len(other.optimizers) and all(map(is_, self.optimizers, other.optimizers))
+        return are_same and len(self) == len(other) and self._numbered == other._numbered
+
+    def parameters(self) -> set[int]:
+        """The ids of the parameters that they hold."""
+        return {id(parameter) for group in self.hyperparameters for parameter in group["params"]}
+
+    def __getitem__(self, number: int) -> tuple[torch.optim.Optimizer, int]:
+        """The optimizer of a group, and the group's index there."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"there is no group {number} among {len(self)}")
+        which, index = self._numbered[number]
+        return self.optimizers[which], index
+
+    @property
+    def hyperparameters(self) -> Iterator[dict[str, Any]]:
+        """The groups themselves, as the optimizers hold them, in the optimizers' order."""
+        return (group for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def are_elementwise(self) -> tuple[bool, ...]:
+        """For each optimizer, whether it may run on whole buckets.
+
+        What the user has put into the step of one of several may look at the parameters and gradients of all: then all run by
+        themselves, in their order, as in a loop.
+        """
+        if len(self.optimizers) > 1 and any(has_step_hooks(o) or not has_torchs_step(o) for o in self.optimizers):
+            return (False,) * len(self.optimizers)
+        return tuple(is_elementwise(optimizer) for optimizer in self.optimizers)
+
+    def write_rows(self) -> tuple[bool, ...]:
+        """For each group, by its number, whether a step writes of its tables those rows alone that their sparse gradients have.
+        What the user has put into the step of one of several optimizers may write the tables of all."""
+        are_torchs = all(has_torchs_step(o) and not has_step_hooks(o) for o in self.optimizers)
+        return tuple(are_torchs and writes_rows(*self[number]) for number in range(len(self)))
+
+    def structure(self) -> tuple[Any, ...]:
+        """What a program depends on: which parameters are in which group, and how each optimizer runs."""
+        each = (tuple(tuple(id(p) for p in group["params"]) for group in o.param_groups) for o in self.optimizers)
+        return (*each, self.are_elementwise())
+
+    def check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Refuses optimizers that update parameters of another model, or one parameter twice.
+
+        Args:
+            parameters: those of the model, by name.
+
+        Raises:
+            ValueError: says which parameter, and the remedy.
+        """
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        held_by: dict[int, int] = {}
+        for which, optimizer in enumerate(self.optimizers):
+            what = "the optimizer" if len(self.optimizers) == 1 else f"optimizer[{which}]"
+            for index, group in enumerate(optimizer.param_groups):
+                for i, parameter in enumerate(group["params"]):
+                    if id(parameter) not in names:
+                        raise ValueError(
+                            f"{what}'s parameter {i} of group {index}, {list(parameter.shape)}, is none of the model's: make "
+                            "the optimizer over model.parameters() of the model that you compile (after any .to() or deepcopy)"
+                        )
+                    first = held_by.setdefault(id(parameter), which)
+                    if first != which:
+                        raise ValueError(
+                            f"parameter {names[id(parameter)]!r} is in optimizer[{first}] "
+                            f"({type(self.optimizers[first]).__name__}) and in {what} ({type(optimizer).__name__}): several "
+                            "optimizers of one step update different parameters, so give it to one of them"
+                        )
+
+
+def check_optimizers(given: Any, parameters: Mapping[str, torch.nn.Parameter]) -> OptimizerGroups:
+    """The optimizers, if they can train these parameters.
+
+    Args:
+        given: the option: an optimizer, or a list or tuple of them.
+        parameters: those of the model, by name.
+
+    Raises:
+        TypeError: no optimizer, or one whose step needs a closure.
+        ValueError: none is there, one is there twice, or they update parameters that are not among these, or one parameter twice.
+    """
+    if given is None:
+        raise ValueError("optimizer is missing: give a torch.optim.Optimizer over model.parameters()")
+    are_several = isinstance(given, list | tuple)
+    if not are_several:
+        _check_kind("optimizer", given)
+    elif not given:
+        raise ValueError(
+            f"optimizer is an empty {type(given).__name__}: give a torch.optim.Optimizer over model.parameters(), or several "
+            "over different ones"
+        )
+    for i, optimizer in enumerate(given if are_several else ()):
+        _check_kind(f"optimizer is a {type(given).__name__} whose item {i}", optimizer)
+        first = next(j for j, other in enumerate(given) if other is optimizer)
+        if first != i:
+            raise ValueError(
+                f"optimizer[{first}] and optimizer[{i}] are the same {type(optimizer).__name__}, which steps once: give it once"
+            )
+    groups = OptimizerGroups(given if are_several else [given])
+    groups.check(parameters)
+    return groups
+
+
+def _check_kind(what: str, optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{what} is a {type(optimizer).__name__}: give a torch.optim.Optimizer over model.parameters()"
+            f"{', or a list of several' if what == 'optimizer' else ''}"
+        )
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise ValueError(
+            f"{type(optimizer).__name__} deals parameters out to processes and exchanges them by itself: give the optimizer that "
+            "it wraps, over model.parameters(), and shard_optimizer=True"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{type(optimizer).__name__} needs a closure that evaluates the model several times in a step; mirrorc's step "
+            "evaluates it once: use an optimizer whose step() works without a closure, such as AdamW"
+        )
+
+
+def update_rules(
+    groups: OptimizerGroups,
+    parameters: Mapping[str, torch.nn.Parameter],
+    updated: Sequence[str],
+    sparse: Collection[str] = (),
+    *,
+    may_be_unused: bool = False,
+) -> dict[str, UpdateRule]:
+    """The rule of each parameter.
+
+    Args:
+        groups: the user's optimizers.
+        parameters: the model's, by name.
+        updated: names of those that get a gradient; others get no rule.
+        sparse: names of those whose gradients are sparse.
+        may_be_unused: whether some of them may have no gradient in a step.
+
+    Raises:
+        ValueError: an optimizer of torch's refuses a sparse gradient, or a dense one.
+    """
+    elementwise = dict(zip(map(id, groups.optimizers), groups.are_elementwise(), strict=True))
+    number_of = {id(p): number for number in range(len(groups)) for p in _group(groups, number)["params"]}
+    write_rows = groups.write_rows() if sparse else ()
+    classes: dict[int, dict[Any, int]] = {}  # of each group, so that a group's do not follow from the state of others
+    rules = {}
+    for name in updated:
+        parameter = parameters[name]
+        number = number_of[id(parameter)]
+        optimizer, index = groups[number]
+        state_class, is_flat = 0, elementwise[id(optimizer)] and name not in sparse
+        if name in sparse or isinstance(optimizer, torch.optim.SparseAdam):
+            check_gradient_of(optimizer, index, name, parameter, is_sparse=name in sparse)
+        if is_flat and not may_be_unused:
+            known = classes.setdefault(number, {})
+            state_class = known.setdefault(state_signature(optimizer.state.get(parameter, {})), len(known))
+        rows = (name in sparse, name in sparse and write_rows[number])
+        rules[name] = UpdateRule(_label(groups, number), number, state_class, is_flat, *rows, may_be_unused)
+    return rules
+
+
+def _group(groups: OptimizerGroups, number: int) -> dict[str, Any]:
+    optimizer, index = groups[number]
+    return optimizer.param_groups[index]
+
+
+def _label(groups: OptimizerGroups, number: int) -> str:
+    return f"{type(groups[number][0]).__name__} group {number}"
+
+
+def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
+    """What each group of the optimizers holds now, for people: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
+
+    Entries that hold nothing (None) or are switched off (False) are left out; tensors of one element are told as numbers,
+    others by their shape and a checksum, and what is neither a number nor text by its class.
+    """
+    return {
+        _label(groups, number): ", ".join(
+            f"{key}={_text_of(value)}"
+            for key, value in _group(groups, number).items()
+            if key not in ("params", "param_names") and value is not None and value is not False
+        )
+        for number in range(len(groups))
+    }
+
+
+def _text_of(value: Any) -> str:
+    """A hyperparameter as text that is the same in every run, and another one for another value of a number or a tensor."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else _text_of_tensor(value)
+    if type(value) in (tuple, list):
+        inner = ", ".join(map(_text_of, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    if isinstance(value, np.generic):
+        return repr(value.item())
+    return repr(value) if isinstance(value, bool | int | float | str | Number) else type(value).__name__
+
+
+def _text_of_tensor(value: torch.Tensor) -> str:
+    """Its shape, and of what lies in memory element by element, the first digits of a checksum."""
+    what = f"a tensor {list(value.shape)}"
+    if value.layout is not torch.strided or value.is_meta or not value.numel():
+        return what
+    values = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{what} of {hashlib.sha256(values.numpy().tobytes()).hexdigest()[:8]}"
+
+
+def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable]) -> None:
+    """Refuses optimizers whose updates cannot be captured in a CUDA graph.
+
+    Args:
+        groups: the user's optimizers.
+        variables: of the program that it updates, by name.
+
+    Raises:
+        ValueError: says which parameter's update, why, and the remedy.
+    """
+    remedy = "use Adam, AdamW or SGD with fused=True, or compile with cuda_graphs=False"
+    for name, variable in variables.items():
+        rule = variable.update
+        if rule is None:
+            continue
+        optimizer, index = groups[rule.group]
+        name_of = type(optimizer).__name__
+        if not rule.elementwise:
+            raise ValueError(
+                f"cuda_graphs=True cannot capture {name_of}, which runs by itself (another class than torch's element-wise "
+                f"ones, or with hooks, capturable or differentiable): {remedy}"
+            )
+        group = optimizer.param_groups[index]
+        if not is_fused(type(optimizer), group, variable.dtype, "cuda"):
+            raise ValueError(
+                f"cuda_graphs=True cannot capture the update of {name!r} ({variable.dtype}) by {name_of}, group {rule.group}, "
+                f"which is not fused: {remedy}"
+            )
+        tensors = [key for key in optimizer.defaults if key != "lr" and _holds_tensor(group[key])]
+        if tensors:
+            raise ValueError(
+                f"cuda_graphs=True cannot capture {name_of} with {tensors[0]!r} as a tensor in group {rule.group}, which is "
+                f"read on the host in every step: give a number, or compile with cuda_graphs=False"
+            )
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(part, torch.Tensor) for part in (value if isinstance(value, tuple | list) else (value,)))

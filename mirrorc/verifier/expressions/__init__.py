@@ -1,0 +1,1 @@
+"""Value numbering, by which programs are compared."""

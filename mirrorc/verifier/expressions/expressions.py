@@ -1,0 +1,270 @@
+"""Assigns numbers to the values of a program: two values that are computed in the same way have equal numbers."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.graph.decompositions import DECOMPOSITIONS, decomposition_of, tensors_of
+from mirrorc.analysis.graph.layouts import LAYOUT_ONLY, is_layout_only, may_read_memory_in_order, reads_strides
+from mirrorc.analysis.graph.one_hot_rows import ROW_READERS
+from mirrorc.custom_ops import out_products, tables
+from mirrorc.ir import ops
+from mirrorc.ir.gradient_forms import details_of, form_of
+from mirrorc.ir.nodes import is_compute, is_region_call, region_of
+from mirrorc.ir.program import Program, Region
+from mirrorc.ir.rearrangements import REARRANGEMENTS, RESHAPES, SAME_MEMORY
+from mirrorc.ir.value_types import value_type
+from mirrorc.torch_internals import sizes_key, writes_argument
+from mirrorc.verifier.expressions.columns import NumberedColumns
+from mirrorc.verifier.expressions.rows import Number, NumberedRows
+
+
+class Expressions:
+    """Assigns numbers to expressions, equal ones to equal expressions, over all programs that share the table.
+
+    Args:
+        program: the program.
+        numbers: the table, from an operation and the numbers of its arguments to the number of the result.
+        roots: for a view, by its number, shape and strides, those of the value that it is a view of; for the number of a reshaped
+            value, the number and the shape of the original value.
+        inlined: whether to look into regions.
+        makers: filled with the first node that has each number.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        numbers: dict[Any, int],
+        roots: dict[Any, Any],
+        inlined: bool,
+        makers: dict[int, fx.Node] | None = None,
+    ) -> None:
+        self.program, self.numbers, self.roots, self.inlined, self.makers = program, numbers, roots, inlined, makers
+        self.rows = NumberedRows(lambda target, args: self._number_application(target, args, {}, {}))
+        self.columns = NumberedColumns(lambda target, args: self._number_application(target, args, {}, {}))
+
+    def number(self, *key: Any) -> int:
+        """The number of an expression, given its operation and the numbers of its arguments."""
+        try:
+            return self.numbers.setdefault(key, len(self.numbers))
+        except TypeError:  # a part of the key cannot be hashed
+            return self.numbers.setdefault(repr(key), len(self.numbers))
+
+    def argument(self, name: str, kind: Any) -> int:
+        """The number of an argument of a type."""
+        return self.number("argument", name, kind)
+
+    def microbatch(self, argument: int, index: Any, sizes: Any) -> int:
+        """The number of a microbatch's part of an argument."""
+        return self.number("microbatch", ("value", argument), index, tuple(sizes))
+
+    def seed_of_microbatch(self, seed: int, index: Any) -> int:
+        """The number of a microbatch's random stream."""
+        return self.number("microbatch_seed", ("value", seed), index)
+
+    def applied(self, target: Any, *args: Any) -> int:
+        """The number of what an operator of torch makes of numbers of values (`int`), lists of them, and floats."""
+        wrapped = [Number(a) if type(a) is int else [Number(i) for i in a] if isinstance(a, list) else a for a in args]
+        return self._number_application(target, tuple(wrapped), {}, {})
+
+    def number_graph(self, graph: fx.Graph, arguments: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
+        """The number of each value of a graph; for a call of a region, a tuple of numbers.
+
+        If the graph is the body of a called region, ``arguments`` has the numbers of its placeholders.
+        """
+        numbered: dict[fx.Node, Any] = dict(arguments or {})
+        for node in graph.nodes:
+            if node in numbered or node.op == "output":
+                continue
+            if node.target is operator.getitem:
+                source, index = numbered[node.args[0]], node.args[1]
+                numbered[node] = (
+                    source[index] if isinstance(source, tuple) else self.number("part", ("value", source), index)
+                )
+            elif is_compute(node):
+                self._number_compute(node, numbered)
+            else:
+                numbered[node] = self._number_other(node, numbered)
+            self.rows.note(node, numbered)
+            self.columns.note(node, numbered)
+            if self.makers is not None and isinstance(numbered.get(node), int):
+                self.makers.setdefault(numbered[node], node)
+        return numbered
+
+    def _number_compute(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
+        """Numbers the value of an operator of torch."""
+        if _is_plain(node.target):
+            columns = self.columns.first_columns(node, numbered)
+            numbered[node] = self._number_operator(node, numbered) if columns is None else columns
+        elif is_layout_only(node):
+            numbered[node] = numbered[node.args[0]]  # type: ignore[index]
+        elif (body := decomposition_of(node)) is not None:
+            numbered[node] = self._decomposed(node, body, numbered)
+        elif node.target in ROW_READERS:
+            found = self.rows.by_elements(node, numbered)
+            numbered[node] = self._number_operator(node, numbered) if found is None else found
+        elif node.target in REARRANGEMENTS:
+            numbered[node] = self._view(node, numbered)
+        elif writes_argument(node.target):
+            self._write(node, numbered)
+        else:
+            numbered[node] = self._number_operator(node, numbered)
+
+    def _number_other(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
+        """The number of an argument or of an operation of the IR."""
+        if node.target is ops.read:
+            return self.number("read", node.kwargs["variable"])
+        if node.op == "placeholder" or node.target is ops.argument:
+            return self.argument(str(node.kwargs.get("name", node.target)), value_type(node.meta.get("val")))
+        if node.target is ops.microbatch:
+            return self.microbatch(numbered[node.args[0]], node.kwargs["index"], node.kwargs["sizes"])  # type: ignore[index]
+        if node.target is ops.microbatch_seed:
+            return self.seed_of_microbatch(numbered[node.args[0]], node.kwargs["index"])  # type: ignore[index]
+        if is_region_call(node):
+            return self._call(node, numbered)
+        if node.target in ops.FACTORED:
+            return self._whole(node, numbered)
+        if node.target in ops.MEETINGS:  # on whatever replica
+            kwargs = {key: value for key, value in node.kwargs.items() if key != "replica"}
+            return self._number_application(node.target, node.args, kwargs, numbered)
+        return self._number_operator(node, numbered)
+
+    def _decomposed(self, node: fx.Node, body: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Any:
+        """The number of an operator with a decomposition, which is the number of the decomposition's result."""
+        given = dict(zip(body.find_nodes(op="placeholder"), (numbered[n] for n in tensors_of(node)), strict=True))
+        makers, self.makers = self.makers, None  # the operators of the decomposition are nodes of no program
+        inside = self.number_graph(body, given)
+        self.makers = makers
+        return inside[body.output_node().args[0]]  # type: ignore[index]
+
+    def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
+        """The number of a view; that of the viewed value if a chain of views leads back to the value's own shape and strides.
+
+        The views of a product that is written into its slot do. The result of `reshape` may be a copy, so it is no view.
+        """
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        viewed = (numbered[source], _lies(source))
+        root, lies = self.roots.get(viewed, viewed)
+        is_view = node.target in SAME_MEMORY
+        if _lies(node) == lies and is_view:
+            return int(root)
+        is_in_order = node.target in RESHAPES
+        number = self._reshaped(node, viewed[0]) if is_in_order else self._number_operator(node, numbered)
+        if is_view:
+            self.roots[number, _lies(node)] = (root, lies)
+        return number
+
+    def _reshaped(self, node: fx.Node, source: int) -> int:
+        """The number of a value in another shape; it does not depend on the operators by which the shape was changed."""
+        first, shape = self.roots.get(source, (source, _shape(node.args[0])))
+        if _shape(node) == shape:
+            return int(first)
+        number = self.number(torch.ops.aten.reshape.default, ("value", first), _shape(node))
+        self.roots[number] = (first, shape)
+        return number
+
+    def _number_operator(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
+        return self._number_application(node.target, node.args, node.kwargs, numbered)
+
+    def _number_application(self, target: Any, args: Any, kwargs: Any, numbered: Mapping[fx.Node, Any]) -> int:
+        key: list[Any] = [target, _hashable(args, numbered), _hashable(kwargs, numbered) if kwargs else ()]
+        if _depends_on_layout(target):
+            fx.node.map_arg((args, kwargs), lambda source: key.append(_lies(source)))
+        return self.number(*key)
+
+    def _whole(self, gradient: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
+        """The number of a factored gradient, which is that of the whole gradient."""
+
+        def apply(target: Any, *args: Any, **kwargs: Any) -> Number:
+            if target not in RESHAPES:
+                return Number(self._number_application(target, args, kwargs, numbered))
+            source = args[0].number if isinstance(args[0], Number) else numbered[args[0]]
+            first, _ = self.roots.get(source, (source, None))
+            return Number(self.number(torch.ops.aten.reshape.default, ("value", first), tuple(args[1])))
+
+        whole = form_of(gradient).make_sum(apply, gradient.args, gradient.meta["val"].shape, **details_of(gradient))
+        assert isinstance(whole, Number), "a form of gradient makes it by operators"
+        return whole.number
+
+    def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
+        """Handles an operator that writes its first argument: from then on, the argument has the number of the written value."""
+        target, *sources = node.args
+        written = numbered[sources[0]] if node.target is torch.ops.aten.copy_.default else None  # type: ignore[index]
+        if node.target is out_products.mm_into:
+            factors = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
+            written = self.number(torch.ops.aten.mm.default, factors, ())
+        elif node.target is out_products.linear_into:
+            given = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
+            written = self.number(torch.ops.aten.addmm.default, given, ())
+        elif node.target is out_products.addmm_into:
+            product = self.applied(torch.ops.aten.mm.default, *(numbered[source] for source in sources))  # type: ignore[index]
+            written = self.applied(torch.ops.aten.add.Tensor, numbered[target], product)  # type: ignore[index]
+        elif node.target is tables.add_rows_into:
+            rows, indices, padding_idx = sources
+            whole = (rows, indices, _shape(target)[0], padding_idx, False)
+            table = self._number_application(torch.ops.aten.embedding_dense_backward.default, whole, {}, numbered)
+            written = self.applied(torch.ops.aten.add.Tensor, numbered[target], table)  # type: ignore[index]
+        elif written is None:
+            written = self.number(node.target, *(("value", numbered.get(n)) for n in node.all_input_nodes))
+        numbered[node] = numbered[target] = written  # type: ignore[index]
+
+    def _call(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
+        """The results of a region: by its name and the arguments that it reads; if inlined, a tuple of its expressions."""
+        nodes = [n for n in node.args if isinstance(n, fx.Node)]
+        given = [self.number("slot") if n.target in ops.GIVEN_MEMORY else numbered[n] for n in nodes]
+        if self.inlined:
+            return self._inline(self.program.regions[region_of(node)], given)
+        read = [("value", number) for number, n in zip(given, nodes, strict=True) if n.target not in ops.GIVEN_MEMORY]
+        return self.number("region", region_of(node), *read)
+
+    def _inline(self, region: Region, given: list[Any]) -> tuple[Any, ...]:
+        body = region.graph_module.graph
+        placeholders = [n for n in body.nodes if n.op == "placeholder"]
+        numbered = self.number_graph(body, dict(zip(placeholders, given, strict=False)))
+        results: Any = body.output_node().args[0]
+        return tuple(numbered[result] for result in results)
+
+
+@functools.cache
+def _is_plain(target: Any) -> bool:
+    """Whether the value of an operator of torch is always an expression of its own, numbered by its arguments."""
+    may_be_other = any(target in some for some in (LAYOUT_ONLY, DECOMPOSITIONS, REARRANGEMENTS, ROW_READERS))
+    return not may_be_other and not writes_argument(target)
+
+
+@functools.cache
+def _depends_on_layout(target: Any) -> bool:
+    return reads_strides(target) or may_read_memory_in_order(target)
+
+
+def _shape(value: Any) -> Any:
+    return sizes_key(value.meta["val"].shape)
+
+
+def _lies(node: fx.Node) -> Any:
+    """A value's shape and strides, without strides that have no effect."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes, strides = sizes_key(value.shape), sizes_key(value.stride())
+    return tuple((size, 0 if size in (0, 1) else stride) for size, stride in zip(sizes, strides, strict=True))
+
+
+def _hashable(value: Any, numbered: Mapping[fx.Node, Any] | None = None) -> Any:
+    """Converts an argument to a part of a key; nodes in it are replaced by their numbers."""
+    if isinstance(value, fx.Node) and numbered is not None:
+        return ("value", numbered[value])
+    if isinstance(value, Number):
+        return ("value", value.number)
+    if isinstance(value, list | tuple):
+        return tuple([_hashable(item, numbered) for item in value])
+    if isinstance(value, dict):
+        return tuple([(key, _hashable(item, numbered)) for key, item in value.items()])
+    return (type(value), value) if isinstance(value, bool | int | float) else value

@@ -1,0 +1,119 @@
+"""Rules on factors that the devices of one worker gather, and on rows of tables that optimizers take."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import cast
+
+from torch import fx
+
+from mirrorc.analysis.gradients.factored_gradients import stays_factored
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
+from mirrorc.ir.program import Program, Stage
+from mirrorc.verifier.rules.programs import Violation, say, scopes
+from mirrorc.verifier.rules.rule import rule
+
+_TAKE_ROWS = (
+    *(ops.all_gather, ops.gather_factors, ops.step_optimizer),
+    *(ops.scale, ops.clip_value, ops.norm, ops.is_finite),  # where one device has all rows
+)
+_ADDS_WHOLE = (ops.all_reduce, ops.reduce_scatter, *ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.add_accumulated)
+
+
+@rule(since=Stage.CAPTURED)
+def rows_have_a_bucket_of_their_own(program: Program) -> Iterator[Violation]:
+    """The bucket of a table whose optimizer takes rows has no other gradient, and is not updated element by element: its sum has
+    the rows alone that were looked up."""
+    for bucket in program.buckets:
+        if bucket.rule.takes_rows and (
+            len(bucket.slots) != 1 or len(bucket.slots[0].shape) != 2 or bucket.slots[0].offset
+        ):
+            names = ", ".join(slot.variable for slot in bucket.slots)
+            yield Violation(f"bucket {bucket.index} has {names}, but its optimizer takes rows, of one table")
+        if bucket.rule.takes_rows and bucket.rule.elementwise:
+            yield Violation(f"bucket {bucket.index} is updated element by element, but its optimizer takes rows")
+
+
+@rule(since=Stage.PACKED)
+def rows_stay_rows(program: Program) -> Iterator[Violation]:
+    """Of a table whose optimizer takes rows, replicas pack rows and indices. These are gathered, and never added up whole: a row
+    whose gradients cancel each other, or that is zero, is updated, too."""
+    for where, graph, _ in scopes(program):
+        for node in calls_to(graph, ops.pack, *_ADDS_WHOLE):
+            if not program.buckets[bucket_of(node)].rule.takes_rows:
+                continue
+            if node.target is not ops.pack:
+                yield Violation(f"{say(node)} adds up a whole gradient, of which the optimizer takes rows", node)
+            for user in node.users if node.target is ops.pack else ():
+                if user.op != "output" and user.target not in _TAKE_ROWS:
+                    yield Violation(f"{user.name} takes {node.name} whole, of which the optimizer takes rows", user)
+            for gradient in node.all_input_nodes if node.target is ops.pack else ():
+                if gradient.target is not ops.index_add or not stays_factored(gradient):
+                    place = where(replica_of(node))
+                    yield Violation(
+                        f"{node.name} on {place} packs {gradient.name}, which are no rows and indices, of which the optimizer "
+                        "takes rows",
+                        node,
+                    )
+
+
+@rule(since=Stage.REDUCED)
+def devices_gather_their_own_factors(program: Program) -> Iterator[Violation]:
+    """A bucket is gathered as the plan says. An all_gather takes each replica's own packed bucket, all of whose gradients are
+    left as factors; a replica without examples packs none."""
+    for where, graph, _ in scopes(program):
+        for node in calls_to(graph, *ops.REDUCTIONS):
+            if (node.target is ops.all_gather) != program.buckets[bucket_of(node)].is_gathered:
+                said = "added up whole" if node.target is ops.all_gather else "gathered as factors"
+                yield Violation(f"{say(node)} is of a bucket that is planned to be {said}", node)
+        for node in calls_to(graph, ops.all_gather):
+            for source in node.all_input_nodes:
+                given = f"{say(node)} is given {source.name} on {where(replica_of(source))}"
+                if source.target is not ops.pack or bucket_of(source) != bucket_of(node):
+                    yield Violation(f"{given}, which is not that bucket as it was packed", node)
+                elif whole := [gradient for gradient in source.all_input_nodes if not _is_left(gradient)]:
+                    yield Violation(f"{given}, in which {whole[0].name} is not left as factors", node)
+
+
+@rule(since=Stage.UPDATED)
+def stored_rows_are_what_the_step_has_written(program: Program) -> Iterator[Violation]:
+    """Where the optimizer writes no other rows of a table than those of the gradient, rows may be taken of what its step has made
+    of the bucket, by the gradient that it was given. Who stores them has gathered it, which says which they are."""
+    for where, graph, _ in scopes(program):
+        for node in calls_to(graph, ops.updated_rows, ops.store_rows):
+            index, (value, gradient) = bucket_of(node), cast("tuple[fx.Node, fx.Node]", node.args)
+            here = f"{node.name} on {where(replica_of(node))}"
+            if not program.buckets[index].rule.writes_rows:
+                yield Violation(f"{here} takes rows for bucket {index}, of which the optimizer may write others", node)
+            if node.target is ops.updated_rows:
+                step = _step_of(value, index)
+                if step is None:
+                    yield Violation(f"{here} is given {value.name}, which no step has made of bucket {index}", node)
+                elif gradient not in step.all_input_nodes:
+                    yield Violation(f"{here} takes the rows of {gradient.name}, which {step.name} was not given", node)
+            elif not _is_gathered(gradient, index):
+                yield Violation(
+                    f"{here} stores the rows of {gradient.name}, which is not gathered for bucket {index}", node
+                )
+
+
+def _step_of(value: fx.Node, index: int) -> fx.Node | None:
+    """The step that has made a value of a bucket's parameters; None for any other value."""
+    if value.target is not operator.getitem:
+        return None
+    step, place = value.args
+    if not isinstance(step, fx.Node) or step.target is not ops.step_optimizer:
+        return None
+    return step if step.kwargs["buckets"][place] == index else None  # type: ignore[index]
+
+
+def _is_gathered(value: fx.Node, index: int) -> bool:
+    """Whether a value is a device's sum of the rows that all have of a bucket."""
+    launch = value.all_input_nodes[0] if value.target is ops.wait and bucket_of(value) == index else None
+    return launch is not None and launch.target in (ops.all_gather, ops.gather_factors)
+
+
+def _is_left(gradient: fx.Node) -> bool:
+    return gradient.target in ops.FACTORED and stays_factored(gradient)
