@@ -20,13 +20,12 @@ from mirrorc.errors import (
 )
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import World
-from mirrorc.joins import join
 from mirrorc.loss_check.check import LossCheck, check_loss
 from mirrorc.options.clipping import ClipGradNorm
 from mirrorc.options.tf_communication import CommunicationOptions
 from mirrorc.pipeline.pipeline_edits import Placed, after, before
 from mirrorc.power_sgd import PowerSGD
-from mirrorc.step import Step
+from mirrorc.step import Step, join
 
 __all__ = [
     "CaptureError",

@@ -20,24 +20,17 @@ from mirrorc.calls.call_kind import Purpose
 from mirrorc.calls.call_lock import ExclusiveCalls
 from mirrorc.calls.reports import StepReports
 from mirrorc.calls.zero_grad import KeptGradients
-from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.arguments import Call, without_examples
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.choices.state import MeasuredChoices
 from mirrorc.compilation.program_cache import Specialization
 from mirrorc.compilation.specializer import Specializer
-from mirrorc.coordination.coordinator import JointCalls
-from mirrorc.coordination.gathered_state import gather_state
+from mirrorc.coordination.coordinator import JointCalls, gather_state
 from mirrorc.coordination.in_flight import RestOfStep
 from mirrorc.coordination.residual_checkpoint import dealt_out
-from mirrorc.coordination.uneven_inputs import (
-    JoinedStep,
-    begin_call,
-    refuse_within_others,
-    until_all_have_left,
-    without_examples,
-)
+from mirrorc.coordination.uneven_inputs import JoinedStep, begin_call, refuse_within_others, until_all_have_left
 from mirrorc.errors import ExecutionError, MirrorcError
 from mirrorc.ir.program import Program
 from mirrorc.messages.source_lines import users_stack_level
@@ -582,3 +575,35 @@ class Step(StepReports):
             except MirrorcError as failure:  # of the last step; what has ended the block is raised
                 if error is not None:
                     error.add_note(str(failure))
+
+
+def join(*steps: Step) -> AbstractContextManager[None]:
+    """A block for a loop that calls several steps, and that may end earlier on some workers than on others.
+
+    ``with mirrorc.join(d_step, g_step):``, on every worker, does for each of the steps what `Step.join` does for one. A worker
+    that comes to its end takes part in the training calls of the others, of whichever step they call. For that all workers
+    meet once more before each call, over the connections of the first step, of which nothing is in flight then.
+
+    Args:
+        *steps: those that are called in the block, in one order on all workers. Those of a process on its own do nothing here.
+
+    Raises:
+        TypeError, ValueError: there are none, one is no step, is there twice, or has other workers than the first.
+        ExecutionError, CommunicationError: as `Step.join`; and by a call in the block, on all workers, if some call another step
+            than others.
+    """
+    others = [step for step in steps if not isinstance(step, Step)]
+    if others or not steps:
+        given = f"was given a {type(others[0]).__name__}" if others else "was given nothing"
+        raise TypeError(
+            f"mirrorc.join {given}: give it the steps of mirrorc.compile that the block calls, join(d_step, g_step)"
+        )
+    if len(set(map(id, steps))) < len(steps):
+        raise ValueError("mirrorc.join was given a step twice: give it each once")
+    joined = [own for step in steps for own in step.joined()]
+    if len({id(own.joint.team.cluster) for own in joined}) > 1:
+        raise ValueError(
+            "mirrorc.join was given steps of different workers, which cannot tell each other whose turn it is: compile all "
+            "of them with one process_group"
+        )
+    return until_all_have_left(joined)

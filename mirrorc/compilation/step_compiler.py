@@ -39,8 +39,7 @@ from mirrorc.compilation.program_cache import Specialization
 from mirrorc.compilation.progress import Progress
 from mirrorc.errors import CaptureError
 from mirrorc.ir.nodes import names_of_called_regions
-from mirrorc.ir.program import Accumulation, Program
-from mirrorc.ir.remarks import CAPTURE, Remark
+from mirrorc.ir.program import CAPTURE, Accumulation, Program, Remark
 from mirrorc.ir.variables import Synchronization
 from mirrorc.ir.workers import ALONE
 from mirrorc.messages.wording import counted

@@ -9,9 +9,6 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
-
-from mirrorc.capture.call.arguments import Call, Leaf
 from mirrorc.coordination.coordinator import JointCalls
 from mirrorc.errors import ExecutionError
 from mirrorc.runtime.workers.protocol.header import Agreement
@@ -170,18 +167,3 @@ def _kept_hyperparameters(optimizers: OptimizerGroups) -> Iterator[None]:
     finally:
         for group, values in zip(optimizers.hyperparameters, kept, strict=False):
             group.update(values)
-
-
-def without_examples(call: Call) -> Call:
-    """The same call with tensors that have no examples, in no memory; those that replicas get whole are kept."""
-    return dataclasses.replace(call, leaves=tuple(_emptied(leaf) if leaf.split else leaf for leaf in call.leaves))
-
-
-def _emptied(leaf: Leaf) -> Leaf:
-    if leaf.tensor is None:
-        return dataclasses.replace(leaf, per_replica=tuple(map(_no_rows, leaf.per_replica)))
-    return dataclasses.replace(leaf, tensor=_no_rows(leaf.tensor))
-
-
-def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided((0, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device)

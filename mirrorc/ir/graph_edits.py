@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.ir.names import identifier, of_replica
+from mirrorc.ir.names import filled, identifier, of_replica
 from mirrorc.ir.nodes import is_compute, operation_name, words_of_part
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
-from mirrorc.ir.templates import filled
 from mirrorc.ir.type_inference import set_type
 from mirrorc.torch_internals import add_node, is_operator, writes_argument
 

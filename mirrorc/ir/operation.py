@@ -98,7 +98,7 @@ class Operation:
             for each item of the list.
         keywords: the keywords that it has in every graph; not ``replica``, which lowered graphs lack, and not optional ones.
         shown: the keywords that are printed after its operands, in order, if they are set.
-        stem: a template for the names of its nodes, see `mirrorc.ir.templates`.
+        stem: a template for the names of its nodes, see `mirrorc.ir.names`.
         value: the kind of its value in print, see `mirrorc.printing.values`.
         called: a template for the printed name of its value, or of each if it gives one per bucket; empty for the node's name.
         awaited: for a launch, a template for the printed name of the value that a wait gives.

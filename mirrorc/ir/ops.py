@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirrorc.ir.factored_types import of_index_add, of_product
 from mirrorc.ir.operation import Effect, Kind, Printed, Selection, operation
 from mirrorc.ir.program import Stage
 from mirrorc.ir.type_rules import (
@@ -28,6 +27,7 @@ from mirrorc.ir.type_rules import (
     of_finiteness,
     of_gather,
     of_gathered,
+    of_index_add,
     of_largest,
     of_loss_scale,
     of_low_rank,
@@ -36,6 +36,7 @@ from mirrorc.ir.type_rules import (
     of_operand,
     of_pack,
     of_packed,
+    of_product,
     of_region,
     of_reserved,
     of_rows,

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from mirrorc.ir.buckets import Bucket, Pack
-from mirrorc.ir.matrices import matrices_in, named_matrices
+from mirrorc.ir.buckets import Bucket, Pack, matrices_in, named_matrices
 from mirrorc.ir.nodes import bucket_of, pack_of, region_of
 from mirrorc.ir.operation import Effect, operation_of
 from mirrorc.ir.program import Program
@@ -477,3 +477,38 @@ def of_gather(program: Program, node: fx.Node) -> None:
 
 def nothing(program: Program, node: fx.Node) -> None:
     """Nothing."""
+
+
+def of_product(program: Program, node: fx.Node) -> ValueType:
+    """The type of the slot, which must be that of the product of each pair of matrices."""
+    slot = of_slot(program, node)
+    for factors in _pairs(node, "multiplies", slot):
+        shapes = [kind[1] for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor" and kind[3] == slot[3]]
+        if len(shapes) != 2 or [len(shape) for shape in shapes] != [2, 2] or shapes[0][1] != shapes[1][0]:
+            given = " and ".join(say_type(kind) for kind in factors)
+            raise TypeError(f"it multiplies {given}: it needs two matrices of {say_type(slot)} that fit each other")
+        if (shapes[0][0], shapes[1][1]) != slot[1]:
+            raise TypeError(f"its product is {[shapes[0][0], shapes[1][1]]}, but the slot is {say_type(slot)}")
+    return slot
+
+
+def of_index_add(program: Program, node: fx.Node) -> ValueType:
+    """The type of the slot. Each pair must have rows of the slot's width, and then an index for each row."""
+    slot = of_slot(program, node)
+    for factors in _pairs(node, "adds", slot):
+        given = [kind for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor"]
+        fits = len(given) == 2 and given[1][3] in (torch.int32, torch.int64) and given[0][3] == slot[3]
+        if not fits or given[0][1] != (*given[1][1], *slot[1][1:]) or len(slot[1]) != 2:
+            said = " at ".join(say_type(kind) for kind in factors)
+            raise TypeError(
+                f"it adds {said}: it needs rows of {say_type(slot)}, and as many integers that name their places"
+            )
+    return slot
+
+
+def _pairs(node: fx.Node, what: str, slot: ValueType) -> Iterator[tuple[ValueType, ValueType]]:
+    kinds = [noted_type(factor) for factor in node.args]
+    if not kinds or len(kinds) % 2:
+        given = ", ".join(say_type(kind) for kind in kinds) or "nothing"
+        raise TypeError(f"it {what} {given}: it needs a pair of factors of {say_type(slot)} for each microbatch")
+    return zip(kinds[::2], kinds[1::2], strict=True)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mirrorc.errors import MirrorcError, PassError
-from mirrorc.ir.program import Program, Property
-from mirrorc.ir.remarks import Remark
+from mirrorc.ir.program import Program, Property, Remark
 from mirrorc.pipeline.collector_pause import collector_paused
 from mirrorc.pipeline.pass_order import check_input
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of

@@ -12,7 +12,7 @@ from torch import fx
 from mirrorc.analysis.buckets.slots_of_values import gradient_of, packed_slots
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
-from mirrorc.ir.names import of_all_replicas
+from mirrorc.ir.names import filled, of_all_replicas
 from mirrorc.ir.nodes import (
     bucket_of,
     calls_to,
@@ -26,7 +26,6 @@ from mirrorc.ir.nodes import (
 )
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import LOSS_OUTPUT, Program
-from mirrorc.ir.templates import filled
 from mirrorc.ir.type_rules import awaited_elements
 from mirrorc.torch_internals import is_symbolic, text_of_size
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.custom_ops import out_products, tables
+from mirrorc.custom_ops import out_products
 from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.custom_ops.random import seeded, unseeded
 from mirrorc.ir.operation import operation_named, operation_of
@@ -19,7 +19,7 @@ _OWN_OPERATORS = (  # registered by the import
     out_products.mm_into,
     out_products.addmm_into,
     out_products.linear_into,
-    tables.add_rows_into,
+    out_products.add_rows_into,
     torch.ops.mirrorc.seeded_mask.default,
 )
 _SEEDED = "seeded "  # in front of the name of the random operator that runs under a seed

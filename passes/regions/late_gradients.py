@@ -9,8 +9,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
-from mirrorc.ir.shares import SHARE_ELEMENTS
-from mirrorc.ir.variables import Variable
+from mirrorc.ir.variables import SHARE_ELEMENTS, Variable
 
 LEAST_PART = 16
 """Less than this part of a cap is not worth a message of its own."""

@@ -13,7 +13,7 @@ from torch import fx
 
 from mirrorc.analysis.gradients.region_gradients import calls_by_region, gradient_names, gradient_places
 from mirrorc.analysis.gradients.tied_embeddings import added_rows
-from mirrorc.custom_ops import out_products, tables
+from mirrorc.custom_ops import out_products
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
@@ -177,7 +177,7 @@ def _adding_rows(region: Region, places: Sequence[int]) -> Region:
         rows, indices, _, padding_idx, _ = table.args
         with graph.inserting_before(results[place]):
             given = (before, rows, indices, padding_idx)
-            into = graph.create_node("call_function", tables.add_rows_into, given, name=f"{table.name}_into")
+            into = graph.create_node("call_function", out_products.add_rows_into, given, name=f"{table.name}_into")
         into.meta = {key: table.meta[key] for key in ("stack_trace", "nn_module_stack") if key in table.meta}
         results[place] = before
     graph.output_node().args = (tuple(results),)

@@ -16,8 +16,7 @@ from mirrorc.analysis.gradients.sent_factors import sent_factors
 from mirrorc.errors import PassError
 from mirrorc.ir.buckets import Bucket, Pack, SentFactors, Slot
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.shares import SHARE_ELEMENTS
-from mirrorc.ir.variables import UpdateRule, Variable
+from mirrorc.ir.variables import SHARE_ELEMENTS, UpdateRule, Variable
 from mirrorc.messages.wording import counted, listed, numbered
 from mirrorc.packing import (
     LEAST_ELEMENTS,

@@ -12,7 +12,7 @@ from torch import fx
 from mirrorc.analysis.gradients.region_gradients import calls_by_region
 from mirrorc.analysis.graph.aliases import origins, viewed
 from mirrorc.analysis.graph.dying_arguments import dying_places, stored_product
-from mirrorc.custom_ops import out_products, tables
+from mirrorc.custom_ops import out_products
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Region, Stage
@@ -41,7 +41,7 @@ _ELEMENTWISE = frozenset(
 )
 """Operators that read an element of each operand for one of their result: they may write it where an operand's element was."""
 
-_INTO_SLOTS = frozenset({out_products.mm_into, out_products.addmm_into, tables.add_rows_into})
+_INTO_SLOTS = frozenset({out_products.mm_into, out_products.addmm_into, out_products.add_rows_into})
 
 
 @dataclass(frozen=True)

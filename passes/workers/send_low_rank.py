@@ -11,7 +11,7 @@ from torch import fx
 
 from mirrorc.analysis.communication.compressed_sums import low_rank_matrices, num_bytes_sent
 from mirrorc.ir import ops
-from mirrorc.ir.matrices import Matrix, matrices_in
+from mirrorc.ir.buckets import Matrix, matrices_in
 from mirrorc.ir.nodes import bucket_of, pack_of
 from mirrorc.ir.program import Program
 from mirrorc.messages.wording import counted, listed

@@ -12,8 +12,8 @@ from mirrorc.ir.buckets import Bucket, Elements
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, is_early, replica_of, users_of_sum
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.ir.shares import SHARE_ELEMENTS
 from mirrorc.ir.type_inference import set_type
+from mirrorc.ir.variables import SHARE_ELEMENTS
 from mirrorc.ir.workers import Workers
 from mirrorc.messages.wording import counted, numbered
 from mirrorc.printing.values import size_text

@@ -96,7 +96,7 @@ class Communicator:
         raise self._not_carried("reduce_scatter")
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """This replica's share (`mirrorc.ir.shares.share_bounds`) of the sum, the same bits as in an all_reduce."""
+        """This replica's share (`mirrorc.ir.variables.share_bounds`) of the sum, the same bits as in an all_reduce."""
         raise self._not_carried("reduce_scatter")
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:

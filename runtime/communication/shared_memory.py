@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mirrorc.ir.routes import Route
-from mirrorc.ir.shares import share_bounds
+from mirrorc.ir.variables import share_bounds
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag

@@ -16,8 +16,7 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, call_name, is_region_call, pack_of
 from mirrorc.ir.operation import Kind, Selection
-from mirrorc.ir.program import Program
-from mirrorc.ir.remarks import CAPTURE
+from mirrorc.ir.program import CAPTURE, Program
 from mirrorc.runtime.profiling.accounting import PARTS, mean_parts_ms, typical
 from mirrorc.runtime.profiling.advice import advise
 from mirrorc.runtime.profiling.collectives import Collective, Launch, collectives_of, skew_ns, sources_of

@@ -15,7 +15,7 @@ import torch
 
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import link_named
-from mirrorc.ir.shares import share_bounds
+from mirrorc.ir.variables import share_bounds
 from mirrorc.runtime.communication import Aborted, communicator_for
 from mirrorc.runtime.devices.process_memory import return_freed_memory
 from mirrorc.runtime.devices.thread_pool import DevicePool

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import mirrorc
-from mirrorc.capture.call.arguments import flatten_call
-from mirrorc.coordination.uneven_inputs import JoinedStep, until_all_have_left, without_examples
+from mirrorc.capture.call.arguments import flatten_call, without_examples
+from mirrorc.coordination.uneven_inputs import JoinedStep, until_all_have_left
 from mirrorc.user.optimizer_groups import OptimizerGroups
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mirrorc.custom_ops.tables import add_rows_into
+from mirrorc.custom_ops.out_products import add_rows_into
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

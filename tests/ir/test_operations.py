@@ -13,7 +13,7 @@ from saved_programs import HANDMADE
 from tiny_programs import MUON, Gated, Weight, captured_model, every_stage, handmade, run_up_to
 from torch import nn
 
-from mirrorc.comparison.printed_schedule import schedule_of
+from mirrorc.comparison.schedule_changes import schedule_of
 from mirrorc.compression import TopK
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import call

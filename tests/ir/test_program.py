@@ -9,8 +9,7 @@ from tiny_programs import handmade, run_up_to
 
 from mirrorc.ir import ops
 from mirrorc.ir.program import Stage
-from mirrorc.ir.shares import share_bounds
-from mirrorc.ir.variables import Placement
+from mirrorc.ir.variables import Placement, share_bounds
 
 
 @given(num_elements=st.integers(0, 10_000), num_shares=st.integers(1, 17))

@@ -2,8 +2,7 @@
 
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_two_layers, handmade
 
-from mirrorc.ir.program import Program
-from mirrorc.ir.remarks import Remark
+from mirrorc.ir.program import Program, Remark
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.matrices import Matrix, named_matrices
+from mirrorc.ir.buckets import Matrix, named_matrices
 from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
 

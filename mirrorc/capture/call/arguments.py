@@ -298,3 +298,18 @@ def _paths_within(structure: Structure, path: str) -> list[str]:
     kind, detail, children = structure
     paths = paths_of_children(kind, detail, len(children), path)
     return [*(p for name, child in zip(paths, children, strict=True) for p in _paths_within(child, name)), path]
+
+
+def without_examples(call: Call) -> Call:
+    """The same call with tensors that have no examples, in no memory; those that replicas get whole are kept."""
+    return dataclasses.replace(call, leaves=tuple(_emptied(leaf) if leaf.split else leaf for leaf in call.leaves))
+
+
+def _emptied(leaf: Leaf) -> Leaf:
+    if leaf.tensor is None:
+        return dataclasses.replace(leaf, per_replica=tuple(map(_no_rows, leaf.per_replica)))
+    return dataclasses.replace(leaf, tensor=_no_rows(leaf.tensor))
+
+
+def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided((0, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device)

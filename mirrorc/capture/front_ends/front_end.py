@@ -6,22 +6,16 @@ import contextlib
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
 
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.identical_buffers import tensors_at, vectors_of_spectral_norms, written_alike
 from mirrorc.capture.diagnostics.side_effects import Note
-from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
 from mirrorc.capture.front_ends.guards import NO_GUARDS, Guards
-from mirrorc.capture.model.external_variables import OutsideNames, check_outside_writes
-from mirrorc.capture.program.captured_graph import CapturedGraph, restructure
-from mirrorc.capture.rewrites.value_names import with_stable_names
 from mirrorc.errors import CaptureError
 from mirrorc.pipeline.collector_pause import collector_paused
 from mirrorc.torch_internals import JointGraph, kept_tracing_state
@@ -163,69 +157,6 @@ def _one_at_a_time() -> Iterator[None]:
         yield
     finally:
         _CAPTURING.release()
-
-
-def capture(
-    front_end: FrontEnd,
-    call: TrainingCall,
-    leaves: Sequence[torch.Tensor],
-    leaf_names: Sequence[str],
-    variable_names: Mapping[str, str],
-    trained: Set[str],
-    decompositions: Mapping[Any, Callable[..., Any]],
-    outside: OutsideNames,
-) -> CapturedGraph:
-    """Captures one step on one shard.
-
-    Args:
-        front_end: the front end that traces the step.
-        call: model and loss.
-        leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
-        leaf_names: identifiers for them.
-        variable_names: from the names that parameters and buffers have in ``call`` to the names of variables (tied
-            weights have several names and are one variable).
-        trained: the variables that the optimizer updates.
-        decompositions: the decompositions of ATen operators that the backend prefers.
-        outside: names what is read of modules that neither model nor loss holds.
-
-    Raises:
-        CaptureError: with the user's file and line, the reason and a remedy.
-    """
-    if not call.trains and not front_end.traces_evaluations:
-        raise CaptureError(
-            f"the front end {front_end.name!r} traces training steps alone, and not evaluations: evaluate the model itself, "
-            "under torch.no_grad(), or compile with another front end (capture=)"
-        )
-    with tracing(call) as stack:
-        traced = front_end.trace(stack, call, leaves, decompositions)
-    what, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})
-    check_outside_writes(traced.joint, names, what)
-    names = {**variable_names, **names}
-    captured = restructure(traced.joint, leaf_names, names, trained, what)
-    graph = with_stable_names(captured.graph, captured.arguments)
-    graph.lint()
-    alike = {**_written_alike(graph, call, traced.joint, names), **{names[path]: 0 for path in traced.alike}}
-    told = replace(captured, guards=traced.guards, notes=traced.notes, outputs=traced.outputs, remarks=traced.remarks)
-    return replace(told, graph=graph, alike=alike)
-
-
-def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]) -> dict[str, int]:
-    """The buffers that a graph writes to the same value on all replicas."""
-    roots = [call, *(one.root for one in joint.outside.values() if one.root is not None)]
-    of_norms = (vectors_of_spectral_norms, buffers_of_synchronized_norms)
-    ids = {own for found in of_norms for own in found(roots)} if joint.buffer_writes else set()
-    if not ids:
-        return {}
-    tensors = tensors_at(call, {path: one.tensor for path, one in joint.outside.items()})
-    vectors = [names[path] for path in joint.buffer_writes if id(tensors.get(path)) in ids]
-    output: Any = graph.output_node().args[0]
-    return written_alike(graph, output["writes"], vectors)
-
-
-def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-    """What a step on shards of another size would return beside its loss; None if that is not known."""
-    with tracing(call):
-        return front_end.trace_outputs(call, leaves)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from mirrorc.capture.diagnostics.scale_grad_by_freq import notes_on_counted_look
 from mirrorc.capture.diagnostics.side_effects import Note
 from mirrorc.capture.diagnostics.time_first import refuse_split_time
 from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_on
-from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, capture, front_end_named, outputs_for
+from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named
 from mirrorc.capture.front_ends.guards import AllGuards
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.program.agreement import check_agreement
@@ -40,6 +40,7 @@ from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.capture.program.constants import with_constants_apart
 from mirrorc.capture.program.gathered_rows import GatheredRows
 from mirrorc.capture.program.number_inputs import captured_with_numbers, remarks_on_numbers, with_numbers_of_each
+from mirrorc.capture.program.shard_capture import capture, outputs_for
 from mirrorc.capture.program.symbolic_inputs import SymbolicSizes, with_equal_sizes
 from mirrorc.capture.rewrites.replica_values import refuse_replica_values
 from mirrorc.capture.rewrites.sparse_lookups import refuse_split_offsets

@@ -13,7 +13,7 @@ from torch import fx
 from mirrorc.analysis.graph.decompositions import DECOMPOSITIONS, decomposition_of, tensors_of
 from mirrorc.analysis.graph.layouts import LAYOUT_ONLY, is_layout_only, may_read_memory_in_order, reads_strides
 from mirrorc.analysis.graph.one_hot_rows import ROW_READERS
-from mirrorc.custom_ops import out_products, tables
+from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import details_of, form_of
 from mirrorc.ir.nodes import is_compute, is_region_call, region_of
@@ -206,7 +206,7 @@ class Expressions:
         elif node.target is out_products.addmm_into:
             product = self.applied(torch.ops.aten.mm.default, *(numbered[source] for source in sources))  # type: ignore[index]
             written = self.applied(torch.ops.aten.add.Tensor, numbered[target], product)  # type: ignore[index]
-        elif node.target is tables.add_rows_into:
+        elif node.target is out_products.add_rows_into:
             rows, indices, padding_idx = sources
             whole = (rows, indices, _shape(target)[0], padding_idx, False)
             table = self._number_application(torch.ops.aten.embedding_dense_backward.default, whole, {}, numbered)

@@ -1,18 +1,20 @@
-"""Rules on which replicas have examples: a replica of a small batch runs all of forward and backward, or nothing of them."""
+"""Rules on what a call takes and gives: examples, symbolic sizes, outputs, evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import is_region_call, name_of, replica_of
-from mirrorc.ir.program import Program, Stage
+from mirrorc.ir.nodes import calls_to, is_region_call, name_of, replica_of
+from mirrorc.ir.program import Accumulation, ArgumentKind, Program, Stage
 from mirrorc.ir.routes import place_of
-from mirrorc.verifier.rules.programs import Violation, scopes
-from mirrorc.verifier.rules.rule import Order, rule
+from mirrorc.torch_internals import is_symbolic, raw_symbols, size_key, sizes_key, symbols_in
+from mirrorc.verifier.rules.programs import Violation, losses_of, scopes
+from mirrorc.verifier.rules.rule import Order, Scope, rule
 
 _OF_FORWARD_AND_BACKWARD = (ops.argument, ops.slot, ops.check, ops.gather, ops.write)
 
@@ -54,3 +56,149 @@ def replicas_without_examples_run_nothing(program: Program) -> Iterator[Violatio
 def _is_of_forward_or_backward(node: fx.Node) -> bool:
     is_operation = any(node.target in some for some in (_OF_FORWARD_AND_BACKWARD, ops.FACTORED, ops.MEETINGS))
     return is_operation or node.op == "placeholder" or is_region_call(node)
+
+
+@rule(since=Stage.CAPTURED)
+def losses_are_for_training(program: Program) -> Iterator[Violation]:
+    """A program that takes a weight of the loss trains. One that takes none evaluates: it has no bucket, no variable with an
+    update rule and no region of backward, returns no loss and no gradient, and accumulates none."""
+    for graph in program.shard_graphs:
+        output: Any = graph.output_node().args[0]
+        if program.trains is not isinstance(output["loss"], fx.Node):
+            yield Violation(f"the graph of a shard returns the loss {output['loss']}: {_kind(program)}")
+        if output["gradients"] and not program.trains:
+            yield Violation(f"the graph of a shard returns gradients: {_kind(program)}")
+    for where, graph, replicas in scopes(program):
+        if losses_of(graph) and not program.trains:
+            yield Violation(f"{where(replicas[0])} returns a loss: {_kind(program)}")
+    if not program.trains:
+        yield from _signs_of_training(program)
+
+
+def _kind(program: Program) -> str:
+    return "the program trains" if program.trains else "the program evaluates"
+
+
+def _signs_of_training(program: Program) -> Iterator[Violation]:
+    if program.buckets:
+        yield Violation(f"{_kind(program)}, but has a plan of {len(program.buckets)} buckets")
+    if program.accumulation is not Accumulation.NONE:
+        yield Violation(f"{_kind(program)}, but is {program.accumulation.value}")
+    for variable in program.variables.values():
+        if variable.update is not None:
+            yield Violation(f"{_kind(program)}, but the optimizer updates {variable.name}")
+    for region in program.regions.values():
+        if region.phase == "backward":
+            yield Violation(f"{_kind(program)}, but {region.name} is a region of backward")
+    if program.stage < Stage.UPDATED:
+        return
+    for where, graph, replicas in scopes(program):
+        if next(calls_to(graph, *ops.UPDATES), None) is not None:
+            yield Violation(f"{where(replicas[0])} updates parameters: {_kind(program)}")
+
+
+_Key = tuple[str, str, object, object]
+
+
+@rule(since=Stage.CAPTURED, order=Order.OWNERS)
+def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
+    """Every replica with examples gathers the same outputs, each once, in the same way and of one dtype; parts of a concatenated
+    one have a row for each example and are alike in all other dimensions, parts of one that is averaged or summed are of one
+    shape."""
+    each: list[tuple[str, list[fx.Node], int | None]] = []
+    sizes = program.num_examples if len(program.num_examples) == program.num_replicas else ()
+    for i, graph in enumerate(program.shard_graphs):
+        size = next((size for shard, size in _sizes_of_graphs(program) if shard == i), None) if sizes else None
+        each.append((f"the graph of shard {i}", list(calls_to(graph, ops.gather)), size))
+    for i, (name_of_replica, graph, replicas) in enumerate(scopes(program)):
+        found = list(calls_to(graph, ops.gather))
+        for r in replicas:
+            if (i if r is None else r) not in program.present:
+                continue  # `replicas_without_examples_run_nothing` speaks of it
+            size = sizes[i if r is None else r] if sizes else None
+            each.append((name_of_replica(r), [node for node in found if replica_of(node) == r], size))
+    first: dict[str, _Key] | None = None
+    for where, nodes, num_examples in each:
+        own: dict[str, _Key] = {}
+        for node in nodes:
+            name = str(node.kwargs.get("output"))
+            if not node.all_input_nodes:
+                continue  # `operations_have_their_arguments` speaks of it
+            if name in own:
+                yield Violation(f"{where} gathers {name} twice", node)
+            own[name] = _key(node)
+            if own[name][0] == "concatenated" and not _has_rows(program, node, num_examples):
+                yield Violation(f"{where} gathers {name} along the batch, but it has no row for each example", node)
+        if first is None:
+            first = own
+        for name in {**first, **own}:
+            if first.get(name) != own.get(name):
+                at = next((n for n in nodes if str(n.kwargs.get("output")) == name), nodes[0] if nodes else None)
+                yield Violation(f"{where} gathers {name} otherwise than {each[0][0]}, or not at all", at)
+
+
+def _sizes_of_graphs(program: Program) -> Iterator[tuple[int | None, int]]:
+    """The graphs that shards, or their microbatches, run, each with the number of examples."""
+    if not program.shard_of_microbatch:
+        yield from zip(program.shard_of_replica, program.num_examples, strict=False)
+    for shards, sizes in zip(program.shard_of_microbatch, program.microbatches, strict=False):
+        yield from zip(shards, sizes, strict=False)
+
+
+def _has_rows(program: Program, node: fx.Node, num_examples: int | None) -> bool:
+    value = node.all_input_nodes[0].meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return True
+    size = size_key(value.shape[0]) if value.dim() else None
+    if size is None or isinstance(size, int):
+        return size is not None and num_examples in (None, size)
+    return size in _symbols_of_examples(program, node.graph)
+
+
+def _symbols_of_examples(program: Program, graph: fx.Graph) -> set[Any]:
+    """What counts the examples of a shard whose size is a symbol: dim 0 of the arguments that are split."""
+    names = {argument.name for argument in program.arguments if argument.has_examples}
+    arguments = [*graph.find_nodes(op="placeholder"), *calls_to(graph, ops.argument)]
+    values = [node.meta.get("val") for node in arguments if node.kwargs.get("name", node.target) in names]
+    return {size_key(value.shape[0]) for value in values if isinstance(value, torch.Tensor)}
+
+
+def _key(node: fx.Node) -> _Key:
+    """What must be the same for all parts of an output."""
+    how, value = str(node.kwargs.get("how")), node.all_input_nodes[0].meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return how, str(node.kwargs.get("output")), None, None
+    whole = sizes_key(value.shape)
+    shape = {"concatenated": whole[1:], "averaged": whole, "summed": whole}.get(how)
+    return how, str(node.kwargs.get("output")), value.dtype, shape
+
+
+@rule(since=Stage.CAPTURED, order=Order.REFERENCES)
+def sizes_are_arguments(program: Program) -> Iterator[Violation]:
+    """A graph of operators takes each symbol in the sizes of its values as an argument, before the graphs are outlined as
+    arguments of the program. Operators are given sizes as values of such arguments, never as symbols."""
+    if program.stage is Stage.CAPTURED:
+        told = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.SIZE}
+        for i, graph in enumerate(program.shard_graphs):
+            yield from _untold(graph, f"the graph of shard {i}", told)
+
+
+@rule(since=Stage.OUTLINED, scope=Scope.GRAPH, order=Order.REFERENCES)
+def regions_are_told_sizes(program: Program, graph: fx.Graph) -> Iterator[Violation]:
+    """A region takes each symbol in the sizes of its values as an argument, and gives operators sizes as values of such
+    arguments, never as symbols."""
+    name = next((name for name, region in program.regions.items() if region.graph_module.graph is graph), None)
+    if name is not None:
+        yield from _untold(graph, f"region {name}", None)
+
+
+def _untold(graph: fx.Graph, what: str, names: set[str] | None) -> Iterator[Violation]:
+    given = [node for node in graph.find_nodes(op="placeholder") if is_symbolic(node.meta.get("val"))]
+    told = {size_key(node.meta["val"]) for node in given if names is None or node.target in names}
+    for node in graph.nodes:
+        raw = raw_symbols([node.args, node.kwargs])
+        if raw:
+            yield Violation(f"{what} gives {node.name} the symbol {raw[0]}, which is known to no device", node)
+        unknown = symbols_in(node.meta.get("val")) - told
+        if unknown:
+            yield Violation(f"{what} is not told {sorted(map(str, unknown))[0]}, a size of {node.name}", node)

@@ -41,7 +41,7 @@ def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None =
     A value and its copy in another memory format are equal (`layouts.LAYOUT_ONLY`), except as arguments of an
     operator that may read memory in order: its expression includes the strides of the arguments. A pass that clips or unscales
     gradients may rescale what updates take, as `mirrorc.verifier.rules.clipping` says, and one that compresses sums may make
-    them narrow on their way to other workers, or have a part of each sent, as `mirrorc.verifier.rules.compressed_sums` says. A
+    them narrow on their way to other workers, or have a part of each sent, as `mirrorc.verifier.rules.worker_messages` says. A
     pass that puts microbatches one after the other gives the results of all of them together, as `expressions.repetition`
     says.
     """

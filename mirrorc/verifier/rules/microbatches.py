@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.buckets.slots_of_values import given_slots
-from mirrorc.custom_ops import out_products, tables
+from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.nodes import calls_to, region_calls, region_of, replica_of
@@ -20,7 +20,7 @@ from mirrorc.verifier.rules.programs import Violation, scopes
 from mirrorc.verifier.rules.rule import Order, rule
 
 aten = torch.ops.aten
-_ADDING = (out_products.addmm_into, tables.add_rows_into)
+_ADDING = (out_products.addmm_into, out_products.add_rows_into)
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)

@@ -1,12 +1,13 @@
-"""Rules on programs whose workers each update a part of every bucket: one updates each element, and all gather it."""
+"""Rules on updates of a part: of a bucket by each worker, or of a shard tile by tile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mirrorc.analysis.gradients.tiled_updates import why_not_in_parts
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements
-from mirrorc.ir.nodes import bucket_of, calls_to
+from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.verifier.rules.programs import Violation, last_of_bucket, say, scopes, written_buckets
 from mirrorc.verifier.rules.rule import rule
@@ -87,3 +88,20 @@ def new_parameters_are_gathered_once(program: Program) -> Iterator[Violation]:
             early = next((one for one in updates if node < one), None)
             if early is not None:
                 yield Violation(f"{say(node)} is launched before {early.name}: it would send old parameters", node)
+
+
+@rule(since=Stage.UPDATED)
+def updates_in_parts_take_shares_alone(program: Program) -> Iterator[Violation]:
+    """An update that makes its gradient in parts takes a share of a bucket with factors, and nothing else asks of it what these
+    do not tell: there is no gradient that anything else could read or scale. It makes at least one element at a time."""
+    for where, graph, _ in scopes(program):
+        for update in calls_to(graph, ops.update):
+            number = update.kwargs.get("part_elements")
+            if number is None:
+                continue
+            why = why_not_in_parts(program, update) if isinstance(number, int) and number > 0 else f"{number} are none"
+            if why:
+                device = where(replica_of(update))
+                yield Violation(
+                    f"{update.name} on {device} is to make its gradient {number} elements at a time, but {why}", update
+                )

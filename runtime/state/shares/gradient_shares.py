@@ -9,7 +9,7 @@ import torch
 
 from mirrorc.analysis.gradients.factored_gradients import FactoredSlot
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.shares import share_bounds
+from mirrorc.ir.variables import share_bounds
 from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces, unmade_pieces
 from mirrorc.runtime.state.shares.pieces import (
     FactoredBucket,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.ir.matrices import Matrix
+from mirrorc.ir.buckets import Matrix
 from mirrorc.runtime.state.gradients.low_rank_products import subtract_product, write_elements, write_product
 from mirrorc.runtime.state.gradients.orthonormalize import orthonormal_columns
 from mirrorc.runtime.workers.transport.lane import SeveralRounds

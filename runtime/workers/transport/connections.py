@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +13,31 @@ from torch import distributed
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.stores import OwnConnection
-from mirrorc.runtime.workers.transport.broken_connections import cut_when_broken
 from mirrorc.runtime.workers.transport.connect import await_all, measured_speed, open_lane, patience
 from mirrorc.runtime.workers.transport.lane import Done, Lane, LostConnectionError, in_words
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+def cut_when_broken(deaf: Lane, told: Lane) -> None:
+    """Cuts a lane when another one to the same workers breaks; returns at once.
+
+    A collective of NCCL waits for ever for a worker whose process has ended; a connection of gloo is closed then.
+
+    Args:
+        deaf: the lane that is cut.
+        told: the lane over gloo. When it is closed, nobody looks any more.
+    """
+    threading.Thread(target=_watch, args=(deaf, told), name="mirrorc watches connections", daemon=True).start()
+
+
+def _watch(deaf: Lane, told: Lane) -> None:
+    while not told.is_closed:
+        if told.is_broken:
+            deaf.cut()
+            return
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
 
 _SLACK_SECONDS = 1.0  # what the lanes wait for ends by itself; its text says more
 _HOST = torch.device("cpu")

@@ -13,7 +13,7 @@ from tiny_programs import (
 from torch import fx, nn
 
 from mirrorc.analysis.buckets.slots_of_values import slot_of
-from mirrorc.custom_ops import out_products, tables
+from mirrorc.custom_ops import out_products
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.program import Program, Stage
@@ -92,7 +92,7 @@ def test_rows_of_a_tied_table_are_added_to_the_product_in_its_slot(rows: int) ->
         first, last = (c for c in targets(graph, ops.call_region) if "table.weight" in c.kwargs["gradients"])
         (slot,) = (n for n in targets(graph, ops.slot) if n.kwargs["variable"] == "table.weight")
         assert list(slot.users) == [first] and slot_of(outputs(graph)["gradients"]["table.weight"]) is slot
-        (added,) = targets(body(after, last.kwargs["region"]), tables.add_rows_into)
+        (added,) = targets(body(after, last.kwargs["region"]), out_products.add_rows_into)
         assert added.args[-1] == 1 and added.args[0].op == "placeholder"
         assert not targets(body(after, last.kwargs["region"]), aten.embedding_dense_backward.default)
 
@@ -106,7 +106,7 @@ def test_rows_are_not_added_in_place_to_a_product_that_is_read_elsewhere() -> No
     graph.output_node().args = ({**found, "writes": {"copy": product}},)
     after = PlaceGradients().run(before)
     used = [n.target for r in after.regions.values() for n in r.graph_module.graph.nodes]
-    assert tables.add_rows_into not in used
+    assert out_products.add_rows_into not in used
 
 
 def test_a_gradient_that_two_variables_share_is_left_to_pack() -> None:

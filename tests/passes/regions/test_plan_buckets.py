@@ -13,8 +13,7 @@ from torch import fx, nn
 
 from mirrorc.errors import PassError
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.shares import SHARE_ELEMENTS
-from mirrorc.ir.variables import UpdateRule
+from mirrorc.ir.variables import SHARE_ELEMENTS, UpdateRule
 from mirrorc.ir.workers import World
 from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient
 from mirrorc.passes import PlanBuckets

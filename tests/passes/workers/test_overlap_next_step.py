@@ -10,7 +10,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, region_calls, replica_of
 from mirrorc.ir.program import Accumulation, Program
-from mirrorc.ir.shares import SHARE_ELEMENTS
+from mirrorc.ir.variables import SHARE_ELEMENTS
 from mirrorc.passes import OverlapNextStep, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import Verify

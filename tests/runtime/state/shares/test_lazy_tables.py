@@ -15,8 +15,7 @@ from mirrorc.analysis.gradients.factored_gradients import FactoredSlot
 from mirrorc.analysis.gradients.tiled_updates import has_few_rows
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import TABLE
-from mirrorc.ir.shares import share_bounds
-from mirrorc.ir.variables import Placement, UpdateRule
+from mirrorc.ir.variables import Placement, UpdateRule, share_bounds
 from mirrorc.runtime.state.shares.gradient_shares import MadeShare, make_or_leave, make_share, pieces_of_share
 from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces, are_finite, norm_of_unmade
 from mirrorc.runtime.state.shares.lazy_tables import bytes_of_tables, bytes_to_measure_tables, rows_of_tables
