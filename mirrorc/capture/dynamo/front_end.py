@@ -46,15 +46,16 @@ from mirrorc.torch_internals import (
     export_forward_graph,
     export_joint_graph,
     give_values,
+    given_results,
     guards_of,
     is_drawn,
+    made_leaves,
     noted_calls,
     quiet_fake_tensors,
     storage_key,
     trace_full_graph,
     traced_instead,
 )
-from mirrorc.torch_internals.tracing import out_arguments, requires_grad_writes
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +161,8 @@ def _trace(
         with contextlib.ExitStack() as stack:
             stack.enter_context(traced_instead(functions))
             stack.enter_context(called_while_traced(ASKED_OF_CLASSES))
-            stack.enter_context(requires_grad_writes())
-            stack.enter_context(out_arguments())
+            stack.enter_context(made_leaves())
+            stack.enter_context(given_results())
             for kind in (PaddedSequences, DrawnScalar, DrawnScalarDecides):
                 stack.enter_context(asked_for_class(kind))
             return trace_full_graph(
