@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest $(DISTRIBUTED)
 # Python keeps what it has compiled: every worker and every process that tests start would compile all files anew, for 10 to 15 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slow test-all test-torch test-gpu lint bench bench-tf clean
+.PHONY: train test house test-slow test-all test-torch test-gpu lint bench bench-tf clean
 
 # constraints.txt holds torch at the version that the golden programs and the tests of its private APIs were made with.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -61,6 +61,10 @@ test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.installed,name-a-version)
 .PHONY: name-a-version
 name-a-version:
 	@echo "Name a version of torch: make test-torch TORCH=2.15.0" >&2; exit 2
+
+# Counts lines, words and names, by which one can see that the tree stays light.
+house: $(VENV)/.installed
+	$(BIN)/python tests/support/house.py
 
 # The package directories are mapped, which type checkers do not follow in an editable install: check the built wheel.
 lint: $(VENV)/.installed
