@@ -97,7 +97,7 @@ def step_with(**options: object) -> mirrorc.Step:
         loss_fn=torch.nn.functional.cross_entropy,
         backend="eager",
         example_inputs=((torch.randn(4, 4),), {"target": torch.tensor([0, 1, 2, 0])}),
-        **step_options,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
     )
 
 

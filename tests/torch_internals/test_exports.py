@@ -8,7 +8,7 @@ from mirrorc import torch_internals as internals
 
 
 def test_every_function_is_called_in_this_folder() -> None:
-    source = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("test_*.py")))
+    source = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("test_*.py")))
     names = [
         name
         for name, found in inspect.getmembers(internals, inspect.isfunction)

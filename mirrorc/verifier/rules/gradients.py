@@ -36,6 +36,20 @@ from mirrorc.verifier.rules.rule import Scope, rule
 
 
 @rule(since=Stage.CAPTURED)
+def rows_have_a_bucket_of_their_own(program: Program) -> Iterator[Violation]:
+    """The bucket of a table whose optimizer takes rows has no other gradient, and is not updated element by element: its sum has
+    the rows alone that were looked up."""
+    for bucket in program.buckets:
+        if bucket.rule.takes_rows and (
+            len(bucket.slots) != 1 or len(bucket.slots[0].shape) != 2 or bucket.slots[0].offset
+        ):
+            names = ", ".join(slot.variable for slot in bucket.slots)
+            yield Violation(f"bucket {bucket.index} has {names}, but its optimizer takes rows, of one table")
+        if bucket.rule.takes_rows and bucket.rule.elementwise:
+            yield Violation(f"bucket {bucket.index} is updated element by element, but its optimizer takes rows")
+
+
+@rule(since=Stage.CAPTURED)
 def slots_are_disjoint(program: Program) -> Iterator[Violation]:
     """Slots lie inside their bucket, one after the other, and have their bucket's dtype and update rule."""
     for i, bucket in enumerate(program.buckets):

@@ -36,7 +36,7 @@ def test_a_stream_tells_whether_it_was_drawn_from() -> None:
 
 _READS_IN_THREADS = """
 import gc, threading, time, torch
-from mirrorc.capture.replica_streams import generator_states
+from mirrorc.capture.eager.rng_streams import generator_states
 
 def give_way(phase, info):
     if threading.current_thread() is not threading.main_thread():

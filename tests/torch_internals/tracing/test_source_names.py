@@ -232,7 +232,7 @@ def test_what_was_read_and_has_changed_is_named_as_the_user_names_it() -> None:
         assert guards.hold()
         change()
         assert not guards.hold() and guards.broken().startswith(expected), guards.broken()
-        assert "test_source_words.py:" in guards.broken() and not RAW.search(guards.broken()), guards.broken()
+        assert "test_source_names.py:" in guards.broken() and not RAW.search(guards.broken()), guards.broken()
 
 
 def test_no_guard_is_told_in_dynamos_words() -> None:
