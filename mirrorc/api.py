@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,28 @@ from torch import nn
 from mirrorc.capture.front_ends.fallback import ladder_named
 from mirrorc.capture.model.checks import check_model
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.compilation.activation_memory import checked_activation_memory
 from mirrorc.compression import TopK
 from mirrorc.coordination.compile_round import JointCompilation
+from mirrorc.ir.devices import Device
 from mirrorc.ir.links import check_link
 from mirrorc.ir.workers import World
 from mirrorc.options.all_reduce import checked_all_reduce
-from mirrorc.options.bucketing import check_bucket_sizes, checked_packing, with_default_cap
+from mirrorc.options.bucketing import checked_packing, with_default_cap
 from mirrorc.options.clipping import ClipNorms, clipping
-from mirrorc.options.compression import check_compression
-from mirrorc.options.custom_pipeline import check_beside_pipeline, check_whole
 from mirrorc.options.dynamic_shapes import check_dynamic
-from mirrorc.options.kinds import (
-    Auto,
+from mirrorc.options.mixed_precision import checked_autocast
+from mirrorc.options.option import Request
+from mirrorc.options.placement import placing
+from mirrorc.options.step_options import (
+    LONGEST_WAIT_SECONDS,
+    StepOptions,
+    check_loss_function,
+    dump_directory,
+    example_call,
+)
+from mirrorc.options.step_pipeline import step_pipeline
+from mirrorc.options.table import (
+    OPTIONS,
     BackendName,
     Compression,
     Exchange,
@@ -35,35 +45,17 @@ from mirrorc.options.kinds import (
     LinkName,
     LossReduction,
     PlacementName,
-    Workers,
-    check_kinds,
+    WorkersOption,
+    checked_arguments,
 )
-from mirrorc.options.microbatches import checked_microbatches
-from mirrorc.options.mixed_precision import checked_autocast, checked_scaler
-from mirrorc.options.optimizer_sharding import sharding
-from mirrorc.options.overlap import check_overlap, plan_of_next_step, why_not_by_need
-from mirrorc.options.placement import placing
-from mirrorc.options.step_options import (
-    StepOptions,
-    check_cuda_graphs,
-    check_exchange,
-    check_finite_option,
-    check_loss_function,
-    check_replicas_option,
-    dump_directory,
-    example_call,
-    wait_seconds,
-    why_replicas_are_not_compared,
-)
-from mirrorc.options.tf_communication import CommunicationOptions, with_communication_options
-from mirrorc.options.workers import check_world, joined_workers, worker_devices, workers_of
+from mirrorc.options.tf_communication import CommunicationOptions
+from mirrorc.options.workers import check_devices_of_worker, joined_workers, worker_devices, workers_of
 from mirrorc.packing import GradientOrder, Packing
-from mirrorc.passes import AllReduceAlgorithm, PlanBuckets, default_pipeline, told_of_sharing
-from mirrorc.pipeline.pipeline_edits import Placed, check_pass_names, in_exact_order, select_passes
-from mirrorc.pipeline.pipeline_edits import add_passes as put_in
+from mirrorc.passes import AllReduceAlgorithm
+from mirrorc.pipeline.pipeline_edits import Placed
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.power_sgd import PowerSGD
-from mirrorc.runtime.codegen.backends import backend_named
+from mirrorc.runtime.codegen.backends import Backend, backend_named
 from mirrorc.step import Step
 from mirrorc.user.optimizer_groups import check_optimizers
 
@@ -82,7 +74,7 @@ def compile(
     passes: Sequence[Pass] | None = None,
     add_passes: Sequence[Placed] = (),
     disable_passes: Sequence[str] = (),
-    bucket_cap_mb: float | Auto | None = None,
+    bucket_cap_mb: float | None = None,
     first_bucket_mb: float | None = None,
     packing: Packing | None = None,
     gradient_order: GradientOrder = "ready",
@@ -105,7 +97,7 @@ def compile(
     check_finite: FiniteCheck = False,
     check_replicas_every: int | None = None,
     example_inputs: Any = None,
-    workers: Workers = "auto",
+    workers: WorkersOption = "auto",
     process_group: Any = None,
     world: World | None = None,
     rank: int | None = None,
@@ -113,9 +105,9 @@ def compile(
     early_update: bool = True,
     compression: Compression | TopK | PowerSGD | None = None,
     shard_optimizer: bool = False,
-    overlap_next_step: bool = False,
     placement: PlacementName | Mapping[str, str | torch.device] = "auto",
     dynamic: bool | None = False,
+    **declared: Any,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
 
@@ -218,11 +210,6 @@ def compile(
         shard_optimizer: over several workers, each updates a part of every bucket of gradients alone and keeps the optimizer's
             state of that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
             workers call `Step.gather_optimizer_state`.
-        overlap_next_step: over several workers, return with the loss while the last buckets are in flight; the next call waits
-            for each, and updates it, where forward first reads its parameters; with ``shard_optimizer``, new parameters are in
-            flight. Calls of the model, of ``state_dict`` and
-            ``load_state_dict``, and of everything on the step wait for all of them; direct reads and copies of parameters, and of
-            the optimizer's state, need `Step.synchronize` first. The numbers are the same as without.
         placement: where parameters are, and who updates them: "shared" for one copy in memory that all devices share, of
             which each updates a share; "mirrored" for a copy on each device, which it updates whole; "auto" for the first
             where that is possible, else the second. "central" leaves all sums, updates and the optimizer's state to the first
@@ -235,6 +222,7 @@ def compile(
         dynamic: False to compile each new size of an argument. None for symbols in place of sizes that change: where a call
             brings the second size of a dimension, one more program is compiled for all of its sizes. True for symbols in the
             first program already. See docs/semantics.md for what stays a number, such as numbers of examples beside microbatches.
+        declared: options that were declared outside of the package, see `mirrorc.options.option.Option`.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
@@ -242,109 +230,81 @@ def compile(
         CommunicationError: a worker does not come, does not compile the same step, or raises any other error; all that are there
             raise it.
     """
-    asked = dict(locals())  # the arguments
+    asked = {**locals()}
+    del asked["declared"]
     with JointCompilation(asked) as joint:
-        check_kinds(asked)
-        check_beside_pipeline(asked, compile)
-        asked = with_communication_options(asked, compile)
-        bucket_cap_mb, first_bucket_mb, link = asked["bucket_cap_mb"], asked["first_bucket_mb"], asked["link"]
-        timeout_seconds = asked["timeout_seconds"]
+        asked = checked_arguments(asked, declared)
         check_loss_function(loss_fn)
-        longest_wait = wait_seconds(timeout_seconds)
-        chosen_backend, ladder = backend_named(backend), ladder_named(capture)
-        check_bucket_sizes(bucket_cap_mb, first_bucket_mb, disable_passes)
+        check_model(model)
         planned = checked_packing(asked)
-        dump_to = dump_directory(dump)
+        longest_wait = min(float(asked["timeout_seconds"]), LONGEST_WAIT_SECONDS)
         program_workers = workers_of(world, rank)
         parsed = worker_devices(program_workers, devices)
         if joint.round is not None:
             program_workers = joined_workers(joint.round, parsed, longest_wait)
-        check_world(program_workers, parsed, asked)
-        program_workers = sharding(program_workers, parsed, asked)
-        check_overlap(program_workers, parsed, asked)
-        check_compression(program_workers, parsed, asked)
-        check_link(link, parsed)
-        algorithm = checked_all_reduce(program_workers, parsed, asked)
-        check_cuda_graphs(cuda_graphs, parsed)
-        check_model(model)
-        is_measured = bucket_cap_mb == "auto"
-        objection = chosen_backend.objection(parsed[0].torch_device)
-        if objection:
-            warnings.warn(f"{objection}: backend='eager' is used instead of {backend!r}", stacklevel=2)
-            chosen_backend = backend_named("eager")
-        preferred: dict[str, Any] = {**chosen_backend.preferences(parsed[0].torch_device)}
+        check_devices_of_worker(program_workers, parsed, disable_passes)
+        request = Request(asked, program_workers, parsed)
+        OPTIONS.check_passes(request)
+        OPTIONS.check_exclusions(request)
+        if shard_optimizer and program_workers.are_several:
+            program_workers = replace(program_workers, shards_optimizer=True)
+        check_link(asked["link"], parsed)
+        chosen_backend = usable_backend(backend, parsed)
         model_state = ModelState(model, loss_fn)
         model_state.check_memory()
         optimizers = check_optimizers(optimizer, model_state.parameters)
-        used_scaler = checked_scaler(scaler, asked, model_state.parameters)
-        casts_to = checked_autocast(autocast, parsed)
-        parts = checked_microbatches(microbatches, passes, disable_passes)
-        most_activations = checked_activation_memory(asked)
+        used_scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        most_activations = (
+            None if activation_memory == 1.0 and isinstance(activation_memory, float) else activation_memory
+        )
+        parameters = {
+            **with_default_cap(planned, program_workers, parsed, asked),
+            "link": asked["link"],
+            "all_reduce": checked_all_reduce(request),
+            "microbatches": microbatches,
+            "chooses_checkpoints": most_activations is not None,
+            **clipping(clip_grad_norm, clip_grad_value, optimizers),
+            "scales_loss": used_scaler is not None,
+            "fused_groups": optimizers.fused(parsed[0].torch_device.type),
+            "check_finite": check_finite,
+            "over_workers": program_workers.are_several,
+            "early_update": early_update,
+            "compression": compression,
+            "shard_optimizer": shard_optimizer,
+            **placing(model_state, parsed, placement),
+            **chosen_backend.preferences(parsed[0].torch_device),
+        }
         if most_activations is not None:  # memory that is reserved would be taken beside them
-            preferred["reserves_memory"] = False
-        bounds = clipping(clip_grad_norm, clip_grad_value, optimizers, passes, disable_passes)
-        placed = placing(model_state, program_workers, parsed, asked)
-        base = passes
-        if base is None:
-            base = default_pipeline(
-                **with_default_cap(planned, program_workers, parsed, asked),
-                link=link,
-                all_reduce=algorithm,
-                microbatches=parts,
-                chooses_checkpoints=most_activations is not None,
-                **bounds,
-                scales_loss=used_scaler is not None,
-                fused_groups=optimizers.fused(parsed[0].torch_device.type),
-                check_finite=check_finite,
-                over_workers=program_workers.are_several,
-                early_update=early_update,
-                compression=compression,
-                overlap_next_step=overlap_next_step,
-                shard_optimizer=shard_optimizer,
-                **{**placed, **preferred, **plan_of_next_step(program_workers)},
-            )
-        pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
-        check_finite_option(check_finite, passes, disable_passes, pipeline, cuda_graphs)
-        every = check_replicas_option(check_replicas_every)
-        is_within_process = every and not program_workers.are_several
-        why = why_replicas_are_not_compared(parsed, pipeline) if is_within_process else ""
-        remarks = [why] if why else []
-        if overlap_next_step and passes is None and (why := why_not_by_need(program_workers, preferred)):
-            remarks.append(why)
-        if exact_order:
-            pipeline, remark = in_exact_order(pipeline)
-            remarks += [remark] if remark else []
-        check_whole(pipeline, program_workers, parsed, asked)
-        check_exchange(exchange, program_workers, parsed, pipeline, link)
-        check_pass_names("print_after", print_after, pipeline)
+            parameters["reserves_memory"] = False
+        pipeline, remarks = step_pipeline(request, parameters)
         chosen = StepOptions(
             model=model,
             optimizers=optimizers,
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
             backend=chosen_backend,
-            ladder=ladder,
+            ladder=ladder_named(capture),
             devices=parsed,
             pipeline=pipeline,
-            to_measure=next(p for p in base if isinstance(p, PlanBuckets)) if is_measured else None,
-            dump=dump_to,
+            to_measure=None,
+            dump=dump_directory(dump),
             print_after=tuple(print_after),
             print_after_all=print_after_all,
             timeout_seconds=longest_wait,
             record=record,
             cuda_graphs=cuda_graphs,
             return_outputs=return_outputs,
-            microbatches=parts,
+            microbatches=microbatches,
             activation_memory=most_activations,
             progress=progress,
             scaler=used_scaler,
-            autocast=casts_to,
-            check_replicas_every=every,
+            autocast=checked_autocast(autocast, parsed),
+            check_replicas_every=check_replicas_every or 0,
             program_workers=program_workers,
             cluster=joint.cluster,
             compilation=joint.round,
             exchange=exchange,
-            overlap_next_step=overlap_next_step and program_workers.are_several,
+            overlap_next_step=False,
             dynamic=dynamic,
             remarks=tuple(remarks),
         )
@@ -357,3 +317,13 @@ def compile(
                 step.prepare(*example[0], **example[1])
                 closing.pop_all()
         return step
+
+
+def usable_backend(name: str, devices: Sequence[Device]) -> Backend:
+    """The backend of this name; "eager", with a warning, where it cannot work on the devices."""
+    backend = backend_named(name)
+    objection = backend.objection(devices[0].torch_device)
+    if not objection:
+        return backend
+    warnings.warn(f"{objection}: backend='eager' is used instead of {name!r}", stacklevel=3)
+    return backend_named("eager")

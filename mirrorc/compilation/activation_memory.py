@@ -1,10 +1,10 @@
-"""The option of a step that bounds the memory of its activations: its checks, and the search for a program that keeps to it."""
+"""The search for a program that keeps to a bound for the memory of its activations."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from mirrorc.analysis.memory.activation_peaks import predicted_peak
 from mirrorc.custom_ops.eager_calls import OPAQUE
@@ -22,40 +22,6 @@ _LEAST_STEP = 1 / 64
 _MOST_NAMED = 3  # values at the peak, in an error
 
 _Compiled = TypeVar("_Compiled")
-
-
-def checked_activation_memory(asked: dict[str, Any]) -> float | None:
-    """The bound for the activations of each device: bytes as an int, a part of what they would take as a float, or None for none.
-
-    Args:
-        asked: the arguments of `mirrorc.compile`.
-
-    Raises:
-        ValueError: it is out of range, or contradicts other options; names the remedy.
-    """
-    bound, passes = asked["activation_memory"], asked["passes"]
-    if bound is None:
-        return None
-    if isinstance(bound, float) and not 0 < bound <= 1:
-        raise ValueError(
-            f"activation_memory is {bound!r}: give a part of what activations would take, more than 0 and at most 1.0, or a "
-            "number of bytes for each device as an int"
-        )
-    if isinstance(bound, int) and bound < 1:
-        raise ValueError(
-            f"activation_memory is {bound}: give a positive number of bytes for each device, or None for no bound"
-        )
-    for name in (ChooseCheckpoints().name, "recompute-checkpoints"):
-        if name in asked["disable_passes"]:
-            raise ValueError(
-                f"activation_memory={bound!r} needs the pass {name!r}, which disable_passes leaves out: leave out one"
-            )
-    if passes is not None and not any(isinstance(one, ChooseCheckpoints) for one in passes):
-        raise ValueError(
-            f"activation_memory={bound!r} has no part in a pipeline given with passes=: put mirrorc.passes.ChooseCheckpoints() "
-            "there, before RecomputeCheckpoints, or use add_passes and disable_passes in place of passes"
-        )
-    return None if bound == 1.0 and isinstance(bound, float) else bound
 
 
 class BoundedPrograms(Generic[_Compiled]):

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
-from mirrorc.ir.links import best_link, carrier_of, link_named, link_names
-from mirrorc.ir.workers import Workers
+from mirrorc.ir.links import best_link, carrier_of, link_names
+from mirrorc.options.option import Request
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.passes.all_reduce.auto import Auto
 from mirrorc.pipeline.pipeline_text import parse_passes
 
 
-def checked_all_reduce(
-    workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]
-) -> AllReduceAlgorithm | None:
+def checked_all_reduce(request: Request) -> AllReduceAlgorithm | None:
     """The algorithm that makes sums over devices of messages; None to leave them to the link.
 
     Args:
-        workers: of the step.
-        devices: of this worker.
-        asked: the arguments of `mirrorc.compile`, by name.
+        request: the arguments of `mirrorc.compile`.
 
     Raises:
         TypeError, ValueError: it is none, or cannot be used on these devices, or together with another option; says why, and the
             remedy.
     """
+    workers, devices, asked = request.workers, request.devices, request.asked
     algorithm = algorithm_of(asked["all_reduce"])
     if objection := algorithm.objection(len(devices)):
         raise ValueError(f"all_reduce={algorithm.name!r} cannot be used on {_names(devices)}: {objection}")
@@ -37,16 +34,6 @@ def checked_all_reduce(
     if asked["exact_order"] and isinstance(algorithm, Auto):
         algorithm = replace(algorithm, exact_order=True)
     name = algorithm.name
-    if asked["passes"] is not None:
-        raise ValueError(
-            f"all_reduce={name!r} has no part in a pipeline given with passes=: put "
-            f"mirrorc.all_reduce_algorithms.{type(algorithm).__name__}() behind LowerCollectives() there, or use add_passes and "
-            "disable_passes in place of passes"
-        )
-    if name in asked["disable_passes"]:
-        raise ValueError(
-            f"all_reduce={name!r} asks for the pass {name!r}, which disable_passes leaves out: leave out one of them"
-        )
     if asked["exact_order"] and algorithm.changes_bits:
         raise ValueError(
             f"all_reduce={name!r} as it is given cannot be used with exact_order=True: {algorithm.changes_bits}; leave out "
@@ -61,14 +48,6 @@ def checked_all_reduce(
         raise ValueError(
             f"all_reduce={name!r} cannot be used over several workers: it makes sums of messages between the devices of one "
             "process, and workers exchange what their devices have summed up in one memory, by a library; leave it out"
-        )
-    may_send = algorithm.sends or (
-        len(devices) > 2 and not link_named(asked["link"] or best_link(devices)[0]).reads_one_memory
-    )
-    if may_send and asked["bucket_cap_mb"] == "auto":
-        raise ValueError(
-            f"all_reduce={name!r} cannot be used with bucket_cap_mb='auto': sizes are measured with the link's own sums; give a "
-            "number of MiB"
         )
     if algorithm.sends and len(devices) > 1:
         link = asked["link"] or best_link(devices)[0]

@@ -10,53 +10,27 @@ from mirrorc.ir.workers import Workers
 from mirrorc.packing import CAP_BETWEEN_HOSTS_MB, ByBytes, check_order, plan_of
 
 
-def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, disable_passes: Sequence[str]) -> None:
-    """Refuses "auto" as a bucket size where it cannot choose.
-
-    Raises:
-        ValueError: names the argument and the remedy.
-    """
-    if bucket_cap_mb != "auto":
-        return
-    if "plan-buckets" in disable_passes:
-        raise ValueError(
-            "bucket_cap_mb='auto' chooses for the pass 'plan-buckets', which disable_passes leaves out: leave out one of them"
-        )
-    if first_bucket_mb is not None:
-        raise ValueError(
-            f"bucket_cap_mb='auto' chooses the size of the first bucket, too, but first_bucket_mb is {first_bucket_mb!r}: leave "
-            "it out, or give both as numbers"
-        )
-
-
 def checked_packing(asked: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the pass 'plan-buckets' that follow from the arguments of `mirrorc.compile`, by name.
 
     Raises:
-        TypeError, ValueError: what is given is no plan or no order, or contradicts another option; names it and the remedy.
+        TypeError, ValueError: what is given is no plan or no order, or two options say the same.
     """
     packing, order, cap, first = (
         asked[option] for option in ("packing", "gradient_order", "bucket_cap_mb", "first_bucket_mb")
     )
     check_order(order)
-    given = ["gradient_order"] if order != "ready" else []
     if packing is not None:
         packing = plan_of(packing)
-        given.append("packing")
         if cap is not None or first is not None:
             raise ValueError(
                 "packing= is given besides bucket_cap_mb= or first_bucket_mb=, the short form of packing=mirrorc.packing.ByBytes("
                 "cap_mb, first_mb): give one of both"
             )
-    for option in given:
-        if "plan-buckets" in asked["disable_passes"]:
-            raise ValueError(
-                f"{option}= is for the pass 'plan-buckets', which disable_passes leaves out: leave out one of them"
-            )
     chosen: dict[str, Any] = {} if order == "ready" else {"gradient_order": order}
     if isinstance(packing, ByBytes):
         return {**chosen, "bucket_cap_mb": packing.cap_mb, "first_bucket_mb": packing.first_mb}
-    chosen |= {} if cap in ("auto", None) or packing is not None else {"bucket_cap_mb": cap}
+    chosen |= {} if cap is None or packing is not None else {"bucket_cap_mb": cap}
     chosen |= {} if first is None else {"first_bucket_mb": first}
     return chosen if packing is None else {**chosen, "packing": packing}
 

@@ -51,29 +51,16 @@ ClipNorms = float | ClipGradNorm | Sequence[float | ClipGradNorm | None] | None
 """One bound for all gradients together, or one for each group of the optimizers, in their order, of which some may be None."""
 
 
-def clipping(
-    clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups, passes: Any, disabled: Sequence[str]
-) -> dict[str, Any]:
+def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups) -> dict[str, Any]:
     """The arguments of `mirrorc.passes.default_pipeline` that clip gradients.
 
     Args:
-        clip_grad_norm, clip_grad_value, passes, disabled: the options of `mirrorc.compile`.
+        clip_grad_norm, clip_grad_value: the options of `mirrorc.compile`.
         groups: the user's optimizers.
 
     Raises:
         TypeError, ValueError: names the option and the remedy.
     """
-    asked = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
-    for option, value in asked.items():
-        if value is not None and passes is not None:
-            raise ValueError(
-                f"{option}={value!r} has no part in a pipeline given with passes=: put mirrorc.passes.ClipGradients() there, "
-                "after ShareParameters, or use add_passes and disable_passes in place of passes"
-            )
-        if value is not None and "clip-gradients" in disabled:
-            raise ValueError(
-                f"{option}={value!r} asks for the pass 'clip-gradients', which disable_passes leaves out: leave out one"
-            )
     if clip_grad_value is not None:
         _check("clip_grad_value", clip_grad_value)
     given: dict[str, Any] = {"max_grad_value": None if clip_grad_value is None else float(clip_grad_value)}

@@ -1,4 +1,4 @@
-"""The option that says where parameters are and which device updates them, and what cannot be asked for together with it."""
+"""The owners of parameters that ``placement=`` names."""
 
 from __future__ import annotations
 
@@ -11,85 +11,27 @@ import torch
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
-from mirrorc.ir.links import why_memory_is_not_shared
-from mirrorc.ir.workers import Workers
-from mirrorc.messages.wording import listed
-from mirrorc.packing import may_cut
 from mirrorc.passes import CACHED, CENTRAL, LEAST_LOADED, PlaceVariables
 from mirrorc.pipeline.protocol import Pass
 
 REST = "*"
 """The key of a dict of owners whose value is the rule for all variables that it does not name."""
 
-_SHARING, _PLACING, _LEAVING = "share-parameters", "place-variables", "update-at-owner"
 
-
-def placing(model: ModelState, workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]) -> dict[str, Any]:
+def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dict[str, Any]:
     """The arguments of `mirrorc.passes.default_pipeline` that place parameters.
 
     Args:
         model: the variables of the step.
-        workers: of the step.
         devices: of this worker.
-        asked: the arguments of `mirrorc.compile`, by name.
+        placement: the option of `mirrorc.compile`.
 
     Raises:
-        ValueError: a name is that of no parameter or no device, or an option cannot be kept together with it; says why, and the
-            remedy.
+        ValueError: a name is that of no parameter or no device; says which, and the remedy.
     """
-    placement = asked["placement"]
     if placement == "auto":
         return {}
-    if asked["passes"] is not None:
-        raise ValueError(
-            f"placement={placement!r} has no part in a pipeline given with passes=: put mirrorc.passes.ShareParameters() there, "
-            "or PlaceVariables() behind PlanBuckets() and UpdateAtOwner() behind ScheduleOverlap(), or use add_passes and "
-            "disable_passes in place of passes"
-        )
-    has_owners = placement not in ("mirrored", "shared")
-    needed = (_PLACING, _LEAVING) if has_owners else (_SHARING,) if placement == "shared" else ()
-    for name in needed:
-        if name in asked["disable_passes"]:
-            raise ValueError(
-                f"placement={placement!r} asks for the pass {name!r}, which disable_passes leaves out: leave out one of them"
-            )
-    why = why_memory_is_not_shared(devices) if placement == "shared" and len(devices) > 1 else ""
-    if why:
-        names = listed(device.name for device in devices)
-        raise ValueError(f"placement='shared' is not possible on {names}: {why}; use 'mirrored', or 'auto'")
-    if placement == "mirrored" and workers.are_several and len(devices) > 1:
-        raise ValueError(
-            f"placement='mirrored' cannot be used over several workers where one has {len(devices)} devices yet: these need to "
-            "share their parameters, so that a worker sends each sum once; leave it out, or give each worker one device"
-        )
-    given = {"placement": placement}
-    if has_owners:
-        _check_owned(placement, workers, asked)
-        if isinstance(placement, Mapping):
-            given = _named(placement, model, devices)
-    return given
-
-
-def _check_owned(placement: Any, workers: Workers, asked: Mapping[str, Any]) -> None:
-    """Refuses what a placement with owners cannot be used with."""
-    reasons = {
-        "workers": (
-            workers.are_several,
-            "an owner updates for the devices of its own process, and each of several workers updates for itself; use "
-            "shard_optimizer=True, which deals the update out to workers, and leave placement out",
-        ),
-        "bucket_cap_mb": (
-            asked["bucket_cap_mb"] == "auto",
-            "what is measured are sums that all devices get, and not sums that owners get; give numbers",
-        ),
-        "packing": (
-            asked["packing"] is not None and may_cut(asked["packing"]),
-            "packs end within gradients there, whose parts would go to owners apart; give a plan of whole gradients",
-        ),
-    }
-    for option, (is_asked, why) in reasons.items():
-        if is_asked:
-            raise ValueError(f"placement={placement!r} cannot be used with {option}= as it is given: {why}")
+    return _named(placement, model, devices) if isinstance(placement, Mapping) else {"placement": placement}
 
 
 def _named(placement: Mapping[str, str | torch.device], model: ModelState, devices: Sequence[Device]) -> dict[str, Any]:

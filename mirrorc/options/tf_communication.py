@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -65,12 +64,12 @@ class CommunicationOptions:
         return found
 
 
-def with_communication_options(asked: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+def with_communication_options(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `mirrorc.compile`, with those that its ``communication_options`` stand for.
 
     Args:
         asked: the arguments, by name.
-        function: whose they are, for their defaults.
+        defaults: those of all options.
 
     Raises:
         TypeError: they are no `CommunicationOptions`.
@@ -78,15 +77,14 @@ def with_communication_options(asked: dict[str, Any], function: Callable[..., An
     """
     given = asked["communication_options"]
     if given is None:
-        return asked
+        return dict(asked)
     if not isinstance(given, CommunicationOptions):
         raise TypeError(
             f"communication_options is {given!r}: give mirrorc.CommunicationOptions(bytes_per_pack=..., timeout_seconds=..., "
             "implementation=...)"
         )
-    parameters = inspect.signature(function).parameters
     for name, value in given.options().items():
-        if asked[name] != parameters[name].default:
+        if asked[name] != defaults[name]:
             raise ValueError(
                 f"{name}={asked[name]!r} and {given} say different things of {name}, which is {value!r} there: leave out one of "
                 "them"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -73,16 +72,16 @@ def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device]
     return found
 
 
-def check_world(workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]) -> None:
-    """Refuses options that steps over several workers do not have yet.
+def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable_passes: Sequence[str]) -> None:
+    """Refuses several devices of one of several workers where they do not share their parameters.
 
     Args:
         workers: as `workers_of` gives them.
         devices: of this worker.
-        asked: the arguments of `mirrorc.compile`, by name.
+        disable_passes: the option.
 
     Raises:
-        ValueError: names the option, why it cannot be, and the remedy.
+        ValueError: names the reason and the remedy.
     """
     if not workers.are_several:
         return
@@ -91,34 +90,12 @@ def check_world(workers: Workers, devices: Sequence[Device], asked: Mapping[str,
             f"this worker, one of several, has {len(devices)} devices, and {why}: a worker would send each gradient as often as "
             "it has devices; give each worker one device"
         )
-    if len(devices) > 1 and "share-parameters" in asked["disable_passes"]:
+    if len(devices) > 1 and "share-parameters" in disable_passes:
         raise ValueError(
             f"disable_passes leaves out 'share-parameters', and this worker, one of several, has {len(devices)} devices: these "
             "need to share their parameters, so that a worker sends each sum once; leave the pass in, or give each worker one "
             "device"
         )
-    reasons = {
-        "cuda_graphs": (asked["cuda_graphs"], "a graph does not replay what joins workers"),
-    }
-    for option, (is_asked, why) in reasons.items():
-        if is_asked:
-            raise ValueError(f"{option}={asked[option]!r} cannot be used over several workers yet: {why}; leave it out")
-    _check_chosen_sizes(asked)
-
-
-def _check_chosen_sizes(asked: Mapping[str, Any]) -> None:
-    """Refuses to choose bucket sizes where no steps can be measured.
-
-    Raises:
-        ValueError: says why, and the remedy.
-    """
-    if asked["bucket_cap_mb"] != "auto":
-        return
-    chosen = "bucket_cap_mb='auto' over several workers chooses sizes by the times of their first steps"
-    if asked["world"] is not None:
-        raise ValueError(f"{chosen}, and a world that is not there makes none: give numbers")
-    if not asked["record"]:
-        raise ValueError(f"{chosen}, and record=False keeps none: leave record=False out, or give numbers")
 
 
 def refuse_to_run(workers: Workers, cluster: Cluster | None) -> None:

@@ -20,7 +20,8 @@ from mirrorc import ExecutionError, NonFiniteError, passes
 from mirrorc.all_reduce_algorithms import Ring
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
-from mirrorc.options.step_options import check_finite_option
+from mirrorc.options.option import Request
+from mirrorc.options.table import OPTIONS
 from mirrorc.passes import default_pipeline
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -315,8 +316,9 @@ def test_what_contradicts_check_finite_is_refused() -> None:
     ):
         with pytest.raises(error, match=words):
             mirrorc.compile(model, 2, optimizer=own, loss_fn=loss_fn, **options)
-    with pytest.raises(ValueError, match="cannot be used with cuda_graphs=True"):
-        check_finite_option(True, None, (), default_pipeline(check_finite=True), True)
+    with pytest.raises(ValueError, match="cannot be used with check_finite=True"):
+        asked = {**OPTIONS.defaults, "cuda_graphs": True, "check_finite": True}
+        OPTIONS.check_exclusions(Request(asked, pipeline=default_pipeline(check_finite=True)))
     with pytest.raises(ValueError, match="otherwise is 'stop'"):
         passes.CheckFinite("stop")
 

@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc import ExecutionError, api
+from mirrorc import ExecutionError
 from mirrorc.compilation import step_compiler
 from mirrorc.ir.devices import Device
-from mirrorc.options.step_options import check_cuda_graphs
+from mirrorc.options.option import Request
+from mirrorc.options.table import OPTIONS
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA stands in for itself, see test_cuda.py")
@@ -72,7 +74,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CallRecorder:
 
 def stand_in(patch: pytest.MonkeyPatch, recorder: CallRecorder) -> None:
     """CUDA, as far as captures go: torch's Adam asks it whether it is capturing."""
-    patch.setattr(api, "check_cuda_graphs", lambda *_: None)
+    patch.setattr(OPTIONS, "check_exclusions", lambda request: None)
     patch.setattr(step_compiler, "CudaCapturer", lambda device, seconds: recorder)
     stream = SimpleNamespace(is_capturing=lambda: recorder.is_capturing)
     patch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
@@ -433,10 +435,11 @@ def test_nothing_is_recorded_and_explain_says_why(recorder: CallRecorder) -> Non
 
 def test_only_one_gpu() -> None:
     gpus = (Device("cuda:0", torch.device("cuda", 0)), Device("cuda:0/1", torch.device("cuda", 0)))
-    check_cuda_graphs(True, gpus[:1])
-    check_cuda_graphs(False, gpus)
-    with refuses(ValueError, "one device, not for cuda:0, cuda:0/1", "leave it out"):
-        check_cuda_graphs(True, gpus)
+    request = Request({**OPTIONS.defaults, "cuda_graphs": True}, devices=gpus)
+    OPTIONS.check_exclusions(replace(request, devices=gpus[:1]))
+    OPTIONS.check_exclusions(Request(OPTIONS.defaults, devices=gpus))
+    with refuses(ValueError, "on cuda:0, cuda:0/1: devices wait for one another in Python", "or name one GPU"):
+        OPTIONS.check_exclusions(request)
     model = make_net()
-    with refuses(ValueError, "for a GPU, not for cpu:0"):
+    with refuses(ValueError, "on cpu:0: a graph is of a GPU"):
         compiled(model, torch.optim.AdamW(model.parameters()))

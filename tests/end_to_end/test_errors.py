@@ -92,7 +92,7 @@ def test_mixed_kinds_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"passes": [print]}, TypeError, ("is no pass",)),
         ({"link": "pigeon"}, ValueError, ("link is 'pigeon'", "shared-memory")),
         ({"bucket_cap_mb": -1}, ValueError, ("bucket_cap_mb is -1", "positive number of MiB")),
-        ({"bucket_cap_mb": "big"}, ValueError, ("bucket_cap_mb is 'big'", "positive number of MiB")),
+        ({"bucket_cap_mb": "big"}, TypeError, ("bucket_cap_mb is 'big'", "positive number of MiB")),
         ({"first_bucket_mb": -1.0}, ValueError, ("first_bucket_mb is -1.0", "positive number of MiB")),
         ({"first_bucket_mb": float("nan")}, ValueError, ("first_bucket_mb is nan", "positive number of MiB")),
         ({"timeout_seconds": 0}, ValueError, ("timeout_seconds is 0", "positive number of seconds")),

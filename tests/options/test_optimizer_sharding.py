@@ -14,7 +14,8 @@ from mirrorc import World
 from mirrorc.comparison.diff import diff_programs
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
-from mirrorc.options.optimizer_sharding import sharding
+from mirrorc.options.option import Request
+from mirrorc.options.table import OPTIONS
 from mirrorc.passes import default_pipeline
 from mirrorc.printing.reader import read_program_text
 
@@ -120,7 +121,7 @@ def test_factors_are_made_in_parts_also_by_workers_with_different_numbers_of_dev
 
 def test_one_commit_point_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"early_update=False cannot be used with shard_optimizer=True yet: .*promises not to"
+        ValueError, match=r"early_update=False cannot be used with shard_optimizer=True: .*promises not to"
     ):
         step_of(world=World(2), rank=0, early_update=False)
 
@@ -148,11 +149,8 @@ def test_what_is_not_finite_on_any_worker_ends_the_step() -> None:
 
 def test_gpus_are_refused() -> None:
     with pytest.raises(ValueError, match="shard_optimizer=True cannot be used on devices of the type 'cuda' yet"):
-        sharding(
-            World(2).worker(0),
-            [Device("cuda:0", torch.device("cuda:0"))],
-            {"shard_optimizer": True, "passes": None, "disable_passes": ()},
-        )
+        asked = {**OPTIONS.defaults, "shard_optimizer": True}
+        OPTIONS.check_exclusions(Request(asked, World(2).worker(0), (Device("cuda:0", torch.device("cuda:0")),)))
 
 
 def test_a_pipeline_without_the_pass_is_refused() -> None:
@@ -162,7 +160,7 @@ def test_a_pipeline_without_the_pass_is_refused() -> None:
     model = nn.Linear(5, 4)
     given = {"optimizer": torch.optim.AdamW(model.parameters()), "loss_fn": nn.CrossEntropyLoss(), "world": UNEVEN}
     with pytest.raises(
-        ValueError, match=r"the pipeline given with passes= has not: put mirrorc.passes.ShardOptimizer\(\)"
+        ValueError, match=r"has no part in a pipeline given with passes=: put mirrorc.passes.ShardOptimizer\(\)"
     ):
         mirrorc.compile(model, passes=default_pipeline(over_workers=True), shard_optimizer=True, **given)
     passes = default_pipeline(over_workers=True, shard_optimizer=True)

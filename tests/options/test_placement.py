@@ -12,11 +12,10 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc import World
-from mirrorc.capture.model.model_state import ModelState
 from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
-from mirrorc.ir.workers import ALONE
-from mirrorc.options.placement import placing
+from mirrorc.options.option import Request
+from mirrorc.options.table import OPTIONS
 from mirrorc.passes import PlaceVariables, default_pipeline
 
 
@@ -117,18 +116,13 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
         ),
         (
             "central",
-            {"bucket_cap_mb": "auto"},
-            "cannot be used with bucket_cap_mb= as it is given: what is measured are sums",
-        ),
-        (
-            "central",
             {"world": World(2, 1)},
-            "cannot be used with workers= as it is given: an owner updates for the devices",
+            "cannot be used over several workers: an owner updates for the devices",
         ),
         (
             "mirrored",
             {"world": World(2, 2)},
-            "placement='mirrored' cannot be used over several workers where one has 2 devices",
+            "placement='mirrored' cannot be used for several devices of one of several workers yet",
         ),
         (
             "near",
@@ -146,12 +140,10 @@ def test_what_cannot_be_is_refused(placement: Any, options: dict[str, Any], said
 
 def test_sharing_is_refused_where_devices_have_memories_of_their_own() -> None:
     gpus = [Device(f"cuda:{i}", torch.device("cuda", i)) for i in range(2)]
-    asked = {"placement": "shared", "passes": None, "disable_passes": ()}
-    said = (
-        "placement='shared' is not possible on cuda:0 and cuda:1: the devices do not share one memory; use 'mirrored'"
-    )
-    with pytest.raises(ValueError, match=re.escape(said)):
-        placing(ModelState(Tied(), None), ALONE, gpus, asked)
+    asked = {**OPTIONS.defaults, "placement": "shared"}
+    message = "placement='shared' cannot be used on cuda:0, cuda:1: the devices do not share one memory; use 'mirrored'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OPTIONS.check_exclusions(Request(asked, devices=tuple(gpus)))
 
 
 def test_owners_may_be_devices_of_torch() -> None:

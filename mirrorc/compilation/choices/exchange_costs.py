@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mirrorc.errors import CommunicationError
 from mirrorc.ir.workers import Workers
 from mirrorc.messages.wording import counted
-from mirrorc.options.kinds import Exchange
+from mirrorc.options.table import Exchange
 from mirrorc.printing.values import size_text
 
 

@@ -1,56 +1,50 @@
-"""What a pipeline of the user's own leaves of the other options, and what it must have before anything is compiled."""
+"""The pipeline of a step: made of the options, changed by the user's, and checked before anything is compiled."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mirrorc.errors import PassError
 from mirrorc.ir.devices import Device
 from mirrorc.ir.workers import Workers
 from mirrorc.messages.wording import listed
-from mirrorc.options.tf_communication import CommunicationOptions
-from mirrorc.passes import PASSES
+from mirrorc.options.option import Request
+from mirrorc.options.step_options import why_replicas_are_not_compared
+from mirrorc.options.table import OPTIONS
+from mirrorc.passes import PASSES, default_pipeline, told_of_sharing
 from mirrorc.pipeline.pass_order import check_order
+from mirrorc.pipeline.pipeline_edits import add_passes as put_in
+from mirrorc.pipeline.pipeline_edits import check_pass_names, in_exact_order, select_passes
 from mirrorc.pipeline.protocol import Pass
 
-_REMEDIES = {
-    "bucket_cap_mb": "give mirrorc.passes.PlanBuckets its numbers there",
-    "first_bucket_mb": "give mirrorc.passes.PlanBuckets its numbers there",
-    "packing": "give mirrorc.passes.PlanBuckets its packing there",
-    "gradient_order": "give mirrorc.passes.PlanBuckets its gradient_order there",
-    "link": "put mirrorc.passes.LowerCollectives(link={given!r}) there, and give it to FactorGradients and SpreadCopies, too",
-    "early_update": "put mirrorc.passes.ReduceOverWorkers(early_update={given!r}) there",
-    "communication_options": "give mirrorc.passes.PlanBuckets the size of buckets, LowerCollectives the link, and put an "
-    "algorithm of mirrorc.all_reduce_algorithms behind it; timeout_seconds= is an option of its own",
-}
-"""What to do in place of options that a pass of the pipeline has. Options that check more refuse a pipeline themselves."""
 
-
-def check_beside_pipeline(asked: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Refuses options of passes beside a pipeline that has these passes with options of their own.
+def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list[Pass], list[str]]:
+    """The passes of a step, and remarks on what was asked for.
 
     Args:
-        asked: the arguments of `mirrorc.compile`, by name.
-        function: whose they are, for their defaults.
+        request: the arguments of `mirrorc.compile`.
+        parameters: of `mirrorc.passes.default_pipeline`, where the user gives no pipeline.
 
     Raises:
-        ValueError: names the option and the remedy.
+        ValueError: an option cannot be used with these passes.
+        PassError: they are no pipeline of a whole step.
     """
-    if asked["passes"] is None:
-        return
-    parameters = inspect.signature(function).parameters
-    for option, remedy in _REMEDIES.items():
-        given, default = asked[option], parameters[option].default
-        is_open = given is default or (isinstance(given, str) and given == default)
-        if is_open or (isinstance(given, CommunicationOptions) and not given.options().keys() - {"timeout_seconds"}):
-            continue
-        shown = f"={given!r}" if isinstance(given, str | bool | int | float) else "="
-        raise ValueError(
-            f"{option}{shown} has no part in a pipeline given with passes=: {remedy.format(given=given)}, or use add_passes and "
-            "disable_passes in place of passes"
-        )
+    base = default_pipeline(**parameters) if request["passes"] is None else request["passes"]
+    added = [*OPTIONS.placed(request), *request["add_passes"]]
+    pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), added), request["disable_passes"]))
+    remarks = []
+    if request["check_replicas_every"] and not request.workers.are_several:
+        why = why_replicas_are_not_compared(request.devices, pipeline)
+        remarks += [why] if why else []
+    if request["exact_order"]:
+        pipeline, remark = in_exact_order(pipeline)
+        remarks += [remark] if remark else []
+    check_whole(pipeline, request.workers, request.devices, request.asked)
+    OPTIONS.check_exclusions(replace(request, pipeline=tuple(pipeline)))
+    check_pass_names("print_after", request["print_after"], pipeline)
+    return pipeline, remarks
 
 
 def check_whole(

@@ -1,0 +1,269 @@
+"""A record for each option of `mirrorc.compile`, and the checks that follow from a table of such records."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mirrorc.ir.devices import Device
+from mirrorc.ir.workers import ALONE, Workers
+from mirrorc.pipeline.pipeline_edits import Placed
+from mirrorc.pipeline.protocol import Pass
+
+_SCALARS = (str, bool, int, float)
+_STRICT_KINDS = (bool, str, bytes)  # no numbers or sequences, although Python takes them for such
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a call of `mirrorc.compile`.
+
+    Attributes:
+        asked: the arguments by name.
+        workers: the workers of the step.
+        devices: the devices of this worker.
+        pipeline: the passes that follow from the arguments, once they are known.
+    """
+
+    asked: Mapping[str, Any]
+    workers: Workers = ALONE
+    devices: tuple[Device, ...] = ()
+    pipeline: Sequence[Pass] = ()
+
+    def __getitem__(self, option: str) -> Any:
+        return self.asked[option]
+
+    @property
+    def device_type(self) -> str:
+        return self.devices[0].torch_device.type
+
+    @property
+    def device_names(self) -> str:
+        return ", ".join(device.name for device in self.devices)
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A reason why an option cannot be used in some request.
+
+    Attributes:
+        beside: another option, or a phrase such as "over several workers".
+        why: the reason; a function of the request gives "" where there is none. A text holds wherever the other option is
+            asked for.
+        remedy: the way out.
+        needs_pipeline: the reason depends on the passes of the request.
+    """
+
+    beside: str
+    why: str | Callable[[Request], str]
+    remedy: str = "leave out one of them"
+    needs_pipeline: bool = False
+
+
+@dataclass(frozen=True)
+class NeededPasses:
+    """The passes of the default pipeline that do the work of an option.
+
+    Attributes:
+        names: their names; a function of the value where it decides.
+        instead: what to do where ``passes=`` gives a pipeline; ``{value}`` stands for the value.
+        may_be_in_passes: the option may be given beside a pipeline that has the pass.
+    """
+
+    names: Sequence[str] | Callable[[Any], Sequence[str]]
+    instead: str | Callable[[Any], str]
+    may_be_in_passes: bool = False
+
+    def names_for(self, value: Any) -> Sequence[str]:
+        return self.names(value) if callable(self.names) else self.names
+
+    def remedy_for(self, value: Any) -> str:
+        return self.instead(value) if callable(self.instead) else self.instead.format(value=repr(value))
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of `mirrorc.compile`.
+
+    Attributes:
+        name: the keyword.
+        allowed: the values that the user can give, for messages: "give ...".
+        default: the value that stands for "not asked for".
+        kinds: types of its values; bool, str and bytes only by themselves, not as numbers or sequences. None where the option
+            is checked by its owner, such as names of backends.
+        texts: the strings that it takes.
+        accepts: refuses values of the right kind, such as negative numbers.
+        passes: the passes that do its work.
+        excludes: reasons why it cannot be used.
+        places: passes to put into the pipeline for a value, see `mirrorc.before`; for an option from outside of the package.
+    """
+
+    name: str
+    allowed: str = ""
+    default: Any = None
+    kinds: tuple[Any, ...] | None = None
+    texts: tuple[str, ...] = ()
+    accepts: Callable[[Any], bool] = field(default=lambda value: True)
+    passes: NeededPasses | None = None
+    excludes: tuple[Exclusion, ...] = ()
+    places: Callable[[Any], Sequence[Placed]] | None = None
+
+    def is_asked(self, value: Any) -> bool:
+        """Whether a value asks for anything; an object that is switched off, such as a disabled GradScaler, does not."""
+        if value is self.default or (isinstance(value, _SCALARS) and value == self.default):
+            return False
+        return not (hasattr(value, "is_enabled") and not value.is_enabled())
+
+    def check_kind(self, value: Any) -> None:
+        """Refuses values of another kind.
+
+        Raises:
+            TypeError: the type is wrong; names the option, the value, and the values that are allowed.
+            ValueError: so does this, for a text or a number that is not taken.
+        """
+        if self.texts and isinstance(value, str):
+            is_taken = value in self.texts
+        elif self.kinds is not None and not any(_is_of(value, kind) for kind in self.kinds):
+            raise TypeError(f"{self.name} is {shown(value)}: {self.allowed}")
+        else:
+            is_taken = value is None or self.accepts(value)
+        if not is_taken:
+            raise ValueError(f"{self.name} is {shown(value)}: {self.allowed}")
+
+    def text(self, value: Any) -> str:
+        """The option with its value, as messages show it: ``link='nccl'``; large values are left out: ``packing=``."""
+        text = repr(value)
+        return f"{self.name}={text}" if len(text) <= 60 and " object at 0x" not in text else f"{self.name}="
+
+
+class Options:
+    """The table of options.
+
+    Args:
+        records: those of the package.
+        withdrawn: what became of options that are gone, by name.
+    """
+
+    def __init__(self, records: Sequence[Option], withdrawn: Mapping[str, str]) -> None:
+        self._records = {record.name: record for record in records}
+        self._builtin = frozenset(self._records)
+        self._withdrawn = withdrawn
+
+    def __getitem__(self, name: str) -> Option:
+        return self._records[name]
+
+    def __iter__(self) -> Iterator[Option]:
+        return iter(self._records.values())
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The values that stand for "not asked for", by name."""
+        return {option.name: option.default for option in self}
+
+    def declare(self, option: Option) -> None:
+        """Makes an option known that is not of the package; `mirrorc.compile` takes it as a keyword.
+
+        Raises:
+            ValueError: there is an option of this name.
+        """
+        if option.name in self._records:
+            raise ValueError(f"there is an option {option.name!r} already: give this one another name")
+        self._records[option.name] = option
+
+    def withdraw(self, name: str) -> None:
+        """Makes a declared option unknown."""
+        if name in self._builtin:
+            raise ValueError(f"{name!r} is an option of mirrorc, and stays")
+        del self._records[name]
+
+    def with_declared(self, asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `mirrorc.compile` with those of declared options.
+
+        Raises:
+            TypeError: an argument is no option; says what became of it, or which is closest.
+        """
+        for name in declared.keys() - (self._records.keys() - self._builtin):
+            if name in self._withdrawn:
+                raise TypeError(f"mirrorc.compile() has no option {name!r} any more: {self._withdrawn[name]}")
+            raise TypeError(
+                f"mirrorc.compile() got an unexpected keyword argument {name!r}{_closest(name, self._records)}"
+            )
+        outside = {one.name: one.default for one in self if one.name not in self._builtin}
+        return {**asked, **outside, **declared}
+
+    def check_kinds(self, asked: Mapping[str, Any]) -> None:
+        """Refuses values that their options do not take, see `Option.check_kind`."""
+        for option in self:
+            option.check_kind(asked[option.name])
+
+    def check_passes(self, request: Request) -> None:
+        """Refuses options whose passes ``passes=`` or ``disable_passes=`` leaves out.
+
+        Raises:
+            ValueError: names the option, the pass and the remedy.
+        """
+        passes, disabled = request["passes"], request["disable_passes"]
+        for option in self:
+            value = request[option.name]
+            if option.passes is None or not option.is_asked(value):
+                continue
+            names = option.passes.names_for(value)
+            for name in names:
+                if name in disabled:
+                    raise ValueError(
+                        f"{option.text(value)} asks for the pass {name!r}, which disable_passes leaves out: leave out one of them"
+                    )
+            is_there = passes is not None and {*names} & {getattr(one, "name", "") for one in passes}
+            if passes is not None and not (option.passes.may_be_in_passes and is_there):
+                raise ValueError(
+                    f"{option.text(value)} has no part in a pipeline given with passes=: {option.passes.remedy_for(value)}, or "
+                    "use add_passes and disable_passes in place of passes"
+                )
+
+    def check_exclusions(self, request: Request) -> None:
+        """Refuses options that cannot be used in a request: with another one, on its devices, over its workers.
+
+        Raises:
+            ValueError: names the option, the reason and the remedy.
+        """
+        has_pipeline = bool(request.pipeline)
+        for option in self:
+            value = request[option.name]
+            if not option.is_asked(value):
+                continue
+            for exclusion in option.excludes:
+                if exclusion.needs_pipeline == has_pipeline and (why := self._reason(exclusion, request)):
+                    beside = self._beside(exclusion.beside, request)
+                    raise ValueError(f"{option.text(value)} cannot be used {beside}: {why}; {exclusion.remedy}")
+
+    def _reason(self, exclusion: Exclusion, request: Request) -> str:
+        if callable(exclusion.why):
+            return exclusion.why(request)
+        return exclusion.why if self[exclusion.beside].is_asked(request[exclusion.beside]) else ""
+
+    def _beside(self, beside: str, request: Request) -> str:
+        return (
+            f"with {self[beside].text(request[beside])}" if beside in self._records else beside.format(request=request)
+        )
+
+    def placed(self, request: Request) -> list[Placed]:
+        """The passes that declared options put into the pipeline."""
+        asked = ((option, request[option.name]) for option in self if option.places is not None)
+        return [one for option, value in asked if option.is_asked(value) for one in option.places(value)]  # type: ignore[misc]
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and (kind in _STRICT_KINDS or not isinstance(value, _STRICT_KINDS))
+
+
+def _closest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, [*known], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
