@@ -3,12 +3,14 @@
     python examples/train_text.py                          # two logical CPUs
     python examples/train_text.py --devices cuda:0 cuda:1
 
-Prints the compiled schedule, the loss on held-out files against what byte frequencies alone would give, and some text.
+Prints the compiled schedule, where the time of a step goes, the first losses beside those of plain PyTorch on one device, the
+loss on held-out files against that of byte frequencies alone, and a sample of text.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import sysconfig
 import time
@@ -22,14 +24,17 @@ from tqdm import tqdm
 
 import mirrorc
 
+NUM_COMPARED = 8
+"""Steps that are taken in plain PyTorch, too."""
+
 
 @dataclass(frozen=True)
 class GPTConfig:
     """Sizes of a `GPT`."""
 
-    num_layers: int = 4
+    num_layers: int = 3
     num_heads: int = 4
-    width: int = 192
+    width: int = 128
     context: int = 128
     vocabulary: int = 256
 
@@ -112,7 +117,7 @@ def windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[tor
 
 
 @torch.no_grad()
-def held_out_loss(model: GPT, corpus: Corpus, device: torch.device, num_windows: int = 128) -> float:
+def held_out_loss(model: GPT, corpus: Corpus, device: torch.device, num_windows: int = 64) -> float:
     """Mean loss over windows spread evenly over the held-out text."""
     context = model.config.context
     starts = torch.linspace(0, len(corpus.held_out) - context - 2, num_windows).long()
@@ -141,6 +146,28 @@ def learning_rate(step: int, num_steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
 
 
+def make_optimizer(
+    model: nn.Module, num_steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW and its schedule."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate(i, num_steps))
+
+
+def plain_losses(model: GPT, batches: list[tuple[torch.Tensor, torch.Tensor]], num_steps: int) -> list[float]:
+    """The losses of the same batches in plain PyTorch, on one device; changes the model."""
+    optimizer, scheduler = make_optimizer(model, num_steps)
+    losses = []
+    for x, y in batches:
+        loss = next_byte_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def save_curve(losses: list[float], checks: list[tuple[int, float]], baseline: float, path: Path) -> None:
     """Draws the training and held-out losses."""
     import matplotlib
@@ -162,7 +189,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", default=["cpu:0", "cpu:1"])
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32, help="windows per step, over all devices")
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--seed", type=int, default=0)
@@ -179,8 +206,8 @@ def main() -> None:
     corpus = standard_library(options.max_bytes)
     model = GPT(GPTConfig())
     context = model.config.context
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate(i, options.steps))
+    plain_model = copy.deepcopy(model)
+    optimizer, scheduler = make_optimizer(model, options.steps)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     print(
         f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e6:.1f} MB held out; {size:.1f} M parameters"
@@ -197,16 +224,23 @@ def main() -> None:
         print(f"compiled in {time.perf_counter() - started:.0f} s\n", flush=True)
         home = next(model.parameters()).device
         baseline, losses, checks = corpus.byte_frequency_loss(), [], [(0, held_out_loss(model, corpus, home))]
+        first_batches = []
         progress = tqdm(range(options.steps), unit="step", dynamic_ncols=True)
         for i in progress:
             begun = time.perf_counter()
             x, y = draw_batch()
             losses.append(float(step(x, target=y)))
+            if i < NUM_COMPARED:
+                first_batches.append((x, y))
             scheduler.step()
             rate = x.numel() / (time.perf_counter() - begun)
             progress.set_postfix_str(f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s")
             if (i + 1) % max(1, options.steps // 5) == 0:
                 checks.append((i + 1, held_out_loss(model, corpus, home)))
+        print(f"\n{step.explain()}")
+    plain = plain_losses(plain_model, first_batches, options.steps)
+    print(f"\nloss on {len(options.devices)} devices   " + " ".join(f"{loss:.5f}" for loss in losses[: len(plain)]))
+    print("on one, plain     " + " ".join(f"{loss:.5f}" for loss in plain))
     save_curve(losses, checks, baseline, options.curve)
     print(f"\nheld-out loss {checks[-1][1]:.3f} nats per byte; byte frequencies alone {baseline:.3f}")
     print(f"loss curve in {options.curve}\n\n--- a sample ---")
