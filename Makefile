@@ -24,11 +24,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: $(VENV)/.installed
 	$(BIN)/python examples/train_text.py
 
-# Every property, on a selection of models, devices and optimizers: seven to ten minutes on two cores.
+# Every property, on a selection of models, devices and optimizers: at most five minutes on two cores.
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not exhaustive"
 
-# The same properties on wider selections, and what needs real processes: twenty to thirty minutes.
+# The same properties on wider selections, and what needs real processes: at most forty minutes.
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m "slow and not exhaustive"
 
