@@ -19,7 +19,7 @@ Auto = Literal["auto"]
 # What can be declared outside of the package, too, is any text; these are the names that are there from the beginning.
 BackendName = Literal["inductor", "eager"] | str
 LinkName = Literal["shared-memory", "nccl", "copy"] | str
-FrontEndName = Literal["auto", "dynamo", "trace", "autograd"] | str
+FrontEndName = Literal["auto", "dynamo", "autograd"] | str
 FiniteCheck = bool | Literal["skip"]
 Workers = Auto | None
 Exchange = Literal["auto", "dense", "factors"]

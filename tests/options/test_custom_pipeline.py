@@ -43,7 +43,7 @@ GIVEN: dict[str, Any] = {
     "all_reduce": "ring",
     "communication_options": mirrorc.CommunicationOptions(bytes_per_pack=4),
     "exact_order": True,
-    "capture": "trace",
+    "capture": "autograd",
     "timeout_seconds": 3.0,
     "record": False,
     "cuda_graphs": True,

@@ -164,7 +164,7 @@ def _refuse_state(write: PythonWrite, is_read: bool, what: str) -> None:
             f"forward of {what} assigns an attribute of {owner} (self.x = ...){where}, which a captured graph does not do again "
             "in every step: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and "
             "use local variables for what need not last. What each call assigns before it reads it, such as an auxiliary loss, "
-            "can be returned, or left to capture='autograd' or 'trace'"
+            "can be returned, or left to capture='autograd'"
         )
     if is_read:
         raise CaptureError(

@@ -47,20 +47,18 @@ class Traced:
 class FrontEnd(ABC):
     """Traces a training call on example tensors.
 
+    Its guards watch the reads of `TrainingCall.plain`, so that a program serves calls with other values of the rest. The graph
+    of an `evaluation_call.EvaluationCall` is forward alone, without a tangent: its outputs are the loss, if there is one, named
+    ``loss``, and all others.
+
     Attributes:
         name: the name by which it is chosen.
-        guards_plain_values: whether its guards watch what was read of `TrainingCall.plain`, so that a program serves calls with
-            other values of what was not read. If not, programs are specialized on all plain values.
-        traces_evaluations: whether it takes an `evaluation_call.EvaluationCall` as well, and then gives a graph
-            of forward alone, without a tangent: its outputs are the loss, if there is one, named ``loss``, and all others.
         words: how a step runs what it captures, as what follows a colon.
         needs_data: whether it is given the data of a shard, and that of all others in `TrainingCall.data`; if not, tensors of any
             values.
     """
 
     name: ClassVar[str]
-    guards_plain_values: ClassVar[bool] = False
-    traces_evaluations: ClassVar[bool] = False
     words: ClassVar[str] = "as graphs"
     needs_data: ClassVar[bool] = False
 
@@ -93,6 +91,10 @@ class FrontEnd(ABC):
 
 AUTO = "auto"
 """Stands for the front ends of the ladder, of which the first is used that can capture a model."""
+
+_WITHDRAWN = {
+    "trace": "capture='trace' was withdrawn: say capture='autograd', which trains such models as plain PyTorch, or 'auto'"
+}
 
 _front_ends: dict[str, FrontEnd] = {}
 _rungs: list[FrontEnd] = []
@@ -131,12 +133,14 @@ def front_end_named(name: object) -> FrontEnd:
     """The front end of this name; for "auto", the first one that is tried.
 
     Raises:
-        ValueError: there is none; lists those that there are.
+        ValueError: there is none, and the error lists the others; or it was withdrawn.
     """
     if isinstance(name, str) and name == AUTO:
         return rungs()[0]
     front_end = _front_ends.get(name) if isinstance(name, str) else None
     if front_end is None:
+        if isinstance(name, str) and name in _WITHDRAWN:
+            raise ValueError(_WITHDRAWN[name])
         raise ValueError(f"capture is {name!r}: choose one of {', '.join((AUTO, *_front_ends))}")
     return front_end
 
