@@ -19,7 +19,7 @@ from mirrorc.capture.front_ends.guards import NO_GUARDS, Guards
 from mirrorc.errors import CaptureError
 from mirrorc.pipeline.collector_pause import collector_paused
 from mirrorc.torch_internals import JointGraph, kept_tracing_state
-from mirrorc.user.restore import kept_as_it_is
+from mirrorc.user.restore import restored
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _one_at_a_time() -> Iterator[None]:
 @contextlib.contextmanager
 def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
     """A block in which a front end may trace a call, and after which the model is as it was."""
-    with _one_at_a_time(), kept_as_it_is(call), collector_paused(), contextlib.ExitStack() as stack:
+    with _one_at_a_time(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(kept_tracing_state())
         stack.enter_context(warnings.catch_warnings())
