@@ -149,8 +149,7 @@ def compile(
             remark names what was left out.
         capture: the front end that traces the model: "dynamo", of whose graphs regions are compiled, or "autograd", under which
             forward and backward run as plain PyTorch, for Python that cannot be traced and control flow that depends on data;
-            "auto" tries them in this order, and a warning and a remark say why "dynamo" could not. "trace" runs Python once and
-            records its operators, for what Dynamo cannot read and does the same in each call.
+            "auto" tries them in this order, and a warning and a remark say why "dynamo" could not.
         timeout_seconds: the longest time that a device waits for another one; math.inf for no bound.
         record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
         cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay the graph from then on. This is

@@ -66,7 +66,6 @@ class Step(StepReports):
             options.model,
             options.loss_fn,
             len(options.devices),
-            keeps_plain_apart=options.ladder.guards_plain_values,
             microbatches=options.microbatches,
             are_several=options.program_workers.are_several,
         )

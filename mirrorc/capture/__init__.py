@@ -3,8 +3,6 @@
 from mirrorc.capture.dynamo.front_end import DynamoFrontEnd
 from mirrorc.capture.eager.front_end import AutogradFrontEnd
 from mirrorc.capture.front_ends.front_end import register_front_end
-from mirrorc.capture.python_trace.front_end import TraceFrontEnd
 
 register_front_end(DynamoFrontEnd(), is_rung=True)
 register_front_end(AutogradFrontEnd(), is_rung=True)
-register_front_end(TraceFrontEnd())

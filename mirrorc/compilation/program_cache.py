@@ -224,7 +224,7 @@ class Specializations:
         for place in range(len(own) - 1, -1, -1):
             if plain:
                 own[place].training_call.plain = plain
-            if own[place].guards.hold() and own[place].guards.confirm():
+            if own[place].guards.hold():
                 if own is not next(reversed(self._by_key.values())):  # to hash a key takes long
                     self._by_key.move_to_end(key)
                 if place != len(own) - 1:

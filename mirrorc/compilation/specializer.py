@@ -129,8 +129,7 @@ class Specializer:
         is_usable = program and not self._compiler.states[purpose].needs_other_buckets(program, is_stale=is_stale)
         if found is not None and is_usable and self.keeps(found.executor):
             return found, shards
-        is_watched = found is None and self._options.ladder.guards_plain_values
-        key = self._note_changes(kept, key, call, shards, purpose) if is_watched else key
+        key = self._note_changes(kept, key, call, shards, purpose) if found is None else key
         try:
             new = self._compiled(call, shards, kept.what_is_new(key), purpose)
         except LoneExampleError:

@@ -21,7 +21,6 @@ from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.recompile_reasons import CallKind
 from mirrorc.capture.call.shard_types import SymbolicDims, shard_types
 from mirrorc.capture.call.shards import Shards
-from mirrorc.capture.call.trace_history import TraceHistory
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.front_ends.front_end import FrontEnd
 from mirrorc.capture.model.model_state import ModelState
@@ -103,7 +102,6 @@ class StepCompiler:
         self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home, options.timeout_seconds) if options.cuda_graphs else None
-        self._traces = TraceHistory(has_other=len(options.ladder.names) > 1)
         self._warnings = CaptureWarnings(len(options.devices))
         self._most_activations = 0  # of a device, in programs that keep everything for backward
         self.states = states_of(state)
@@ -231,7 +229,6 @@ class StepCompiler:
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
         )
         training_call.numbers, training_call.trained_elsewhere = self._numbers, parameters_in_training()
-        training_call.history = self._traces
         captured = capture_program(
             training_call,
             call,

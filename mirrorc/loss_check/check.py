@@ -131,7 +131,7 @@ def check_loss(
     split = split_call(call, num_replicas, fewest=fewest_examples(model, loss_fn))
     present = [own for own, size in zip(split.tensors, split.num_examples, strict=True) if size]
     shards = Shards(tuple(present), tuple(size for size in split.num_examples if size))
-    evaluation = Evaluation(model, loss_fn, call.structure)
+    evaluation = Evaluation(model, loss_fn, call)
     whole = evaluation.run(_joined(call))
     with nobody_answers(MirrorcError(_ASKS)) if len(shards.tensors) > 1 else contextlib.nullcontext():
         parts = [evaluation.run(leaves) for leaves in shards.tensors]

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.capture.call.arguments import Structure
+from mirrorc.capture.call.arguments import Call
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.loss_check.equal_draws import EqualDraws
 from mirrorc.loss_check.observed_calls import ObservedCalls
-from mirrorc.loss_check.restored_objects import kept_objects
-from mirrorc.user.restore import kept_as_it_is
+from mirrorc.user.restore import restored
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,11 @@ class Evaluation:
     Args:
         model: the user's model.
         loss_fn: the user's loss; None if the model returns it.
-        structure: how a call's tensors are put together to arguments.
+        call: the batch, or another call of its structure with the same plain arguments.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: Structure) -> None:
-        self._roots = (model, loss_fn)
-        self._call = TrainingCall(model, loss_fn, structure)
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
+        self._call = TrainingCall(model, loss_fn, call.structure, call.plain)
         parameters = ModelState(model, loss_fn).parameters
         self._trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._device = next(iter(self._trainable.values())).device
@@ -68,8 +66,7 @@ class Evaluation:
         own = [leaf.to(self._device, copy=True) for leaf in leaves]  # forward may write them
         observed = ObservedCalls(by_running_statistics)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(kept_objects(*self._roots))
-            stack.enter_context(kept_as_it_is(self._call))
+            stack.enter_context(restored(self._call, deep=True))
             stack.enter_context(_kept_random_streams(self._device))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
@@ -93,7 +90,7 @@ class Evaluation:
 
 
 def _replace_buffers(call: nn.Module) -> None:
-    """Puts copies in the place of buffers, so that the user's are not even written; `kept_as_it_is` takes them out again."""
+    """Puts copies in the place of buffers, so that the user's are not even written; `restored` takes them out again."""
     copies: dict[int, torch.Tensor] = {}
     for module in call.modules():
         for name, buffer in module._buffers.items():

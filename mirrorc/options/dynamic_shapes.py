@@ -17,8 +17,6 @@ def why_sizes_are_numbers(options: StepOptions) -> str:
         return "sizes of buckets are chosen by measurements of a step of known size"
     if options.ladder.names[0] == "autograd":
         return "capture='autograd' runs the model once for each size"
-    if options.ladder.names[0] == "trace":
-        return "capture='trace' runs Python once for each size"
     return ""
 
 

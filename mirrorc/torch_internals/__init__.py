@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mirrorc.torch_internals.aot.checkpoint_tags import checkpoint_tag
-from mirrorc.torch_internals.aot.joint_graph import JointGraph, ToldNumber, take_constants
+from mirrorc.torch_internals.aot.joint_graph import JointGraph, ToldNumber
 from mirrorc.torch_internals.distributed.gloo import GlooGroup
 from mirrorc.torch_internals.distributed.nccl import NcclGroup
 from mirrorc.torch_internals.fx.asserts import CHECKS_OF_TENSORS, assert_true
@@ -112,16 +112,6 @@ from mirrorc.torch_internals.tracing.graph_inputs import (
 from mirrorc.torch_internals.tracing.graph_results import StandIns, give_values, results_with_stand_ins
 from mirrorc.torch_internals.tracing.guards import DynamoGuards, GuardsChange
 from mirrorc.torch_internals.tracing.out_arguments import given_results
-from mirrorc.torch_internals.tracing.python_runs import (
-    KeptCaches,
-    LeftTensors,
-    RefusedRunError,
-    SparseLookupError,
-    is_data_dependent,
-    is_traced_tensor,
-    make_what_torch_makes_once,
-    recorded_run,
-)
 from mirrorc.torch_internals.tracing.requires_grad_writes import made_leaves
 from mirrorc.torch_internals.tracing.side_effects import PythonCall, PythonWrite
 from mirrorc.torch_internals.tracing.source_names import SourceWords, in_users_words, source_words
@@ -135,7 +125,6 @@ from mirrorc.torch_internals.tracing.substituted_calls import (
 from mirrorc.torch_internals.tracing.tracing import (
     export_forward_graph,
     export_joint_graph,
-    export_run,
     failing_node,
     guards_of,
     is_users_file,
@@ -155,21 +144,17 @@ __all__ = [
     "GlooGroup",
     "GuardsChange",
     "JointGraph",
-    "KeptCaches",
-    "LeftTensors",
     "NcclGroup",
     "NumbersGivenUp",
     "PythonCall",
     "PythonWrite",
     "ReadVariable",
-    "RefusedRunError",
     "SavedSizes",
     "ScriptCopy",
     "SizeSymbol",
     "SizesGivenUp",
     "SizesOfArguments",
     "SourceWords",
-    "SparseLookupError",
     "StandIns",
     "ToldNumber",
     "UncountedHook",
@@ -193,7 +178,6 @@ __all__ = [
     "environment_of",
     "export_forward_graph",
     "export_joint_graph",
-    "export_run",
     "failing_node",
     "forward_signature",
     "fresh_kernel_files",
@@ -212,7 +196,6 @@ __all__ = [
     "inductor_decompositions",
     "inductor_wrapper",
     "is_composite",
-    "is_data_dependent",
     "is_dense",
     "is_drawn",
     "is_operator",
@@ -222,7 +205,6 @@ __all__ = [
     "is_script_module",
     "is_structured_trace_on",
     "is_symbolic",
-    "is_traced_tensor",
     "is_users_file",
     "keep_small_loops_small",
     "kept_tracing_state",
@@ -232,7 +214,6 @@ __all__ = [
     "lazy_graph_module",
     "leaf_of_placeholder",
     "made_leaves",
-    "make_what_torch_makes_once",
     "mark_optimizer_stepped",
     "mark_symbolic",
     "norms_of_each",
@@ -256,7 +237,6 @@ __all__ = [
     "raw_symbols",
     "read_from_module",
     "reading_names",
-    "recorded_run",
     "renew_recurrent_weights",
     "replaced_operators",
     "results_with_stand_ins",
@@ -275,7 +255,6 @@ __all__ = [
     "symbols_dispatched",
     "symbols_in",
     "symbols_of_environment",
-    "take_constants",
     "takes_divisor",
     "tells_places_of_maxima",
     "text_of_size",

@@ -1,37 +1,64 @@
-"""Puts a model back as it was, whatever tracing has done to it."""
+"""Restores models and the objects that they hold after a block."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
+import sys
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+
+from mirrorc.user.slots import slots_of
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 """The kinds of collections whose contents are put back, where they are attributes of modules."""
 
+_BASES = (OrderedDict, dict, list, set, deque)  # a kind before those that it is made of
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collections"}
+"""Libraries whose objects are not looked into, except for modules."""
+
 
 @contextlib.contextmanager
-def kept_as_it_is(root: nn.Module) -> Iterator[None]:
-    """Undoes what a block does to a module and its submodules, also if the block fails.
+def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
+    """Undoes the changes of a block to a module and its submodules, also if the block fails.
 
-    A tracer puts its own tensors in the place of parameters and runs the user's code. Each module gets its own attributes back,
-    its tables of parameters, buffers, submodules and hooks are those of before, and so are the lists, deques, dicts and
-    sets that are its attributes. Each tensor has its own memory, shape, ``requires_grad`` and ``grad`` again, each buffer its
-    values.
+    Each module gets its attributes back, its tables of parameters, buffers, submodules and hooks, and the contents of the lists,
+    deques, dicts and sets that are its attributes. Each parameter and buffer has its memory, shape, ``requires_grad`` and
+    ``grad`` again, each buffer its values.
+
+    A deep restore covers all objects that the modules hold, directly or through one another: attributes in dicts and slots,
+    collections, variables of closures, values and shapes of tensors and of numpy's arrays, states of random generators. It does
+    not look into globals, classes, iterators, Python generators, and objects of libraries other than modules and collections.
 
     Args:
-        root: the module; nothing but what its modules hold is put back.
+        root: the module.
+        deep: restore the objects that modules hold, and the values of parameters, too.
     """
-    modules = [_KeptModule(module) for module in root.modules()]
-    tensors = [_KeptTensor(t) for t in {id(t): t for t in (*root.parameters(), *root.buffers())}.values()]
-    values = [KeptValue(buffer) for buffer in root.buffers() if not buffer.is_meta]
-    actions = [kept.put_back for kept in modules] + [kept.put_back for kept in tensors]
-    with put_back_after(actions + [kept.put_back for kept in values]):
+    objects = _HeldObjects(root).actions if deep else _attributes(root)
+    with put_back_after([*objects, *_variables(root)]):
         yield
+
+
+def _attributes(root: nn.Module) -> list[Callable[[], object]]:
+    """The actions that put back the attributes of modules, and the contents of containers among them."""
+    tables = [vars(module) for module in root.modules()]
+    containers = [value for table in tables for value in table.values() if type(value) in CONTAINERS]
+    return [functools.partial(_refill, own, content_of(own)) for own in (*tables, *containers)]
+
+
+def _variables(root: nn.Module) -> list[Callable[[], object]]:
+    """The actions that put back parameters and buffers."""
+    tensors = {id(tensor): tensor for tensor in (*root.parameters(), *root.buffers())}.values()
+    values = [_KeptValue(buffer).put_back for buffer in root.buffers() if not buffer.is_meta]
+    return [*(_KeptTensor(tensor).put_back for tensor in tensors), *values]
 
 
 @contextlib.contextmanager
@@ -86,7 +113,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-class KeptValue:
+class _KeptValue:
     """The value of a tensor and its place in memory, each of which is put back only if it has changed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -114,25 +141,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-class _KeptModule:
-    """What a module holds: its attributes, and what is in those that are containers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._attributes = module.__dict__
-        self._contents = [(value, content_of(value)) for value in module.__dict__.values() if type(value) in CONTAINERS]
-        self._own = dict(module.__dict__)
-
-    def put_back(self) -> None:
-        if not is_same(self._attributes, self._own):
-            _refill(self._attributes, self._own)
-        for container, content in self._contents:
-            if not is_same(container, content):
-                _refill(container, content)
-
-
 def content_of(container: Any) -> Any:
     """The objects that a container holds, for `is_same`."""
-    return dict(container) if isinstance(container, dict) else list(container)
+    kind = _base_of(container)
+    return dict(kind.items(container)) if issubclass(kind, dict) else list(kind.__iter__(container))
 
 
 def is_same(container: Any, content: Any) -> bool:
@@ -143,9 +155,15 @@ def is_same(container: Any, content: Any) -> bool:
 
 
 def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    extend = container.extend if isinstance(container, (list, deque)) else container.update
-    extend(content)
+    if not is_same(content_of(container), content):
+        kind = _base_of(container)
+        kind.clear(container)
+        (kind.extend if issubclass(kind, list | deque) else kind.update)(container, content)
+
+
+def _base_of(container: Any) -> Any:
+    """The builtin class of a container, whose methods none of the user's overrides."""
+    return next(base for base in _BASES if issubclass(type(container), base))
 
 
 class _KeptTensor:
@@ -162,3 +180,108 @@ class _KeptTensor:
             tensor.requires_grad_(self._requires_grad)
         if tensor.grad is not self._gradient:
             tensor.grad = self._gradient
+
+
+class _HeldObjects:
+    """Objects that a root holds, directly or through one another, each looked at once.
+
+    Attributes:
+        actions: the actions that put them back.
+    """
+
+    def __init__(self, root: object) -> None:
+        self.actions: list[Callable[[], object]] = []
+        self._seen: dict[int, object] = {}  # they live, so that no other object has their id
+        waiting = [root]
+        while waiting:
+            value = waiting.pop()
+            if id(value) not in self._seen and not issubclass(type(value), str | int | float | type(None)):
+                self._seen[id(value)] = value
+                waiting.extend(self._held_by(value))
+
+    def _held_by(self, value: Any) -> list[Any]:
+        """The objects that an object holds; notes the actions that put them back."""
+        kind = type(value)
+        if issubclass(kind, torch.Tensor):
+            if can_keep_value(value):
+                self.actions.append(_KeptValue(value).put_back)
+            return []
+        if issubclass(kind, np.ndarray):
+            self.actions.append(functools.partial(_put_back_array, value, value.copy()))
+            return list(value.flat) if value.dtype.hasobject else []
+        self.actions += _states(value, kind)
+        held: list[Any] = []
+        if issubclass(kind, _BASES):
+            content = content_of(value)
+            self.actions.append(functools.partial(_refill, value, content))
+            held += content.values() if isinstance(content, dict) else content
+        elif issubclass(kind, bytearray | array):
+            self.actions.append(functools.partial(_put_back_numbers, value, value[:]))
+        elif issubclass(kind, tuple | frozenset):
+            held += tuple.__iter__(value) if issubclass(kind, tuple) else frozenset.__iter__(value)
+        elif issubclass(kind, functools.partial):
+            held += [value.func, value.args, value.keywords]
+        elif kind is MethodType:
+            held += [value.__self__, value.__func__]
+        elif kind is FunctionType:
+            held += [value.__defaults__, value.__kwdefaults__, *(value.__closure__ or ())]
+        elif kind is CellType:
+            held += self._held_by_cell(value)
+        if _is_looked_into(kind):
+            held += [content for slot in slots_of(kind) for content in self._held_by_slot(value, slot)]
+            with contextlib.suppress(AttributeError):  # a proxy has none of its own, nor has what has only slots
+                held.append(object.__getattribute__(value, "__dict__"))
+        return held
+
+    def _held_by_slot(self, value: Any, slot: MemberDescriptorType) -> list[Any]:
+        try:
+            content = slot.__get__(value)
+        except AttributeError:  # it is empty
+            self.actions.append(functools.partial(_empty_slot, value, slot))
+            return []
+        self.actions.append(functools.partial(slot.__set__, value, content))
+        return [content]
+
+    def _held_by_cell(self, cell: CellType) -> list[Any]:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # it is empty
+            return []
+        self.actions.append(functools.partial(setattr, cell, "cell_contents", content))
+        return [content]
+
+
+def _is_looked_into(kind: type) -> bool:
+    if issubclass(kind, nn.Module | SimpleNamespace | FunctionType):
+        return True
+    return not issubclass(kind, type) and kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _states(value: Any, kind: type) -> list[Callable[[], object]]:
+    """The actions that put a random generator back to its present state."""
+    if issubclass(kind, torch.Generator):
+        return [functools.partial(value.set_state, value.get_state())]
+    if issubclass(kind, random.Random):
+        return [functools.partial(value.setstate, value.getstate())]
+    if issubclass(kind, np.random.RandomState):
+        return [functools.partial(value.set_state, value.get_state())]
+    if issubclass(kind, np.random.Generator):
+        return [functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)]
+    return []
+
+
+def _empty_slot(value: Any, slot: MemberDescriptorType) -> None:
+    with contextlib.suppress(AttributeError):  # it is still empty
+        slot.__delete__(value)
+
+
+def _put_back_numbers(numbers: bytearray | array[Any], content: Any) -> None:
+    if numbers != content:
+        numbers[:] = content
+
+
+def _put_back_array(values: Any, content: Any) -> None:
+    if values.shape != content.shape:
+        values.resize(content.shape, refcheck=False)
+    if values.tobytes() != content.tobytes():
+        values[...] = content

@@ -290,8 +290,7 @@ READS: dict[str, Callable[[], float]] = {
 }
 
 
-@pytest.mark.parametrize("capture", ["dynamo", pytest.param("trace", marks=pytest.mark.slow)])
-def test_the_environment_is_seen_however_it_is_read(capture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_seen_however_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, read in READS.items():
         monkeypatch.delenv("MIRRORC_TEST_BETA", raising=False)
         model = nn.Linear(3, 1).double()
@@ -303,7 +302,7 @@ def test_the_environment_is_seen_however_it_is_read(capture: str, monkeypatch: p
             optimizer=optimizer,
             loss_fn=lambda y, t, read=read: F.mse_loss(y, t) * read(),
             backend="eager",
-            capture=capture,
+            capture="dynamo",
         ) as step:
             for value in (None, None, "2.5", "3.5", "3.5", None):
                 if value is None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc import CaptureError
 from mirrorc.capture.diagnostics.errors import LoneExampleError, UnreadableError
+from mirrorc.capture.dynamo.front_end import DynamoFrontEnd
 from mirrorc.capture.front_ends.fallback import Ladder, ladder_named
 from mirrorc.capture.front_ends.front_end import front_end_named
 from mirrorc.coordination.fingerprint import facts_of_program
@@ -153,23 +154,29 @@ def test_the_ladder_and_its_names() -> None:
 
     with pytest.raises(LoneExampleError, match=r"Remedy: none. With capture='autograd', .*two examples or more"):
         both.climb(attempt)
-    with pytest.raises(ValueError, match="capture is 'traced': choose one of auto, dynamo, autograd, trace"):
+    with pytest.raises(ValueError, match=r"capture is 'traced': choose one of auto, dynamo, autograd$"):
         ladder_named("traced")
+
+
+class Between(DynamoFrontEnd):
+    """A front end with a name of its own."""
+
+    name = "between"
 
 
 def test_whatever_a_front_end_in_between_refuses_the_next_one_tries() -> None:
     def attempt(front_end: Any) -> str:
         if front_end.name == "dynamo":
             raise UnreadableError("cannot capture it. Remedy: none.", ": why")
-        if front_end.name == "trace":
+        if front_end.name == "between":
             raise CaptureError("a loss that is no scalar")
         return front_end.name
 
-    climbed = Ladder([front_end_named(name) for name in ("dynamo", "trace", "autograd")]).climb(attempt)
+    climbed = Ladder([front_end_named("dynamo"), Between(), front_end_named("autograd")]).climb(attempt)
     assert climbed.found == "autograd" and [why for _, why in climbed.failed] == [": why", ": a loss that is no scalar"]
     first, second = climbed.remarks("Net")
     assert (
-        "because 'dynamo' cannot capture Net: why" in first and "because 'trace' cannot capture Net: a loss" in second
+        "because 'dynamo' cannot capture Net: why" in first and "because 'between' cannot capture Net: a loss" in second
     )
 
 

@@ -258,14 +258,13 @@ class Collecting(nn.Module):
         return F.mse_loss(y, target) + self.model.auxiliary
 
 
-@pytest.mark.parametrize("capture", ["autograd", *slow(("trace",))])
-def test_an_attribute_that_forward_assigns_is_not_read_by_another_way(capture: Any) -> None:
+def test_an_attribute_that_forward_assigns_is_not_read_by_another_way() -> None:
     model = Leaving().double()
     x, target = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
 
     def compiled(loss_fn: Loss) -> mirrorc.Step:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", capture=capture)
+        return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", capture="autograd")
 
     with compiled(lambda y, t: F.mse_loss(y, t) + model.auxiliary) as step:
         told = "'auxiliary' of a module, which forward assigns, is read at .*test_other_paths.*make the loss a module that holds"

@@ -15,8 +15,6 @@ from selections import slow_but
 from torch import nn
 
 import mirrorc
-from mirrorc.capture.dynamo.front_end import DynamoFrontEnd
-from mirrorc.capture.front_ends import front_end
 from mirrorc.errors import CaptureError
 
 Body = Callable[[torch.Tensor, Any], Any]
@@ -168,31 +166,6 @@ def test_names_in_keywords_in_the_target_and_in_the_output() -> None:
             assert step(**batch).item() == pytest.approx(loss, rel=1e-12), f"{keywords}, {kinds}"
             programs.append(step.program)
     assert [programs.index(program) for program in programs] == [0, 1, 1, 3, 4, 5, 5, 0]
-
-
-class WithoutGuards(DynamoFrontEnd):
-    """A front end that does not say what was read."""
-
-    name = "without-guards"
-    guards_plain_values = False
-
-    def trace(self, *args: Any) -> front_end.Traced:
-        return dataclasses.replace(super().trace(*args), guards=front_end.NO_GUARDS)
-
-
-def test_without_guards_a_program_is_compiled_for_all_plain_values() -> None:
-    front_end.register_front_end(WithoutGuards())
-    try:
-        model = Reader(lambda x, v: len(v[0])).double()
-        options: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "loss_fn": mean}
-        with mirrorc.compile(model, 2, capture="without-guards", backend="eager", **options) as step:
-            programs = []
-            for names in (["a"], ["bb"], ["a"], ["b"]):
-                step(X, names, target=torch.zeros(4, 2, dtype=torch.float64))
-                programs.append(step.program)
-        assert [programs.index(program) for program in programs] == [0, 1, 0, 3]
-    finally:
-        front_end.unregister_front_end("without-guards")
 
 
 def test_what_forward_changes_in_a_list_is_said_with_its_name() -> None:

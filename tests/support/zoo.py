@@ -42,18 +42,16 @@ def _lines() -> Iterator[str]:
         rung: sum(entry.rung == rung for entry in entries) for rung in sorted({e.rung for e in entries}, reverse=True)
     }
     kinds = ", ".join(f"{count} by `{rung}`" for rung, count in by_rung.items())
-    traced = sum(not entry.untraced for entry in entries)
-    yield f"\n{len(entries)} models: {kinds}; {traced} of them by `trace` as well."
+    yield f"\n{len(entries)} models: {kinds}."
     for family, heading in FAMILIES.items():
         yield from (
             f"\n### {heading}\n",
-            "| model | `capture=` | `trace` | compared with one device | numbers | run by |",
-            "|---|---|---|---|---|---|",
+            "| model | `capture=` | compared with one device | numbers | run by |",
+            "|---|---|---|---|---|",
         )
         for entry in models_of(family):
             rung = f"`{entry.rung}`: {entry.why}" if entry.why else f"`{entry.rung}`"
             compared = f"shard by shard: {entry.couples}" if entry.couples else "whole batch"
             numbers = str(entry.dtype).removeprefix("torch.") + (f", {entry.narrow}" if entry.narrow else "")
-            traced = f"refused: {entry.untraced}" if entry.untraced else "trains"
-            yield f"| {entry.name} | {rung} | {traced} | {compared} | {numbers} | `make {entry.run_by}` |"
+            yield f"| {entry.name} | {rung} | {compared} | {numbers} | `make {entry.run_by}` |"
     yield ""

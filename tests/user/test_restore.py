@@ -13,7 +13,7 @@ from torch import nn
 import mirrorc
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.front_ends.front_end import FrontEnd, register_front_end, unregister_front_end
-from mirrorc.user.restore import kept_as_it_is, put_back_after
+from mirrorc.user.restore import put_back_after, restored
 
 
 class Chain(nn.Module):
@@ -166,7 +166,7 @@ def test_a_buffer_that_is_not_a_number_counts_as_kept() -> None:
     model = nn.BatchNorm1d(2)
     model.running_mean.fill_(float("nan"))
     version = model.running_mean._version
-    with kept_as_it_is(model):
+    with restored(model):
         pass
     assert model.running_mean._version == version
 
@@ -176,7 +176,7 @@ def test_tensors_have_their_shape_and_kind_again_and_the_block_s_error_is_raised
     model = nn.BatchNorm1d(3)
     model.running_mean.copy_(torch.arange(3.0))
     values = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="of the block") if raises else contextlib.nullcontext(), kept_as_it_is(model):
+    with pytest.raises(ValueError, match="of the block") if raises else contextlib.nullcontext(), restored(model):
         model.running_mean.resize_(500)
         model.running_var.data = torch.ones(2, dtype=torch.float64)
         model.weight.data = model.weight.data[:2]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo_models import BATCH_NORM, CLASSES, GOES_BY_DATA, Batch, ZooModel, classes, features, numbers
+from zoo_models import BATCH_NORM, CLASSES, Batch, ZooModel, classes, features, numbers
 
 import mirrorc
 
@@ -329,7 +329,6 @@ MODELS = [
         rung="autograd",
         why="it repeats a layer until it has converged",
         run_by="test",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "critic with a gradient penalty",
@@ -347,7 +346,6 @@ MODELS = [
         rung="autograd",
         why="the data say in which order it reads",
         run_by="test",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "early exit",
@@ -357,6 +355,5 @@ MODELS = [
         rung="autograd",
         why="it asks whether some example is unsure",
         run_by="test",
-        untraced=GOES_BY_DATA,
     ),
 ]

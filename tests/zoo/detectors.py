@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from zoo_models import CLASSES, FLOAT32_WITHIN, GOES_BY_DATA, Batch, BatchMaker, ZooModel, hugging_face, numbers
+from zoo_models import CLASSES, FLOAT32_WITHIN, Batch, BatchMaker, ZooModel, hugging_face, numbers
 
 BOXES = 3
 GRID = 4
@@ -191,9 +191,7 @@ COUNTS = "it divides by the number of boxes in the batch"
 MODELS = [
     ZooModel("SSD, hard negatives", Grid, scenes(16), hard_negatives, run_by="test-slow"),
     ZooModel("RetinaNet, focal loss", Grid, scenes(16), focal, couples=COUNTS, run_by="test-slow"),
-    ZooModel(
-        "set prediction", Grid, scenes(16), matched, rung="autograd", why=ASSIGNS, run_by="test", untraced=GOES_BY_DATA
-    ),
+    ZooModel("set prediction", Grid, scenes(16), matched, rung="autograd", why=ASSIGNS, run_by="test"),
     ZooModel(
         "suppression of overlaps",
         Grid,
@@ -202,7 +200,6 @@ MODELS = [
         rung="autograd",
         why="it compares boxes in a Python loop",
         run_by="test",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "YOLOS",
@@ -225,7 +222,6 @@ MODELS = [
         couples=COUNTS,
         dtype=torch.float32,
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "DETR",
@@ -236,7 +232,6 @@ MODELS = [
         couples=COUNTS,
         dtype=torch.float32,
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "Conditional DETR",
@@ -247,6 +242,5 @@ MODELS = [
         couples=COUNTS,
         narrow=FLOAT32_WITHIN,
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
 ]

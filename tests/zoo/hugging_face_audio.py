@@ -10,7 +10,6 @@ from zoo_models import (
     BATCH_NORM,
     CLASSES,
     FLOAT32_LOSS,
-    GOES_BY_DATA,
     WORDS,
     Batch,
     BatchMaker,
@@ -117,7 +116,6 @@ MODELS = [
         why=CTC,
         narrow=FLOAT32_LOSS,
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel("HuBERT", hugging_face("HubertForSequenceClassification", SPEECH), sounds),
     ZooModel(
@@ -128,7 +126,6 @@ MODELS = [
         why=CTC,
         narrow=FLOAT32_LOSS,
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "WavLM",

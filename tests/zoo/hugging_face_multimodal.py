@@ -13,7 +13,6 @@ from zoo_models import (
     CLASSES,
     FLOAT32_LOSS,
     FLOAT32_WITHIN,
-    GOES_BY_DATA,
     LENGTH,
     WORDS,
     Batch,
@@ -181,7 +180,6 @@ MODELS = [
         rung="autograd",
         why="it takes as many patches as the largest picture has",
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "LLaVA",
@@ -195,7 +193,6 @@ MODELS = [
         ),
         with_places,
         narrow=FLOAT32_WITHIN,
-        untraced=GOES_BY_DATA,
     ),
     ZooModel("LayoutLM", hugging_face("LayoutLMForSequenceClassification", LAYOUT), boxed),
     ZooModel(

@@ -9,7 +9,6 @@ from zoo_models import (
     CLASSES,
     FLOAT32_LOSS,
     FLOAT32_WITHIN,
-    GOES_BY_DATA,
     WORDS,
     Batch,
     ZooModel,
@@ -114,7 +113,6 @@ MODELS = [
         why="its loss looks for labels",
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "ModernBERT",
@@ -152,7 +150,6 @@ MODELS = [
         rung="autograd",
         why=BRANCHES_ON_MASK,
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "BigBird",
@@ -183,7 +180,6 @@ MODELS = [
         why="it seeds torch's generator, for its reversible layers",
         run_by="test-slow",
         warns="'attention_seed', 'feed_forward_seed'",
-        untraced="it seeds torch's generator",
     ),
     ZooModel(
         "ConvBERT",
@@ -330,6 +326,5 @@ MODELS = [
         rung="autograd",
         why=BRANCHES_ON_MASK,
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
 ]

@@ -11,7 +11,6 @@ from torch import nn
 from zoo_models import (
     CLASSES,
     FLOAT32_WITHIN,
-    GOES_BY_DATA,
     WORDS,
     ZooModel,
     features,
@@ -77,7 +76,6 @@ MODELS = [
         rung="autograd",
         why=ROUTES,
         run_by="test",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel("blended experts", Blended, features, F.cross_entropy, run_by="test-slow"),
     ZooModel(
@@ -88,7 +86,6 @@ MODELS = [
         why=ROUTES,
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "Mixtral, loss of the router",
@@ -99,7 +96,6 @@ MODELS = [
         couples="the router's balance",
         narrow=FLOAT32_WITHIN,
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "Mixtral, batched experts",
@@ -137,7 +133,6 @@ MODELS = [
         why=ROUTES,
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "gpt-oss",
@@ -147,7 +142,6 @@ MODELS = [
         why=ROUTES,
         narrow=FLOAT32_WITHIN,
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "JetMoE",
@@ -157,7 +151,6 @@ MODELS = [
         why=ROUTES,
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "Llama 4",
@@ -190,7 +183,6 @@ MODELS = [
         rung="autograd",
         why=ROUTES,
         warns="'input_dtype'",
-        untraced="TypeError: 'NoneType' object",
     ),
     ZooModel(
         "NLLB MoE",
@@ -212,6 +204,5 @@ MODELS = [
         why=ROUTES,
         warns="'input_dtype'",
         couples="the capacity of experts",
-        untraced="it reads the gradient of a tensor",
     ),
 ]

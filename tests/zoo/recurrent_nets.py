@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from zoo_models import CLASSES, GOES_BY_DATA, WORDS, Batch, ZooModel, classes, numbers, tokens
+from zoo_models import CLASSES, WORDS, Batch, ZooModel, classes, numbers, tokens
 
 
 class MeanState(nn.Module):
@@ -119,7 +119,7 @@ MODELS = [
     ),
     ZooModel("GRU", lambda: MeanState(nn.GRU), waves, F.cross_entropy, run_by="test"),
     ZooModel("RNN", lambda: MeanState(nn.RNN), waves, F.cross_entropy, run_by="test-slow"),
-    ZooModel("GRU of packed sequences", Packed, ragged, F.cross_entropy, run_by="test-slow", untraced=GOES_BY_DATA),
+    ZooModel("GRU of packed sequences", Packed, ragged, F.cross_entropy, run_by="test-slow"),
     ZooModel(
         "LSTM cell in a loop over each length",
         Cells,
@@ -128,7 +128,6 @@ MODELS = [
         rung="autograd",
         why="how often it loops follows from the data",
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "LSTM and CTC",
@@ -138,7 +137,6 @@ MODELS = [
         rung="autograd",
         why="the loss needs memory that follows from the labels",
         run_by="test",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel("GRU with attention", Translator, told, F.cross_entropy),
 ]

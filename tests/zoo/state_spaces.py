@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hugging_face_text import DECODER, SPECIAL
-from zoo_models import FLOAT32_WITHIN, GOES_BY_DATA, WORDS, ZooModel, hugging_face, text
+from zoo_models import FLOAT32_WITHIN, WORDS, ZooModel, hugging_face, text
 
 MAMBA: dict[str, Any] = {
     **SPECIAL,
@@ -26,10 +26,9 @@ HYBRID: dict[str, Any] = {
     "use_mamba_kernels": False,
 }
 
-IMPORTS = "it reads attributes by 'import_module'"
 
 MODELS = [
-    ZooModel("Mamba", hugging_face("MambaForCausalLM", MAMBA), text, narrow=FLOAT32_WITHIN, untraced=IMPORTS),
+    ZooModel("Mamba", hugging_face("MambaForCausalLM", MAMBA), text, narrow=FLOAT32_WITHIN),
     ZooModel(
         "Mamba 2",
         hugging_face("Mamba2ForCausalLM", MAMBA, num_heads=4, head_dim=8, n_groups=1, chunk_size=5),
@@ -37,9 +36,7 @@ MODELS = [
         run_by="test-slow",
         narrow=FLOAT32_WITHIN,
     ),
-    ZooModel(
-        "Falcon Mamba", hugging_face("FalconMambaForCausalLM", MAMBA), text, narrow=FLOAT32_WITHIN, untraced=IMPORTS
-    ),
+    ZooModel("Falcon Mamba", hugging_face("FalconMambaForCausalLM", MAMBA), text, narrow=FLOAT32_WITHIN),
     ZooModel(
         "RecurrentGemma",
         hugging_face(
@@ -77,7 +74,6 @@ MODELS = [
         why="which experts run follows from the data",
         narrow=FLOAT32_WITHIN,
         run_by="test-slow",
-        untraced=GOES_BY_DATA,
     ),
     ZooModel(
         "Bamba",

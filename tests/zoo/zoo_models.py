@@ -23,8 +23,6 @@ FLOAT32_LOSS = "loss in float32"
 FLOAT32_WITHIN = "float32 within"
 BATCH_NORM = "BatchNorm"
 
-GOES_BY_DATA = "it goes by values of data"
-
 
 @dataclass(frozen=True)
 class ZooModel:
@@ -37,7 +35,6 @@ class ZooModel:
         loss_fn: what to compile it with; None where the model gives its loss.
         rung: the highest front end that captures it (``capture=``).
         why: why no higher front end does.
-        untraced: why ``capture="trace"`` refuses it, in words of its error; empty if it trains it.
         run_by: the first command that runs it: ``"test"``, ``"test-slow"`` or ``"test-all"``.
         couples: what makes the loss of a batch something else than the mean over its examples, so that it is compared with plain
             PyTorch shard by shard, as in DDP; empty if nothing does.
@@ -57,7 +54,6 @@ class ZooModel:
     narrow: str = ""
     dtype: torch.dtype = torch.float64
     warns: str = ""
-    untraced: str = ""
 
     @property
     def tolerance(self) -> float:

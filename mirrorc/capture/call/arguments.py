@@ -103,32 +103,28 @@ class Call:
     plain: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def flatten_call(
-    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps_plain_apart: bool = False
-) -> Call:
+def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Takes a call apart.
 
     Args:
         names: the names of the positional parameters, for messages and dumps.
         args: the positional arguments.
         kwargs: the keyword arguments.
-        keeps_plain_apart: plain values become `Call.plain`; else they are constants of the structure.
 
     Raises:
         TypeError, ValueError: an argument cannot be made again of shards; names it and the remedy.
     """
     leaves: list[Leaf] = []
     plain: dict[str, Any] = {}
-    apart = plain if keeps_plain_apart else None
     positional = []
     for i, value in enumerate(args):
         path = names[i] if i < len(names) else f"args[{i}]"
-        positional.append(_flatten_argument(value, path, leaves, apart))
-    keyword = [(key, _flatten_argument(value, key, leaves, apart)) for key, value in kwargs.items()]
+        positional.append(_flatten_argument(value, path, leaves, plain))
+    keyword = [(key, _flatten_argument(value, key, leaves, plain)) for key, value in kwargs.items()]
     return Call(tuple(leaves), (tuple(positional), tuple(keyword)), plain)
 
 
-def _flatten_argument(value: Any, path: str, leaves: list[Leaf], plain: dict[str, Any] | None) -> Structure:
+def _flatten_argument(value: Any, path: str, leaves: list[Leaf], plain: dict[str, Any]) -> Structure:
     try:
         return _flatten(value, path, leaves, "split", plain)
     except RecursionError:

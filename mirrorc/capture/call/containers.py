@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from mirrorc.capture.call.packed_sequences import PaddedSequences, made_again, parts_of
+from mirrorc.user.slots import slots_of
 
 
 class Parts(NamedTuple):
@@ -200,15 +201,6 @@ def _is_hashable(value: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
-    """The slots that objects of a class have for attributes, those of its bases included.
-
-    Each knows the name that the attribute is stored under, and reads, writes and deletes it past all methods of the class.
-    """
-    with_slots = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
-    return tuple(own for names in with_slots for own in names.values() if type(own) is types.MemberDescriptorType)
 
 
 def _own_attributes(value: Any) -> dict[str, Any]:

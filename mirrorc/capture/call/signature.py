@@ -21,7 +21,6 @@ class Signature:
         model: the user's model.
         loss_fn: the loss, which gets the keyword argument ``target``; None if the model returns it.
         num_replicas: the number of shards.
-        keeps_plain_apart: see `mirrorc.capture.call.arguments.flatten_call`.
         microbatches: in how many parts a shard is run in training.
         are_several: whether the step is one of several workers, of which some may have no examples in training.
     """
@@ -32,12 +31,11 @@ class Signature:
         loss_fn: Any,
         num_replicas: int,
         *,
-        keeps_plain_apart: bool,
         microbatches: int = 1,
         are_several: bool = False,
     ) -> None:
         self._name, self._roots = type(model).__name__, (model, loss_fn)
-        self._num_replicas, self._takes_target, self._is_apart = num_replicas, loss_fn is not None, keeps_plain_apart
+        self._num_replicas, self._takes_target = num_replicas, loss_fn is not None
         self._microbatches, self._are_several = microbatches, are_several
         self._of_forward = forward_signature(model)
         parameters = self._of_forward.parameters.values()
@@ -61,7 +59,7 @@ class Signature:
             raise TypeError(
                 f"{self._name}.forward{self._of_forward} cannot be called with these arguments: {error}"
             ) from None
-        call = flatten_call(self._names, args, kwargs, keeps_plain_apart=self._is_apart)
+        call = flatten_call(self._names, args, kwargs)
         parts = self._microbatches if trains else 1
         split = functools.partial(
             split_call, call, self._num_replicas, microbatches=parts, may_be_empty=trains and self._are_several

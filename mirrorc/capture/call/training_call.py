@@ -10,7 +10,6 @@ from torch import nn
 
 from mirrorc.capture.call.arguments import Structure, paths_of_containers, rebuilding
 from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
-from mirrorc.capture.call.trace_history import TraceHistory
 from mirrorc.torch_internals import forward_signature
 
 
@@ -28,7 +27,6 @@ class TrainingCall(nn.Module):
         numbers: the Python numbers that a front end may make inputs of its graph.
         trained_elsewhere: the ids of the parameters that open steps train.
         data: the tensors of all shards or microbatches of the batch, if a front end needs data.
-        history: what became of the step's traces in Python.
         drawn: the numbers that forward and loss draw from Python's random, for guards and graphs.
     """
 
@@ -46,7 +44,6 @@ class TrainingCall(nn.Module):
         super().__init__()
         self.numbers = ChangingNumbers(can_be_inputs=False)
         self.trained_elsewhere: Set[int] = frozenset()
-        self.history = TraceHistory()
         self.drawn: list[int | float] = []
         self.data: Sequence[Sequence[torch.Tensor]] | None = None
         self.model = model

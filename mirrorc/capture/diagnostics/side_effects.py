@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.errors import UnreadableError
 from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import (
     PythonCall,
@@ -50,7 +51,8 @@ def dropped_effects(
         again: traces the same call once more, in the same way.
 
     Raises:
-        CaptureError: it assigns an attribute of a module, or changes what it reads as well, so that steps would differ.
+        UnreadableError: it assigns an attribute of a module, whose former value it does not read.
+        CaptureError: it changes what it reads as well, so that steps would differ.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
     _refuse_draws(effects.draws, effects.kept_draws, what)
@@ -160,12 +162,13 @@ def _refuse_state(write: PythonWrite, is_read: bool, what: str) -> None:
     if _OF_A_MODULE.match(write.source):
         name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
         owner = f"its module {name!r}" if name else "itself"
-        raise CaptureError(
-            f"forward of {what} assigns an attribute of {owner} (self.x = ...){where}, which a captured graph does not do again "
-            "in every step: write buffers in place (self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and "
-            "use local variables for what need not last. What each call assigns before it reads it, such as an auxiliary loss, "
-            "can be returned, or left to capture='autograd' or 'trace'"
+        reason = f"assigns an attribute of {owner} (self.x = ...){where}"
+        refusal = (
+            f"forward of {what} {reason}, which a captured graph does not do again in every step. Remedy: write buffers in place "
+            "(self.x.add_(1), self.x.copy_(value)), pass changing values as arguments, use local variables for values of one "
+            "call, and return values such as an auxiliary loss."
         )
+        raise CaptureError(refusal) if is_read else UnreadableError(refusal, f": forward {reason}")
     if is_read:
         raise CaptureError(
             f"forward or loss of {what} reads and changes {write.words.name}{where}: each step would go on from the last one, "

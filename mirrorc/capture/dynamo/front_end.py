@@ -64,8 +64,6 @@ class DynamoFrontEnd(FrontEnd):
     """Captures the whole call without a graph break, or says why it cannot."""
 
     name = "dynamo"
-    guards_plain_values = True
-    traces_evaluations = True
 
     def trace(
         self,

@@ -49,8 +49,6 @@ class AutogradFrontEnd(FrontEnd):
     """
 
     name = "autograd"
-    guards_plain_values = True
-    traces_evaluations = True
     words = "forward and backward run as plain PyTorch"
     needs_data = True
 
@@ -131,10 +129,6 @@ class HeldCall:
     def hold(self) -> bool:
         """Whether plain arguments and numbers are those of first runs."""
         return not self.broken()
-
-    def confirm(self) -> bool:
-        """Each run reads what Python has."""
-        return True
 
     def broken(self) -> str:
         """The name of the first that is another; empty if none is."""

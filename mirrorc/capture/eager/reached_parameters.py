@@ -14,7 +14,7 @@ from mirrorc.capture.eager.eager_run import Run
 def note_reach(run: Run) -> list[nn.Parameter]:
     """Notes which of its parameters a run has reached; gives those besides in which backward from its loss ends."""
     given = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
-    leaves = leaves_of_loss(run.loss)
+    leaves = _leaves_of_loss(run.loss)
     reached = set(map(id, leaves))
     run.unreached = frozenset(place for place, own in enumerate(run.parameters) if id(own) not in reached)
     return [one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in given]
@@ -26,7 +26,7 @@ def reached_otherwise(besides: Sequence[nn.Parameter], originals: Mapping[str, n
     return next((names[id(one)] for one in besides if id(one) in names), None)
 
 
-def leaves_of_loss(loss: torch.Tensor) -> list[torch.Tensor]:
+def _leaves_of_loss(loss: torch.Tensor) -> list[torch.Tensor]:
     """The tensors in which backward from a loss ends."""
     found, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}
     while waiting:

@@ -41,12 +41,12 @@ class ReplicaStream:
                     )
                 stack.callback(lock_of(device).release)
             before = generator_states(self._devices)
-            set_generator_states(self._devices, self._states)
+            _set_generator_states(self._devices, self._states)
             try:
                 yield
             finally:
                 self._states = generator_states(self._devices)
-                set_generator_states(self._devices, before)
+                _set_generator_states(self._devices, before)
 
     def has_advanced(self, since: ReplicaStream) -> bool:
         """Whether numbers were drawn that another stream of the same seed has not drawn."""
@@ -59,7 +59,7 @@ def generator_states(devices: list[torch.device]) -> list[torch.Tensor]:
         return [torch.get_rng_state() if d.type == "cpu" else torch.cuda.get_rng_state(d) for d in devices]
 
 
-def set_generator_states(devices: list[torch.device], states: list[torch.Tensor]) -> None:
+def _set_generator_states(devices: list[torch.device], states: list[torch.Tensor]) -> None:
     """Puts the generators of the process into these states."""
     with STATES_LOCK:
         for device, state in zip(devices, states, strict=True):

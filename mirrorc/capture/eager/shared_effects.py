@@ -18,16 +18,12 @@ from mirrorc.errors import CaptureError
 from mirrorc.user.restore import CONTAINERS, can_keep_value, content_of, is_same
 
 
-class SharedEffectError(CaptureError):
-    """A run changes what all replicas share."""
-
-
 @contextlib.contextmanager
 def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
     """A block that must not draw of generators that replicas share, nor change collections or tensors that they share.
 
     Raises:
-        SharedEffectError: names what it has done.
+        CaptureError: names what it has done.
     """
     before = random.getstate(), np.random.get_state(legacy=False)
     random.seed()  # a state that no seed of forward's own leads back to
@@ -48,27 +44,27 @@ def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
         with generators.watched():
             yield
         if random.getstate() != python or not _is_same_state(np.random.get_state(legacy=False), of_numpy):
-            raise SharedEffectError(
+            raise CaptureError(
                 f"forward or loss of {what} draws from Python's random or numpy's, which all replicas share, and each would draw "
                 "other numbers in every run. Remedy: draw with torch, as in torch.rand(()).item(), or draw before the step and "
                 "pass what was drawn as an argument"
             )
         drawn = generators.drawn()
         if drawn is not None:
-            raise SharedEffectError(
+            raise CaptureError(
                 f"forward or loss of {what} draws from {drawn}, which all replicas share, and which number each gets would "
                 "follow their threads. Remedy: draw from torch's default generator, of which each replica has a stream of its "
                 "own, as in torch.rand(4), or draw before the step and pass what was drawn as an argument"
             )
         changed = next((key for key, value, content in contents if not is_same(value, content)), None)
         if changed is not None:
-            raise SharedEffectError(
+            raise CaptureError(
                 f"forward or loss of {what} changes {changed!r}, a collection that all replicas share, and whose order would "
                 "follow their threads. Remedy: collect it with the plain model between steps, or keep it in a buffer and write "
                 "that in place (self.x.copy_(value))"
             )
         if not all(have_same_bits(*pair) for pair in kept):  # a normalization does not count its writes as versions
-            raise SharedEffectError(
+            raise CaptureError(
                 f"forward or loss of {what} writes a buffer of a module that neither model nor loss holds as a submodule, so "
                 "that all replicas would write the same memory. Remedy: make the module a submodule, or put it into eval mode"
             )

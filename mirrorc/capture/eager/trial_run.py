@@ -113,7 +113,7 @@ def first_runs(
         passing=frozenset(passing),
         alike=frozenset(i for i in written if i in each[0].vectors and _is_alike([one.vectors[i] for one in each])),
     )
-    notes = tuple(dict.fromkeys([*(note for one in each for note in one.notes), *notes_on_passing(passing, what)]))
+    notes = tuple(dict.fromkeys([*(note for one in each for note in one.notes), *_notes_on_passing(passing, what)]))
     return FirstRuns(common, [one for run in each for one in run.written_inputs], notes)
 
 
@@ -284,7 +284,7 @@ def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, what: str) -> t
     )
 
 
-def notes_on_passing(passing: Set[Attribute], what: str) -> list[Note]:
+def _notes_on_passing(passing: Set[Attribute], what: str) -> list[Note]:
     """A note on attributes that forward assigns, which the user's modules do not get."""
     if not passing:
         return []

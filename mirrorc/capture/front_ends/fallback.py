@@ -74,11 +74,6 @@ class Ladder:
         """The first front end alone."""
         return Ladder(self._front_ends[:1])
 
-    @property
-    def guards_plain_values(self) -> bool:
-        """Whether all do, see `FrontEnd`."""
-        return all(one.guards_plain_values for one in self._front_ends)
-
     def climb(self, attempt: Callable[[FrontEnd], T]) -> Climbed[T]:
         """What the first front end gives that can capture a model.
 

@@ -19,7 +19,7 @@ from mirrorc.capture.front_ends.guards import NO_GUARDS, Guards
 from mirrorc.errors import CaptureError
 from mirrorc.pipeline.collector_pause import collector_paused
 from mirrorc.torch_internals import JointGraph, kept_tracing_state
-from mirrorc.user.restore import kept_as_it_is
+from mirrorc.user.restore import restored
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,18 @@ class Traced:
 class FrontEnd(ABC):
     """Traces a training call on example tensors.
 
+    Its guards watch the reads of `TrainingCall.plain`, so that a program serves calls with other values of the rest. The graph
+    of an `evaluation_call.EvaluationCall` is forward alone, without a tangent: its outputs are the loss, if there is one, named
+    ``loss``, and all others.
+
     Attributes:
         name: the name by which it is chosen.
-        guards_plain_values: whether its guards watch what was read of `TrainingCall.plain`, so that a program serves calls with
-            other values of what was not read. If not, programs are specialized on all plain values.
-        traces_evaluations: whether it takes an `evaluation_call.EvaluationCall` as well, and then gives a graph
-            of forward alone, without a tangent: its outputs are the loss, if there is one, named ``loss``, and all others.
         words: how a step runs what it captures, as what follows a colon.
         needs_data: whether it is given the data of a shard, and that of all others in `TrainingCall.data`; if not, tensors of any
             values.
     """
 
     name: ClassVar[str]
-    guards_plain_values: ClassVar[bool] = False
-    traces_evaluations: ClassVar[bool] = False
     words: ClassVar[str] = "as graphs"
     needs_data: ClassVar[bool] = False
 
@@ -131,7 +129,7 @@ def front_end_named(name: object) -> FrontEnd:
     """The front end of this name; for "auto", the first one that is tried.
 
     Raises:
-        ValueError: there is none; lists those that there are.
+        ValueError: there is none; the error lists the others.
     """
     if isinstance(name, str) and name == AUTO:
         return rungs()[0]
@@ -162,7 +160,7 @@ def _one_at_a_time() -> Iterator[None]:
 @contextlib.contextmanager
 def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
     """A block in which a front end may trace a call, and after which the model is as it was."""
-    with _one_at_a_time(), kept_as_it_is(call), collector_paused(), contextlib.ExitStack() as stack:
+    with _one_at_a_time(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(kept_tracing_state())
         stack.enter_context(warnings.catch_warnings())

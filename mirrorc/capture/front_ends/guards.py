@@ -32,9 +32,6 @@ class Guards(Protocol):
     def hold(self) -> bool:
         """Whether a trace would still read what it read."""
 
-    def confirm(self) -> bool:
-        """Whether the graph may be used in a call: asked once for each, when `hold` was true. It may take as long as a trace."""
-
     def broken(self) -> str:
         """What has changed, in a few words with the line that reads it; for messages, after `hold` was false."""
 
@@ -71,13 +68,6 @@ class AllGuards:
         """Whether all hold."""
         for part in self._parts:  # noqa: SIM110 - it takes half the time of a generator
             if not part.hold():
-                return False
-        return True
-
-    def confirm(self) -> bool:
-        """Whether all graphs may be used in a call."""
-        for part in self._parts:  # noqa: SIM110 - likewise
-            if not part.confirm():
                 return False
         return True
 

@@ -12,7 +12,7 @@ from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import hook_tables, is_script_module
 
 
-def refuse_scripts(root: nn.Module, what: str) -> None:
+def _refuse_scripts(root: nn.Module, what: str) -> None:
     """Refuses modules that run outside of Python, where tracers do not follow them.
 
     Raises:
@@ -38,7 +38,7 @@ def refuse_modules(root: nn.Module, what: str) -> None:
     Raises:
         CaptureError: names the module and the remedy.
     """
-    refuse_scripts(root, what)
+    _refuse_scripts(root, what)
     for path, module in root.named_modules():
         name = path.removeprefix("model.")
         kind = type(module).__name__

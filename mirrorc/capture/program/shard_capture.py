@@ -17,7 +17,6 @@ from mirrorc.capture.front_ends.front_end import FrontEnd, tracing
 from mirrorc.capture.model.external_variables import OutsideNames, check_outside_writes
 from mirrorc.capture.program.captured_graph import CapturedGraph, restructure
 from mirrorc.capture.rewrites.value_names import with_stable_names
-from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import JointGraph
 
 
@@ -47,11 +46,6 @@ def capture(
     Raises:
         CaptureError: with the user's file and line, the reason and a remedy.
     """
-    if not call.trains and not front_end.traces_evaluations:
-        raise CaptureError(
-            f"the front end {front_end.name!r} traces training steps alone, and not evaluations: evaluate the model itself, "
-            "under torch.no_grad(), or compile with another front end (capture=)"
-        )
     with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
     what, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -86,24 +85,6 @@ class JointGraph:
     def constant(self, node: fx.Node) -> torch.Tensor:
         """The tensor that a get_attr node names."""
         return _attribute(self.graph_module, str(node.target))
-
-
-def take_constants(joint: JointGraph, held: Mapping[str, torch.Tensor]) -> None:
-    """Makes constants of the placeholders for these tensors, which are given by the names that ``variable_of`` has."""
-    graph = joint.graph_module.graph
-    for node, name in list(joint.variable_of.items()):
-        if name not in held:
-            continue
-        joint.variable_of.pop(node)
-        if node.users:
-            key = f"_{name}"
-            joint.graph_module.register_buffer(key, held[name], persistent=False)
-            with graph.inserting_before(next(iter(graph.nodes))):
-                constant = graph.get_attr(key)
-            constant.meta = dict(node.meta)
-            node.replace_all_uses_with(constant)
-            joint.variable_of[constant] = key
-        graph.erase_node(node)
 
 
 def _attribute(module: nn.Module, path: str) -> torch.Tensor:

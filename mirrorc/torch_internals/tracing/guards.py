@@ -82,10 +82,6 @@ class DynamoGuards:
             return False
         return not self._zeros or all(repr(eval(code, self._scope)) == text for code, text in self._zeros)
 
-    def confirm(self) -> bool:
-        """`hold` has seen all that was read."""
-        return True
-
     @property
     def draws(self) -> Sequence[Any]:
         """What Python and numpy draw for each step, in order."""

@@ -206,22 +206,9 @@ def export_forward_graph(
     return joint
 
 
-def export_run(
-    stack: contextlib.ExitStack,
-    module: nn.Module,
-    leaves: Sequence[torch.Tensor],
-    decompositions: Mapping[Any, Callable[..., Any]],
-    *,
-    trains: bool,
-) -> tuple[JointGraph, list[fx.Node]]:
-    """The functional graph of a module that runs in Python, without backward unless it trains; and its results."""
-    with torch.set_grad_enabled(trains):
-        return _exported(stack, module, leaves, decompositions)
-
-
 def _exported(
     stack: contextlib.ExitStack,
-    traced: Any,
+    traced: fx.GraphModule,
     leaves: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[JointGraph, list[fx.Node]]:

@@ -153,12 +153,7 @@ def test_a_call_is_put_together_as_it_was(args: list[Any], kwargs: dict[str, Any
     assert same(positional, args) and same(keyword, kwargs)
     again = flatten_call(["x"], tuple(args), kwargs)
     assert call.structure == again.structure and hash(call.structure) == hash(again.structure)
-    apart = flatten_call(["x"], tuple(args), kwargs, keeps_plain_apart=True)
-    positional, keyword = rebuilding(apart.structure)(
-        apart.structure, [leaf.tensor for leaf in apart.leaves], apart.plain
-    )
-    assert same(positional, args) and same(keyword, kwargs)
-    assert not any(isinstance(constant, Constant) for constant in _entries(apart.structure))
+    assert not any(isinstance(constant, Constant) for constant in _entries(call.structure))
 
 
 def test_what_cannot_be_made_again_is_refused_by_name() -> None:
@@ -205,10 +200,9 @@ def test_what_holds_itself_is_refused_by_name() -> None:
     plain.append(plain)
     record = Record(1)
     record.parent = record  # type: ignore[attr-defined]
-    for apart in (False, True):
-        for value in (ring, plain, record, {"a": ring}):
-            with pytest.raises(ValueError, match="'y' holds itself"):
-                flatten_call(["x", "y"], (torch.zeros(4), value), {}, keeps_plain_apart=apart)
+    for value in (ring, plain, record, {"a": ring}):
+        with pytest.raises(ValueError, match="'y' holds itself"):
+            flatten_call(["x", "y"], (torch.zeros(4), value), {})
 
 
 def test_keys_of_other_types_make_another_structure() -> None:
@@ -280,7 +274,7 @@ def test_leaves_after_a_per_replica_value_keep_their_numbers() -> None:
 
 def test_what_is_no_container_is_put_in_its_place_without_a_look_at_the_structure() -> None:
     given = {"target": torch.zeros(2), "mode": "sum"}
-    call = flatten_call(["x"], (torch.ones(2), 3.5), given, keeps_plain_apart=True)
+    call = flatten_call(["x"], (torch.ones(2), 3.5), given)
     assert rebuilding(call.structure)((), ["x", "y"], call.plain) == (["x", 3.5], {"target": "y", "mode": "sum"})
 
 

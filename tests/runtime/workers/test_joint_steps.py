@@ -44,7 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
         "steps": 8,
         "options": {"capture": "autograd", "bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4},
     },
-    "traced": {"model": "mlp", "devices": [1, 2], "sizes": [[4, 4], [0, 5]], "options": {"capture": "trace"}},
     "order": {
         "model": "layers",
         "devices": [1, 1],
@@ -163,7 +162,6 @@ SLOW = (
         "bound",
         "parts",
         "plain PyTorch",
-        "traced",
         "packs",
         "packs, bound",
         "packs and factors",

@@ -1,4 +1,4 @@
-"""`mirrorc.check_loss` puts back what forward and loss change in the user's objects, and says where it cannot."""
+"""A deep restore, by `mirrorc.check_loss`, of the objects that forward and loss change, and its limits."""
 
 from __future__ import annotations
 
