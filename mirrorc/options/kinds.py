@@ -9,9 +9,8 @@ from numbers import Real
 from types import NoneType
 from typing import Any, Literal, get_args
 
-from mirrorc.compression import TopK
+from mirrorc.compression import Payload, TopK
 from mirrorc.ir import workers
-from mirrorc.power_sgd import PowerSGD
 
 LossReduction = Literal["mean", "sum"]
 Auto = Literal["auto"]
@@ -89,9 +88,10 @@ _TAKES = {
         get_args(Exchange),
     ),
     "compression": _Takes(
-        (PowerSGD, TopK, NoneType),
+        (Payload, TopK, NoneType),
         "say 'bfloat16' or 'float16', to send sums to other workers so, mirrorc.TopK(ratio), to send a part of them, "
-        "mirrorc.PowerSGD(rank), to send factors of matrices, or None for all in their own dtype",
+        "an instance of a subclass of mirrorc.compression.Payload, to send a payload of your own, or None for all in their own "
+        "dtype",
         get_args(Compression),
     ),
     "placement": _Takes(
