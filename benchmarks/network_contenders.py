@@ -29,7 +29,6 @@ def _mirrorc(
     is_cut: bool = False,
     cuts_gradients: bool = True,
     ratio: float | None = None,
-    rank: int | None = None,
     **options: Any,
 ) -> StepFunction:
     import mirrorc
@@ -45,8 +44,6 @@ def _mirrorc(
         options["passes"] = pipeline
     if ratio is not None:
         options["compression"] = mirrorc.TopK(ratio)
-    if rank is not None:
-        options["compression"] = mirrorc.PowerSGD(rank)
     step = mirrorc.compile(
         model,
         devices=["cpu"],
@@ -103,7 +100,6 @@ NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]
     "mirrorc auto": (_mirrorc, {"bucket_cap_mb": "auto"}),
     "mirrorc bfloat16": (_mirrorc, {"compression": "bfloat16"}),
     "mirrorc, TopK": (_mirrorc, {"ratio": 0.01}),
-    "mirrorc, PowerSGD": (_mirrorc, {"rank": 4}),
     "mirrorc overlap_next_step": (_mirrorc, {"overlap_next_step": True}),
     "mirrorc overlap_next_step, cut": (_mirrorc, {"overlap_next_step": True, "is_cut": True}),
     "mirrorc overlap_next_step, cut, gradients whole": (

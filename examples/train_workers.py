@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from power_sgd import PowerSGD
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -28,7 +29,7 @@ COMPRESSIONS = {
     "none": None,
     "bfloat16": "bfloat16",
     "top-k": mirrorc.TopK(0.05),
-    "power-sgd": mirrorc.PowerSGD(2),
+    "power-sgd": PowerSGD(2),
 }
 
 

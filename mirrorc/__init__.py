@@ -1,8 +1,9 @@
 """mirrorc: a data-parallel compiler for PyTorch models, whose schedule you can read, prove and replay."""
 
 from importlib.metadata import version
+from typing import Any
 
-from mirrorc import all_reduce_algorithms, cluster, packing
+from mirrorc import all_reduce_algorithms, cluster, compression, packing
 from mirrorc.api import compile
 from mirrorc.calls.batch_sharding import shard_batch
 from mirrorc.capture.call.arguments import PerReplica, replicated
@@ -24,7 +25,6 @@ from mirrorc.loss_check.check import LossCheck, check_loss
 from mirrorc.options.clipping import ClipGradNorm
 from mirrorc.options.tf_communication import CommunicationOptions
 from mirrorc.pipeline.pipeline_edits import Placed, after, before
-from mirrorc.power_sgd import PowerSGD
 from mirrorc.step import Step, join
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "PassError",
     "PerReplica",
     "Placed",
-    "PowerSGD",
     "Program",
     "Step",
     "TopK",
@@ -54,6 +53,7 @@ __all__ = [
     "check_loss",
     "cluster",
     "compile",
+    "compression",
     "join",
     "num_replicas",
     "packing",
@@ -64,3 +64,12 @@ __all__ = [
 ]
 
 __version__ = version("mirrorc")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PowerSGD":
+        raise AttributeError(
+            "mirrorc.PowerSGD is no part of mirrorc any more: its place is examples/power_sgd.py, a payload of one's own for "
+            "compression=; copy it, or see mirrorc.compression.Payload"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

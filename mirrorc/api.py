@@ -15,7 +15,7 @@ from torch import nn
 from mirrorc.capture.front_ends.fallback import ladder_named
 from mirrorc.capture.model.checks import check_model
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.compression import TopK
+from mirrorc.compression import Payload, TopK
 from mirrorc.coordination.compile_round import JointCompilation
 from mirrorc.ir.devices import Device
 from mirrorc.ir.links import check_link
@@ -54,7 +54,6 @@ from mirrorc.packing import GradientOrder, Packing
 from mirrorc.passes import AllReduceAlgorithm
 from mirrorc.pipeline.pipeline_edits import Placed
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.power_sgd import PowerSGD
 from mirrorc.runtime.codegen.backends import Backend, backend_named
 from mirrorc.step import Step
 from mirrorc.user.optimizer_groups import check_optimizers
@@ -103,7 +102,7 @@ def compile(
     rank: int | None = None,
     exchange: Exchange = "auto",
     early_update: bool = True,
-    compression: Compression | TopK | PowerSGD | None = None,
+    compression: Compression | TopK | Payload | None = None,
     shard_optimizer: bool = False,
     placement: PlacementName | Mapping[str, str | torch.device] = "auto",
     dynamic: bool | None = False,
@@ -204,8 +203,8 @@ def compile(
         compression: over several workers, send sums of gradients in this dtype, "bfloat16" or "float16", half as many bytes as
             float32 has: this changes numbers. A worker's devices add up in the gradients' own dtype first, and norms, bounds and
             updates take the sum over workers in it. Factors are sent as they are. A remark has the bytes with and without. With
-            `mirrorc.TopK`, each worker sends the largest elements of its sum alone, and with `mirrorc.PowerSGD` thin factors of
-            matrices; it adds the rest to its sum in the next step. `Step.unsent_state` has that for checkpoints.
+            `mirrorc.TopK`, each worker sends the largest elements of its sum alone, and with a `mirrorc.compression.Payload` of
+            your own what that makes; it adds the rest to its sum in the next step. `Step.unsent_state` has that for checkpoints.
         shard_optimizer: over several workers, each updates a part of every bucket of gradients alone and keeps the optimizer's
             state of that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
             workers call `Step.gather_optimizer_state`.

@@ -1,10 +1,17 @@
-"""Which part of each gradient workers send, for ``compression=`` of `mirrorc.compile`."""
+"""Forms in which workers send gradients, for ``compression=`` of `mirrorc.compile`: a part of each, or a payload of one's own."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
+
+import torch
+
+Gradients = Mapping[str, torch.Tensor]
+"""Tensors by the names of the parameters to whose gradients they belong."""
 
 
 @dataclass(frozen=True)
@@ -28,3 +35,120 @@ class TopK:
     def count(self, num_elements: int) -> int:
         """How many of so many elements are sent."""
         return min(num_elements, max(1, math.ceil(self.ratio * num_elements)))
+
+
+class Collectives:
+    """Collectives over all workers, for `Payload.exchange`. Each returns when it is done.
+
+    Args:
+        group: launches them.
+        num_workers: how many take part.
+    """
+
+    def __init__(self, group: Any, num_workers: int) -> None:
+        self._group, self._num_workers = group, num_workers
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Adds up a contiguous tensor over all workers, in place; all get the same bits.
+
+        Raises:
+            ValueError: the tensor is not contiguous.
+            ConnectionError: another worker is gone.
+        """
+        self._run(tensor, lambda: self._group.all_reduce(tensor))
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The contiguous tensors of all workers, in the order of ranks, which have one shape and dtype; raises as
+        `all_reduce`."""
+        gathered = [torch.empty_like(tensor) for _ in range(self._num_workers)]
+        self._run(tensor, lambda: self._group.all_gather(tensor, gathered))
+        return gathered
+
+    def _run(self, tensor: torch.Tensor, launch: Callable[[], Any]) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a tensor of the strides {tensor.stride()} cannot be sent: give tensor.contiguous()")
+        try:
+            launch().wait()
+        except RuntimeError as error:
+            raise ConnectionError(str(error)) from error
+
+
+class Payload:
+    """Base class of payloads of one's own: what workers send of their gradients, and the sums that they make of it.
+
+    A subclass is a frozen dataclass. Workers compare the text of their instances, so its fields say all that they must have
+    alike. The base class sends all gradients whole. ``examples/power_sgd.py`` is an example.
+
+    Gradients come as they lie in a bucket, those of one message together, by the names of their parameters. Each has the shape
+    and the strides of its parameter; a gradient that is cut between two messages comes as a piece, 1-D.
+    """
+
+    def num_bytes(self, gradients: Gradients, num_workers: int) -> int:
+        """The size of a message, by which it is chosen, reported and predicted.
+
+        Args:
+            gradients: on the device ``meta``, without values.
+            num_workers: how many workers send.
+
+        Returns:
+            The bytes that a worker hands to `Collectives.all_reduce`, and ``num_workers / 2`` times those that it hands to
+            `Collectives.all_gather`. Gradients for which it is 0, or no less than they have, are sent whole.
+        """
+        return 0
+
+    def exchange(
+        self, gradients: Gradients, sums: Gradients, state: Gradients, collectives: Collectives
+    ) -> Gradients | None:
+        """Sends the gradients of a message, and makes their sums.
+
+        It runs in a thread of its own while backward goes on; messages take turns, in one order on all workers. All workers
+        call the same collectives, and must make the same bits of the sums: matrix products, and sums over a dimension, differ
+        between processors.
+
+        Args:
+            gradients: the worker's sums, with what it has not sent in earlier steps. What is left in them when this returns is
+                added to the gradients of the next step.
+            sums: zeros of the same shapes, for the sums over all workers.
+            state: what the last step has returned for these gradients; nothing in the first one. It is not written.
+            collectives: between the workers.
+
+        Returns:
+            New tensors by the names of gradients, for the next step, the same on all workers; None for none. A step that fails,
+            or leaves its update out, keeps neither these nor what is left in gradients. `mirrorc.Step.unsent_state` has both.
+        """
+        raise NotImplementedError
+
+
+def check_payload(payload: Payload) -> None:
+    """Refuses a payload that workers could not compare by its text, or that sends nothing.
+
+    Raises:
+        TypeError: its class is no frozen dataclass, or lacks a method.
+    """
+    kind = type(payload)
+    if "__dataclass_params__" not in vars(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise TypeError(
+            f"compression is an instance of {kind.__qualname__}, which is no frozen dataclass: workers compare the texts of "
+            "their payloads, which are to say all of them; put @dataclass(frozen=True) before the class"
+        )
+    for method in ("num_bytes", "exchange"):
+        if getattr(kind, method) is getattr(Payload, method):
+            raise TypeError(
+                f"compression is an instance of {kind.__qualname__}, which has no {method}() of its own: define it as "
+                "mirrorc.compression.Payload says"
+            )
+
+
+_payloads: dict[str, Payload] = {}
+
+
+def noted(payload: Payload) -> str:
+    """The text by which programs of this process name a payload, which `payload_named` gives from now on."""
+    text = " ".join(repr(payload).split())  # on one line
+    _payloads[text] = payload
+    return text
+
+
+def payload_named(text: str) -> Payload | None:
+    """The payload that programs name so; None if no program of this process was made with it."""
+    return _payloads.get(text)

@@ -37,14 +37,13 @@ from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import counted
 from mirrorc.options.step_options import StepOptions
 from mirrorc.options.workers import refuse_to_run
-from mirrorc.passes import SendLargest, SendLowRank
+from mirrorc.passes import SendLargest, SendPayload
 from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.devices.thread_pool import DevicePool
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.prediction import Foundations
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
-from mirrorc.runtime.state.gradients.powersgd_factors import KeptFactors
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.runtime.state.shared.registry import held_state
@@ -243,35 +242,29 @@ class Step(StepReports):
         self._exclusively(lambda: self._choices.load_state_dict(state))
 
     def unsent_state(self) -> dict[str, Any]:
-        """What this worker has not sent of its gradients, with ``compression=mirrorc.TopK(...)`` or ``PowerSGD(...)``, for a
-        checkpoint.
+        """What this worker has not sent of its gradients, with ``compression=mirrorc.TopK(...)`` or a payload of your
+        own, for a checkpoint.
 
         Each worker has its own, so each saves its own, beside the checkpoint of what all have alike; `load_unsent_states` takes
         those of all of them. Without them, a restart loses what was not sent.
 
         Returns:
             ``rank`` and ``num_workers`` of this worker; ``unsent``: for each parameter of whose gradient something may be left, a
-            tensor of its shape and dtype, which is a copy, empty before the first step; and with which factors the next step of
-            `mirrorc.PowerSGD` begins, which all workers have alike: ``factors``, by parameter, and ``num_steps``, how many
-            steps there were.
+            tensor of its shape and dtype, which is a copy, empty before the first step; ``state``: what
+            `mirrorc.compression.Payload.exchange` has returned in the last step, which all workers have alike.
         """
         self.synchronize()
         found: dict[str, Any] = {}
         unsent = self._state.unsent
-        self._exclusively(lambda: found.update(unsent=unsent.values(), factors=unsent.factors.values()))
-        return {
-            "rank": self.rank,
-            "num_workers": self.num_workers,
-            **found,
-            "num_steps": unsent.factors.num_steps,
-        }
+        self._exclusively(lambda: found.update(unsent=unsent.values(), state=unsent.state_values()))
+        return {"rank": self.rank, "num_workers": self.num_workers, **found}
 
     def load_unsent_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Replaces what this worker has not sent of its gradients by what the workers of an earlier run had not.
 
         Of as many workers each gets its own. Of other numbers, worker r of W gets the sum of those of the ranks r, r + W, and so
-        on, or nothing; so what all have together stays the same. Factors are those of rank 0. All workers load them before the
-        same step.
+        on, or nothing; so what all have together stays the same. The state of a payload is that of rank 0. All workers load them
+        before the same step.
 
         Args:
             states: what `unsent_state` gave on every worker of the earlier run, in any order.
@@ -280,18 +273,18 @@ class Step(StepReports):
             TypeError, ValueError: they are no such states, not those of all workers, or of another model. Nothing was changed.
         """
         self.synchronize()
-        if not any(isinstance(one, SendLargest | SendLowRank) for one in self._options.pipeline):
+        if not any(isinstance(one, SendLargest | SendPayload) for one in self._options.pipeline):
             raise ValueError(
                 "step.load_unsent_states() was called, but this step sends all of its gradients, and would never add what it is "
-                "given: compile with compression=mirrorc.TopK(...) or mirrorc.PowerSGD(...), or leave it out"
+                "given: compile with compression=mirrorc.TopK(...) or a payload of your own, or leave it out"
             )
-        values, kept = dealt_out(states, self.rank, self.num_workers, self._model.parameters)
+        values, payload_state = dealt_out(states, self.rank, self.num_workers, self._model.parameters)
         if self.num_workers == 1 and any(one.count_nonzero() for one in values.values()):
             raise ValueError(
                 "step.load_unsent_states() was given what several workers had not sent, but one worker alone sends nothing, and "
                 "would never add it: go on with several workers, or leave the call out; then that part of their gradients is lost"
             )
-        self._exclusively(lambda: self._state.unsent.load(values, KeptFactors(*kept)))
+        self._exclusively(lambda: self._state.unsent.load(values, payload_state))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
-from mirrorc.compression import TopK
+from mirrorc.compression import Payload, TopK, check_payload
 from mirrorc.packing import ByBytes, GradientOrder, Packing
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.passes.lowering.lower_collectives import LowerCollectives
@@ -44,11 +44,10 @@ from mirrorc.passes.workers.compress_exchange import CompressExchange
 from mirrorc.passes.workers.overlap_next_step import OverlapNextStep
 from mirrorc.passes.workers.reduce_over_workers import ReduceOverWorkers
 from mirrorc.passes.workers.send_largest import SendLargest
-from mirrorc.passes.workers.send_low_rank import SendLowRank
+from mirrorc.passes.workers.send_payload import SendPayload
 from mirrorc.passes.workers.shard_optimizer import ShardOptimizer
 from mirrorc.passes.workers.worker_compression import WorkerCompression
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.power_sgd import PowerSGD
 
 __all__ = [
     "ALGORITHMS",
@@ -86,7 +85,7 @@ __all__ = [
     "ScaleInUpdates",
     "ScheduleOverlap",
     "SendLargest",
-    "SendLowRank",
+    "SendPayload",
     "SendRows",
     "ShardOptimizer",
     "ShareParameters",
@@ -126,7 +125,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "reduce-over-workers": ReduceOverWorkers,
     "compress-exchange": CompressExchange,
     "send-largest": SendLargest,
-    "send-low-rank": SendLowRank,
+    "send-payload": SendPayload,
     "shard-optimizer": ShardOptimizer,
     "overlap-next-step": OverlapNextStep,
     "clip-gradients": ClipGradients,
@@ -169,7 +168,7 @@ def default_pipeline(
     check_finite: bool | Literal["skip"] = False,
     over_workers: bool = False,
     early_update: bool = True,
-    compression: str | TopK | PowerSGD | None = None,
+    compression: str | TopK | Payload | None = None,
     overlap_next_step: bool = False,
     cuts_for_next_step: bool = True,
     plans_for_next_step: bool = True,
@@ -205,7 +204,7 @@ def default_pipeline(
         over_workers: whether buckets are summed over several workers, see `ReduceOverWorkers`.
         early_update: whether each bucket is then updated as soon as its own sum is there, where nothing needs all sums before.
         compression: the dtype in which workers send sums, see `CompressExchange`, which part of them, see `SendLargest`, or
-            factors of which rank, see `SendLowRank`; None for all in the buckets' own dtype.
+            a payload from outside of the package, see `SendPayload`; None for all in the buckets' own dtype.
         overlap_next_step: whether the last buckets may be in flight when a step returns, see `OverlapNextStep`.
         cuts_for_next_step: whether forward is cut for that; otherwise regions and buckets are those without it.
             `mirrorc.compile` determines it from the backend: one that fuses operators rounds otherwise where regions are cut.
@@ -222,9 +221,7 @@ def default_pipeline(
     has_owners = placement not in ("auto", "mirrored", "shared")
     cuts_forward = overlap_next_step and over_workers and cuts_for_next_step
     by_need = cuts_forward and plans_for_next_step and not shard_optimizer
-    cuts_by_need = packs_for_next_step and not isinstance(
-        compression, PowerSGD
-    )  # which sends matrices that lie in one pack
+    cuts_by_need = packs_for_next_step and not isinstance(compression, Payload)  # which may need gradients whole
     needs_all = next((option for option, is_given in needing.items() if is_given), "")
     unscaling: list[Pass] = [UnscaleGradients(), CheckFinite("skip")] if scales_loss else []
     return [
@@ -267,12 +264,13 @@ def default_pipeline(
     ]
 
 
-def compressing(compression: str | TopK | PowerSGD | None) -> list[WorkerCompression]:
+def compressing(compression: str | TopK | Payload | None) -> list[WorkerCompression]:
     """The pass that compresses what workers send, if one is asked for."""
     if isinstance(compression, TopK):
         return [SendLargest(**asdict(compression))]
-    if isinstance(compression, PowerSGD):
-        return [SendLowRank(**asdict(compression))]
+    if isinstance(compression, Payload):
+        check_payload(compression)
+        return [SendPayload(compression)]
     return [CompressExchange(compression)] if compression is not None else []
 
 

@@ -51,7 +51,6 @@ ORDER = (
     "mirrorc/ir",
     "mirrorc/custom_ops",
     "mirrorc/messages",
-    "mirrorc/power_sgd",
     "mirrorc/compression",
     "mirrorc/packing",
     "mirrorc/torch_internals",
@@ -77,7 +76,6 @@ MOST_FILES_AT_THE_TOP = 10  # of mirrorc/ itself
 # Files of more lines, and why they are not two.
 LONG_FILES = {
     "mirrorc/ir/ops.py": "the table of all operations",
-    "mirrorc/ir/type_rules.py": "the type rules of that table",
     "mirrorc/step.py": "all that users may do with a step, most of it documentation",
 }
 

@@ -19,7 +19,6 @@ from mirrorc.runtime.workers.protocol.header import BESIDES, TURN, Header, diges
 from mirrorc.runtime.workers.team.meetings import Details
 from mirrorc.runtime.workers.team.team import Team
 
-_SENT = "steps of compression=mirrorc.PowerSGD(...)"
 _LOADED = "calls of step.load_unsent_states()"
 
 
@@ -84,12 +83,7 @@ class Announcements:
         if tensors.keys() != self._variables.said.keys():
             self._variables = Facts(shapes(tensors))
         facts, is_fresh = self.facts_of(executor), self._taken.lack_any()
-        unsent = self._state.unsent
-        sent = {
-            _SENT: unsent.factors.num_steps,
-            _LOADED: unsent.num_loads,
-        }  # the first steps of PowerSGD may send whole sums
-        has_sent = any(sent.values())
+        num_loads = self._state.unsent.num_loads
         updated = set(updated_as_a_whole(program))
         by_itself = {name: tensor for name, tensor in tensors.items() if name in updated}
         deals_anew = self._state.optimizers.are_dealt_otherwise(self._state.store.in_store(program).buckets)
@@ -97,7 +91,7 @@ class Announcements:
             call=self._team.num_calls,
             is_fresh=is_fresh,
             written=written,
-            schedule=digest(f"{facts.digest} {sent}") if has_sent else facts.digest,
+            schedule=digest(f"{facts.digest} {num_loads}") if num_loads else facts.digest,
             variables=self._variables.digest,
             hyperparameters=digest(repr(hyperparameters_of(self._options))),
             modes=digest(self._model.modes()),
@@ -114,11 +108,7 @@ class Announcements:
         )
         return own, {
             **self._details(facts),
-            **(
-                {"schedule": lambda: {**facts.said, **{name: str(n) for name, n in sent.items() if n}}}
-                if has_sent
-                else {}
-            ),
+            **({"schedule": lambda: {**facts.said, _LOADED: str(num_loads)}} if num_loads else {}),
             "kind": lambda: {"the call": "step.accumulate()" if program.accumulates else "the step itself"},
             "parameters": lambda: checksums_of(by_itself),
             "deals_anew": lambda: {

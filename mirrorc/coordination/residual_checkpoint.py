@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 _KEYS = ("num_workers", "rank", "unsent")
-_OF_FACTORS = ("factors", "num_steps")  # a state of an earlier version has none
 
 
 def dealt_out(
     states: Sequence[Mapping[str, Any]], rank: int, num_workers: int, parameters: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], tuple[dict[str, torch.Tensor], int]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What one worker gets: the sum of what the ranks had that are its own modulo the number of workers, by variable; and the
-    factors that all had alike, by variable, with the number of steps.
+    state of payloads, by variable, which all had alike.
 
     Args:
         states: as `mirrorc.Step.unsent_state` gave them on all workers of the earlier run, in any order.
@@ -30,8 +29,7 @@ def dealt_out(
     for other in range(rank, len(of_ranks), num_workers):
         for name, value in of_ranks[other].items():
             found[name] = found[name] + value if name in found else value.detach().clone()
-    factors = {name: value.detach().clone() for name, value in first.get("factors", {}).items()}
-    return found, (factors, first.get("num_steps", 0))
+    return found, {name: value.detach().clone() for name, value in first.get("state", {}).items()}
 
 
 def _checked(
@@ -44,7 +42,7 @@ def _checked(
         )
     for state in states:
         keys = set(state) if isinstance(state, Mapping) else set()
-        if not {*_KEYS} <= keys <= {*_KEYS, *_OF_FACTORS}:
+        if not keys.issuperset(_KEYS):  # those of earlier versions have other keys besides
             raise TypeError(f"each of the states is a dict with {', '.join(_KEYS)}, as step.unsent_state() gives it")
     ranks, numbers = [state["rank"] for state in states], {state["num_workers"] for state in states}
     if len(numbers) != 1 or sorted(ranks) != list(range(*numbers)):
@@ -66,27 +64,11 @@ def _checked(
                     f"worker {state['rank']} had not sent all of the gradient of {name!r}, which is no tensor like this model's "
                     f"parameter ({has}): give states of a run of this model"
                 )
-        _check_factors(state, parameters)
-    if len({state.get("num_steps", 0) for state in states}) != 1:
-        raise ValueError(
-            "the states are those of different steps, as their num_steps say: give what step.unsent_state() gave on every worker "
-            "after the same step"
-        )
+        for name, value in state.get("state", {}).items():
+            if name not in parameters or not isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"worker {state['rank']} had a state of the payload of {name!r}, which is no tensor for a parameter of this "
+                    "model: give states of a run of this model"
+                )
     first = next(state for state in states if state["rank"] == 0)
     return {state["rank"]: state["unsent"] for state in states}, first
-
-
-def _check_factors(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuses a state whose factors are those of another model."""
-    for name, value in state.get("factors", {}).items():
-        own = parameters.get(name)
-        if (
-            own is None
-            or not isinstance(value, torch.Tensor)
-            or value.dim() != 2
-            or own.numel() % max(value.shape[0], 1)
-        ):
-            raise ValueError(
-                f"worker {state['rank']} had factors of {name!r}, which are none of a parameter of this model: give states of a "
-                "run of this model"
-            )

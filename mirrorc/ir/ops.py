@@ -30,12 +30,12 @@ from mirrorc.ir.type_rules import (
     of_index_add,
     of_largest,
     of_loss_scale,
-    of_low_rank,
     of_microbatch,
     of_norm,
     of_operand,
     of_pack,
     of_packed,
+    of_payload,
     of_product,
     of_region,
     of_reserved,
@@ -313,7 +313,7 @@ def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: st
 )
 def add_unsent(own: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Adds to what a replica has of its worker's sum what earlier steps have not sent of theirs: `gather_largest` or
-    `exchange_low_rank` sends its part.
+    `exchange_payload` sends its part.
 
     The replicas of a worker write their shares into one memory, apart from the bucket. What is not sent of it is kept for the
     next step when this step has taken place; a step that fails, or leaves its update out, leaves what was kept before.
@@ -345,32 +345,20 @@ def gather_largest(
     Kind.LAUNCH,
     since=Stage.SCHEDULED,
     effects=(Effect.LAUNCHES, Effect.JOINS, Effect.EXCHANGES),
-    gives=of_low_rank,
-    stem="b{bucket}{pack}_low_rank",
+    gives=of_payload,
+    stem="b{bucket}{pack}_payload",
     value="pending",
-    called="b{bucket}{pack}_low_rank",
+    called="b{bucket}{pack}_payload",
     awaited="total",
 )
-def exchange_low_rank(
-    *sums: Any,
-    rank: int,
-    matrices: tuple[str, ...],
-    start_step: int,
-    seed: int,
-    by_library: bool,
-    bucket: int,
-    pack: int | None = None,
-    op: str,
-    link: str | None = None,
+def exchange_payload(
+    *sums: Any, payload: str, num_bytes: int, bucket: int, pack: int | None = None, op: str, link: str | None = None
 ) -> Any:
-    """Launches the sum over all workers of thin factors of the named gradients of a bucket, and of the rest of the bucket whole.
+    """Launches the exchange of a payload from outside of the package, a `mirrorc.compression.Payload`, by its text.
 
-    It takes what `add_unsent` gives for each replica of this worker (one, once lowered). Of each matrix M, workers add up
-    ``P = M Q``, with the Q of the step before; then ``Q = P' M``, with the columns of P made orthonormal. When it waits, each
-    replica makes its share of the sum, ``P Q'``, or all of it, in the memory of the bucket; what a worker's own factors leave
-    out is kept. All workers get the same bits: ``P Q'`` is made element by element, or, where all workers multiply alike,
-    ``by_library``. The first Q follows from ``seed`` and the gradient's name. Before ``start_step`` steps have taken place, the
-    whole bucket is added up.
+    It takes what `add_unsent` gives for each replica of this worker (one, once lowered). A message takes as long as
+    ``num_bytes`` of a sum. When it waits, each replica gets its share of the sum over all workers that the payload has made, or
+    all of it, in the memory of the bucket. All workers make the same bits; what the payload leaves out is kept.
     """
 
 
@@ -740,7 +728,7 @@ SHARED_OUT = Selection(lambda found: {Effect.SUMS, Effect.SCATTERS} <= found.eff
 EXCHANGES = Selection(lambda found: Effect.EXCHANGES in found.effects)
 """Operations that join workers, to add up what they have."""
 
-EXCHANGES_OF_PARTS = (gather_largest, exchange_low_rank)
+EXCHANGES_OF_PARTS = (gather_largest, exchange_payload)
 """Those that send a part of each worker's sum, with what was not sent before: what is left of it is kept."""
 
 EXCHANGES_OF_SUMS = (exchange, *EXCHANGES_OF_PARTS)

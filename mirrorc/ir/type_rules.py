@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.ir.buckets import Bucket, Pack, matrices_in, named_matrices
+from mirrorc.ir.buckets import Bucket, Pack
 from mirrorc.ir.nodes import bucket_of, pack_of, region_of
 from mirrorc.ir.operation import Effect, operation_of
 from mirrorc.ir.program import Program
@@ -283,30 +283,15 @@ def of_largest(program: Program, node: fx.Node) -> ValueType:
     return gives
 
 
-def of_low_rank(program: Program, node: fx.Node) -> ValueType:
-    """As of an exchange. Its keyword ``matrices`` must name gradients that lie in the bucket, or pack, as matrices, in order, and
-    ``rank`` make the factors of each shorter than the matrix."""
+def of_payload(program: Program, node: fx.Node) -> ValueType:
+    """As of an exchange. Its keyword ``payload`` must be a text, and ``num_bytes`` fewer than those of the bucket, or pack."""
     (bucket, pack), gives = _pack(program, node), of_exchange(program, node)
-    names, rank = node.kwargs.get("matrices"), node.kwargs.get("rank")
-    if bucket.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"it sends factors of {bucket.dtype}, which are made of float32 or float64")
-    if not isinstance(rank, int) or rank < 1:
-        raise TypeError(f"its keyword rank is {rank!r}, but factors have one column or more")
-    for word in ("start_step", "seed"):
-        number = node.kwargs.get(word)
-        if not isinstance(number, int) or number < 0:
-            raise TypeError(f"its keyword {word} is {number!r}, no whole number")
-    if not isinstance(node.kwargs.get("by_library"), bool):
-        raise TypeError(f"its keyword by_library is {node.kwargs.get('by_library')!r}, neither True nor False")
-    found = named_matrices(bucket, pack, names) if isinstance(names, tuple | list) else []
-    if not found or [one.variable for one in found] != list(names):  # type: ignore[arg-type]
-        has = ", ".join(one.variable for one in matrices_in(bucket, pack)) or "none"
-        raise TypeError(f"its keyword matrices is {names!r}, but it sends factors of some of: {has}")
-    for one in found:
-        if rank * one.sides >= one.rows * one.columns:
-            raise TypeError(
-                f"{rank} columns of factors are not shorter than {one.variable}, {one.rows} x {one.columns}"
-            )
+    text, num_bytes = node.kwargs.get("payload"), node.kwargs.get("num_bytes")
+    if not isinstance(text, str) or not text:
+        raise TypeError(f"its keyword payload is {text!r}, no text of a payload")
+    whole = pack.num_elements * bucket.dtype.itemsize
+    if not isinstance(num_bytes, int) or not 0 < num_bytes < whole:
+        raise TypeError(f"its keyword num_bytes is {num_bytes!r}, but it sends fewer than {whole} bytes")
     return gives
 
 

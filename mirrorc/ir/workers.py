@@ -70,8 +70,6 @@ class Workers:
         rank: the worker that runs the program.
         sent_as_factors: the variables whose gradients workers send to each other as factors, from which each makes the sum.
         shards_optimizer: whether each worker updates a part of each bucket alone, with that part of the optimizer's state.
-        multiply_alike: whether a product of matrices has the same bits on all workers, as their machines and settings are the
-            same; noted where sums of low rank ask for it.
         gradient_order: the variables in the order in which all workers take their gradients, that of the chief's backward.
     """
 
@@ -79,7 +77,6 @@ class Workers:
     rank: int = 0
     sent_as_factors: tuple[str, ...] = ()
     shards_optimizer: bool = False
-    multiply_alike: bool = False
     gradient_order: tuple[str, ...] = ()
 
     @property

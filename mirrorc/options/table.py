@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from mirrorc.compression import TopK
+from mirrorc.compression import Payload, TopK
 from mirrorc.ir import ops, workers
 from mirrorc.ir.links import carries_between_workers, why_memory_is_not_shared, why_no_factors_for_workers
 from mirrorc.options.all_reduce import algorithm_of
@@ -18,7 +18,6 @@ from mirrorc.options.option import Exclusion, NeededPasses, Option, Options, Req
 from mirrorc.options.tf_communication import with_communication_options
 from mirrorc.packing import may_cut
 from mirrorc.passes import FactorGradients, compressing
-from mirrorc.power_sgd import PowerSGD
 from mirrorc.runtime.state.optimizers.loss_scale import is_in_use
 
 LossReduction = Literal["mean", "sum"]
@@ -344,8 +343,9 @@ OPTIONS = Options(
         Option(
             "compression",
             "say 'bfloat16' or 'float16', to send sums to other workers so, mirrorc.TopK(ratio), to send a part of them, "
-            "or None for all in their own dtype",
-            kinds=(PowerSGD, TopK, NoneType),
+            "an instance of a subclass of mirrorc.compression.Payload, to send a payload of your own, or None for all in their own "
+            "dtype",
+            kinds=(Payload, TopK, NoneType),
             texts=get_args(Compression),
             passes=NeededPasses(
                 lambda value: [one.name for one in compressing(value)],

@@ -333,7 +333,7 @@ def _of_present(program: Program) -> str:
     return f"of all {count} devices" if count == program.num_replicas else f"of the {count} devices that have examples"
 
 
-def _of_low_rank(program: Program, node: fx.Node) -> str:
+def _of_payload(program: Program, node: fx.Node) -> str:
     sent, whole = num_bytes_sent(program, node), program.packs[pack_of(node)]
     num_bytes = whole[1].num_elements * whole[0].dtype.itemsize
     return (
@@ -357,7 +357,7 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.gather_largest: lambda program, node: (
             f"the largest {node.kwargs['count']} elements of each of {program.workers.num_workers} workers: this changes numbers"
         ),
-        ops.exchange_low_rank: _of_low_rank,
+        ops.exchange_payload: _of_payload,
         ops.exchange: lambda program, node: f"summed over {program.workers.num_workers} workers",
         ops.scatter_sums: lambda program, node: (
             f"summed over {program.workers.num_workers} workers, each gets its part"

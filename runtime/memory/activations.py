@@ -16,8 +16,6 @@ from torch import fx
 
 from mirrorc.analysis.buckets.clipping import asked_of_late_share, lies_in_own_memory, truths_of
 from mirrorc.analysis.communication.compressed_sums import (
-    bytes_of_rounds,
-    low_rank_matrices,
     num_bytes_sent,
     writes_for_all,
 )
@@ -42,7 +40,6 @@ from mirrorc.printing.values import PrintedValues, type_of
 from mirrorc.runtime.codegen.graph_function import last_uses
 from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
-from mirrorc.runtime.state.gradients.low_rank_products import elements_of_room
 from mirrorc.runtime.state.gradients.sparse_rows import bytes_of_rows
 from mirrorc.runtime.state.shares.gradient_shares import largest_part_of_share, pieces_of_share, temporary_bytes
 from mirrorc.runtime.state.shares.lazy_products import bytes_to_measure
@@ -282,25 +279,15 @@ class _Walk:
         magnitudes = pack.num_elements * node.meta["val"].value.dtype.itemsize
         return (), magnitudes + count * (magnitudes // pack.num_elements + torch.int64.itemsize)
 
-    @accounts(ops.exchange_low_rank)
-    def _exchange_low_rank(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The factors of both rounds, until the end of the step: of the first as they are sent and with orthonormal columns, of
-        the second the worker's own and all workers'; in the first steps the sum of all, if they send that. One device has them
-        for all."""
+    @accounts(ops.exchange_payload)
+    def _exchange_payload(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
+        """The sum over all workers, until the end of the step, and the message. One device has both for all."""
         if self.replica:
             return (), 0
-        left, right = bytes_of_rounds(self.program, node)
         bucket, pack = self.program.packs[pack_of(node)]
-        whole = pack.num_elements * bucket.dtype.itemsize if node.kwargs["start_step"] else 0
-        self.ledger.hold([Block(max(2 * left + right, whole), self.names.name(node), "factors of low rank")])
+        num_bytes = pack.num_elements * bucket.dtype.itemsize + num_bytes_sent(self.program, node)
+        self.ledger.hold([Block(num_bytes, self.names.name(node), "payloads")])
         return (), 0
-
-    def _bytes_of_products(self, launch: fx.Node) -> int:
-        """What the sum of what workers have sent is made in: of factors, room for a block of a product."""
-        if launch.target is not ops.exchange_low_rank or launch.kwargs["by_library"]:
-            return 0
-        bucket, matrices = self.program.buckets[bucket_of(launch)], low_rank_matrices(self.program, launch)
-        return max(elements_of_room(one.rows, one.columns) for one in matrices) * bucket.dtype.itemsize
 
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -380,7 +367,7 @@ class _Walk:
             return (), 0
         if launch.target in ops.EXCHANGES_OF_PARTS:
             new = self._new(node) if node.users and not writes_for_all(self.program, node, self.replica) else ()
-            return new, self._bytes_of_products(launch)
+            return new, 0
         if launch.target is ops.all_gather:
             return (), self._bytes_to_gather(node)
         place = link_named(launch.kwargs["link"]).sum_place

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mirrorc.analysis.communication.compressed_sums import bytes_of_rounds
 from mirrorc.analysis.gradients.factored_gradients import left_to_shares, pack_of_gradients, slots_left_as_factors
 from mirrorc.analysis.gradients.sent_factors import factors_of_shares
 from mirrorc.analysis.gradients.tiled_updates import is_looked_at
@@ -128,12 +127,10 @@ class _Tally:
         """Adds the parameters and gradients of a bucket."""
         for owners in self._copies(bucket):
             self._add(owners, "parameters", bucket.num_bytes)
-        sent_in_part = [node for node in self._sent_in_part if bucket_of(node) == bucket.index]
-        if sent_in_part:  # what was not sent, and what will not have been
+        if any(
+            bucket_of(node) == bucket.index for node in self._sent_in_part
+        ):  # what was not sent, and what will not have been
             self._add(self.names[:1], "gradients", 2 * bucket.num_bytes)
-        for node in sent_in_part:
-            if node.target is ops.exchange_low_rank:  # the right factors of the last step, and of this one
-                self._add(self.names[:1], "gradients", 2 * bytes_of_rounds(self.program, node)[1])
         if bucket.rule.takes_rows:  # which are activations
             return
         pack = pack_of_gradients(self.program, bucket.index)

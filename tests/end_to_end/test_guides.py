@@ -53,6 +53,19 @@ def test_halves_of_digits_find_each_other_among_those_of_two_workers() -> None:
 
 
 @pytest.mark.slow
+def test_workers_that_send_factors_come_as_far() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "power_sgd.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exchange of PowerSGD(rank=2" in done.stdout
+    rows = [
+        [float(number) for number in line.split()] for line in done.stdout.splitlines() if line.lstrip()[:1].isdigit()
+    ]
+    (_, whole, factored), (_, whole_begin, _) = rows[-1], rows[0]
+    assert whole_begin - factored > 0.8 * (whole_begin - whole)
+
+
+@pytest.mark.slow
 def test_a_gan() -> None:
     untrained = gan_digits.main([*EAGER, "--epochs", "0"])
     assert gan_digits.main([*EAGER, "--epochs", "3", "--batch", "32"]) < untrained
@@ -173,7 +186,7 @@ def test_workers_go_on_with_what_they_had_not_sent(tmp_path: Path) -> None:
     for name, value in undisturbed.items():
         assert torch.equal(killed[name], value) if isinstance(value, torch.Tensor) else killed[name] == value, name
     parts = [torch.load(tmp_path / "two" / "step-14" / "parts" / f"{rank}.pt") for rank in range(2)]
-    assert all(own["num_workers"] == 2 and own["num_steps"] == 14 for own in parts)
+    assert all(own["num_workers"] == 2 and own["state"] for own in parts)
     assert any(bool(value.any()) for own in parts for value in own["unsent"].values())
     (tmp_path / "one" / "last").write_text("step-12")
     other = trained_by_workers(tmp_path / "one", *more, workers=3)

@@ -9,6 +9,7 @@ import torch
 from asserting import Asserting
 from broken_meetings import meeting_stages, stages_of_worker
 from broken_programs import LooksUp
+from payloads import FirstElements
 from saved_programs import HANDMADE
 from tiny_programs import MUON, Gated, Weight, captured_model, every_stage, handmade, run_up_to
 from torch import nn
@@ -34,7 +35,6 @@ from mirrorc.ir.type_rules import of_operand
 from mirrorc.ir.workers import World
 from mirrorc.passes import ReserveMemory, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.power_sgd import PowerSGD
 from mirrorc.printing.colors import colored
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.binding.binder import binds
@@ -71,8 +71,7 @@ def programs() -> list[Program]:
     found += every_stage(of_workers, over_workers=True, overlap_next_step=True).values()
     found += every_stage(of_workers, over_workers=True, compression="bfloat16").values()
     found += every_stage(of_workers, over_workers=True, compression=TopK(0.1)).values()
-    of_matrices = handmade(2, [Weight("a", (30, 40))]).evolve(workers=of_workers.workers)
-    found += every_stage(of_matrices, over_workers=True, compression=PowerSGD(2)).values()
+    found += every_stage(of_workers, over_workers=True, compression=FirstElements()).values()
     dealt = HANDMADE["buffer"]().evolve(workers=replace(World(2, 2).worker(1), shards_optimizer=True))
     found += every_stage(dealt, over_workers=True, shard_optimizer=True).values()
     sent = replace(World(2, 2).worker(1), sent_as_factors=("table.weight", "wide.weight"))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from payloads import FirstElements
 from saved_programs import assert_same, reload
 from torch import nn
 
 import mirrorc
 from mirrorc import World
-from mirrorc.compression import TopK
+from mirrorc.analysis.communication.worker_schedule import schedule_hash
+from mirrorc.compression import Payload, TopK
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device, parse_devices
 from mirrorc.ir.nodes import calls_to
@@ -23,7 +25,6 @@ from mirrorc.ir.workers import Workers
 from mirrorc.options.option import Request
 from mirrorc.options.table import OPTIONS
 from mirrorc.passes import CompressExchange, default_pipeline
-from mirrorc.power_sgd import PowerSGD
 from mirrorc.printing.reader import read_program_text
 from mirrorc.runtime.execution.commit.used_parameters import UsedVariables
 
@@ -87,7 +88,7 @@ def test_whole_gradients_are_weighed_against_factors_by_the_bytes_that_are_sent(
     assert "2.weight as factors (937.5 KiB against 1.4 MiB)" in remark(None)
     assert "2.weight whole (937.5 KiB against 703.1 KiB)" in remark("bfloat16")
     assert "2.weight whole (937.5 KiB against 28.1 KiB)" in remark(TopK(0.01))
-    assert "2.weight whole (937.5 KiB against 18.8 KiB)" in remark(PowerSGD(4))
+    assert "2.weight whole (937.5 KiB against 140.6 KiB)" in remark(FirstElements())
 
 
 def test_a_process_alone_compresses_nothing_and_says_so() -> None:
@@ -135,20 +136,20 @@ def test_a_process_alone_compresses_nothing_and_says_so() -> None:
             "put mirrorc.passes.SendLargest(ratio=0.1) behind ReduceOverWorkers() there",
         ),
         (
-            {"compression": PowerSGD(2), "shard_optimizer": True},
+            {"compression": FirstElements(), "shard_optimizer": True},
             "cannot be used with shard_optimizer=True: workers send each other parts of sums there",
         ),
         (
-            {"compression": PowerSGD(2), "exact_order": True},
-            "with exact_order=True: workers send matrices of low rank, and the rest in later steps; leave out one",
+            {"compression": FirstElements(), "exact_order": True},
+            "with exact_order=True: workers send payloads of gradients, and what these leave out in later steps; leave out one",
         ),
         (
-            {"compression": PowerSGD(2), "disable_passes": ["send-low-rank"]},
-            "asks for the pass 'send-low-rank', which disable_passes leaves",
+            {"compression": FirstElements(), "disable_passes": ["send-payload"]},
+            "asks for the pass 'send-payload', which disable_passes leaves",
         ),
         (
-            {"compression": PowerSGD(2), "passes": default_pipeline(over_workers=True)},
-            "put mirrorc.passes.SendLowRank(rank=2, min_compression_rate=2.0, start_step=0, seed=0) behind",
+            {"compression": FirstElements(), "passes": default_pipeline(over_workers=True)},
+            "put mirrorc.passes.SendPayload(payload=FirstElements(part=10)) behind",
         ),
         (
             {"passes": default_pipeline(over_workers=True)},
@@ -202,7 +203,7 @@ def test_what_is_kept_of_gradients_is_counted_in_memory() -> None:
     assert "largest elements" in told[0]
 
 
-@pytest.mark.parametrize("compression", [TopK(0.1), PowerSGD(2), "bfloat16"])
+@pytest.mark.parametrize("compression", [TopK(0.1), FirstElements(), "bfloat16"])
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -221,44 +222,77 @@ def test_what_workers_cannot_have_is_refused_with_compression_too(
         step_of(world=World(2, 2), compression=compression, **options)
 
 
-def test_matrices_of_low_rank_are_printed_and_read_back(tmp_path: Path) -> None:
-    program = prepared(compression=PowerSGD(2), exchange="dense")
+def test_a_payload_is_printed_and_read_back(tmp_path: Path) -> None:
+    program = prepared(compression=FirstElements(), exchange="dense")
     text = program.to_text(fold=False)
-    assert "rank=2, matrices=('2.weight', '0.weight'), start_step=0, seed=0" in text
-    assert "3.0 KiB in place of 16.8 KiB summed over 2 workers: this changes numbers" in text
+    assert "payload=FirstElements(part=10), num_bytes=1708" in text
+    assert "1.7 KiB in place of 16.8 KiB summed over 2 workers: this changes numbers" in text
     assert "add_unsent(bucket=0" in text
     read_program_text(program.to_text(slots=True, sources=False))
     assert_same(program, reload(program, tmp_path))
 
 
-def test_factors_of_low_rank_are_counted_in_memory() -> None:
-    told = []
-    for world in (
-        World(2),
-        World(2, (1, 2)),
-    ):  # the library makes sums, or room is needed to make them element by element
-        step = step_of(exchange="dense", compression=PowerSGD(2), world=world)
-        step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
-        told.append(str(step.memory()))
-    assert all("51.3 KiB" in one for one in told)  # 50.2 as with a part, and twice the right factors
-    assert ["factors of low rank" in one for one in told] == [False, True], "these are there when memory is at its peak"
+def test_a_payload_is_counted_in_memory() -> None:
+    step = step_of(exchange="dense", compression=FirstElements(), world=World(2, (1, 2)))
+    step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
+    assert "50.2 KiB" in str(step.memory()) and "payloads" in str(step.memory())
+
+
+class Undecorated(FirstElements):
+    pass
+
+
+@dataclass(frozen=True)
+class Unsized(Payload):
+    def exchange(self, *given: Any) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Unsent(Payload):
+    def num_bytes(self, *given: Any) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Fractional(FirstElements):
+    def num_bytes(self, *given: Any) -> Any:
+        return 0.5
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "why"),
+    ("kind", "why"),
     [
-        ({"rank": 0}, ValueError, "rank is 0: give a whole number, 1 or more"),
-        ({"rank": 1.5}, TypeError, "rank is 1.5: give a whole number, 1 or more"),
-        ({"rank": True}, TypeError, "rank is True: give a whole number, 1 or more"),
-        ({"start_step": -1}, ValueError, "start_step is -1: give a whole number, 0 or more"),
-        ({"seed": "a"}, TypeError, "seed is 'a': give a whole number, 0 or more"),
-        ({"min_compression_rate": 0.5}, ValueError, "min_compression_rate is 0.5: give a number, 1 or more"),
-        ({"min_compression_rate": "2"}, TypeError, "min_compression_rate is '2': give a number, 1 or more"),
+        (
+            Undecorated,
+            "an instance of Undecorated, which is no frozen dataclass: workers compare the texts of their payloads",
+        ),
+        (Unsized, "an instance of Unsized, which has no num_bytes() of its own"),
+        (Unsent, "an instance of Unsent, which has no exchange() of its own"),
+        (Payload, "an instance of Payload, which is no frozen dataclass"),
+        (lambda: FirstElements, "compression is"),
     ],
 )
-def test_another_rank_is_refused(given: dict[str, Any], error: type[Exception], why: str) -> None:
-    with pytest.raises(error, match=re.escape(why)):
-        PowerSGD(**given)
+def test_a_payload_that_is_not_complete_is_refused(kind: Any, why: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(why)):
+        step_of(compression=kind())
+
+
+def test_a_size_that_is_no_number_of_bytes_is_refused() -> None:
+    with pytest.raises(mirrorc.PassError, match=re.escape("says that it sends 0.5 bytes of 4.weight")):
+        prepared(compression=Fractional(), exchange="dense")
+
+
+def test_workers_whose_payloads_differ_differ_in_what_they_exchange() -> None:
+    hashes = {schedule_hash(prepared(compression=FirstElements(n), exchange="dense")) for n in (10, 11)}
+    assert len(hashes) == 2
+
+
+def test_the_old_name_says_where_it_is() -> None:
+    with pytest.raises(AttributeError, match=r"its place is examples/power_sgd.py, a payload of one's own"):
+        _ = mirrorc.PowerSGD  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="module 'mirrorc' has no attribute 'powersgd'"):
+        _ = mirrorc.powersgd  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +308,7 @@ def test_a_part_is_one_element_at_least_and_all_at_most() -> None:
     assert [TopK(ratio).count(10) for ratio in (1e-9, 0.11, 1)] == [1, 2, 10]
 
 
-@pytest.mark.parametrize(("compression", "is_told"), [(TopK(0.1), False), (PowerSGD(2), False), (None, True)])
+@pytest.mark.parametrize(("compression", "is_told"), [(TopK(0.1), False), (FirstElements(), False), (None, True)])
 def test_what_may_be_of_an_earlier_step_counts_as_used(compression: Any, is_told: bool) -> None:
     step = step_of(compression=compression, exchange="dense", capture="autograd")
     program = step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))

@@ -175,10 +175,6 @@ FIELDS: dict[str, tuple[Any, dict[str, Any], str, set[str]]] = {
     "EqualPacks.num_packs": (packing.EqualPacks, {}, "packing", {"0", "1"}),
     "EqualSplits.num_splits": (packing.EqualSplits, {}, "packing", {"1"}),
     "TopK.ratio": (mirrorc.TopK, {}, "compression", {"1"}),
-    "PowerSGD.rank": (mirrorc.PowerSGD, {}, "compression", {"1"}),
-    "PowerSGD.min_compression_rate": (mirrorc.PowerSGD, {"rank": 1}, "compression", NUMBERS - {"inf"}),
-    "PowerSGD.start_step": (mirrorc.PowerSGD, {"rank": 1}, "compression", {"0", "1"}),
-    "PowerSGD.seed": (mirrorc.PowerSGD, {"rank": 1}, "compression", {"0", "1"}),
     "ClipGradNorm.max_norm": (mirrorc.ClipGradNorm, {}, "clip_grad_norm", {*NUMBERS, "0"}),
     "ClipGradNorm.norm_type": (mirrorc.ClipGradNorm, {"max_norm": 1}, "clip_grad_norm", NUMBERS),
     "CommunicationOptions.bytes_per_pack": (

@@ -11,12 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirrorc.compression import TopK
+from mirrorc.compression import Payload, TopK
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import ALGORITHMS, PASSES, LowerCollectives, OutlineRegions, PlanBuckets, default_pipeline
 from mirrorc.pipeline.pipeline_text import format_passes, parse_passes
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.power_sgd import PowerSGD
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def test_every_pass_has_its_name() -> None:
     asked |= {"pads_products": True}
     pipelines = [default_pipeline(microbatches=2, all_reduce=algorithm(), **asked) for algorithm in ALGORITHMS.values()]
     pipelines.append(default_pipeline(placement="central"))
-    pipelines += [default_pipeline(over_workers=True, compression=one) for one in (TopK(0.1), PowerSGD(2))]
+    pipelines += [default_pipeline(over_workers=True, compression=one) for one in (TopK(0.1), Payload())]
     names = [[compiler_pass.name for compiler_pass in passes] for passes in pipelines]
     assert all([name for name in PASSES if name in own] == own for own in names)
     assert {name for own in names for name in own} == set(PASSES)

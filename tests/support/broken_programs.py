@@ -25,6 +25,7 @@ from broken_meetings import (
     waits_before_a_meeting,
     with_fewer_rows,
 )
+from payloads import FirstElements
 from tiny_programs import (
     MUON,
     PASS_NAMES,
@@ -65,7 +66,6 @@ from mirrorc.passes import (
     default_pipeline,
 )
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.power_sgd import PowerSGD
 from mirrorc.verifier.verifier import verify
 
 WEIGHTS = [Weight("a", (200,)), Weight("b", (200,)), Weight("c", (200,))]
@@ -363,15 +363,9 @@ def sent_in_part(change: Callable[[fx.Graph], object], pass_name: str = "lower-d
     return over_workers(on_all_devices(change), pass_name, compression=TopK(0.1))
 
 
-def of_low_rank(change: Callable[[fx.Graph], object]) -> Mutation:
-    """As `over_workers`, on all devices of a program whose workers send factors of each matrix."""
-    matrices = [Weight("a", (40, 30)), Weight("b", (30, 40))]
-    return over_workers(on_all_devices(change), weights=matrices, compression=PowerSGD(1))
-
-
-def begin_otherwise(word: str) -> Callable[[fx.Graph], object]:
-    """The last exchange of low rank begins otherwise than the others."""
-    return lambda graph: with_kwargs(targets(graph, ops.exchange_low_rank)[-1], **{word: 7})
+def sent_as_payload(change: Callable[[fx.Graph], object]) -> Mutation:
+    """As `over_workers`, on all devices of a program whose workers send a payload."""
+    return over_workers(on_all_devices(change), compression=FirstElements())
 
 
 def use_what_was_not_sent(graph: fx.Graph) -> None:
@@ -1839,10 +1833,9 @@ BAD: dict[str, list[Mutation]] = {
         compressed(lambda graph: repeat(graph, first(graph, ops.compress))),
         compressed(lambda graph: repeat(graph, first(graph, ops.compress)), "compress-exchange"),
     ],
-    "low_rank_begins_alike": [of_low_rank(begin_otherwise("seed")), of_low_rank(begin_otherwise("start_step"))],
     "parts_are_of_all_that_is_unsent": [
-        of_low_rank(use_what_was_not_sent),
-        of_low_rank(leave_out_what_was_not_sent),
+        sent_as_payload(use_what_was_not_sent),
+        sent_as_payload(leave_out_what_was_not_sent),
         sent_in_part(use_what_was_not_sent),
         sent_in_part(leave_out_what_was_not_sent),
         sent_in_part(lambda graph: repeat(graph, first(graph, ops.add_unsent))),

@@ -354,6 +354,7 @@ def _main() -> None:
     import worker_habits  # noqa: F401
     import worker_training  # noqa: F401
 
+    sys.path.append(str(Path(__file__).parents[2] / "examples"))
     requests = Connection(int(sys.argv[1]))
     _warm_up()
     collect_seldom()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import payloads
 import torch
 from stand_in_nccl import nccl_over_gloo
 from torch import nn
@@ -276,11 +277,18 @@ def favour(given: Mapping[str, Any]) -> None:
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `mirrorc.compile` that a case asks for; ``top_k`` is the part of gradients that is sent, ``power_sgd`` has
-    the arguments of `mirrorc.PowerSGD`, ``scaler`` those of a GradScaler, and ``autocast`` is the name of a dtype."""
+    """The options of `mirrorc.compile` that a case asks for.
+
+    ``top_k`` is the part of gradients that is sent, ``power_sgd`` has the arguments of the example's `PowerSGD`, ``payload`` is
+    the name of one of `payloads`, ``scaler`` has the arguments of a GradScaler, and ``autocast`` is the name of a dtype.
+    """
     part: dict[str, Any] = {"compression": mirrorc.TopK(given["top_k"])} if "top_k" in given else {}
     if "power_sgd" in given:
-        part = {"compression": mirrorc.PowerSGD(**given["power_sgd"])}
+        from power_sgd import PowerSGD  # which imports scikit-learn, for few cases
+
+        part = {"compression": PowerSGD(**given["power_sgd"])}
+    if "payload" in given:
+        part = {"compression": getattr(payloads, given["payload"])()}
     if "scaler" in given:
         part["scaler"] = torch.amp.GradScaler("cpu", **given["scaler"])
     if "autocast" in given:
@@ -402,6 +410,7 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
             if "wrong batch" in faults:
                 y = y[:-1]
             _is_full = _is_full or "operator" in faults
+            payloads.fails = "payload" in faults
             if "not finite" in faults:
                 x[0, 0] = torch.inf
             if "rate" in faults:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Matrix, named_matrices
+from mirrorc.ir.buckets import Bucket, Pack
 from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
 
@@ -37,28 +37,25 @@ def bytes_of_largest(count: int, num_elements: int, dtype: torch.dtype) -> int:
     return count * (dtype.itemsize + index_dtype(num_elements).itemsize)
 
 
-def low_rank_matrices(program: Program, exchange: fx.Node) -> list[Matrix]:
-    """The matrices of which an `exchange_low_rank` sends factors, in the order in which they lie."""
-    names: Any = exchange.kwargs["matrices"]
-    return named_matrices(*program.packs[pack_of(exchange)], names)
-
-
-def bytes_of_rounds(program: Program, exchange: fx.Node) -> tuple[int, int]:
-    """The bytes of what an `exchange_low_rank` adds up over workers: first the left factors, and all that is sent whole; then the
-    right factors."""
-    bucket, pack = program.packs[pack_of(exchange)]
-    rank: Any = exchange.kwargs["rank"]
-    matrices = low_rank_matrices(program, exchange)
-    whole = pack.num_elements - sum(one.rows * one.columns for one in matrices)
-    left, right = (rank * sum(sides) for sides in ([one.rows for one in matrices], [one.columns for one in matrices]))
-    return (whole + left) * bucket.dtype.itemsize, right * bucket.dtype.itemsize
+def gradients_of_pack(bucket: Bucket, pack: Pack, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients in a tensor that is laid out as a pack, by variable; of one that is cut, its piece, 1-D."""
+    gradients = {}
+    for slot in bucket.slots:
+        start, stop = max(slot.offset, pack.start), min(slot.offset + slot.num_elements, pack.stop)
+        piece = flat[start - pack.start : stop - pack.start] if start < stop else flat[:0]
+        if piece.numel() == slot.num_elements:
+            piece = piece.as_strided(slot.shape, slot.strides)
+        if piece.numel():
+            gradients[slot.variable] = piece
+    return gradients
 
 
 def num_bytes_sent(program: Program, exchange: fx.Node) -> int:
     """The bytes of what an exchange adds up over workers, in the dtype in which it is sent; of what each worker has chosen, if
-    that is gathered; of factors, if the sum has low rank."""
-    if exchange.target is ops.exchange_low_rank:
-        return sum(bytes_of_rounds(program, exchange))
+    that is gathered; of a payload as it says itself."""
+    if exchange.target is ops.exchange_payload:
+        num_bytes: Any = exchange.kwargs["num_bytes"]
+        return int(num_bytes)
     bucket, pack = program.packs[pack_of(exchange)]
     if exchange.target is ops.gather_largest:
         count: Any = exchange.kwargs["count"]

@@ -58,10 +58,7 @@ def _line(program: Program, node: fx.Node) -> str:
     sent = f" as {'; '.join(map(str, bucket.sent_factors))}" if bucket.is_sent_as_factors else ""
     op = f" {node.kwargs['op']}" if "op" in node.kwargs else ""
     op += f" of {node.kwargs['count']} largest" if "count" in node.kwargs else ""
-    if node.target is ops.exchange_low_rank:
-        words = node.kwargs
-        op += f" of rank {words['rank']} from step {words['start_step']} on with seed {words['seed']}"
-        op += f"{' by the library' if words['by_library'] else ''}: {words['matrices']}"
+    op += f" of {node.kwargs['payload']}, {node.kwargs['num_bytes']} bytes" if "payload" in node.kwargs else ""
     return (
         f"{name_of(node)}{op} bucket {bucket.index}{_elements(bucket, node)} {dtype} {bucket.num_elements} over "
         f"{node.kwargs.get('link')} for {bucket.rule.label}: {slots}{sent}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from mirrorc.analysis.communication.compressed_sums import bytes_of_rounds, num_bytes_sent
+from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.analysis.cost.work import Machine, seconds_of_graph
 from mirrorc.analysis.gradients.sent_factors import factor_bytes, packs_of, rows_of
@@ -191,13 +191,10 @@ class ProgramDurations:
 
     def flight_seconds(self, node: fx.Node) -> float:
         num_workers, index = self._program.workers.num_workers, bucket_of(node)
-        if node.target is ops.exchange:
+        if node.target in (ops.exchange, ops.exchange_payload):
             return self._costs.link.all_reduce_seconds(num_bytes_sent(self._program, node), num_workers)
         if node.target is ops.gather_largest:
             return self._costs.link.all_gather_seconds(num_bytes_sent(self._program, node), num_workers)
-        if node.target is ops.exchange_low_rank:
-            rounds = bytes_of_rounds(self._program, node)
-            return sum(self._costs.link.all_reduce_seconds(num_bytes, num_workers) for num_bytes in rounds)
         if node.target is ops.scatter_sums:
             return self._costs.link.all_to_all_seconds(self._program.buckets[index].num_bytes, num_workers)
         if node.target is ops.gather_parameters:

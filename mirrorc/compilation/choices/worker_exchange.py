@@ -1,5 +1,4 @@
-"""Chooses how workers send each gradient: the sum of a worker whole, or the factors from which every worker makes the sum; and
-how they multiply factors of sums of low rank.
+"""Chooses how workers send each gradient: the sum of a worker whole, or the factors from which every worker makes the sum.
 
 It is long, as what is chosen, by which figures, and what is said of it stand together.
 """
@@ -15,13 +14,13 @@ import torch
 
 from mirrorc.analysis.gradients.sent_factors import fake_rows, sendable, sent_factors
 from mirrorc.analysis.graph.aliases import ViewedVariables
-from mirrorc.compilation.choices.exchange_costs import Candidate, Figures, chosen, why_bits_differ
+from mirrorc.compilation.choices.exchange_costs import Candidate, Figures, chosen
 from mirrorc.ir import ops
 from mirrorc.ir.links import carries_between_workers, why_no_factors_for_workers
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.options.dynamic_shapes import sends_whole
 from mirrorc.options.step_options import StepOptions
-from mirrorc.passes import CompressExchange, FactorGradients, SendLargest, SendLowRank
+from mirrorc.passes import CompressExchange, FactorGradients, SendLargest, SendPayload
 from mirrorc.passes.workers.compress_exchange import NARROW
 from mirrorc.runtime.devices.machine import product_facts, seconds_per_multiplication
 from mirrorc.runtime.workers.team.team import Team
@@ -55,7 +54,6 @@ class ExchangeChoice:
         self._found: Sequence[Candidate] | None = None  # at the first capture
         self._names: tuple[str, ...] = ()
         self._remark = ""
-        self._why_unlike = ""  # why a product may have other bits on other workers
         self._is_held = False
         self._told: Figures | None = None
         self._loaded: tuple[str, ...] | None = None
@@ -94,12 +92,11 @@ class ExchangeChoice:
             return self._taken_as_rows(program) == program.workers.sent_as_factors
         if not self._is_held and self._is_in_call and self._found is not None:
             self._choose(self._found)
-        own = program.workers
-        return (own.sent_as_factors, own.multiply_alike) == (self._names_for(program), self._multiply_alike)
+        return program.workers.sent_as_factors == self._names_for(program)
 
     def _concerns(self, program: Program) -> bool:
         """Whether it is for a training call, in the first of which all workers tell each other what they have."""
-        return (self._may_send_factors or self._multiplies) and program.trains
+        return self._may_send_factors and program.trains
 
     def _names_for(self, program: Program) -> tuple[str, ...]:
         """The variables whose gradients a program sends as factors; gradients that are accumulated are whole."""
@@ -132,16 +129,6 @@ class ExchangeChoice:
         return self._options.program_workers.are_several and self._factoring is not None
 
     @property
-    def _multiplies(self) -> bool:
-        """Whether all workers multiply factors of sums of low rank."""
-        are_several = self._options.program_workers.are_several
-        return are_several and any(isinstance(one, SendLowRank) for one in self._options.pipeline)
-
-    @property
-    def _multiply_alike(self) -> bool:
-        return self._multiplies and not self._why_unlike
-
-    @property
     def _factoring(self) -> FactorGradients | None:
         """The pass that leaves gradients as factors, if anything may be sent so."""
         if self._options.exchange == "dense" or sends_whole(self._options):
@@ -163,23 +150,11 @@ class ExchangeChoice:
             rows = self._taken_as_rows(program)
             return program.evolve(workers=replace(program.workers, sent_as_factors=rows)) if rows else program
         if not self._is_held:
-            self._found = list(self._candidates(program)) if self._may_send_factors else []
+            self._found = list(self._candidates(program))
             self._choose(self._found)
-        workers = replace(
-            program.workers, sent_as_factors=self._names_for(program), multiply_alike=self._multiply_alike
-        )
-        told = [one for one in (self._remark, self._said_of_products()) if one]
-        return program.evolve(workers=workers).with_remarks(
-            *(told if program.accumulation is Accumulation.NONE else ())
-        )
-
-    def _said_of_products(self) -> str:
-        """A remark on who makes sums of low rank; empty if there are none."""
-        if not self._multiplies:
-            return ""
-        if self._why_unlike:
-            return f"sums of low rank are made element by element: {self._why_unlike}, and bits of a product may depend on it"
-        return "sums of low rank are products of the library, which has the same bits on all workers: their machines are alike"
+        program = program.evolve(workers=replace(program.workers, sent_as_factors=self._names_for(program)))
+        is_remarked = self._remark and program.accumulation is Accumulation.NONE
+        return program.with_remarks(self._remark) if is_remarked else program
 
     def _choose(self, found: Sequence[Candidate]) -> None:
         """Chooses by the figures of all workers, or as if all had this one's where they cannot be asked, and keeps the former."""
@@ -194,7 +169,6 @@ class ExchangeChoice:
             ]
         with self.team.words.raising_alike() if self.team is not None else nullcontext():
             self._names, self._remark = chosen(found, everyone, workers, self._options.exchange)
-        self._why_unlike = why_bits_differ(everyone, workers.devices_per_worker)
         if self._remark and not is_asked:
             self._remark += "; taken as if all workers had as many examples as this one"
         self._is_held = self.team is None or is_asked
@@ -228,17 +202,17 @@ class ExchangeChoice:
             number = sum(size_now(rows[shard].shape[0]) for shard in graphs)
             row_bytes = sum(kind.num_bytes for kind in sent_factors(program, name).rows)
             work = gradient.form.num_multiplications(value, 1)
-            yield Candidate(name, self._bytes_sent(value), row_bytes, number, work)
+            yield Candidate(name, self._bytes_sent(name, value), row_bytes, number, work)
 
-    def _bytes_sent(self, gradient: torch.Tensor) -> int:
+    def _bytes_sent(self, name: str, gradient: torch.Tensor) -> int:
         """The bytes of a sum that is sent whole, or takes as long as what is sent of this one."""
         num_elements, dtype = gradient.numel(), gradient.dtype
-        for one in self._options.pipeline:
-            if isinstance(one, SendLargest):
-                return one.bytes_of_sum(num_elements, dtype, self._options.program_workers.num_workers)
-            if isinstance(one, SendLowRank) and gradient.dim() > 1 and num_elements:
-                sizes = gradient.shape[0], num_elements // gradient.shape[0]
-                return one.num_elements_sent(*sizes, dtype) * dtype.itemsize
-            if isinstance(one, CompressExchange) and one.narrows(dtype):
-                return num_elements * NARROW[one.dtype].itemsize
+        num_workers = self._options.program_workers.num_workers
+        for compiler_pass in self._options.pipeline:
+            if isinstance(compiler_pass, SendLargest):
+                return compiler_pass.bytes_of_sum(num_elements, dtype, num_workers)
+            if isinstance(compiler_pass, SendPayload):
+                return compiler_pass.bytes_of_gradient(name, gradient, num_workers)
+            if isinstance(compiler_pass, CompressExchange) and compiler_pass.narrows(dtype):
+                return num_elements * NARROW[compiler_pass.dtype].itemsize
         return num_elements * dtype.itemsize

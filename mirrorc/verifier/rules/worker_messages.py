@@ -143,7 +143,7 @@ def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def parts_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
-    """What a worker sends a part of, its largest elements or factors of low rank, has what earlier steps have not sent, on all
+    """What a worker sends a part of, its largest elements or a payload, has what earlier steps have not sent, on all
     its replicas; and what has that goes into that exchange of its bucket, or pack, alone, which keeps the rest."""
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.add_unsent):
@@ -164,20 +164,6 @@ def parts_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
                         "sent",
                         node,
                     )
-
-
-@rule(since=Stage.SCHEDULED)
-def low_rank_begins_alike(program: Program) -> Iterator[Violation]:
-    """All exchanges of low rank of a program begin at one step, from one seed: the steps are counted for all of them together,
-    and factors are kept by the names of variables."""
-    found = [node for graph in program.graphs() for node in calls_to(graph, ops.exchange_low_rank)]
-    for node in found:
-        for word in ("start_step", "seed"):
-            if node.kwargs[word] != found[0].kwargs[word]:
-                yield Violation(
-                    f"{say(node)} has the {word} {node.kwargs[word]}, where {found[0].name} has {found[0].kwargs[word]}",
-                    node,
-                )
 
 
 def _is_total(value: Any) -> bool:

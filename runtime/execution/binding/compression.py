@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from mirrorc.analysis.communication.compressed_sums import low_rank_matrices, own_elements, writes_for_all
+from mirrorc.analysis.communication.compressed_sums import gradients_of_pack, own_elements, writes_for_all
+from mirrorc.compression import payload_named
+from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
 from mirrorc.runtime.execution.binding.binder import Binder, binds, binds_waits
 from mirrorc.runtime.state.gradients.residuals import UnsentGradients
 from mirrorc.runtime.state.step_state import StepState
-from mirrorc.runtime.workers.buckets.payload import SentPart
-from mirrorc.runtime.workers.buckets.power_sgd import LowRankSum, WholeSum
+from mirrorc.runtime.workers.buckets.payload import SentPart, SentPayload
 from mirrorc.runtime.workers.buckets.top_k import LargestElements
 
 LaunchPart = Callable[[int, int, Callable[[], SentPart]], None]
@@ -71,21 +73,21 @@ def _bind_gather_largest(binder: Binder, replica: int, node: fx.Node) -> Callabl
     return _launching(binder, node, launch)
 
 
-@binds(ops.exchange_low_rank)
-def _bind_exchange_low_rank(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
-    (bucket, pack), unsent = binder.program.packs[pack_of(node)], _unsent_of(binder)
-    matrices = low_rank_matrices(binder.program, node)
+@binds(ops.exchange_payload)
+def _bind_exchange_payload(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
+    (bucket, pack), number = binder.program.packs[pack_of(node)], binder.program.workers.num_workers
+    unsent, text = _unsent_of(binder), str(node.kwargs["payload"])
+    payload = payload_named(text)
+    if payload is None:
+        raise ExecutionError(
+            f"{node.name} sends the payload {text}, which this process has not: a program that was loaded is read, not run; "
+            f"compile the model with compression={text}"
+        )
+    gradients_of = functools.partial(gradients_of_pack, bucket, pack)
 
-    def launch(launch_part: LaunchPart, *, rank: int, start_step: int, seed: int, by_library: bool, **_: Any) -> None:
-        whole, factors = unsent.new(bucket.index)[pack.start : pack.stop], unsent.factors
-
-        def make() -> SentPart:
-            if factors.num_steps < start_step:
-                return WholeSum(whole)
-            begin = [factors.begin_with(one.variable, one.columns, rank, seed, whole.dtype) for one in matrices]
-            return LowRankSum(whole, matrices, begin, factors.new.update, by_library=by_library)
-
-        launch_part(pack.number, replica, make)
+    def launch(launch_part: LaunchPart, **_: Any) -> None:
+        whole, (state, new) = unsent.new(bucket.index)[pack.start : pack.stop], unsent.states
+        launch_part(pack.number, replica, lambda: SentPayload(payload, whole, gradients_of, state, new.update, number))
 
     return _launching(binder, node, launch)
 

@@ -11,7 +11,6 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program, Property
-from mirrorc.runtime.state.gradients.powersgd_factors import KeptFactors
 from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_views
 
 
@@ -26,6 +25,8 @@ class _Unsent:
         aside: what was not sent of variables that are in none of them.
         scale: of the losses whose gradients are kept.
         new_scale: of the loss of the step that runs; None if none does.
+        state: what payloads have returned in the last step, by variable; all workers have the same.
+        new_state: what it is when the step that runs has taken place. Sums that are in flight then are put into it.
     """
 
     plan: tuple[Bucket, ...] = ()
@@ -34,6 +35,8 @@ class _Unsent:
     aside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scale: float = 1.0
     new_scale: float | None = None
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    new_state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class UnsentGradients:
@@ -46,17 +49,14 @@ class UnsentGradients:
         device: where it lies: the worker's first.
 
     Attributes:
-        factors: with which matrices begin that are sent with low rank; all workers have the same.
-        num_loads: how often it was replaced by what `values` gave; likewise.
+        num_loads: how often it was replaced by what `values` gave; all workers have the same.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.factors = KeptFactors()
         self.num_loads = 0
         self._unsent = _Unsent()
         self._program: Program | None = None  # for which it is laid out
-        self._has_low_rank = False  # that program
 
     def fit(self, program: Program) -> None:
         """Lays it out for the buckets of which a program sends a part; that of other variables is kept aside.
@@ -74,10 +74,8 @@ class UnsentGradients:
                 for slot, view in zip(bucket.slots, slot_views(kept[bucket.index], bucket), strict=True):
                     if slot.variable in old:
                         view.copy_(old.pop(slot.variable))
-            self._unsent = _Unsent(
-                plan, kept, new, {name: own.clone() for name, own in old.items()}, self._unsent.scale
-            )
-        self._has_low_rank = any(True for graph in program.graphs() for _ in calls_to(graph, ops.exchange_low_rank))
+            aside = {name: own.clone() for name, own in old.items()}
+            self._unsent = _Unsent(plan, kept, new, aside, self._unsent.scale, state=self._unsent.state)
         self._program = program
 
     def _is_for(self, program: Program) -> bool:
@@ -86,9 +84,8 @@ class UnsentGradients:
 
     def begin(self, program: Program, scale: float) -> None:
         """Called before a step of a program whose loss is multiplied by a scale."""
-        is_sent = self._is_for(program)
-        self._unsent = replace(self._unsent, new_scale=scale if is_sent else None)
-        self.factors.begin(are_made=is_sent and self._has_low_rank)
+        unsent, is_sent = self._unsent, self._is_for(program)
+        self._unsent = replace(unsent, new_scale=scale if is_sent else None, new_state=dict(unsent.state))
 
     def add(self, bucket: int, elements: slice, own: torch.Tensor) -> torch.Tensor:
         """Adds what is kept of these elements of a bucket to a replica's share of the sum; the result lies elsewhere."""
@@ -101,31 +98,45 @@ class UnsentGradients:
         """What `add` gives of a bucket, of all replicas; what is sent is to be made zero in it."""
         return self._unsent.new[bucket]
 
+    @property
+    def states(self) -> tuple[Mapping[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The state of payloads that the last step has left, and that of the step that runs, by variable."""
+        return self._unsent.state, self._unsent.new_state
+
     def finish(self) -> None:
         """Called when a step has taken place: what it has not sent is what is kept. May be repeated."""
         unsent = self._unsent
         if unsent.new_scale is not None:
-            self.factors.finish()  # when that is repeated, it does nothing
             self._unsent = replace(
-                unsent, kept=unsent.new, new=unsent.kept, scale=unsent.new_scale, new_scale=None
+                unsent,
+                kept=unsent.new,
+                new=unsent.kept,
+                scale=unsent.new_scale,
+                new_scale=None,
+                state=unsent.new_state,
             )  # at once
 
     def values(self) -> dict[str, torch.Tensor]:
         """What is kept, by variable: copies, of gradients of losses that are not scaled."""
         return {name: own / self._unsent.scale for name, own in self._of_variables().items()}
 
-    def load(self, values: Mapping[str, torch.Tensor], factors: KeptFactors) -> None:
-        """Replaces what is kept by what `values` gave, for variables of the same shapes and dtypes; others have nothing then."""
-        self._replace(values, factors)
+    def state_values(self) -> dict[str, torch.Tensor]:
+        """The state of payloads, by variable: copies."""
+        return {name: value.clone() for name, value in self._unsent.state.items()}
+
+    def load(self, values: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        """Replaces what is kept by what `values` gave, for variables of the same shapes and dtypes; others have nothing then.
+        Likewise the state of payloads."""
+        self._replace(values, state)
         self.num_loads += 1
 
-    def _replace(self, values: Mapping[str, torch.Tensor], factors: KeptFactors) -> None:
-        self.factors = factors
-        self._unsent, self._program = _Unsent(aside={name: own.to(self._device) for name, own in values.items()}), None
+    def _replace(self, values: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        aside = {name: own.to(self._device) for name, own in values.items()}
+        self._unsent, self._program = _Unsent(aside=aside, state=dict(state)), None
 
     def forget(self) -> None:
         """Called on all workers when some have made a step and others not: they go on with nothing kept, from a checkpoint."""
-        self._replace({}, KeptFactors())
+        self._replace({}, {})
 
     def _of_variables(self) -> dict[str, torch.Tensor]:
         found = dict(self._unsent.aside)

@@ -1,11 +1,15 @@
-"""What a worker sends of a pack in place of the whole, and what all workers make of that."""
+"""Payloads of packs: what a worker sends of a pack in place of the whole, and the sum that all workers make of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from mirrorc.compression import Collectives, Gradients, Payload
+from mirrorc.errors import ExecutionError
+from mirrorc.runtime.workers.transport.lane import SeveralRounds
 from mirrorc.torch_internals import GlooGroup
 
 
@@ -20,3 +24,70 @@ class SentPart(Protocol):
 
         If it ``keeps_rest``, the pack then has what the worker has not sent of these elements; each element is asked for so once.
         """
+
+
+class SentPayload(SeveralRounds):
+    """A pack that a payload from outside of the package sends. It is a `SentPart`.
+
+    The lane's thread encodes, exchanges and decodes, so all workers launch the rounds of all packs in one order.
+
+    Args:
+        payload: sends it.
+        whole: the pack, 1-D, with what was not sent before.
+        gradients_of: the gradients in such a tensor, by name.
+        state: of the last step, by name.
+        keep: is given the state of this step.
+        num_workers: that send.
+    """
+
+    def __init__(
+        self,
+        payload: Payload,
+        whole: torch.Tensor,
+        gradients_of: Callable[[torch.Tensor], Gradients],
+        state: Gradients,
+        keep: Callable[[Gradients], object],
+        num_workers: int,
+    ) -> None:
+        self._payload, self._whole, self._gradients_of = payload, whole, gradients_of
+        self._state, self._keep, self._num_workers = state, keep, num_workers
+        self._sum = torch.zeros_like(whole)
+        self._error: Exception | None = None
+
+    def launch(self, group: GlooGroup) -> Any:
+        """See `SentPart`; whoever waits for the work launches the rounds."""
+        self._group = group
+        return self
+
+    def wait(self) -> None:
+        """Runs the payload, in the lane's thread.
+
+        If it fails, other workers may wait for its next round, and must not take those of the next pack for it.
+        """
+        try:
+            with torch.no_grad():
+                self._exchange(Collectives(self._group, self._num_workers))
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - every device raises it
+            self._error = error
+            self._group.cut()
+
+    def _exchange(self, collectives: Collectives) -> None:
+        gradients = self._gradients_of(self._whole)
+        state = {name: self._state[name] for name in gradients if name in self._state}
+        new = self._payload.exchange(gradients, self._gradients_of(self._sum), state, collectives) or {}
+        if others := [name for name in new if name not in gradients]:
+            raise ValueError(f"exchange() returned a state for {others[0]!r}, which is none of {', '.join(gradients)}")
+        self._keep({name: value.detach() for name, value in new.items()})
+
+    def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
+        """See `SentPart`; the rest is in the pack already.
+
+        Raises:
+            ExecutionError: the payload has failed.
+        """
+        if self._error is not None:
+            reason = f"{type(self._error).__name__}: {self._error}"
+            raise ExecutionError(f"compression={self._payload!r} failed in exchange(): {reason}") from self._error
+        into.copy_(self._sum[start:stop])

@@ -89,7 +89,7 @@ MANY = {"devices": [1, 1], "sizes": [[8, 8]], "top_k": 0.1, "optimizer": "SGD", 
 LEAVES = {"devices": [1, 1], "sizes": [[4, 4], [3, 0], [3, 0]], "top_k": 0.1, "optimizer": "SGD", "decay": 1.0}
 SLOW = (
     *("2 x 1", "parts", "by itself", "plain PyTorch", "many"),
-    *("skips", "recovers"),  # what no exchange does of its own has a fast case in `test_steps_of_low_rank`
+    *("skips", "recovers"),  # what no exchange does of its own has a fast case in `test_steps_with_payloads`
 )
 
 

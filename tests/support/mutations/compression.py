@@ -108,28 +108,13 @@ def send_another_count(program: Program) -> Iterator[Edit]:
 
 
 @breaks
-def send_other_factors(program: Program) -> Iterator[Edit]:
-    """A worker sends factors of no column, of more than are short, of no matrix, of a vector, or of one matrix twice."""
+def send_another_number_of_bytes(program: Program) -> Iterator[Edit]:
+    """A worker sends a payload of no bytes, or of as many as the pack has, or one without a text."""
 
     def edit(node: fx.Node, words: dict[str, Any]) -> None:
         node.kwargs = {**node.kwargs, **words}
 
-    for node in placed_nodes(program, ops.exchange_low_rank):
-        names: Any = node.kwargs["matrices"]
-        for words in ({"rank": 0}, {"rank": 10**6}, {"matrices": ()}, {"matrices": (*names, names[-1])}):
+    for node in placed_nodes(program, ops.exchange_payload):
+        value = node.meta["val"].value
+        for words in ({"num_bytes": 0}, {"num_bytes": value.numel() * value.dtype.itemsize}, {"payload": ""}):
             yield partial(edit, node, words)
-        if len(names) > 1:
-            yield partial(edit, node, {"matrices": names[::-1]})
-
-
-@breaks
-def begin_with_another_seed(program: Program) -> Iterator[Edit]:
-    """One of several exchanges of low rank begins with other factors, or at another step."""
-
-    def edit(node: fx.Node, word: str) -> None:
-        node.kwargs = {**node.kwargs, word: 10**6}
-
-    found = list(placed_nodes(program, ops.exchange_low_rank))
-    for node in found if len(found) > 1 else ():
-        yield partial(edit, node, "seed")
-        yield partial(edit, node, "start_step")

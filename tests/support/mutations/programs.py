@@ -10,6 +10,7 @@ import torch
 from asserting import Asserting
 from broken_meetings import Meeting
 from memory_order import first_in_memory
+from payloads import FirstElements
 from tiny_models import MODELS, TinyModel
 from tiny_programs import MUON, SMALL_BUCKETS, Gated, Weight, captured_model, handmade, outputs
 from torch import fx, nn
@@ -34,7 +35,6 @@ from mirrorc.passes import ChooseCheckpoints, ReserveMemory, ReuseArguments, def
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pipeline_edits import for_accumulation, for_evaluation, select_passes
 from mirrorc.pipeline.protocol import Pass
-from mirrorc.power_sgd import PowerSGD
 from mirrorc.user.optimizer_groups import OptimizerGroups
 
 _WITHOUT_LIMITS = {one.name: one for one in (ReuseArguments(min_bytes=0), ReserveMemory(min_bytes=0))}
@@ -406,9 +406,9 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
             over_workers | {"compression": TopK(0.1)},
         )
         yield Source(
-            f"matrices, sent with low rank by worker {n - 1} of 3",
+            f"matrices, sent as a payload by worker {n - 1} of 3",
             handmade(n, [Weight("a", (20, 30)), Weight("b", (30, 20)), Weight("c", (5,))]).evolve(workers=workers),
-            caps | {"over_workers": True, "compression": PowerSGD(1)},
+            caps | {"over_workers": True, "compression": FirstElements()},
         )
         dealt = replace(workers, shards_optimizer=True)
         yield Source(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +16,7 @@ from mirrorc.coordination.residual_checkpoint import dealt_out
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.runtime.state.gradients.low_rank_products import subtract_product, write_elements, write_product
-from mirrorc.runtime.state.gradients.orthonormalize import orthonormal_columns
-from mirrorc.runtime.state.gradients.powersgd_factors import KeptFactors
 from mirrorc.runtime.state.gradients.residuals import UnsentGradients
-from mirrorc.runtime.workers.buckets.power_sgd import WholeSum
 from mirrorc.runtime.workers.buckets.top_k import LargestElements, places_of_largest
 
 ONES = torch.ones(300)
@@ -74,42 +69,30 @@ def test_a_step_that_fails_changes_nothing() -> None:
     assert set(sums(unsent).values()) == {2.0}
 
 
-def test_a_step_that_has_failed_leaves_no_factors_to_a_later_one_that_makes_none() -> None:
-    factors = KeptFactors()
-    factors.begin(are_made=True)
-    factors.new["a"] = torch.full((3, 1), torch.nan)
-    factors.begin(are_made=False)
-    factors.finish()
-    assert factors.values() == {} and factors.num_steps == 0
+def test_a_step_that_has_failed_leaves_its_state_of_payloads_to_no_later_one() -> None:
+    unsent, program = UnsentGradients(torch.device("cpu")), program_of("a")
+    for value, takes_place in ((1.0, True), (torch.nan, False), (None, True)):
+        step(unsent, program)
+        _, new = unsent.states
+        new.update({"a": torch.full((1,), value)} if value is not None else {})
+        if takes_place:
+            unsent.finish()
+            unsent.finish()  # may be repeated
+        assert unsent.state_values() == {"a": torch.ones(1)}
+    other = program_of("a", "b")
+    step(unsent, other)
+    assert unsent.states[0] == {"a": torch.ones(1)}, "other buckets go on with it"
 
 
-def test_what_is_forgotten_is_kept_no_more_and_steps_are_counted_anew() -> None:
+def test_what_is_forgotten_is_kept_no_more() -> None:
     unsent, program = UnsentGradients(torch.device("cpu")), program_of("a")
     step(unsent, program)
     unsent.finish()
-    unsent.factors = KeptFactors({"a": torch.ones(3, 1)}, 4)
+    unsent.load(unsent.values(), {"a": torch.ones(3, 1)})
     unsent.forget()
-    assert unsent.values() == {} and unsent.factors.values() == {} and unsent.factors.num_steps == 0
+    assert unsent.values() == {} and unsent.state_values() == {}
     unsent.fit(program)
     assert set(sums(unsent).values()) == {0.0}
-
-
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_pack_that_is_sent_whole_gives_every_device_all_of_its_sum(num_devices: int) -> None:
-    """Whichever comes first: one of them makes the pack zero."""
-    whole = torch.arange(6.0)
-
-    class Group:
-        def all_reduce(self, sent: torch.Tensor) -> None:
-            sent.mul_(2)
-
-    part = WholeSum(whole)
-    part.launch(Group())  # type: ignore[arg-type]
-    for device in range(num_devices):
-        into = torch.full((6,), -1.0)
-        part.take(0, 6, into, keeps_rest=device == 0)
-        assert into.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    assert not whole.any()
 
 
 def test_what_is_kept_follows_the_scale_of_the_loss() -> None:
@@ -176,95 +159,6 @@ def test_a_bound_from_a_sample_leaves_out_none_of_the_largest(kind: str, count: 
     assert torch.equal(found.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
 
 
-def test_factors_of_a_step_that_takes_place_begin_the_next_one() -> None:
-    factors, given = KeptFactors(), ("a", 30, 2, 0, torch.float64)
-    first = factors.begin_with(*given)
-    assert torch.equal(first, KeptFactors().begin_with(*given)), "they follow from the seed and the name"
-    assert not torch.equal(first, factors.begin_with("a", 30, 2, 1, torch.float64))
-    assert not torch.equal(first, factors.begin_with("b", 30, 2, 0, torch.float64))
-    drawn = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    factors.begin(are_made=True)
-    factors.new["a"] = drawn
-    assert torch.equal(first, factors.begin_with(*given)) and factors.num_steps == 0, "it has not taken place"
-    factors.begin(are_made=True)
-    factors.new["a"] = drawn
-    factors.finish()
-    factors.finish()  # may be repeated
-    kept = factors.begin_with(*given)
-    assert factors.num_steps == 1 and torch.allclose(kept.T @ kept, torch.eye(2, dtype=torch.float64))
-    assert torch.allclose(kept @ (kept.T @ drawn), drawn)
-
-
-def test_columns_that_are_missing_are_those_of_the_first_step() -> None:
-    drawn = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    first = KeptFactors().begin_with("a", 30, 3, 0, torch.float64)
-    for kept, number in ((drawn, 2), (torch.cat([drawn, drawn[:, :1] * 0], 1), 2), (torch.zeros(30, 3), 0)):
-        found = KeptFactors({"a": kept}, 1).begin_with("a", 30, 3, 0, torch.float64)
-        assert torch.allclose(found.T @ found, torch.eye(3, dtype=torch.float64)), "no column is lost"
-        spanned = drawn if number else first
-        assert torch.allclose(found @ (found.T @ spanned), spanned)
-    assert KeptFactors({"a": drawn}, 1).begin_with("a", 30, 1, 0, torch.float64).shape == (30, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_columns_are_orthonormal_and_those_that_others_span_are_zero(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    matrices = [torch.randn(37, 3, dtype=dtype, generator=generator) * size for size in (1.0, 1e-30, 1e30)]
-    for matrix, found in zip(matrices, orthonormal_columns(matrices), strict=True):
-        assert torch.allclose(found.T @ found, torch.eye(3, dtype=dtype), atol=1e-6)
-        assert torch.allclose(found @ (found.T @ matrix), matrix, rtol=1e-4)
-    one = matrices[0][:, :1].double()
-    (found,) = orthonormal_columns([torch.cat([one, -2 * one, one * 0], 1)])
-    assert (found != 0).any(0).tolist() == [True, False, False]
-    (found,) = orthonormal_columns([torch.tensor([[1.0, torch.inf], [2.0, 1.0]])])
-    assert found.isnan().any(0).tolist() == [False, True]
-
-
-def test_columns_are_made_of_sums_from_the_first_element_to_the_last() -> None:
-    """Which are the same on all processors: the library has no other order of cumulative sums."""
-    matrix = torch.rand(1003, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    matrix /= matrix.max()
-    total = 0.0
-    for value in matrix[:, 0].tolist():
-        total += value * value
-    (found,) = orthonormal_columns([matrix])
-    assert found[:, 0].tolist() == [value / math.sqrt(total) for value in matrix[:, 0].tolist()]
-
-
-def test_each_element_of_a_product_is_made_alike_wherever_it_is_cut() -> None:
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(number, 3, generator=generator) for number in (700, 130))
-    whole = torch.full((91_000,), torch.nan)
-    write_elements(whole, left, right, 0)
-    for start, stop in itertools.pairwise([0, 1, 129, 131, 135, 45_003, 91_000]):
-        own = torch.full((stop - start,), torch.nan)
-        write_elements(own, left, right, start)
-        assert torch.equal(whole[start:stop], own)
-    expected = sum(left[:, k : k + 1] * right[:, k] for k in range(3))  # product by product, and sum by sum
-    assert torch.equal(whole.view(700, 130), expected)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("cuts", [[], [5], [1, 12, 13], [26, 39], [3, 4, 38, 40, 64]])
-def test_a_product_is_written_wherever_it_is_cut(cuts: list[int]) -> None:
-    left, right = (torch.rand(*size, dtype=torch.float64) for size in ((5, 2), (13, 2)))
-    found = torch.full((65,), torch.nan, dtype=torch.float64)
-    for start, stop in itertools.pairwise([0, *cuts, 65]):
-        write_product(found[start:stop], left, right, start)
-        assert found[stop:].isnan().all()
-    torch.testing.assert_close(found.view(5, 13), left @ right.T, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("cuts", [[], [5], [1, 12, 13], [26, 39], [3, 4, 38, 40, 64]])
-def test_a_product_is_subtracted_wherever_it_is_cut(cuts: list[int]) -> None:
-    matrix, left, right = (torch.rand(*size, dtype=torch.float64) for size in ((5, 13), (5, 2), (13, 2)))
-    expected = matrix - left @ right.T
-    for start, stop in itertools.pairwise([0, *cuts, 65]):
-        before = matrix.flatten()
-        subtract_product(matrix, left, right, start, stop)
-        assert matrix.flatten()[:start].equal(before[:start]) and matrix.flatten()[stop:].equal(before[stop:])
-    torch.testing.assert_close(matrix, expected, rtol=0, atol=1e-12)
-
-
 def state_of(rank: int, num_workers: int, **unsent: Any) -> dict[str, Any]:
     return {"rank": rank, "num_workers": num_workers, "unsent": unsent}
 
@@ -285,10 +179,9 @@ def test_what_all_have_together_is_dealt_out(number: int) -> None:
         ([{"unsent": {}}], "each of the states is a dict with num_workers, rank, unsent"),
         ([], "of the ranks of nobody"),
         (
-            [{**state_of(0, 1), "factors": {"b": ONES[:, None]}, "num_steps": 1}],
-            "had factors of 'b', which are none of a par",
+            [{**state_of(0, 1), "state": {"b": ONES}}],
+            "had a state of the payload of 'b', which is no tensor for a parameter",
         ),
-        ([{**state_of(0, 2), "num_steps": 1}, state_of(1, 2)], "those of different steps, as their num_steps say"),
         ([state_of(0, 2)], "those of the ranks 0 of runs with 2 workers: give what step.unsent_state"),
         ([state_of(0, 2), state_of(0, 2)], "would be lost or added twice"),
         ([state_of(0, 2), state_of(1, 3)], "of runs with 2, 3 workers"),

@@ -1,0 +1,96 @@
+"""Has workers send payloads from outside of the package in place of sums, which changes numbers; for those who ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mirrorc.analysis.communication.compressed_sums import gradients_of_pack, num_bytes_sent
+from mirrorc.compression import Payload, noted
+from mirrorc.errors import PassError
+from mirrorc.ir import ops
+from mirrorc.ir.nodes import pack_of
+from mirrorc.ir.program import Program
+from mirrorc.messages.wording import counted
+from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring, send_part
+
+
+@dataclass(frozen=True)
+class SendPayload(WorkerCompression):
+    """Has workers send a payload of a bucket in place of its sum::
+
+        x_0     = exchange(sum_0, bucket=0, op=sum)           own_0   = add_unsent(sum_0, bucket=0, replica=0)
+        commit(early=True, replica=0)                         x_0     = exchange_payload(own_0, payload=PowerSGD(rank=4),
+        total_0 = wait(x_0, bucket=0, replica=0)        ->                num_bytes=3072, bucket=0, op=sum)
+        update(total_0, bucket=0, replica=0)                  commit(early=True, replica=0)
+                                                              total_0 = wait(x_0, bucket=0, replica=0)
+                                                              update(total_0, bucket=0, replica=0)
+
+    A worker's devices add up their gradients first, each its share, and what a worker has accumulated is in that sum. To it is
+    added what the worker has not sent in earlier steps. Norms, bounds, checks and the optimizer take the sum over workers that
+    `mirrorc.compression.Payload.exchange` makes.
+
+    A bucket, or pack, is sent so where that is fewer bytes than its whole sum. Factors, of which each worker makes its
+    gradients, are sent as they are.
+
+    Attributes:
+        payload: encodes, exchanges and decodes the gradients of a bucket.
+    """
+
+    payload: Payload = field(default_factory=Payload)
+    name: str = field(default="send-payload", init=False, repr=False)
+    changes_bits: str = field(
+        default="workers send payloads of gradients, and what these leave out in later steps", init=False, repr=False
+    )
+    does: ClassVar = "sends payloads of"
+
+    def bytes_of_gradient(self, name: str, gradient: torch.Tensor, num_workers: int) -> int:
+        """The bytes that are sent of a gradient alone."""
+        meta = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
+        return self._num_bytes({name: meta}, num_workers) or _size(meta)
+
+    def _num_bytes(self, gradients: dict[str, torch.Tensor], num_workers: int) -> int:
+        """The bytes of a message; 0 for gradients that are sent whole."""
+        num_bytes = self.payload.num_bytes(gradients, num_workers)
+        if not isinstance(num_bytes, int) or num_bytes < 0:
+            raise PassError(
+                f"compression={self.payload!r} says that it sends {num_bytes!r} bytes of {', '.join(gradients)}: its num_bytes() "
+                "must return a whole number, 0 for gradients that are sent whole"
+            )
+        return num_bytes if num_bytes < sum(map(_size, gradients.values())) else 0
+
+    def _bytes_of_pack(self, program: Program, launch: fx.Node) -> int:
+        bucket, pack = program.packs[pack_of(launch)]
+        flat = torch.empty(pack.num_elements, dtype=bucket.dtype, device="meta")
+        return self._num_bytes(gradients_of_pack(bucket, pack, flat), program.workers.num_workers)
+
+    def applies_to(self, program: Program, launch: fx.Node) -> bool:
+        """See the base class."""
+        return self._bytes_of_pack(program, launch) > 0
+
+    def replace(self, program: Program, launch: fx.Node) -> fx.Node:
+        """See the base class."""
+        words = {"payload": noted(self.payload), "num_bytes": self._bytes_of_pack(program, launch)}
+        return send_part(program, launch, ops.exchange_payload, words)
+
+    def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
+        """See the base class."""
+        texts = []
+        if new:
+            after = sum(num_bytes_sent(program, launch) for launch in new)
+            texts.append(
+                f"{counted(len(new), 'exchange')} of {self.payload!r}, which changes numbers: each of "
+                f"{program.workers.num_workers} workers sends {said_of_ring(program, after)} in a step, in place of "
+                f"{said_of_ring(program, before)}"
+            )
+        if others := others_than(program, new):
+            texts.append(f"{others} sent whole, or as factors: the payload would be no fewer bytes")
+        return texts
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
