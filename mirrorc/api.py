@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -41,7 +41,6 @@ from mirrorc.options.kinds import (
 from mirrorc.options.microbatches import checked_microbatches
 from mirrorc.options.mixed_precision import checked_autocast, checked_scaler
 from mirrorc.options.optimizer_sharding import sharding
-from mirrorc.options.overlap import check_overlap, plan_of_next_step, why_not_by_need
 from mirrorc.options.placement import placing
 from mirrorc.options.step_options import (
     StepOptions,
@@ -56,6 +55,7 @@ from mirrorc.options.step_options import (
     why_replicas_are_not_compared,
 )
 from mirrorc.options.tf_communication import CommunicationOptions, with_communication_options
+from mirrorc.options.withdrawn import check_names
 from mirrorc.options.workers import check_world, joined_workers, worker_devices, workers_of
 from mirrorc.packing import GradientOrder, Packing
 from mirrorc.passes import AllReduceAlgorithm, PlanBuckets, default_pipeline, told_of_sharing
@@ -113,9 +113,9 @@ def compile(
     early_update: bool = True,
     compression: Compression | TopK | PowerSGD | None = None,
     shard_optimizer: bool = False,
-    overlap_next_step: bool = False,
     placement: PlacementName | Mapping[str, str | torch.device] = "auto",
     dynamic: bool | None = False,
+    **unknown: Never,
 ) -> Step:
     """Makes a training step that runs on several devices and means what it would mean on one.
 
@@ -218,11 +218,6 @@ def compile(
         shard_optimizer: over several workers, each updates a part of every bucket of gradients alone and keeps the optimizer's
             state of that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
             workers call `Step.gather_optimizer_state`.
-        overlap_next_step: over several workers, return with the loss while the last buckets are in flight; the next call waits
-            for each, and updates it, where forward first reads its parameters; with ``shard_optimizer``, new parameters are in
-            flight. Calls of the model, of ``state_dict`` and
-            ``load_state_dict``, and of everything on the step wait for all of them; direct reads and copies of parameters, and of
-            the optimizer's state, need `Step.synchronize` first. The numbers are the same as without.
         placement: where parameters are, and who updates them: "shared" for one copy in memory that all devices share, of
             which each updates a share; "mirrored" for a copy on each device, which it updates whole; "auto" for the first
             where that is possible, else the second. "central" leaves all sums, updates and the optimizer's state to the first
@@ -244,6 +239,7 @@ def compile(
     """
     asked = dict(locals())  # the arguments
     with JointCompilation(asked) as joint:
+        check_names(unknown)
         check_kinds(asked)
         check_beside_pipeline(asked, compile)
         asked = with_communication_options(asked, compile)
@@ -261,7 +257,6 @@ def compile(
             program_workers = joined_workers(joint.round, parsed, longest_wait)
         check_world(program_workers, parsed, asked)
         program_workers = sharding(program_workers, parsed, asked)
-        check_overlap(program_workers, parsed, asked)
         check_compression(program_workers, parsed, asked)
         check_link(link, parsed)
         algorithm = checked_all_reduce(program_workers, parsed, asked)
@@ -299,9 +294,8 @@ def compile(
                 over_workers=program_workers.are_several,
                 early_update=early_update,
                 compression=compression,
-                overlap_next_step=overlap_next_step,
                 shard_optimizer=shard_optimizer,
-                **{**placed, **preferred, **plan_of_next_step(program_workers)},
+                **{**placed, **preferred},
             )
         pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), add_passes), disable_passes))
         check_finite_option(check_finite, passes, disable_passes, pipeline, cuda_graphs)
@@ -309,8 +303,6 @@ def compile(
         is_within_process = every and not program_workers.are_several
         why = why_replicas_are_not_compared(parsed, pipeline) if is_within_process else ""
         remarks = [why] if why else []
-        if overlap_next_step and passes is None and (why := why_not_by_need(program_workers, preferred)):
-            remarks.append(why)
         if exact_order:
             pipeline, remark = in_exact_order(pipeline)
             remarks += [remark] if remark else []
@@ -344,7 +336,6 @@ def compile(
             cluster=joint.cluster,
             compilation=joint.round,
             exchange=exchange,
-            overlap_next_step=overlap_next_step and program_workers.are_several,
             dynamic=dynamic,
             remarks=tuple(remarks),
         )

@@ -106,7 +106,6 @@ _TAKES = {
         "first call on",
     ),
     "early_update": _Takes((bool,), "say True, to update each bucket when its own sum is there, or False"),
-    "overlap_next_step": _Takes((bool,), "say True, to return with the last buckets in flight, or False"),
     "shard_optimizer": _Takes((bool,), "say True, to deal the optimizer's state out to the workers, or False"),
     "workers": _Takes((NoneType,), "say 'auto', or None, to train in this process alone", get_args(Auto)),
 }

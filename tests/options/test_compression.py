@@ -212,10 +212,6 @@ def test_what_is_kept_of_gradients_is_counted_in_memory() -> None:
         ({"all_reduce": "ring"}, "it makes sums of messages between the devices of one process"),
         ({"all_reduce": "reduce-to-one"}, "it makes sums of messages between the devices of one process"),
         ({"cuda_graphs": True}, "a graph does not replay what joins workers"),
-        (
-            {"overlap_next_step": True, "early_update": False},
-            "no bucket is updated before all sums are there then; leave out one of them",
-        ),
     ],
 )
 def test_what_workers_cannot_have_is_refused_with_compression_too(
