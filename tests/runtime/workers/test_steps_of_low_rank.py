@@ -116,7 +116,7 @@ EXACT = {  # gradients have no higher rank than there are examples
 }
 RESUMED = {"devices": [1, 2], "sizes": [[4, 5]], "power_sgd": {**RANK_2, "start_step": 1}, "steps": 5}
 SLOW = (
-    *("packs", "starts late", "handed over", "parts", "accumulates", "scaled", "by itself", "plain PyTorch"),
+    *("packs", "starts late", "several buckets", "parts", "accumulates", "scaled", "by itself", "plain PyTorch"),
     *(
         "goes on",
         "again",
