@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -26,22 +25,12 @@ def _mirrorc(
     workload: Workload,
     is_compiled: bool,
     *,
-    is_cut: bool = False,
-    cuts_gradients: bool = True,
     ratio: float | None = None,
     **options: Any,
 ) -> StepFunction:
     import mirrorc
-    from mirrorc.runtime.codegen.backends import backend_named
 
     model = workload.make_model()
-    if is_cut:  # forward, where it first needs buckets in flight
-        preferred = backend_named("inductor" if is_compiled else "eager").preferences(torch.device("cpu"))
-        asked = {**preferred, "cuts_for_next_step": True, "over_workers": True, "overlap_next_step": True}
-        pipeline = mirrorc.passes.default_pipeline(**asked)
-        plan = next(i for i, one in enumerate(pipeline) if isinstance(one, mirrorc.passes.PlanBuckets))
-        pipeline[plan] = dataclasses.replace(pipeline[plan], cuts_by_need=cuts_gradients)
-        options["passes"] = pipeline
     if ratio is not None:
         options["compression"] = mirrorc.TopK(ratio)
     step = mirrorc.compile(
@@ -53,13 +42,7 @@ def _mirrorc(
         **options,
     )
     x, y = workload.make_batch(workload.per_replica)
-
-    def run() -> Any:
-        return step(x, target=y)
-
-    if options.get("overlap_next_step"):
-        run.finish = step.synchronize  # type: ignore[attr-defined]
-    return run
+    return lambda: step(x, target=y)
 
 
 def _ddp(
@@ -100,12 +83,6 @@ NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]
     "mirrorc auto": (_mirrorc, {"bucket_cap_mb": "auto"}),
     "mirrorc bfloat16": (_mirrorc, {"compression": "bfloat16"}),
     "mirrorc, TopK": (_mirrorc, {"ratio": 0.01}),
-    "mirrorc overlap_next_step": (_mirrorc, {"overlap_next_step": True}),
-    "mirrorc overlap_next_step, cut": (_mirrorc, {"overlap_next_step": True, "is_cut": True}),
-    "mirrorc overlap_next_step, cut, gradients whole": (
-        _mirrorc,
-        {"overlap_next_step": True, "is_cut": True, "cuts_gradients": False},
-    ),
     "mirrorc alone": (_mirrorc, {"workers": None}),
     "DDP 1 MB": (_ddp, {"cap_mb": 1}),
     "DDP 5 MB": (_ddp, {"cap_mb": 5}),

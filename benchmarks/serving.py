@@ -17,16 +17,11 @@ StepFunction = Callable[[], Any]
 
 
 def serve(make_step: Callable[[], StepFunction]) -> None:
-    """Makes a step, answers requests, and returns when there are no more.
-
-    A step that returns before it is done has an attribute ``finish``, which does the rest: then the seconds of each are the mean
-    over all of a request, with what is left after the last one.
-    """
+    """Makes a step, answers requests, and returns when there are no more."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
     started = time.perf_counter()
     step = make_step()
-    finish: Callable[[], Any] | None = getattr(step, "finish", None)
     step()
     print(json.dumps(time.perf_counter() - started), file=answers, flush=True)
     for line in sys.stdin:
@@ -35,8 +30,4 @@ def serve(make_step: Callable[[], StepFunction]) -> None:
             begun = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - begun)
-        if finish is not None:
-            begun = time.perf_counter()
-            finish()
-            seconds = [(sum(seconds) + time.perf_counter() - begun) / len(seconds)] * len(seconds)
         print(json.dumps(seconds), file=answers, flush=True)

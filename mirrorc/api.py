@@ -302,7 +302,6 @@ def compile(
             cluster=joint.cluster,
             compilation=joint.round,
             exchange=exchange,
-            overlap_next_step=False,
             dynamic=dynamic,
             remarks=tuple(remarks),
         )

@@ -28,10 +28,9 @@ from mirrorc.compilation.choices.state import MeasuredChoices
 from mirrorc.compilation.program_cache import Specialization
 from mirrorc.compilation.specializer import Specializer
 from mirrorc.coordination.coordinator import JointCalls, gather_state
-from mirrorc.coordination.in_flight import RestOfStep
 from mirrorc.coordination.residual_checkpoint import dealt_out
 from mirrorc.coordination.uneven_inputs import JoinedStep, begin_call, refuse_within_others, until_all_have_left
-from mirrorc.errors import ExecutionError, MirrorcError
+from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import counted
@@ -96,11 +95,8 @@ class Step(StepReports):
         except BaseException:  # the others do not compile this step
             self._state.close()
             raise
-        self._rest: RestOfStep | None = None
         if self._joint is not None:
             self._specializer.work_together(self._joint.team)
-            if options.overlap_next_step:
-                self._rest = RestOfStep(options, self._state, self._joint, self.synchronize, self._is_in_flight)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
@@ -151,24 +147,6 @@ class Step(StepReports):
             )
         return self._called(args, kwargs, lambda: Purpose.ACCUMULATION)
 
-    def synchronize(self) -> None:
-        """Returns when nothing of the last call is left to do: with ``overlap_next_step=True``, when all buckets are updated.
-
-        Call it before you read or copy parameters, or the optimizer's state, by yourself: ``copy.deepcopy(model)``,
-        ``torch.save(model)``, an average of weights. Calls of the model and of ``state_dict`` do it. Without that option it does
-        nothing.
-
-        Raises:
-            CommunicationError: another worker has failed; parameters are between two steps.
-            ExecutionError: parameters or the optimizer's state were written while buckets were in flight; or a call runs in
-                another thread.
-        """
-        if self._rest is not None and self._rest.is_left:
-            self._exclusively(self._rest.finish)
-
-    def _is_in_flight(self) -> bool:
-        return self._rest is not None and self._rest.is_left
-
     def join(self) -> AbstractContextManager[None]:
         """A block for a loop that may end earlier on some workers than on others: ``with step.join():``, on every worker.
 
@@ -188,13 +166,12 @@ class Step(StepReports):
         return until_all_have_left(self.joined())
 
     def joined(self) -> list[JoinedStep]:
-        """What `mirrorc.join` needs of this step; nothing of one in a process on its own. Nothing is in flight then."""
+        """What `mirrorc.join` needs of this step; nothing of one in a process on its own."""
         refuse_to_run(self._options.program_workers, self._options.cluster)
-        self.synchronize()
         if self._joint is None:
             return []
         take_part = functools.partial(self._exclusively, self._take_part)
-        return [JoinedStep(self._joint, take_part, self._exclusively, self.synchronize, lambda: self._calls.is_closed)]
+        return [JoinedStep(self._joint, take_part, self._exclusively, lambda: self._calls.is_closed)]
 
     def gather_optimizer_state(self) -> None:
         """Makes the optimizer's state whole in the user's optimizers, on all workers, until the next training call.
@@ -208,7 +185,6 @@ class Step(StepReports):
             CommunicationError: another worker fails, or makes another call.
         """
         refuse_to_run(self._options.program_workers, self._options.cluster)
-        self.synchronize()
         if self._joint is not None and self._options.program_workers.shards_optimizer:
             refuse_within_others(self._joint, "step.gather_optimizer_state() was called")
             self._exclusively(functools.partial(gather_state, self._joint, self._state))
@@ -224,7 +200,6 @@ class Step(StepReports):
         optimizer, which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers
         and names of variables, in a dict of one level with always the same keys. All workers have the same.
         """
-        self.synchronize()
         return self._choices.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -253,7 +228,6 @@ class Step(StepReports):
             tensor of its shape and dtype, which is a copy, empty before the first step; ``state``: what
             `mirrorc.compression.Payload.exchange` has returned in the last step, which all workers have alike.
         """
-        self.synchronize()
         found: dict[str, Any] = {}
         unsent = self._state.unsent
         self._exclusively(lambda: found.update(unsent=unsent.values(), state=unsent.state_values()))
@@ -272,7 +246,6 @@ class Step(StepReports):
         Raises:
             TypeError, ValueError: they are no such states, not those of all workers, or of another model. Nothing was changed.
         """
-        self.synchronize()
         if not any(isinstance(one, SendLargest | SendPayload) for one in self._options.pipeline):
             raise ValueError(
                 "step.load_unsent_states() was called, but this step sends all of its gradients, and would never add what it is "
@@ -364,12 +337,8 @@ class Step(StepReports):
     def _train_jointly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
         if self._joint is None:
             return self._train(args, kwargs, purpose)
-        try:
-            with self._joint.call(), self._specializer.asked():
-                return self._train(args, kwargs, purpose)
-        finally:
-            if self._rest is not None:
-                self._rest.end_call()
+        with self._joint.call(), self._specializer.asked():
+            return self._train(args, kwargs, purpose)
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
         if torch.is_inference_mode_enabled():
@@ -377,22 +346,13 @@ class Step(StepReports):
                 "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
             )
         self._modes.look(trains=True)
-        goes_on = self._rest is not None and purpose is Purpose.STEP
-        self._state.begin_use(goes_on=goes_on)
-        if self._rest is not None and goes_on:
-            self._rest.begin_next()
+        self._state.begin_use()
         if purpose.updates:
             self._habits.refuse_gradients_of_others()
         call, shards = self._signature.split(args, kwargs)
         is_stale = self._state.optimizers.is_stale()
-        specialized = functools.partial(
-            self._specializer.specialization_for, call, shards, is_stale=is_stale, purpose=purpose
-        )
-        found, shards = specialized()
+        found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale, purpose=purpose)
         self._calls.check_open()  # compiling takes long
-        if self._rest is not None and self._rest.finish_unless(found.executor):
-            # Which parameters were updated how often, by which buckets are planned, is known now.
-            found, shards = specialized()
         if self._joint is not None:
             self._shadow_call = without_examples(call)
             if not self._joint.meet(found.executor, shards.num_examples, is_stale=is_stale):
@@ -495,18 +455,10 @@ class Step(StepReports):
         weights = [n / examples.of_all if is_mean else float(n > 0) for n in shards.num_examples]
         self._last = executor
         stream = self._joint.one_stream(executor.program) if self._joint and is_joint else contextlib.nullcontext()
-        before = executor.tail
-        try:
-            with stream:
-                loss = executor.run(
-                    self._pool, shards.tensors, weights, examples, seed, self._guard, numbers, found.sizes_of(shards)
-                )
-        except BaseException:
-            if self._rest is not None and executor.tail not in (None, before):  # the step is made: Ctrl-C came late
-                self._rest.note(self, executor, self._pool)
-            raise
-        if self._rest is not None and is_joint:
-            self._rest.note(self, executor, self._pool)
+        with stream:
+            loss = executor.run(
+                self._pool, shards.tensors, weights, examples, seed, self._guard, numbers, found.sizes_of(shards)
+            )
         if self._joint is not None and is_joint:
             assert found.loss_dtype is not None, "a training step has a loss"
             return self._joint.finish(executor, loss, found.loss_dtype)
@@ -528,21 +480,10 @@ class Step(StepReports):
         self._close()
 
     def _close(self) -> None:
-        try:
-            if not (
-                self._calls.is_closed or self._calls.is_any_running
-            ):  # a call that runs is stopped, and finishes the last one
-                self.synchronize()
-        finally:
-            self._close_now()
-
-    def _close_now(self) -> None:
         self._calls.close(lambda: self._last.interrupt() if self._last is not None else None, self._end_threads)
 
     def _end_threads(self) -> None:
         self._habits.close()
-        if self._rest is not None:
-            self._rest.close()
         self._state.optimizers.user_steps.forget(self._habits.warn_of_idle_step)
         self._state.close()
         if self._joint is not None:
@@ -562,11 +503,7 @@ class Step(StepReports):
         else:
             if self._joint is not None and error is not None:
                 self._joint.team.note_why(error)
-            try:
-                self._close()
-            except MirrorcError as failure:  # of the last step; what has ended the block is raised
-                if error is not None:
-                    error.add_note(str(failure))
+            self._close()
 
 
 def join(*steps: Step) -> AbstractContextManager[None]:
@@ -574,7 +511,7 @@ def join(*steps: Step) -> AbstractContextManager[None]:
 
     ``with mirrorc.join(d_step, g_step):``, on every worker, does for each of the steps what `Step.join` does for one. A worker
     that comes to its end takes part in the training calls of the others, of whichever step they call. For that all workers
-    meet once more before each call, over the connections of the first step, of which nothing is in flight then.
+    meet once more before each call, over the connections of the first step.
 
     Args:
         *steps: those that are called in the block, in one order on all workers. Those of a process on its own do nothing here.

@@ -41,7 +41,6 @@ from mirrorc.passes.updates.scale_in_updates import ScaleInUpdates
 from mirrorc.passes.updates.unscale_gradients import UnscaleGradients
 from mirrorc.passes.updates.update_in_parts import UpdateInParts
 from mirrorc.passes.workers.compress_exchange import CompressExchange
-from mirrorc.passes.workers.overlap_next_step import OverlapNextStep
 from mirrorc.passes.workers.reduce_over_workers import ReduceOverWorkers
 from mirrorc.passes.workers.send_largest import SendLargest
 from mirrorc.passes.workers.send_payload import SendPayload
@@ -69,7 +68,6 @@ __all__ = [
     "LowerCollectives",
     "LowerDevices",
     "OutlineRegions",
-    "OverlapNextStep",
     "PackGradients",
     "PadProducts",
     "PlaceGradients",
@@ -127,7 +125,6 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "send-largest": SendLargest,
     "send-payload": SendPayload,
     "shard-optimizer": ShardOptimizer,
-    "overlap-next-step": OverlapNextStep,
     "clip-gradients": ClipGradients,
     "unscale-gradients": UnscaleGradients,
     "check-finite": CheckFinite,
@@ -169,10 +166,6 @@ def default_pipeline(
     over_workers: bool = False,
     early_update: bool = True,
     compression: str | TopK | Payload | None = None,
-    overlap_next_step: bool = False,
-    cuts_for_next_step: bool = True,
-    plans_for_next_step: bool = True,
-    packs_for_next_step: bool = True,
     shard_optimizer: bool = False,
     placement: str = "auto",
     owners: tuple[tuple[str, str], ...] = (),
@@ -205,11 +198,6 @@ def default_pipeline(
         early_update: whether each bucket is then updated as soon as its own sum is there, where nothing needs all sums before.
         compression: the dtype in which workers send sums, see `CompressExchange`, which part of them, see `SendLargest`, or
             a payload from outside of the package, see `SendPayload`; None for all in the buckets' own dtype.
-        overlap_next_step: whether the last buckets may be in flight when a step returns, see `OverlapNextStep`.
-        cuts_for_next_step: whether forward is cut for that; otherwise regions and buckets are those without it.
-            `mirrorc.compile` determines it from the backend: one that fuses operators rounds otherwise where regions are cut.
-        plans_for_next_step, packs_for_next_step: whether the last buckets are planned by need, too, and whether a large gradient
-            is cut into packs for that, see `PlanBuckets`. `mirrorc.compile` determines both from the workers, so that bits stay.
         shard_optimizer: whether each worker updates a part of each bucket alone, see `ShardOptimizer`.
         placement: where parameters are. "auto" and "shared" keep them once for devices that share one memory, see
             `ShareParameters`, "mirrored" as a copy on each device; anything else is a rule of `PlaceVariables`, by which one
@@ -219,9 +207,6 @@ def default_pipeline(
     clips = max_grad_norm is not None or max_grad_value is not None
     needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
     has_owners = placement not in ("auto", "mirrored", "shared")
-    cuts_forward = overlap_next_step and over_workers and cuts_for_next_step
-    by_need = cuts_forward and plans_for_next_step and not shard_optimizer
-    cuts_by_need = packs_for_next_step and not isinstance(compression, Payload)  # which may need gradients whole
     needs_all = next((option for option, is_given in needing.items() if is_given), "")
     unscaling: list[Pass] = [UnscaleGradients(), CheckFinite("skip")] if scales_loss else []
     return [
@@ -232,9 +217,9 @@ def default_pipeline(
         *([PadProducts()] if pads_products else []),
         *([ChooseCheckpoints()] if chooses_checkpoints else []),
         RecomputeCheckpoints(),
-        PlanBuckets(bucket_cap_mb, first_bucket_mb, by_need, packing, gradient_order, cuts_by_need),
+        PlanBuckets(bucket_cap_mb, first_bucket_mb, packing, gradient_order),
         *([PlaceVariables(placement, owners)] if has_owners else []),
-        OutlineRegions(cuts_forward=cuts_forward),
+        OutlineRegions(),
         FactorGradients(min_elements=min_factored_elements, link=link),
         PlaceGradients(),
         *([AccumulateMicrobatches()] if microbatches > 1 else []),
@@ -250,7 +235,6 @@ def default_pipeline(
         *([ReduceOverWorkers(early_update, needs_all)] if over_workers else []),
         *compressing(compression),
         *([ShardOptimizer()] if shard_optimizer else []),
-        *([OverlapNextStep()] if overlap_next_step else []),
         *([ClipGradients(max_grad_norm, grad_norm_type, max_grad_value)] if clips else []),
         *unscaling,
         *([CheckFinite("skip" if check_finite == "skip" else "raise")] if check_finite and not scales_loss else []),

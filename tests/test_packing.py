@@ -21,10 +21,8 @@ import mirrorc
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.coordination.fingerprint import facts_of_options
 from mirrorc.errors import PassError
-from mirrorc.ir import ops
-from mirrorc.ir.nodes import calls_to
 from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient, equal_ranges, groups_of, in_order
-from mirrorc.passes import OverlapNextStep, PlanBuckets, ReduceOverWorkers, default_pipeline
+from mirrorc.passes import PlanBuckets, default_pipeline
 
 GRADIENTS = [
     Gradient("a", 4, torch.float32, 0),
@@ -130,7 +128,6 @@ def test_gradients_are_put_in_the_order_that_is_asked_for() -> None:
         (lambda: PlanBuckets(packing=EqualPacks), TypeError, "packing is <class"),
         (lambda: PlanBuckets(packing="all"), TypeError, "packing is 'all': give ByBytes(cap_mb)"),  # type: ignore[arg-type]
         (lambda: PlanBuckets(5.0, packing=2), ValueError, "short form of a packing: give one of both"),
-        (lambda: PlanBuckets(packing=2, by_need=True), ValueError, "by_need=True puts gradients into buckets by bytes"),
         (lambda: PlanBuckets(gradient_order="last"), ValueError, "gradient_order is 'last': say 'ready'"),  # type: ignore[arg-type]
         (lambda: PlanBuckets(gradient_order=3), TypeError, "gradient_order is 3: say 'ready'"),  # type: ignore[arg-type]
     ],
@@ -164,21 +161,6 @@ def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exce
             ValueError,
             "packing= as it is given cannot be used with shard_optimizer",
         ),
-        (
-            {"packing": 2, "overlap_next_step": True},
-            ValueError,
-            "packing= as it is given cannot be used with overlap_next",
-        ),
-        (
-            {"packing": 0, "overlap_next_step": True},
-            ValueError,
-            "packing= as it is given cannot be used with overlap_next",
-        ),
-        (
-            {"gradient_order": "reversed", "overlap_next_step": True},
-            ValueError,
-            "gradient_order= as it is given cannot be used with overlap_next_step=True",
-        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
@@ -186,8 +168,7 @@ def test_options_that_contradict_each_other_are_refused(
 ) -> None:
     model = make_mlp(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    over_workers = {"shard_optimizer", "overlap_next_step"} & options.keys()
-    world = {"world": mirrorc.World(2)} if over_workers else {}
+    world = {"world": mirrorc.World(2)} if "shard_optimizer" in options else {}
     with pytest.raises(error, match=re.escape(text)):
         mirrorc.compile(model, ["cpu:0"], optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **world, **options)
 
@@ -205,21 +186,3 @@ def test_a_wrong_plan_is_refused_when_it_is_asked_and_nothing_has_changed() -> N
     with mirrorc.compile(model, 2, **options) as step, refused:
         step(**mlp_batch(4, torch.float64, 0))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_buckets_in_packs_are_handed_over_with_all_of_them() -> None:
-    model = nn.Linear(30, 20)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = default_pipeline(packing=2, over_workers=True)
-    place = next(i for i, one in enumerate(pipeline) if isinstance(one, ReduceOverWorkers))
-    pipeline.insert(place + 1, OverlapNextStep())
-    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": F.mse_loss, "backend": "eager", "passes": pipeline}
-    with mirrorc.compile(model, ["cpu:0"], world=mirrorc.World(2), **options) as step:
-        program = step.prepare(torch.zeros(4, 30), target=torch.zeros(4, 20))
-    (graph,) = program.graphs()
-    late = [
-        node
-        for node in calls_to(graph, ops.wait, ops.unpack, ops.update)
-        if node > next(calls_to(graph, ops.hand_over))
-    ]
-    assert [node.target.__name__ for node in late] == ["wait", "wait", "unpack", "update"]

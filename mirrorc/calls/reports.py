@@ -46,10 +46,6 @@ class StepReports(ABC):
         """Calls a function while no other call of the step runs."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Returns when nothing of the last call is left to do."""
-
-    @abstractmethod
     def _foundations(self) -> Foundations | None:
         """What predictions of steps over several workers stand on; None for a process on its own."""
 
@@ -122,13 +118,12 @@ class StepReports(ABC):
             ExecutionError: there is no program yet, or a lost connection to other workers has left them between two steps.
         """
         program, last = self.program, self._last
-        self.synchronize()
         self._state.refuse_if_torn()
         if last is not None and not self._state.store.has(program):
             self._exclusively(lambda: last.state.take_over(program))
         elif self._state.is_behind and not self._state.callers.now:  # a call that runs sees to it
             self._exclusively(self._state.catch_up)
-        return mirrored_variables(program, self._state.store, self._model.names, self.synchronize)
+        return mirrored_variables(program, self._state.store, self._model.names)
 
     @property
     def num_skipped(self) -> int:

@@ -54,7 +54,6 @@ from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.profiling.clocks import clock_for
 from mirrorc.runtime.profiling.recorder import Recorder
-from mirrorc.runtime.state.shared.in_flight_step import finish_all_steps
 from mirrorc.runtime.state.shared.registry import parameters_in_training
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.team.team import Team
@@ -130,7 +129,6 @@ class StepCompiler:
             CaptureError: the model cannot be captured.
             PassError: a pass refuses the program, or the pipeline ends too early.
         """
-        finish_all_steps()
         self._model.note_numbers()
         self._model.check_memory()
         moved = self._move_to_home()

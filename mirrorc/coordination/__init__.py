@@ -1,1 +1,1 @@
-"""What the workers of a step agree on in each call: header, fingerprint, state sync, joins, the tail in flight."""
+"""What the workers of a step agree on in each call: header, fingerprint, state sync, joins."""

@@ -104,18 +104,6 @@ class JointCalls:
         if torn is not None and torn is not known:
             torn.guard(self._options.model, self.optimizers.optimizers)
 
-    @contextlib.contextmanager
-    def rest_of_call(self) -> Iterator[None]:
-        """A block that does what is left of a call that has returned; see `Team.rest_of_call`."""
-        known, had_parted = self._state.torn, self.team.have_parted
-        try:
-            with self.team.rest_of_call(self._torn):
-                yield
-        finally:
-            self._guard_torn(known)
-            if self.team.have_parted and not had_parted:
-                self._go_on_from_a_checkpoint()
-
     def _go_on_from_a_checkpoint(self) -> None:
         """Drops what earlier calls have left for later ones: some workers have used theirs, and others not."""
         self._state.accumulated.clear()
@@ -286,8 +274,6 @@ class JointCalls:
             loss: the weighted sum of this worker's losses, a scalar; None if it has no examples.
             dtype: of losses.
         """
-        if self._options.overlap_next_step and not executor.program.accumulates:
-            self.team.leave_buckets()
         self.team.end_updates()
         total = total_loss(self.team.words, loss)
         if not executor.commit.is_skipped:

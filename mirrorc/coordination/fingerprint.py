@@ -98,7 +98,6 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         "autocast": str(options.autocast),
         "scaler": "none" if options.scaler is None else "one",
         "shard_optimizer": str(options.program_workers.shards_optimizer),
-        "overlap_next_step": str(options.overlap_next_step),
         "devices": " ".join(map(str, options.program_workers.devices_per_worker)),
         # last, as options that differ are told by their own names
         **{f"pass {number}": _text_of_pass(one) for number, one in enumerate(options.pipeline)},

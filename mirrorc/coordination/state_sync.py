@@ -49,7 +49,6 @@ class TakenValues:
             CommunicationError: the workers' parts of the optimizer's state may be of two steps; all raise it.
             LostConnectionError: a worker has failed, or the connection broke.
         """
-        self._state.finish_last()
         if written not in (0, agreed.written) and self._ids is not None:
             source = f"worker {agreed.source}"
             why = (

@@ -25,14 +25,12 @@ class JoinedStep:
         joint: its calls.
         take_part: takes part in one call of the others; gives whether there may be another one.
         exclusively: calls a function while no call of the step runs.
-        synchronize: does what is left of the last call.
         is_closed: whether the step is closed, which the others are told.
     """
 
     joint: JointCalls
     take_part: Callable[[], bool]
     exclusively: Callable[[Callable[[], Any]], Any]
-    synchronize: Callable[[], None]
     is_closed: Callable[[], bool]
 
 
@@ -65,7 +63,6 @@ class Block:
     def _take_turn(self, number: int) -> int | None:
         """Says that this worker calls a step next, unless it has left; gives the number of the step that is called, or None."""
         first = self._steps[0]
-        first.synchronize()
         agreed: Agreement = first.exclusively(lambda: _met(first.joint, number))
         return None if agreed.is_over else agreed.turn
 

@@ -70,8 +70,6 @@ class Effect(enum.Enum):
     UPDATES = "writes the parameters of its buckets"
     ACCUMULATES = "adds gradients to those that are kept for a later update"
     WRITES = "writes a variable"
-    HANDS_OVER = "lets the step's caller go on"
-    AWAITS = "waits for the step before"
 
 
 class Printed(enum.Enum):

@@ -705,19 +705,6 @@ def write(value: Any, *, variable: str, replica: int) -> None:
     """Writes a per-replica variable, such as BatchNorm's statistics, at the end of the step."""
 
 
-@operation(Kind.GATHER, since=Stage.SCHEDULED, effects=(Effect.HANDS_OVER,), gives=nothing, stem="hand_over")
-def hand_over(*, replica: int) -> None:
-    """Gives the step's caller its loss: what comes behind is done in the next call, or by `mirrorc.step.Step.synchronize`.
-
-    What comes behind are waits for buckets in flight, and their updates.
-    """
-
-
-@operation(Kind.WAIT, since=Stage.SCHEDULED, effects=(Effect.AWAITS,), gives=nothing, stem="await_update_b{bucket}")
-def await_update(*, bucket: int, replica: int) -> None:
-    """Does what the step before has left to do until all replicas have updated a bucket; nothing if nothing is left."""
-
-
 FACTORED = Selection(lambda found: found.kind is Kind.FACTORED)
 """Operations that give a gradient as factors."""
 
@@ -761,10 +748,8 @@ MEETINGS = Selection(lambda found: Effect.MEETS in found.effects)
 ATTENDED = Selection(lambda found: bool(found.effects & {Effect.MEETS, Effect.ATTENDS}))
 """Meetings, and what takes part in those of other workers in place of a replica with examples."""
 
-WAITING = Selection(
-    lambda found: bool(found.effects & {Effect.WAITS, Effect.MEETS, Effect.ATTENDS, Effect.COMMITS, Effect.AWAITS})
-)
-"""Operations that may wait for others: for a sum, for other replicas, or for the step before."""
+WAITING = Selection(lambda found: bool(found.effects & {Effect.WAITS, Effect.MEETS, Effect.ATTENDS, Effect.COMMITS}))
+"""Operations that may wait for others: for a sum, or for other replicas."""
 
 RESCALING = Selection(lambda found: found.symbol in (scale, clip_value))
 """Operations that change what an update takes, in the memory where it lies."""

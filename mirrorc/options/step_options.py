@@ -53,7 +53,6 @@ class StepOptions:
     cluster: Cluster | None  # the workers that have joined
     compilation: Round | None  # in which workers compile this step together
     exchange: Exchange  # how workers send gradients
-    overlap_next_step: bool  # whether a step of several workers may return with buckets in flight
     dynamic: bool | None  # whether sizes of arguments become symbols; None if they do when they change
     remarks: tuple[str, ...]  # on what was asked for, for every program of the step
 

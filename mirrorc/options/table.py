@@ -343,7 +343,7 @@ OPTIONS = Options(
         Option(
             "compression",
             "say 'bfloat16' or 'float16', to send sums to other workers so, mirrorc.TopK(ratio), to send a part of them, "
-            "an instance of a subclass of mirrorc.compression.Payload, to send a payload of your own, or None for all in their own "
+            "a mirrorc.compression.Payload of your own, or None for all in their own "
             "dtype",
             kinds=(Payload, TopK, NoneType),
             texts=get_args(Compression),

@@ -126,20 +126,8 @@ def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -
 
 
 def explanations(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """The lines above nodes that explain slots, factored gradients, from where on parameters may be written, and what is left to
-    the next step."""
-    return {
-        **_of_slots(program, graph),
-        **_of_factors(program, graph),
-        **_of_writing(program, graph),
-        **_of_handing_over(graph),
-    }
-
-
-def _of_handing_over(graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    begin = next(calls_to(graph, ops.hand_over), None)
-    text = "the caller has its loss here: the next call does what follows, as far as it awaits it, or step.synchronize() does"
-    return {begin: [text]} if begin is not None else {}
+    """The lines above nodes that explain slots, factored gradients, and from where on parameters may be written."""
+    return {**_of_slots(program, graph), **_of_factors(program, graph), **_of_writing(program, graph)}
 
 
 def _of_slots(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
@@ -351,7 +339,6 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.own_rows_of_sum: lambda program, node: f"{_of_present(program)}, awaited here; its own rows",
         ops.pack: _packed,
         ops.update: _updated,
-        ops.await_update: lambda program, node: "what the step before has left",
         ops.compress: lambda program, node: "rounded for the wire: this changes numbers",
         ops.add_unsent: lambda program, node: "what earlier steps have not sent",
         ops.gather_largest: lambda program, node: (

@@ -21,7 +21,7 @@ from mirrorc.analysis.graph.backward import first_of_backward
 from mirrorc.analysis.graph.cuts import moved_before_cuts
 from mirrorc.analysis.graph.meeting_cuts import Cut, cut_at_meetings, source_of_part
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Bucket, are_cut
+from mirrorc.ir.buckets import are_cut
 from mirrorc.ir.graph_edits import call, copy_node
 from mirrorc.ir.names import identifier, unlike
 from mirrorc.ir.nodes import calls_to, region_title
@@ -62,20 +62,15 @@ class OutlineRegions:
 
     A sum over replicas that the model asks for stays outside, too: forward and backward are cut where replicas meet.
 
-    Where buckets are in flight when a step begins (``cuts_forward``, see `OverlapNextStep`: the last, or all where workers deal
-    out the optimizer), forward is cut before it first reads a parameter of each: ``fwd_0`` has what comes before.
-
     Needs: a bucket plan.
     Guarantees: outside of regions only arguments, reads, region calls and their outputs are left, checks and gathers of
         these, and sums over replicas.
 
     Attributes:
         min_bytes: smaller values pass a cut, whatever reads them.
-        cuts_forward: whether forward is cut where it first reads parameters of the buckets that may be in flight.
     """
 
     min_bytes: int = 2**20
-    cuts_forward: bool = False
     name: str = field(default="outline-regions", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.OUTLINED, init=False)
@@ -83,7 +78,7 @@ class OutlineRegions:
     def run(self, program: Program) -> Program:
         pool = _RegionPool()
         graphs = tuple(
-            _outline(graph, _pieces(graph, program, self.min_bytes, cuts_forward=self.cuts_forward), pool.of_shard(i))
+            _outline(graph, _pieces(graph, program, self.min_bytes), pool.of_shard(i))
             for i, graph in enumerate(program.shard_graphs)
         )
         outlined = program.evolve(stage=Stage.OUTLINED, shard_graphs=graphs, regions=pool.regions)
@@ -98,9 +93,7 @@ def _remark(program: Program) -> str:
     num_forward, num_graphs = sum(calls.values()) - num_pieces, len(program.shard_graphs)
     forward = counted(num_forward, "forward")
     if num_forward > num_graphs:
-        meets = any(next(calls_to(graph, *ops.MEETINGS), None) is not None for graph in program.shard_graphs)
-        where = "replicas meet" if meets else "it first reads parameters of buckets that may be in flight"
-        forward = f"{num_forward} pieces of forward, cut where {where}"
+        forward = f"{num_forward} pieces of forward, cut where replicas meet"
     said = (
         f"{counted(num_pieces, 'piece')} of backward, cut after the last gradient of each of "
         f"{counted(len(program.packs), 'pack' if are_cut(program.buckets) else 'bucket')}, and {forward}"
@@ -191,13 +184,13 @@ def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
     return outer
 
 
-def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: bool) -> Cut:
+def _pieces(graph: fx.Graph, program: Program, min_bytes: int) -> Cut:
     """The operators of the forward, then those up to the last gradient of each bucket and what is better before the cut."""
     outside = (ops.read, *ops.OF_FORWARD, *ops.MEETINGS)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
     first = first_of_backward(program, graph)
     if first is None:
-        return cut_at_meetings(graph, [body], [])
+        return cut_at_meetings(graph, body, [])
     output = graph.output_node().args[0]
     assert isinstance(output, dict)
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -225,26 +218,7 @@ def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: 
     if next(calls_to(graph, *ops.MEETINGS), None) is None:
         piece_of |= moved_before_cuts(piece_of, min_bytes)
     pieces = [[node for node in body if piece_of[node] == piece] for piece in range(len(ends) + 1)]
-    late_ends = ends if program.workers.shards_optimizer else ends[-1:]
-    late = [pack[0] for pack, end in zip(program.packs, ends, strict=True) if cuts_forward and end in late_ends]
-    return cut_at_meetings(graph, _cut_before_reads(graph, pieces[0], late), pieces[1:])
-
-
-def _cut_before_reads(graph: fx.Graph, forward: Sequence[fx.Node], buckets: Sequence[Bucket]) -> list[list[fx.Node]]:
-    """Cuts the forward before it first reads a parameter of each of some buckets. Parts of results stay with what gives them."""
-    place = {node: i for i, node in enumerate(forward)}
-    reads: dict[str, list[fx.Node]] = {}
-    for read in calls_to(graph, ops.read):
-        reads.setdefault(str(read.kwargs["variable"]), []).append(read)
-    cuts = []
-    for bucket in buckets:
-        users = [user for slot in bucket.slots for read in reads.get(slot.variable, ()) for user in read.users]
-        cuts.append(min((place[user] for user in users if user in place), default=len(forward)))
-    cuts.sort()
-    pieces: list[list[fx.Node]] = [[] for _ in range(len(cuts) + 1)]
-    for node in forward:
-        pieces[bisect.bisect_right(cuts, place[source_of_part(node)])].append(node)
-    return pieces
+    return cut_at_meetings(graph, pieces[0], pieces[1:])
 
 
 def _used_outside(graph: fx.Graph, pieces: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:

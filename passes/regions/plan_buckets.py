@@ -34,14 +34,13 @@ from mirrorc.packing import (
     in_order,
     plan_of,
 )
-from mirrorc.passes.regions.late_gradients import LEAST_PART, LateGradients, last_third
-from mirrorc.printing.values import size_text
 
 _Kind = tuple[torch.dtype, UpdateRule, bool, str]
 """What all gradients of a bucket have alike: dtype, update rule, whether workers send or devices gather their factors, and which
 table it is if its optimizer takes rows."""
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
+_LEAST_PART = 16  # less than this part of a cap is not worth a message of its own
 
 
 @dataclass
@@ -71,17 +70,6 @@ class PlanBuckets:
     early. Buckets are numbered in the order in which they become ready, which reverses the forward's. Where each worker updates a
     part of every bucket alone, buckets are padded to lengths that make these parts equal.
 
-    Where the next step begins while the last buckets are in flight (``by_need``, see `OverlapNextStep`), those that come last, up
-    to a third of all bytes, are numbered in the order in which forward reads their parameters, so that each arrives when it is
-    needed; all of them become ready when backward ends. A third, because forward takes about a third of a step: the lane has as
-    much time for these as for the others. Their cap is a quarter of that, as forward waits for the first of them. A gradient
-    across the bound of that third which is larger than the cap (``cuts_by_need``), such as that of an output layer with many
-    words, is cut there: its first elements are sent while backward goes on, the others behind all that forward reads sooner::
-
-        bucket 0  f32  head.weight[16000, 64]            packs: 0 at elements 0 ... 682687, 3 at 682688 ... 1023999
-        bucket 1  f32  embedding.weight[...] ...         pack 1: forward reads it first
-        bucket 2  f32  ...                               pack 2
-
     The graph stays as it is::
 
         output {gradients: {fc2.weight: t_3, fc2.bias: view, fc1.weight: t_6, fc1.bias: view_1}}
@@ -103,18 +91,14 @@ class PlanBuckets:
 
     Attributes:
         bucket_cap_mb, first_bucket_mb: those of `mirrorc.packing.ByBytes`, in MiB.
-        by_need: whether the last buckets are numbered in the order in which forward reads their parameters.
-        cuts_by_need: whether a large gradient is cut for that.
         packing: another plan of `mirrorc.packing`, in place of these caps; None for them.
         gradient_order: in which order gradients are put into buckets, see `mirrorc.packing.GradientOrder`.
     """
 
     bucket_cap_mb: float = ByBytes.cap_mb
     first_bucket_mb: float = ByBytes.first_mb
-    by_need: bool = False
     packing: Packing | None = None
     gradient_order: GradientOrder = "ready"
-    cuts_by_need: bool = True
     name: str = field(default="plan-buckets", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.CAPTURED, init=False)
@@ -127,15 +111,6 @@ class PlanBuckets:
             plan_of(self.packing)
             if (self.bucket_cap_mb, self.first_bucket_mb) != (ByBytes.cap_mb, ByBytes.first_mb):
                 raise ValueError("bucket_cap_mb and first_bucket_mb are the short form of a packing: give one of both")
-        if self.by_need and not self._is_by_need_possible:
-            raise ValueError(
-                "by_need=True puts gradients into buckets by bytes, as backward makes them: it goes with no other packing and "
-                "with no other gradient_order"
-            )
-
-    @property
-    def _is_by_need_possible(self) -> bool:
-        return isinstance(self._plan, ByBytes) and self.gradient_order == "ready"
 
     @property
     def _plan(self) -> Plan:
@@ -149,77 +124,29 @@ class PlanBuckets:
         position = {one.name: one.ready for one in ready}
         try:
             gradients = in_order(ready, self.gradient_order, list(program.variables))
-            late = self._late(program, ready, factored) if self.by_need else LateGradients({})
-            planned = self._planned(program, gradients, factored, late)
+            planned = self._planned(program, gradients, factored)
         except (TypeError, ValueError) as error:
             raise PassError(f"pass 'plan-buckets': {error}") from error
         closed = sorted(planned.closed, key=lambda members: max(position[member.name] for member in members))
-        closed = late.sorted_by_need(program, closed) if self.by_need else closed
         unit = SHARE_ELEMENTS * program.workers.num_workers if program.workers.shards_optimizer else 1
         buckets = [_bucket(i, members, as_factors, unit) for i, members in enumerate(closed)]
         buckets = [replace(b, gathers_factors=b.slots[0].variable in program.gathered) for b in buckets]
-        ranges = late.ranges(program, buckets) if late.across else _equal_packs(buckets, planned.num_packs, position)
-        buckets = _cut(program, buckets, ranges)
+        buckets = _cut(program, buckets, _equal_packs(buckets, planned.num_packs, position))
         remarks = [*planned.remarks, *_said_of_packs(buckets, planned.num_packs)]
         result = program.evolve(buckets=tuple(buckets)).with_remarks(*remarks, is_kept=False)
         alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
         alike += ", sent to other devices in one way" if program.gathered else ""
         num_kinds = len({_kind(member, factored) for members in closed for member in members})
         kinds = f"{num_kinds} kinds of bucket: a bucket holds {alike}"
-        needed = [bucket.index for bucket in buckets if late.holds(bucket)]
-        late_ones = numbered("bucket", needed)
-        by_need = f"{late_ones}, of the last third of all bytes, in the order in which forward reads their parameters"
-        said = [self._remark(buckets), *([kinds] if num_kinds > 1 else []), *([by_need] if len(needed) > 1 else [])]
-        return result.with_remarks(*said, *_said_of_bound(program, late))
+        return result.with_remarks(self._remark(buckets), *([kinds] if num_kinds > 1 else []))
 
-    def _late(self, program: Program, gradients: Sequence[Gradient], factored: Collection[str]) -> LateGradients:
-        """The gradients that are sent when backward has ended; one that is sent as factors or rows, or whose optimizer does not
-        work element by element, cannot be cut."""
-        assert isinstance(self._plan, ByBytes), "gradients are sent by need where buckets are planned by bytes"
-        variables = [program.variables[one.name] for one in gradients]
-        divisible = {
-            one.name: one.dtype.itemsize
-            for one in variables
-            if self.cuts_by_need and one.update and one.update.elementwise and one.name not in factored
-        }
-        return last_third({one.name: _num_bytes(one) for one in variables}, self._plan.caps[1], divisible)
-
-    def _planned(
-        self, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str], late: LateGradients
-    ) -> _Planned:
+    def _planned(self, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> _Planned:
         plan = self._plan
         if isinstance(plan, ByBytes):
-            return self._by_bytes(plan, program, gradients, as_factors, late)
+            return _by_bytes(plan, program, gradients, as_factors)
         if isinstance(plan, EqualPacks | EqualSplits):
             return _equal(plan, program, gradients, as_factors)
         return _by_groups(groups_of(plan, gradients), program, as_factors)
-
-    def _by_bytes(
-        self,
-        plan: ByBytes,
-        program: Program,
-        gradients: Sequence[Gradient],
-        as_factors: Collection[str],
-        late: LateGradients,
-    ) -> _Planned:
-        """Buckets of whole gradients, as large as caps allow."""
-        open_buckets: dict[_Kind, list[Variable]] = {}
-        closed: list[list[Variable]] = []
-        opened: list[str] = []
-        first_cap, other_cap = plan.caps
-        for name, *_ in gradients:
-            variable = program.variables[name]
-            key = _kind(variable, as_factors)
-            members = open_buckets.setdefault(key, [])
-            cap = first_cap if not closed else other_cap
-            why = _why_new(members, variable, late, cap) if members else ""
-            if why:
-                opened.append(f"{name} opens a new bucket: {why}")
-                closed.append(members)
-                members = open_buckets[key] = []
-            members.append(variable)
-        closed.extend(members for members in open_buckets.values() if members)
-        return _Planned(closed, opened)
 
     def _remark(self, buckets: Sequence[Bucket]) -> str:
         """Says what was planned, and by which rule buckets are closed."""
@@ -252,6 +179,27 @@ def _kind(variable: Variable, as_factors: Collection[str]) -> _Kind:
     assert variable.update is not None, f"{variable.name} has a gradient that nothing uses"
     table = variable.name if variable.update.takes_rows else ""
     return variable.dtype, variable.update, variable.name in as_factors, table
+
+
+def _by_bytes(plan: ByBytes, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> _Planned:
+    """Buckets of whole gradients, as large as caps allow."""
+    open_buckets: dict[_Kind, list[Variable]] = {}
+    closed: list[list[Variable]] = []
+    opened: list[str] = []
+    first_cap, other_cap = plan.caps
+    for name, *_ in gradients:
+        variable = program.variables[name]
+        key = _kind(variable, as_factors)
+        members = open_buckets.setdefault(key, [])
+        cap = first_cap if not closed else other_cap
+        before = sum(map(_num_bytes, members))
+        if members and before + _num_bytes(variable) > cap and before >= cap / _LEAST_PART:
+            opened.append(f"{name} opens a new bucket: with it the last would be over {cap / 2**20:g} MiB")
+            closed.append(members)
+            members = open_buckets[key] = []
+        members.append(variable)
+    closed.extend(members for members in open_buckets.values() if members)
+    return _Planned(closed, opened)
 
 
 def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factors: Collection[str]) -> _Planned:
@@ -339,21 +287,6 @@ def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tu
     ]
 
 
-def _said_of_bound(program: Program, late: LateGradients) -> list[str]:
-    """Says which gradient is cut, as its last elements are sent behind all that forward reads sooner."""
-    if not late.across:
-        return []
-    variable = program.variables[late.across]
-    num_elements = math.prod(variable.shape)
-    early, rest = (
-        size_text(number * variable.dtype.itemsize) for number in (late.num_early, num_elements - late.num_early)
-    )
-    return [
-        f"{late.across} is cut: {early} are sent while backward goes on, {rest} behind what forward reads sooner, with the last "
-        "third of all bytes"
-    ]
-
-
 def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> list[str]:
     """Says which gradients lie in several packs, and which buckets have fewer packs than asked for."""
     said = []
@@ -384,18 +317,6 @@ def _gradients(program: Program) -> list[Gradient]:
     assert isinstance(output, dict)
     variables = [program.variables[name] for name in output["gradients"]]
     return [Gradient(one.name, math.prod(one.shape), one.dtype, ready) for ready, one in enumerate(variables)]
-
-
-def _why_new(members: Sequence[Variable], variable: Variable, late: LateGradients, cap: float) -> str:
-    """Why a variable's gradient opens a new bucket, after those of ``members``; empty if it does not. Caps are in bytes."""
-    before = sum(map(_num_bytes, members))
-    if before + _num_bytes(variable) > cap and before >= cap / LEAST_PART:
-        return f"with it the last would be over {cap / 2**20:g} MiB"
-    if variable.name not in late.num_bytes:
-        return ""
-    if members[-1].name not in late.num_bytes:
-        return "it is the first of those that come when forward needs their parameters"
-    return f"the last has {late.cap / 2**20:.3g} MiB" if before >= late.cap else ""
 
 
 def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFactors], unit: int) -> Bucket:

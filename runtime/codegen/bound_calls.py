@@ -31,10 +31,6 @@ class Meeting:
         self.arrive, self.leave, self.may_end, self.is_timed = arrive, leave, may_end, is_timed or may_end
 
 
-class HandOver:
-    """A call at which the function yields its output, and goes on when it is asked for more; it marks nothing from there on."""
-
-
 class Asking:
     """A call before which the function yields what it needs: it goes on when that is there.
 

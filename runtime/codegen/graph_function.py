@@ -6,12 +6,12 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, MappingProxyType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from torch import fx
 
-from mirrorc.runtime.codegen.bound_calls import WAITS, Asking, Constant, HandOver, Meeting
+from mirrorc.runtime.codegen.bound_calls import WAITS, Asking, Constant, Meeting
 from mirrorc.runtime.profiling.clocks import Clock
 
 _serial = itertools.count()
@@ -29,12 +29,11 @@ class GraphFunction:
         title: as given to `generate`.
         marked: if the function has a clock, the nodes whose calls it marks, in order. It marks its own beginning, and the end of
             each of these calls.
-        hands_over: whether it is a generator that yields its output before it is done, see `HandOver`.
         asks: whether it is a generator that yields what it needs before calls, see `Asking`.
         pauses: whether it is a generator that yields for other reasons.
     """
 
-    hands_over = asks = pauses = False
+    asks = pauses = False
 
     def __init__(
         self,
@@ -74,7 +73,6 @@ def generate(
     boxed: Callable[[fx.Node], bool] = lambda _: False,
     clock: Clock | None = None,
     pauses: Callable[[fx.Node], bool] = lambda _: False,
-    told: Mapping[fx.Node, int] = MappingProxyType({}),
     waits: Callable[[fx.Node], bool] = lambda _: False,
 ) -> GraphFunction:
     """Generates the function of a graph.
@@ -83,15 +81,13 @@ def generate(
         title: shown in tracebacks.
         graph: placeholders, calls, and an output.
         bind: returns the function that runs a call; for a call without arguments and with a constant result, a `Constant`;
-            for one in two parts, a `Meeting`; for one that needs what comes meanwhile, an `Asking`; and a `HandOver` where the
-            output is yielded.
+            for one in two parts, a `Meeting`; for one that needs what comes meanwhile, an `Asking`.
         boxed: whether a call's function takes a list of arguments, which it empties, and returns a sequence to be unpacked.
         clock: marks the end of every call; None for a function without marks.
         pauses: whether the generated function yields before a call, or within a `Meeting`, which makes it a generator.
-        told: what a function that hands over yields behind calls after that.
         waits: whether the function yields `WAITS` before a call.
     """
-    return _Generator(graph, bind, boxed, clock, pauses, told, waits).generate(title)
+    return _Generator(graph, bind, boxed, clock, pauses, waits).generate(title)
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -112,11 +108,10 @@ class _Generator:
         boxed: Callable[[fx.Node], bool],
         clock: Clock | None,
         pauses: Callable[[fx.Node], bool],
-        told: Mapping[fx.Node, int],
         waits: Callable[[fx.Node], bool],
     ) -> None:
         self.graph, self.bind, self.boxed, self.clock, self.pauses = graph, bind, boxed, clock, pauses
-        self.told, self.waits, self.hands_over, self.asks, self.has_paused = told, waits, False, False, False
+        self.waits, self.asks, self.has_paused = waits, False, False
         self.marked: list[fx.Node] = []
         self.lines: list[str] = []
         self.nodes: list[fx.Node | None] = []
@@ -141,7 +136,7 @@ class _Generator:
         for node in self.graph.nodes:
             self._emit_node(node)
         made = GraphFunction(title, "\n".join(self.lines) + "\n", self.nodes, self.namespace, self.marked, self.calls)
-        made.hands_over, made.asks, made.pauses = self.hands_over, self.asks, self.has_paused
+        made.asks, made.pauses = self.asks, self.has_paused
         return made
 
     def _emit(self, line: str, node: fx.Node | None) -> None:
@@ -168,11 +163,6 @@ class _Generator:
             if isinstance(bound, Meeting):
                 self._emit_meeting(node, name, bound)
                 return
-            if isinstance(bound, HandOver):
-                self._note()
-                self.clock, self.hands_over = None, True
-                self._emit(f"    yield {self._show(self.graph.output_node().args[0])}", node)
-                return
             self.namespace[function], self.calls[function] = bound, node
             if self.boxed(node):
                 self._emit_boxed(node, function)
@@ -186,8 +176,6 @@ class _Generator:
                 self._free(
                     [n for n in self.dying[node] if n not in self.namespace] + ([name] if not node.users else [])
                 )
-                if node in self.told:
-                    self._emit(f"    yield {self.told[node]}", node)
 
     def _note(self) -> None:
         """Notes all marks of the call; without a clock, does nothing."""

@@ -46,15 +46,11 @@ class InductorBackend(Backend):
         return inductor_decompositions()
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """On CPUs, Inductor calls oneDNN for convolutions, which is faster in channels-last format, and makes a slow tanh.
-
-        Everywhere it fuses elementwise operators with what reads their result, so that numbers are rounded otherwise where a
-        region is cut otherwise.
-        """
+        """On CPUs, Inductor calls oneDNN for convolutions, which is faster in channels-last format, and makes a slow tanh."""
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
         own = {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
         own["pads_products"] = device.type == "cuda"
-        return {**super().preferences(device), **own, "cuts_for_next_step": False}
+        return {**super().preferences(device), **own}
 
     def prepare(self, device: torch.device) -> None:
         if device.type == "cpu":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -60,18 +60,6 @@ class Communicator:
 
     def release(self) -> None:
         """Drops the tensors of a step that all replicas have finished, so that their memory is free until the next one."""
-
-    def keep(self, buckets: Collection[int]) -> None:
-        """Called when a step hands over buckets in flight: until `let_go`, `abort` and `begin_afresh` leave waits for them alone.
-
-        Links between workers have it; within one, nothing is in flight when a step returns.
-        """
-
-    def let_go(self, bucket: int) -> None:
-        """Called when all replicas have what was in flight of a bucket."""
-
-    def abort_kept(self) -> None:
-        """Wakes every replica that waits for buckets that were handed over; nobody has use for these any more."""
 
     def abort(self) -> None:
         """Wakes every replica that waits; they raise `Aborted`."""

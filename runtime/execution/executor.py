@@ -34,11 +34,9 @@ from mirrorc.runtime.execution.commit.update_progress import progress_of
 from mirrorc.runtime.execution.commit.used_parameters import UsedVariables
 from mirrorc.runtime.execution.cuda_graphs import StepGraph
 from mirrorc.runtime.execution.failures import explain_failure, note_if_torn
-from mirrorc.runtime.execution.handover import Handover
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.execution.losses import Losses
 from mirrorc.runtime.execution.profiler_ranges import seen
-from mirrorc.runtime.execution.tail import Tail
 from mirrorc.runtime.profiling.recorder import Recorder
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
@@ -90,8 +88,6 @@ class Executor:
         if team is not None:
             agree = functools.partial(self._agree, team, Columns.of(program))
             self.commit.agree, self.commit.hear = agree, team.hear
-        carriers = self._communicators.values()
-        self._handover = Handover(program, state, carriers, self._progress, timeout_seconds)
         self.outputs = StepOutputs(program)
         self._replica_values = (
             WorkerValues(program, timeout_seconds, team.launch_value)
@@ -114,7 +110,6 @@ class Executor:
             self.outputs,
             self._replica_values,
             self._progress,
-            self._handover.await_update,
             self._used.unused,
         )
         self.functions = BoundFunctions(program, self._binder, recorder)
@@ -131,27 +126,15 @@ class Executor:
         return self._progress.told_if_begun() if self._progress is not None else ""
 
     @property
-    def tail(self) -> Tail | None:
-        """What is left of the last step, which has returned; None if nothing is."""
-        return self._handover.tail
-
-    def finish_tail(self, pool: DevicePool) -> BaseException | None:
-        """Does what is left of the last step; see `Handover.finish`."""
-        return self._handover.finish(pool)
-
-    @property
     def needs_seed(self) -> bool:
         """Whether the program draws random numbers."""
         return any(argument.kind is ArgumentKind.SEED for argument in self.program.arguments)
 
     def _agree(self, team: Team, columns: Columns, own: Vote) -> tuple[bool, torch.Tensor | None]:
-        """Called by one replica when all have come to the commit, so that nothing is left of the step before."""
-        if self._progress is not None:
-            self._progress.begin()
+        """Called by one replica when all have come to the commit."""
         own = dataclasses.replace(own, used=self._used.tell())
         found = team.vote(own, columns=columns, is_early=self._progress is not None)
         self._used.hear(found.used)
-        self._handover.forget()  # if workers do not agree, what it has written is counted before anything else is done
         return found.takes_place, found.numbers
 
     def run(
@@ -200,8 +183,7 @@ class Executor:
         self.state.begin()
         self.outputs.begin()
         self._used.begin()
-        self._handover.begin()
-        if self._progress is not None and self.tail is None:
+        if self._progress is not None:
             self._progress.begin()
         results: list[tuple[bool, Any] | None] = []
         loss, number = None, self.state.num_skipped + 1  # of this step, if it is skipped
@@ -271,8 +253,6 @@ class Executor:
         """Ends a step that all replicas have done; gives the batch's loss. May be repeated from any point."""
         done = [result[1] for result in results if result is not None]
         self._losses.wait(done)
-        if not self.commit.is_skipped:
-            self._handover.keep()
         if self.commit.is_skipped:
             self.state.skip(number)
             self._forget_step()
@@ -316,10 +296,7 @@ class Executor:
         """Runs a replica's step in its thread; returns its loss, if any, and an event that tells when a GPU has done the step."""
         values = replica_arguments(self.program, replica, self._host_copies[replica], *given)
         call = seen(self.functions.whole[replica])
-        if self._handover.stops_at_loss:
-            loss = self._handover.run(replica, call(values))
-        else:
-            loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
+        loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)
         self._host_copies[replica].wait_until_read()
         return loss, done
@@ -346,7 +323,6 @@ class Executor:
         self.commit.stop()
         self._forget_step()
         self.commit.abort()
-        self._handover.wake()
         for carrier in self._carriers:
             carrier.abort()
 

@@ -18,8 +18,6 @@ def seen(function: GraphFunction) -> Callable[[list[Any]], Any]:
     """The call of a device's function; with a range around each call in it if a profiler watches the thread."""
     if not is_profiled():
         return function.call
-    if function.hands_over:
-        return functools.partial(_handed_over_in_ranges, function)
     return functools.partial(_paused_in_ranges if function.pauses else _in_ranges, function)
 
 
@@ -37,18 +35,6 @@ def _paused_in_ranges(function: GraphFunction, values: list[Any]) -> Iterator[An
         return (yield from function.call(values))
     finally:
         function.namespace.update(plain)
-
-
-def _handed_over_in_ranges(function: GraphFunction, values: list[Any]) -> Iterator[Any]:
-    """As far as the function's output; what it does later has no ranges, as its next call may have begun."""
-    plain = _named(function)
-    rest = function.call(values)
-    try:
-        output = next(rest)
-    finally:
-        function.namespace.update(plain)
-    yield output
-    yield from rest
 
 
 def _named(function: GraphFunction) -> Mapping[str, Any]:

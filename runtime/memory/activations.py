@@ -195,8 +195,6 @@ class _Walk:
         ops.check,
         ops.gather,
         ops.tell,
-        ops.hand_over,
-        ops.await_update,
     )
     def _nothing_new(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         return (), 0  # the value stays between steps, or lies in memory that is counted elsewhere

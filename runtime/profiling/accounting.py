@@ -19,7 +19,6 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 PARTS: Mapping[str, str] = MappingProxyType(
     {
         "start": "until the device's function begins",
-        "before": "in what the step before has left: waiting for its last buckets, and updating them",
         "forward": "in regions of forward",
         "backward": "in regions of backward",
         "pack": "filling buckets",
@@ -60,8 +59,6 @@ def _part_of(program: Program, node: fx.Node) -> str:
         return program.regions[region_of(node)].phase
     if node.target is ops.commit:  # of a checked step, which waits for all devices
         return "skew"
-    if node.target is ops.await_update:
-        return "before"
     if is_of(node, Kind.WAIT):
         return "transfer"
     return next(

@@ -76,9 +76,8 @@ class Explanation:
 
     @property
     def other_ms(self) -> float:
-        """The rest of the step, as a mean over devices: starting devices, packing, launching, waiting for the last device, and
-        what the step before has left."""
-        return sum(self.parts_ms[part] for part in ("start", "before", "pack", "launch", "other", "end"))
+        """The rest of the step, as a mean over devices: starting devices, packing, launching, and waiting for the last device."""
+        return sum(self.parts_ms[part] for part in ("start", "pack", "launch", "other", "end"))
 
     def __str__(self) -> str:
         return _text(self)
@@ -181,17 +180,11 @@ def _bucket_cells(found: Explanation, bucket: BucketTimes) -> Iterator[str]:
 
 def _device_rows(found: Explanation) -> list[str]:
     """The rows of the devices, each of which adds up to the step."""
-    shown = _shown_parts(found)
-    lines = [f"{'device':<10}{_row(shown)}"]
+    lines = [f"{'device':<10}{_row(PARTS)}"]
     for device in found.devices:
-        values = [device.parts_ms[part] for part in shown]
+        values = [device.parts_ms[part] for part in PARTS]
         lines.append(f"{device.device:<10}{_row(_adding_up(found, values, found.step_ms))}")
     return lines
-
-
-def _shown_parts(found: Explanation) -> dict[str, str]:
-    """The parts of the step that have a column: what is left of the step before only where something is."""
-    return {part: meaning for part, meaning in PARTS.items() if part != "before" or found.parts_ms[part]}
 
 
 def _prediction_rows(found: Explanation) -> list[str]:
@@ -220,7 +213,7 @@ def _definitions(found: Explanation) -> list[str]:
     columns += _PACKS if any(bucket.pack is not None for bucket in found.buckets) else ""
     texts = [
         f"bucket: {columns}",
-        f"device: each row adds up to the step. {_defined(_shown_parts(found))}",
+        f"device: each row adds up to the step. {_defined(PARTS)}",
     ]
     return [line for text in texts for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  ")]
 

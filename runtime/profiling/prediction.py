@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirrorc.analysis.communication.handed_over import handed_over
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.analysis.cost.simulation import Simulation, simulate
 from mirrorc.analysis.cost.step_costs import StepCosts, UnknownCostError
@@ -82,10 +81,8 @@ def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Predicti
 
 
 def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundations: Foundations) -> Prediction | None:
-    """Predicts the step of a program from its own recorded steps; None if it is not known what one of its operations takes, or
-    what the step leaves to the next one, which hides a part of that."""
-    if handed_over(program.graphs()[0]):
-        return None
+    """Predicts the step of a program from its own recorded steps; None if it is not known what one of its operations
+    takes."""
     costs = costs_of_steps(program, steps, foundations.machine, foundations.link)
     stands_on = (
         "times of regions, packs, launches, updates and the commit in these very steps; a link of "

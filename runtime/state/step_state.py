@@ -20,7 +20,6 @@ from mirrorc.runtime.state.optimizers.flat_optimizer import UpdateMemory
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.shared import registry
 from mirrorc.runtime.state.shared.call_owner import Callers
-from mirrorc.runtime.state.shared.in_flight_step import UnfinishedStep, finish_steps
 from mirrorc.runtime.state.shared.shared_state import HeldState, Hold
 from mirrorc.runtime.state.shared.torn_state import TornState, refuse_torn
 from mirrorc.runtime.state.variables.layout import Layout, Moved
@@ -45,7 +44,6 @@ class StepState:
         unsent: what this worker has not sent of its gradients, of which it sends a part in each step.
         told: what the last step told its caller, by name, such as the norm of its gradients.
         torn: what a step has left between two steps, whether it is restored by now or not; None if none has.
-        unfinished: the last step, if it has returned and buckets are still to be updated; None otherwise.
     """
 
     def __init__(self, hold: Hold) -> None:
@@ -58,7 +56,6 @@ class StepState:
         self.unsent = UnsentGradients(self.store.devices[0].torch_device)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
         self.torn: TornState | None = None
-        self.unfinished: UnfinishedStep | None = None
 
     @property
     def _held(self) -> HeldState:
@@ -103,35 +100,9 @@ class StepState:
             if self.loss_scale is not None:
                 self.loss_scale.close()
 
-    def begin_use(self, *, goes_on: bool = False) -> None:
-        """Called before each call. All steps over these variables are finished then, but the last one of this state's own if the
-        call ``goes_on`` with it.
-
-        Raises:
-            ExecutionError: see `mirrorc.runtime.state.shared.registry.begin_use`.
-            CommunicationError: a step could not be finished.
-        """
-        finish_steps(self._held.store.names.keys(), besides=self.unfinished if goes_on else None)
+    def begin_use(self) -> None:
+        """See `mirrorc.runtime.state.shared.registry.begin_use`."""
         registry.begin_use(self._held)
-
-    def finish_last(self) -> None:
-        """Updates the buckets that the last step has left, if it has left any.
-
-        Raises:
-            ExecutionError, CommunicationError: they could not be updated, or something was written meanwhile.
-        """
-        if self.unfinished is not None:
-            self.unfinished.finish()
-
-    @property
-    def is_written_in_flight(self) -> bool:
-        """Whether parameters or the optimizer's state were written since the last step, which has left buckets to update."""
-        return self.unfinished is not None and (self.store.are_trained_changed or self.optimizers.is_stale())
-
-    def finish_updates(self) -> None:
-        """Called when the buckets are updated that the last step has left. May be repeated."""
-        self.optimizers.finish_step()
-        self.store.count_update()
 
     def take_in(
         self, outside: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
@@ -179,8 +150,6 @@ class StepState:
             self.accumulated.release()
         self.unsent.fit(program)
         is_stale = self.optimizers.is_stale() if is_stale is None else is_stale
-        if self.unfinished is not None and (is_stale or not self.store.has_buckets_of(program)):
-            self.finish_last()  # what it has left is to be written where buckets lie now
         was_whole = self._held.is_whole and self.optimizers.is_whole and not self.optimizers.user_steps.have_written
         self._held.is_whole = self.optimizers.is_whole = False  # an error or an interrupt on the way leaves it so
         if not was_whole:
@@ -197,9 +166,7 @@ class StepState:
         user_steps = self.optimizers.user_steps
         if self._held.store.mirror_changes(user_steps.of_others):
             self._held.layout += 1
-        if self.unfinished is not None and self.optimizers.needs_check:
-            self.finish_last()
-        self.optimizers.sync_hyperparameters(self.unfinished.buckets if self.unfinished is not None else ())
+        self.optimizers.sync_hyperparameters()
         user_steps.have_written = False
         user_steps.of_others.clear()
         self._held.was_behind = False

@@ -26,7 +26,7 @@ def made() -> tuple[Any, torch.optim.Optimizer]:
 
 def block(joint: Any, take_part: Callable[[], Any], *, is_closed: bool = False) -> AbstractContextManager[None]:
     """One around the calls of one step."""
-    return until_all_have_left([JoinedStep(joint, take_part, lambda call: call(), lambda: None, lambda: is_closed)])
+    return until_all_have_left([JoinedStep(joint, take_part, lambda call: call(), lambda: is_closed)])
 
 
 def test_a_worker_takes_part_until_all_have_left_and_keeps_its_hyperparameters() -> None:

@@ -68,7 +68,6 @@ def programs() -> list[Program]:
     found += every_stage(HANDMADE["buffer"](), placement="central").values()
     of_workers = HANDMADE["buffer"]().evolve(workers=World(2, 2).worker(1))
     found += every_stage(of_workers, over_workers=True).values()
-    found += every_stage(of_workers, over_workers=True, overlap_next_step=True).values()
     found += every_stage(of_workers, over_workers=True, compression="bfloat16").values()
     found += every_stage(of_workers, over_workers=True, compression=TopK(0.1)).values()
     found += every_stage(of_workers, over_workers=True, compression=FirstElements()).values()

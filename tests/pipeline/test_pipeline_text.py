@@ -108,7 +108,7 @@ class Incomparable:
 def test_every_pass_has_its_name() -> None:
     assert {name: make().name for name, make in PASSES.items()} == {name: name for name in PASSES}
     asked = {"max_grad_norm": 1.0, "scales_loss": True, "over_workers": True, "shard_optimizer": True}
-    asked |= {"overlap_next_step": True, "compression": "bfloat16", "chooses_checkpoints": True}
+    asked |= {"compression": "bfloat16", "chooses_checkpoints": True}
     asked |= {"pads_products": True}
     pipelines = [default_pipeline(microbatches=2, all_reduce=algorithm(), **asked) for algorithm in ALGORITHMS.values()]
     pipelines.append(default_pipeline(placement="central"))

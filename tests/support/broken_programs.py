@@ -314,11 +314,6 @@ def dealt_out(
     return "lower-devices", mutate
 
 
-def hand_over_before_gathers(graph: fx.Graph) -> None:
-    """The caller has its loss before new parameters are on their way."""
-    first(graph, ops.gather_parameters).prepend(first(graph, ops.hand_over))
-
-
 def clip_by_the_own_norm(graph: fx.Graph) -> None:
     """A device bounds its gradients by the norm of its own shares, and not by that of all workers' parts."""
     factor, own = first(graph, ops.clip_factor), first(graph, ops.norm)
@@ -333,11 +328,6 @@ def tell_the_own_norm(graph: fx.Graph) -> None:
 def measure_a_share_twice(graph: fx.Graph) -> None:
     norm = first(graph, ops.norm)
     set_args(norm, (*norm.args, norm.args[0]))
-
-
-def overlapped(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices") -> Mutation:
-    """As `over_workers`, on all devices of a program that hands over buckets in flight."""
-    return over_workers(on_all_devices(change), pass_name, overlap_next_step=True)
 
 
 def compressed(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices", **options: Any) -> Mutation:
@@ -380,32 +370,6 @@ def leave_out_what_was_not_sent(graph: fx.Graph) -> None:
     own = first(graph, ops.add_unsent)
     own.replace_all_uses_with(own.all_input_nodes[0])
     graph.erase_node(own)
-
-
-def read_before_the_update(graph: fx.Graph) -> None:
-    """All regions run with what the step before has left to update."""
-    for node in targets(graph, ops.await_update):
-        max(region_calls(graph)).append(node)
-
-
-def read_when_handed_over(graph: fx.Graph) -> None:
-    with graph.inserting_before(graph.output_node()):
-        graph.node_copy(first(graph, ops.read), lambda node: node)
-
-
-def await_another_update(graph: fx.Graph) -> None:
-    node = first(graph, ops.await_update)
-    with_kwargs(node, bucket=1 - bucket_of(node) if bucket_of(node) < 2 else 0)
-
-
-def hand_another_bucket_over(program: Program) -> None:
-    """One device updates a bucket in the step in which the other one leaves it to the next."""
-    graph = program.graphs()[1]
-    begin = first(graph, ops.hand_over)
-    late = [node for node in targets(graph, ops.wait, ops.update) if node > begin]
-    for node in [node for node in late if bucket_of(node) == bucket_of(late[0])]:
-        begin.prepend(node)
-    erase(graph, *(node for node in targets(graph, ops.await_update) if bucket_of(node) == bucket_of(late[0])))
 
 
 def update_the_part_of_another_worker(program: Program) -> Program:
@@ -1840,27 +1804,6 @@ BAD: dict[str, list[Mutation]] = {
         sent_in_part(leave_out_what_was_not_sent),
         sent_in_part(lambda graph: repeat(graph, first(graph, ops.add_unsent))),
         sent_in_part(lambda graph: repeat(graph, first(graph, ops.add_unsent)), "send-largest"),
-    ],
-    "a_step_hands_over_once": [
-        overlapped(lambda graph: repeat(graph, first(graph, ops.hand_over))),
-        dealt_out(on_all_devices(hand_over_before_gathers), overlap_next_step=True),
-        over_workers(
-            lambda program: erase(program.graphs()[1], first(program.graphs()[1], ops.hand_over)),
-            overlap_next_step=True,
-        ),
-        overlapped(lambda graph: first(graph, ops.commit).prepend(first(graph, ops.hand_over))),
-        overlapped(read_when_handed_over),
-        over_workers(hand_another_bucket_over, overlap_next_step=True),
-    ],
-    "handed_over_buckets_are_awaited": [
-        overlapped(lambda graph: erase(graph, first(graph, ops.await_update))),
-        dealt_out(on_all_devices(lambda graph: erase(graph, first(graph, ops.await_update))), overlap_next_step=True),
-        overlapped(lambda graph: erase(graph, first(graph, ops.await_update)), "overlap-next-step"),
-        overlapped(lambda graph: repeat(graph, first(graph, ops.await_update))),
-        overlapped(await_another_update),
-        overlapped(read_before_the_update),
-        overlapped(read_before_the_update, "overlap-next-step"),
-        overlapped(lambda graph: first(graph, ops.commit).append(first(graph, ops.await_update))),
     ],
     "workers_update_equal_parts_in_their_order": [
         dealt_out(update_the_part_of_another_worker),

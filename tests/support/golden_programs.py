@@ -60,8 +60,6 @@ VERSIONS = "versions"  # the file in tests/golden that says with what the others
 FACTORS = "digits-worker-1-of-2-factors.txt"  # the file with the program of one of two workers that send factors
 DEALT = "digits-worker-1-of-2-dealt.txt"  # the file with the program of one of two workers that each have a part of the optimizer
 PARTS_OF_FACTORS = "digits-worker-1-of-2-dealt-factors.txt"  # as the former two at once
-DEALT_OVERLAP = "digits-worker-0-of-2-dealt-overlap.txt"  # as OVERLAP, where workers deal out the optimizer
-OVERLAP = "digits-worker-0-of-2-overlap.txt"  # the file with the program of one of two workers that hands over buckets in flight
 GATHERED = (
     "words-2-gathered.txt"  # the file with a program whose devices gather rows of a table, and factors of products
 )
@@ -403,16 +401,6 @@ def _text_of_worker(**asked: Any) -> str:
         return step.prepare(**golden.inputs(golden.num_examples(1))).to_text(slots=True, sources=False)
 
 
-def overlap_text(**asked: object) -> str:
-    """The lowered program of one of two workers whose steps return while their last buckets are in flight."""
-    golden = MODELS["digits"]
-    model = golden.make().train()
-    options = {"loss_fn": golden.loss_fn, "optimizer": golden.optimizer(model), **golden.buckets, **asked}
-    where = {"world": World(2), "overlap_next_step": True, "backend": "eager"}
-    with mirrorc.compile(model, **options, **where) as step:  # type: ignore[arg-type]
-        return step.prepare(**golden.inputs(golden.num_examples(1))).to_text(slots=True, sources=False)
-
-
 def captured_text() -> str:
     """A captured program as Inductor wants it: in channels-last format, and without the tanh in GELU."""
     program = run_passes(_capture(CONVNET, 1), [DecomposeGelu(), LayChannelsLast()])
@@ -453,11 +441,9 @@ MADE_BY: Mapping[str, Callable[[], str]] = {
     CHECKPOINTS: checkpoints_text,
     CHOSEN: chosen_text,
     DEALT: dealt_text,
-    DEALT_OVERLAP: functools.partial(overlap_text, shard_optimizer=True),
     FACTORS: factors_text,
     GATHERED: gathered_text,
     MEETINGS: meetings_text,
-    OVERLAP: overlap_text,
     PACKS: packs_text,
     PACKS_OVER_WORKERS: packs_over_workers_text,
     PARTS_OF_FACTORS: parts_of_factors_text,

@@ -69,21 +69,19 @@ def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def train_adversaries(rank: int, **options: Any) -> dict[str, Any]:
+def train_adversaries(rank: int) -> dict[str, Any]:
     """Trains both as one of two workers, of which the second has fewer batches, the generator twice for each batch."""
     generator, discriminator, optimizers = adversaries()
-    given = {"backend": "eager", "capture": "dynamo", "timeout_seconds": LONG, **options}
+    given = {"backend": "eager", "capture": "dynamo", "timeout_seconds": LONG}
     with (
         mirrorc.compile(Judge(generator, discriminator), 1, optimizer=optimizers[0], **given) as d_step,
         mirrorc.compile(Forger(generator, discriminator), 1, optimizer=optimizers[1], **given) as g_step,
+        mirrorc.join(d_step, g_step),
     ):
-        with mirrorc.join(d_step, g_step):
-            for real, noise in batches(rank):
-                d_step(real, noise)
-                g_step(noise)
-                g_step(noise)
-        for step in (d_step, g_step):
-            step.synchronize()
+        for real, noise in batches(rank):
+            d_step(real, noise)
+            g_step(noise)
+            g_step(noise)
     return {"weights": [p.tolist() for p in (*discriminator.parameters(), *generator.parameters())]}
 
 
@@ -109,13 +107,13 @@ def train_two(rank: int, how: str) -> dict[str, Any]:
 
     Args:
         rank: of this worker.
-        how: in one block, ``"together"``, a generator and a discriminator are trained, also ``"together, in flight"``; each
-            worker calls an ``"other"`` step; the data of one is ``"gone"``, or it is ``"killed"``. There are ``"nested"``
-            blocks; a call ``"within"`` the other step's block, or one that ``"gathers"`` there; blocks ``"in turn"``; or a
-            worker that has ``"closed"`` its step before the other one's first call.
+        how: in one block, ``"together"``, a generator and a discriminator are trained; each worker calls an ``"other"`` step;
+            the data of one is ``"gone"``, or it is ``"killed"``. There are ``"nested"`` blocks; a call ``"within"`` the other
+            step's block, or one that ``"gathers"`` there; blocks ``"in turn"``; or a worker that has ``"closed"`` its step
+            before the other one's first call.
     """
-    if how.startswith("together"):
-        return train_adversaries(rank, overlap_next_step=how.endswith("in flight"))
+    if how == "together":
+        return train_adversaries(rank)
     torch.manual_seed(rank)
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     x, y = torch.full((2, 3), rank + 1.0), torch.ones(2, 2)

@@ -210,15 +210,13 @@ def _meet(folder: Path, name: str, number: int, num_processes: int) -> None:
 def _run(given: dict[str, Any], number: int) -> Any:
     """Joins as it is told: by ``variables``, or a ``group``'s port and size; with ``timeout_seconds`` and a faked ``torch``.
 
-    With ``train``, ``join``, ``shard`` or ``overlap``, it trains, see `worker_training.train`,
-    `worker_training.train_until_all_have_left`, `sharded_training.train` and `next_steps.train`; with ``in_flight``, see
-    `next_steps.fail_in_flight`; with ``lose``, see `lost_buckets`; with ``compiles``, see `joint_compilations`; with ``calls``,
+    With ``train``, ``join`` or ``shard``, it trains, see `worker_training.train`, `worker_training.train_until_all_have_left`
+    and `sharded_training.train`; with ``lose``, see `lost_buckets`; with ``compiles``, see `joint_compilations`; with ``calls``,
     it makes calls of many kinds, see `worker_habits.call`; with ``habits``, see `sharded_habits.train`; with ``two``, see
     `two_steps.train_two`; with ``texts``, see `worker_texts.train`.
     """
     import joint_compilations
     import lost_buckets
-    import next_steps
     import sharded_habits
     import sharded_training
     import torch
@@ -248,10 +246,6 @@ def _run(given: dict[str, Any], number: int) -> Any:
             return sharded_training.train(int(given["variables"]["RANK"]), given["shard"])
         if "habits" in given:
             return sharded_habits.train(int(given["variables"]["RANK"]), given["habits"])
-        if "overlap" in given:
-            return next_steps.train(int(given["variables"]["RANK"]), given["overlap"])
-        if "in_flight" in given:
-            return next_steps.fail_in_flight(int(given["variables"]["RANK"]), given["in_flight"])
         if "join" in given:
             return worker_training.train_until_all_have_left(int(given["variables"]["RANK"]), given["join"])
         if "two" in given:
@@ -347,7 +341,6 @@ def _main() -> None:
     """Forks a process for each request, so that what takes long, the import of torch and first traces, is done once."""
     import joint_compilations  # noqa: F401
     import lost_buckets  # noqa: F401
-    import next_steps  # noqa: F401
     import sharded_habits  # noqa: F401
     import sharded_training  # noqa: F401
     import two_steps  # noqa: F401

@@ -27,17 +27,15 @@ class Cut:
     meetings: Mapping[int, Sequence[fx.Node]] = field(default_factory=dict)
 
 
-def cut_at_meetings(
-    graph: fx.Graph, forward: Sequence[Sequence[fx.Node]], backward: Sequence[Sequence[fx.Node]]
-) -> Cut:
-    """Cuts pieces further where replicas meet. Parts of results stay with what gives them."""
+def cut_at_meetings(graph: fx.Graph, forward: Sequence[fx.Node], backward: Sequence[Sequence[fx.Node]]) -> Cut:
+    """Cuts forward, and the pieces of backward further, where replicas meet. Parts of results stay with what gives them."""
     meetings = list(calls_to(graph, *ops.MEETINGS))
     if not meetings:
-        return Cut(forward, backward)
+        return Cut([forward], backward)
     position = {node: i for i, node in enumerate(graph.nodes)}
     places = [position[node] for node in meetings]
     segments: dict[tuple[int, int], list[fx.Node]] = {(0, 0): []}  # by how many meetings come before, and by the piece
-    for piece, nodes in enumerate((*forward, *backward)):
+    for piece, nodes in enumerate((forward, *backward)):
         for node in nodes:
             before = bisect.bisect(places, position[source_of_part(node)])
             segments.setdefault((before, piece), []).append(node)
@@ -46,7 +44,7 @@ def cut_at_meetings(
     for number, meeting in enumerate(meetings):
         behind.setdefault(max(i for i, (before, _) in enumerate(order) if before <= number), []).append(meeting)
     pieces = [segments[key] for key in order]
-    num_forward = sum(piece < len(forward) for _, piece in order)
+    num_forward = sum(piece == 0 for _, piece in order)
     return Cut(pieces[:num_forward], pieces[num_forward:], behind)
 
 

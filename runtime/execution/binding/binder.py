@@ -25,7 +25,7 @@ from mirrorc.ir.nodes import bucket_of, is_compute, pack_of
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import route_of
-from mirrorc.runtime.codegen.bound_calls import Constant, HandOver, Meeting
+from mirrorc.runtime.codegen.bound_calls import Constant, Meeting
 from mirrorc.runtime.codegen.regions import RegionFunction
 from mirrorc.runtime.communication import Communicator
 from mirrorc.runtime.communication.replica_values import ReplicaValues
@@ -74,7 +74,6 @@ class Binder:
         outputs: what the replicas hand to the caller.
         replica_values: where the replicas meet, as the model asks for it.
         progress: notes the updates of a program that commits early; None for any other.
-        await_update: called with a replica and a bucket where the step before must have updated the bucket.
         unused: gives the slots of a bucket, by their places, that the step which has committed last leaves out.
 
     Attributes:
@@ -97,11 +96,9 @@ class Binder:
         outputs: StepOutputs,
         replica_values: ReplicaValues | WorkerValues,
         progress: UpdateProgress | None = None,
-        await_update: Callable[[int, int], object] = lambda _replica, _bucket: None,
         unused: Callable[[int], Set[int]] = lambda _bucket: frozenset(),
     ) -> None:
-        self._await_update, self.unused = await_update, unused
-        self.program, self.regions, self.state = program, regions, state
+        self.program, self.regions, self.state, self.unused = program, regions, state, unused
         self._constants, self.communicators, self._commit = constants, communicators, commit
         self._outputs, self._progress, self._replica_values = outputs, progress, replica_values
         self.pieces: list[Piece] = []
@@ -407,19 +404,6 @@ class Binder:
 
             return Meeting(arrive, functools.partial(commit.leave_if_finite, replica), may_end=True)
         return Meeting(functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica))
-
-    @binds(ops.hand_over)
-    def _bind_hand_over(self, replica: int, node: fx.Node) -> HandOver:
-        return HandOver()
-
-    @binds(ops.await_update)
-    def _bind_await_update(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        bucket, await_update = bucket_of(node), self._await_update
-
-        def run(**_: Any) -> None:
-            await_update(replica, bucket)
-
-        return run
 
     @binds(ops.step_optimizer)
     def _bind_step_optimizer(self, replica: int, node: fx.Node) -> Callable[..., tuple[torch.Tensor, ...]]:

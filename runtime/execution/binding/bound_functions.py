@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from torch import fx
 
-from mirrorc.analysis.communication.handed_over import handed_over
 from mirrorc.ir.nodes import is_region_call
 from mirrorc.ir.program import Program
 from mirrorc.runtime.codegen.graph_function import GraphFunction, generate
@@ -64,7 +63,6 @@ class BoundFunctions:
                 boxed=is_region_call,
                 clock=clocks[r],
                 pauses=pauses,
-                told={node: bucket for bucket, node in handed_over(module.graph).items()},
                 waits=waits_between(self._program, module.graph).__contains__,
             )
             for r, (name, module) in enumerate(self._program.device_graphs.items())

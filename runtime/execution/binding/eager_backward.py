@@ -72,7 +72,7 @@ def driven(function: GraphFunction) -> Callable[[list[Any]], Any]:
     none of these meanwhile.
     """
     call: Any = function.call
-    if function.pauses or function.hands_over:
+    if function.pauses:
         return functools.partial(_steps, call)  # what it yields besides, it yields
     return functools.partial(_in_one_go, call)
 

@@ -68,14 +68,12 @@ class BucketOptimizers:
         self._entries: list[int] = []
         self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
         self._numbers = ShownNumbers([])
-        self._left_out: frozenset[int] = frozenset()  # the buckets whose flat optimizers may not have taken these over
         self._fit_for_rows: list[Any] = []  # all of these but learning rates that were last tried with sparse gradients
         self._hyperparameters: list[Any] = []  # what the user's groups held when the flat optimizers took it over
         self._is_captured = is_captured
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
         self._has_run_by_itself = False
         self.is_fresh = False  # whether the next step makes state, and nothing else writes any
-        self._has_new = False  # whether it makes state
         self._gathered: Mapping[tuple[int, str], torch.Tensor] | None = None  # shown until the next step
 
     @property
@@ -118,8 +116,7 @@ class BucketOptimizers:
 
     def _note_whether_fresh(self) -> None:
         is_elementwise = all(flat.bucket.rule.elementwise for flat in self._store.buckets_of(self.owner))
-        self._has_new = not self._state.is_complete
-        self.is_fresh = is_elementwise and self._has_new
+        self.is_fresh = is_elementwise and not self._state.is_complete
 
     def _check_state(self, buckets: Sequence[FlatBucket]) -> None:
         for flat in buckets:
@@ -163,29 +160,22 @@ class BucketOptimizers:
         write_rows = self.groups.write_rows()
         return any(rule.writes_rows != write_rows[rule.group] for rule in rules)
 
-    def sync_hyperparameters(self, besides: Collection[int] = ()) -> None:
+    def sync_hyperparameters(self) -> None:
         """Takes over hyperparameters that changed since the last step.
-
-        Args:
-            besides: buckets that the last step has not updated yet; `sync_bucket` does it for these.
 
         Raises:
             ValueError: they require state that is not there.
         """
         self._write_rates()
         held = list(chain.from_iterable(map(dict.values, self.groups.hyperparameters)))
-        are_new = not are_the_same(held, self._hyperparameters)  # what is changed within a value is shared
-        if not are_new and self._left_out.issubset(besides):
+        if are_the_same(held, self._hyperparameters):  # what is changed within a value is shared
             return
-        if are_new and self.needs_check:
+        if self._state.buckets and self._switches != state_switches(self.groups.hyperparameters):
             self._check_state(self._state.buckets)
             self._note_whether_fresh()
-        if are_new:
-            self._check_rows()
-        for (bucket, _), own in self._state.optimizers.items():
-            if bucket not in besides and (are_new or bucket in self._left_out):
-                own.sync()
-        self._left_out = frozenset(besides) if are_new else self._left_out.intersection(besides)
+        self._check_rows()
+        for flat in self._state.optimizers.values():
+            flat.sync()
         self._hyperparameters = held
 
     def _check_rows(self) -> None:
@@ -200,28 +190,6 @@ class BucketOptimizers:
                 name = flat.bucket.slots[0].variable
                 check_gradient_of(optimizer, index, name, self._parameter(name), is_sparse=True)
             self._fit_for_rows = held
-
-    def makes_state_of(self, buckets: Collection[int]) -> bool:
-        """Whether the next step makes the state of any of these buckets, of which some optimizers have none."""
-        flats = ((bucket, own) for (bucket, _), own in self._state.optimizers.items())
-        return self._has_new and any(not own.state for bucket, own in flats if bucket in buckets)
-
-    @property
-    def have_tensors(self) -> bool:
-        """Whether any hyperparameter is a tensor, which can be written in place."""
-        held = chain.from_iterable(map(dict.values, self.groups.hyperparameters))
-        return any(isinstance(value, torch.Tensor) for value in held)
-
-    def sync_bucket(self, bucket: int, replica: int) -> None:
-        """Takes over hyperparameters for a replica's updates of a bucket that `sync_hyperparameters` has left out."""
-        own = self._state.optimizers.get((bucket, replica))
-        if own is not None:  # a replica's share may be empty
-            own.sync()
-
-    @property
-    def needs_check(self) -> bool:
-        """Whether hyperparameters have changed that decide which state there must be."""
-        return bool(self._state.buckets) and self._switches != state_switches(self.groups.hyperparameters)
 
     def _write_rates(self) -> None:
         """Writes the learning rates into the tensors that captured updates read."""
@@ -288,7 +256,7 @@ class BucketOptimizers:
             return_freed_memory()  # the parts of the state have been copied together
         self._numbers.write()
         self._shown.count_versions()
-        self.is_fresh = self._has_new = False
+        self.is_fresh = False
 
     @property
     def are_sharded(self) -> bool:

@@ -1,1 +1,1 @@
-"""State that several steps hold, and what they left unfinished."""
+"""State that several steps hold, and its owner in a call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,26 +21,21 @@ class MirroredVariable:
         aggregation: how a per-replica variable is read as one.
     """
 
-    def __init__(
-        self, variable: Variable, devices: Sequence[Device], store: StepVariables, synchronize: Callable[[], object]
-    ) -> None:
+    def __init__(self, variable: Variable, devices: Sequence[Device], store: StepVariables) -> None:
         self.name = variable.name
         self.role: Role = variable.role
         self.synchronization = variable.synchronization
         self.aggregation = variable.aggregation
-        self._devices = devices
-        self._store, self._synchronize = store, synchronize
+        self._devices, self._store = devices, store
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
         """The value on every device, in order; views, not copies."""
-        self._synchronize()
         return tuple(self._store.values(self.name))
 
     @property
     def value(self) -> torch.Tensor:
         """The one value: that of a mirrored variable, or a per-replica one's aggregate."""
-        self._synchronize()
         return self._store.tensors[self.name].detach()
 
     def get(self, device: str) -> torch.Tensor:
@@ -62,19 +57,16 @@ class MirroredVariable:
         )
 
 
-def mirrored_variables(
-    program: Program, store: StepVariables, names: Mapping[str, str], synchronize: Callable[[], object]
-) -> dict[str, MirroredVariable]:
+def mirrored_variables(program: Program, store: StepVariables, names: Mapping[str, str]) -> dict[str, MirroredVariable]:
     """The variables of a program, by name; tied weights by each of their names.
 
     Args:
         program: what runs.
         store: has the variables.
         names: for each further name, the program's name.
-        synchronize: called before a value is read: has all buckets updated that the last step has left.
     """
     found = {
-        name: MirroredVariable(variable, program.devices, store, synchronize)
+        name: MirroredVariable(variable, program.devices, store)
         for name, variable in program.variables.items()
         if name in store.tensors
     }

@@ -101,11 +101,6 @@ class StepVariables:
         """See `VariableStore.written`."""
         return self._store.written(self._owner)
 
-    @property
-    def are_trained_changed(self) -> bool:
-        """See `VariableStore.are_trained_changed`."""
-        return self._store.are_trained_changed(self._owner)
-
     def count_update(self) -> None:
         """See `VariableStore.count_update`."""
         self._store.count_update(self._owner)

@@ -225,10 +225,6 @@ class VariableStore:
         """Whether `mirror_changes` has something to do, as far as torch counts writes."""
         return any(watched.has_changed() for watched in self._watched.values())
 
-    def are_trained_changed(self, owner: int) -> bool:
-        """Whether the user has written to parameters that the optimizers of some buckets update, as far as torch counts that."""
-        return any(watched.has_changed() for watched in self._trained.get(owner, ()))
-
     def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
         """Mirrors what the user has written to parameters and buffers since the last step, for example by ``load_state_dict``.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,6 @@ class Exchanges(Communicator):
     ) -> None:
         super().__init__(devices, timeout_seconds)
         self._messages, self._made, self._rows_of, self._rank = messages, made, rows_of, rank
-        self._parts: dict[int, SentPart] = {}
         self._joint = JointLaunches(len(devices), buckets, launch, timeout_seconds)
         self._sharded, self._in_words = sharded, {bucket: str(bucket) for bucket in buckets}
         self.release()
@@ -86,23 +85,8 @@ class Exchanges(Communicator):
         }
         self._gatherings: dict[int, Gathering] = {}
         self._to_send: dict[int, torch.Tensor] = {}
-        self._parts = {bucket: own for bucket, own in self._parts.items() if bucket in self._joint.kept}
+        self._parts: dict[int, SentPart] = {}
         self._sharded.release()
-
-    def keep(self, buckets: Collection[int]) -> None:
-        """See `Communicator`."""
-        self._sharded.keep(buckets)  # of what is dealt out, parameters are in flight; of all else, sums
-        self._joint.kept = set[Hashable](buckets) - self._sharded.buckets
-
-    def let_go(self, bucket: int) -> None:
-        """See `Communicator`."""
-        self._joint.kept.discard(bucket)
-        self._sharded.let_go(bucket)
-
-    def abort_kept(self) -> None:
-        """See `Communicator`."""
-        self._joint.abort_kept()
-        self._sharded.abort_kept()
 
     def memory_to_send(self, bucket: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See `Communicator`."""

@@ -29,26 +29,20 @@ class JointLaunches:
         unit: what messages call what is launched: a bucket, or a pack.
         lock: is held from the question who launches last until that is launched.
         under_way: the tags of collectives that are launched and not done.
-        kept: the tags of collectives that all devices have launched in a step that has returned, and that the next one waits for:
-            they are none of those that are ended with a step.
     """
 
     def __init__(self, num_devices: int, tags: Iterable[Hashable], launch: Launch, timeout_seconds: float) -> None:
         self.lock, self.unit = threading.Lock(), "bucket"
         self._num_devices, self._tags, self._launch = num_devices, tuple(tags), launch
         self._timeout_seconds = timeout_seconds
-        self.kept: set[Hashable] = set()
-        self.under_way: set[Hashable] = set()
-        self._inboxes: dict[Hashable, list[queue.SimpleQueue[Exception | None]]] = {}
         self.begin_afresh()
 
     def begin_afresh(self) -> None:
         """Forgets what was launched, after a step that has failed."""
-        self.under_way = self.under_way & self.kept
+        self.under_way: set[Hashable] = set()
         self._missing = dict.fromkeys(self._tags, self._num_devices)  # the devices that have not launched yet
-        kept = {tag: inboxes for tag, inboxes in self._inboxes.items() if tag in self.kept}
-        self._inboxes = {
-            tag: kept.get(tag) or [queue.SimpleQueue() for _ in range(self._num_devices)] for tag in self._tags
+        self._inboxes: dict[Hashable, list[queue.SimpleQueue[Exception | None]]] = {
+            tag: [queue.SimpleQueue() for _ in range(self._num_devices)] for tag in self._tags
         }
 
     def is_last(self, tag: Hashable) -> bool:
@@ -96,15 +90,7 @@ class JointLaunches:
             ) from error
 
     def abort(self) -> None:
-        """Wakes every device that waits, except for what is kept."""
-        self._wake(tag for tag in self._inboxes if tag not in self.kept)
-
-    def abort_kept(self) -> None:
-        """Wakes every device that waits for what is kept, which is forgotten."""
-        self._wake(list(self.kept))
-        self.kept = set()
-
-    def _wake(self, tags: Iterable[Hashable]) -> None:
-        for tag in tags:
-            for inbox in self._inboxes[tag]:
+        """Wakes every device that waits."""
+        for inboxes in self._inboxes.values():
+            for inbox in inboxes:
                 inbox.put(Aborted())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -23,9 +23,6 @@ class ShardedBuckets:
         rank, num_workers: of this worker, and how many there are.
         launch: launches a collective between the workers.
         timeout_seconds: the longest time of every wait.
-
-    Attributes:
-        buckets: as given.
     """
 
     def __init__(
@@ -39,7 +36,6 @@ class ShardedBuckets:
     ) -> None:
         tags = [(what, bucket) for what in (_SUMS, _PARAMETERS) for bucket in buckets]
         self._joint = JointLaunches(num_devices, tags, launch, timeout_seconds)
-        self.buckets = frozenset(buckets)
         self._num_devices, self._rank, self._num_workers = num_devices, rank, num_workers
         self.release()
 
@@ -53,20 +49,8 @@ class ShardedBuckets:
         self._received: dict[int, torch.Tensor] = {}
         self._num_waiting: dict[int, int] = {}
 
-    def keep(self, buckets: Collection[int]) -> None:
-        """See `Communicator.keep`: their parameters are in flight."""
-        self._joint.kept = {(_PARAMETERS, bucket) for bucket in buckets if bucket in self.buckets}
-
-    def let_go(self, bucket: int) -> None:
-        """See `Communicator.let_go`."""
-        self._joint.kept.discard((_PARAMETERS, bucket))
-
-    def abort_kept(self) -> None:
-        """See `Communicator.abort_kept`."""
-        self._joint.abort_kept()
-
     def abort(self) -> None:
-        """Wakes every device that waits, except for what is kept."""
+        """Wakes every device that waits."""
         self._joint.abort()
 
     def launch_sums(self, bucket: int, whole: torch.Tensor) -> None:

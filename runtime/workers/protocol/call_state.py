@@ -24,29 +24,18 @@ class CallState:
         number: of the last call that has begun; 0 before the first.
         stage: of that call.
         is_early: whether it commits before all sums are there.
-        left_by: the number of the call that has returned with buckets in flight, maybe of others alone; 0 for none.
-        is_running: whether a call runs.
-        is_in_rest: whether what is left of a call that has returned is being done, within the next call or between two.
         are_all_raising: whether all workers raise the like, so that nobody needs to be told.
     """
 
     number: int = 0
     stage: Stage = Stage.BEFORE
     is_early: bool = False
-    left_by: int = 0
-    is_running: bool = False
-    is_in_rest: bool = False
     are_all_raising: bool = False
 
     def begin(self) -> None:
         """Begins the next call."""
         self.number += 1
         self.stage, self.is_early, self.are_all_raising = Stage.BEFORE, False, False
-
-    @property
-    def number_of_next(self) -> int:
-        """The number of the call that runs, or of the next one."""
-        return self.number + (not self.is_running)
 
     @property
     def has_voted(self) -> bool:

@@ -11,7 +11,7 @@ from mirrorc.errors import CommunicationError
 from mirrorc.runtime.communication import StepStoppedError
 from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
 from mirrorc.runtime.workers.team.failure_detector import Failure, Watcher
-from mirrorc.runtime.workers.team.failures import Failures, without_outcome
+from mirrorc.runtime.workers.team.failures import Failures
 from mirrorc.runtime.workers.transport.connections import Connections
 from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
@@ -55,49 +55,30 @@ class FailedCalls:
         if self._why_over:
             raise CommunicationError(f"no further step can be made by these workers: {self._why_over}. {_RESTART}")
 
-    # A call that runs
-
-    def explain(
-        self,
-        error: BaseException,
-        is_whole: Callable[[], bool],
-        torn: Callable[[], str],
-        finish_rest: Callable[[], object],
-    ) -> BaseException:
+    def explain(self, error: BaseException, is_whole: Callable[[], bool], torn: Callable[[], str]) -> BaseException:
         """The error to raise for a call that has failed; the other workers know of it, or are told.
 
         Args:
             error: what was raised in it.
             is_whole: whether variables and optimizers are those of some step, asked when it has failed behind its commit.
             torn: which buckets the step has updated, if it has failed behind an early commit; else empty.
-            finish_rest: does what is left of the call before.
         """
         call = self._call
-        if call.left_by and not call.are_all_raising:
-            try:
-                finish_rest()  # before connections are closed, here and on the others
-            except BaseException as failed:  # noqa: BLE001 - it is what all know of
-                return failed
         was_stopped_here = isinstance(error, StepStoppedError) and not self._failures.is_any()
         is_own = was_stopped_here or not isinstance(error, LostConnectionError | StepStoppedError)
         if call.are_all_raising or (is_own and call.stage is Stage.DONE and is_whole()):
             return error  # all raise the like; or the step is made, here as on the others
         known = self._tell_own(error) if is_own else self._find(error)
         self._close_connections()
-        left_by, call.left_by = call.left_by, 0
-        is_before_vote = call.stage in (Stage.BEFORE, Stage.VOTING)
-        lacks_rest = bool(left_by) and left_by != call.number and is_before_vote and not known.leaves_rest
         none_has_committed = call.stage is Stage.VOTING and not (known.had_voted or known.is_final)
-        has_parted = (call.is_early and not none_has_committed) or lacks_rest
+        has_parted = call.is_early and not none_has_committed
         self.have_parted = self.have_parted or has_parted
         if is_own:
             return error
         remedy = (
             _RESTART if self._why_over else _RESTORE if has_parted else "The step may be called again, on all workers"
         )
-        state = self._state_after(is_whole, torn, has_parted=has_parted and not lacks_rest)
-        if lacks_rest:
-            state = f"Parameters here are those after training call {left_by}, whose last buckets others may not have updated."
+        state = self._state_after(is_whole, torn, has_parted=has_parted)
         return CommunicationError(
             f"training call {call.number} has failed: {self._failures.text(known)}. {state} {remedy}."
         )
@@ -105,8 +86,8 @@ class FailedCalls:
     def _tell_own(self, error: BaseException) -> Failure:
         """Tells the others that this worker has ended the call, unless another one has before; gives what they are told."""
         call, was_known = self._call, self._failures.is_any()
-        text, leaves_rest = f"it raised {in_short(error)}", bool(call.left_by) and not call.has_voted
-        known = Failure(self._cluster.rank, call.number, text, False, call.has_voted, call.is_before_end, leaves_rest)
+        text = f"it raised {in_short(error)}"
+        known = Failure(self._cluster.rank, call.number, text, False, call.has_voted, call.is_before_end)
         if call.stage not in (Stage.BEFORE, Stage.UPDATING):
             self._why_over = "this worker's step has failed when it had told the others that it takes place"
         elif isinstance(error, StepStoppedError):
@@ -152,41 +133,3 @@ class FailedCalls:
     def _close_connections(self) -> None:
         if not self._connections.close():  # they may still write gradients
             self._why_over = self._why_over or "what was sent to the other workers does not end"
-
-    # What is left of a call that has returned
-
-    def explain_rest(self, error: BaseException, torn: Callable[[], str]) -> BaseException:
-        """The error to raise where what is left of a call has failed; the other workers know of it, or are told.
-
-        Args:
-            error: what was raised.
-            torn: which buckets that call has updated.
-        """
-        call = self._call
-        number = call.left_by
-        if not call.is_running:  # it is this worker's next call, which all others find failed
-            call.begin()
-        elif number == call.number:
-            self._why_over = "a connection broke when this worker had told the others that the step takes place"
-        was_known = self._failures.present
-        if isinstance(error, LostConnectionError | StepStoppedError):
-            known = was_known or self._failures.judge(error, self._watcher)
-            told = self._failures.text(known)
-        else:
-            text = f"it raised {without_outcome(in_short(error))}"
-            known = Failure(self._cluster.rank, call.number, text, self.are_final, before_end=True)
-            told = f"{self._cluster.workers[known.rank]}: {text}"
-            if was_known is None:
-                self._watcher.publish(known)
-        self._why_over = self._why_over or (self._failures.text(known) if known.is_final else "")
-        self._close_connections()
-        self.have_parted, call.left_by, call.are_all_raising = True, 0, True
-        if not isinstance(error, Exception):
-            return error
-        what = without_outcome(error)
-        more = "" if what in told or known.rank == self._cluster.rank else f" ({what})"
-        return CommunicationError(
-            f"training call {number} has failed when it had returned and its last buckets were in flight: {told}{more}. "
-            f"Parameters are between those before and those after that call: {torn()}. "
-            f"{_RESTART if self._why_over else _RESTORE}."
-        )

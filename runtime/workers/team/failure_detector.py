@@ -48,8 +48,6 @@ class Failure:
         had_voted: whether it had agreed to the step before, so that others may have made it.
         before_end: whether it came before this worker had all sums of a step that updates early, so that no worker can have ended
             that step: then all go on together, once what was updated in part is restored.
-        leaves_rest: whether this worker had all sums of the call before, if that had returned with buckets in flight: then those
-            of others come, too, and are waited for.
     """
 
     rank: int
@@ -58,7 +56,6 @@ class Failure:
     is_final: bool = False
     had_voted: bool = False
     before_end: bool = False
-    leaves_rest: bool = False
 
     def ends(self, call: int) -> bool:
         """Whether it ends a call, given by its number."""

@@ -54,7 +54,7 @@ class Failures:
         silent = watcher.find_silent(self.is_any)
         if (published := self.present) is not None:  # meanwhile
             return published
-        call, seen = self._call, without_outcome(error)  # the outcome is said at the end
+        call, seen = self._call, _without_outcome(error)  # the outcome is said at the end
         if silent is None:
             text = (
                 f"the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more ({seen})"
@@ -82,6 +82,6 @@ class Failures:
         return f"{worker}: {failure.text}"
 
 
-def without_outcome(error: BaseException | str) -> str:
+def _without_outcome(error: BaseException) -> str:
     """The text of an error, without what it says of parameters and remedies, which an error that cites it says by itself."""
     return _OUTCOME.sub("", str(error)).rstrip(".")

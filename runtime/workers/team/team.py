@@ -45,13 +45,11 @@ class Team:
         words: what workers tell each other in a call, besides what begins and ends it.
         connections: which a call opens.
         stop: stops the step that runs, unless it is committed; called in another thread.
-        finish_rest: does what is left of a call that has returned, in `rest_of_call`, while connections are still open.
     """
 
     def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, device: torch.device) -> None:
         self.cluster, self.timeout_seconds = cluster, timeout_seconds
         self.stop: Callable[[], object] = _nothing
-        self.finish_rest: Callable[[], object] = _nothing
         store: Any = distributed.PrefixStore(name, cluster.store)
         self._call = CallState()
         self._failures = Failures(cluster, self._call)
@@ -114,7 +112,6 @@ class Team:
         self._call.begin()
         self._watcher.own = self._watcher.own.begun(self._call.number)
         self._failed.refuse_if_final()
-        self._call.is_running = True
         try:
             if self._failures.is_any():
                 raise LostConnectionError("another worker has failed")
@@ -122,12 +119,12 @@ class Team:
             self.connections.open(self._call.number, self._failures.is_any, lambda: others_live(self._failures.is_any))
             yield
         except BaseException as error:
-            raised = self._failed.explain(error, is_whole, torn, self.finish_rest)
+            raised = self._failed.explain(error, is_whole, torn)
             if raised is error:
                 raise
             raise raised from error
         finally:
-            self.stop, self._call.is_running = _nothing, False
+            self.stop = _nothing
             self._watcher.own = self._watcher.own.ended()
 
     def abandon(self, error: BaseException) -> None:
@@ -137,49 +134,15 @@ class Team:
         """
         if self.connections.are_open and not self._failed.are_final:
             self._call.begin()
-            self._call.is_running = True
-            try:
-                self._failed.explain(error, lambda: True, str, self.finish_rest)
-            finally:
-                self._call.is_running = False
-
-    def leave_buckets(self) -> None:
-        """Called when the call that is about to return leaves buckets in flight."""
-        self._call.left_by = self._call.number
-
-    @contextmanager
-    def rest_of_call(self, torn: Callable[[], str]) -> Iterator[None]:
-        """A block that does what is left of a call that has returned; within the next call, or between two.
-
-        Args:
-            torn: which buckets that call has updated; asked when the block has failed.
-
-        Raises:
-            CommunicationError: the block has failed; names the worker that is behind it, the bucket and the call. It ends the
-                next call of the other workers.
-        """
-        self._call.is_in_rest = True
-        try:
-            failure = self._failures.ending(self._call.number_of_next)
-            if failure is not None and not failure.leaves_rest:
-                self.connections.cut()
-            yield
-        except BaseException as error:
-            raised = self._failed.explain_rest(error, torn)
-            if raised is error:
-                raise
-            raise raised from error
-        finally:
-            self._call.is_in_rest = False
+            self._failed.explain(error, lambda: True, str)
 
     def _notice(self, failure: Failure) -> None:
         """Called in the watcher's thread when another worker has failed."""
-        call, lanes = self._call, self.connections.lanes  # those of this call: another may begin before they are cut
-        number = call.number
+        number, lanes = self._call.number, self.connections.lanes  # another call may begin before they are cut
         self._failures.note(failure)
-        if failure.ends(call.number_of_next if call.is_in_rest else number):
+        if failure.ends(number):
             self.stop()
-            for lane in lanes[:1] if call.left_by and failure.leaves_rest else lanes:
+            for lane in lanes:
                 lane.cut()
 
     # The stages of a call
@@ -216,7 +179,6 @@ class Team:
         call.stage, call.is_early = Stage.VOTING, is_early
         self._watcher.own = self._watcher.own.ready()
         self.words.sum(message)
-        call.left_by = 0  # all have done what was left of the call before
         num_parameters = len(own.used) if own.used is not None else 0
         found = outcome(message, columns, self.cluster.num_workers, num_parameters)
         call.is_early = is_early and found.takes_place  # a step that is skipped updates nothing
@@ -279,7 +241,5 @@ def _leave(
         return
     why = f", after {last_words[0]}" if last_words else after_what()  # of the script, if nobody has closed the step
     text = f"it has closed its step, or its process has ended{why}"
-    watcher.leave(
-        Failure(rank, call.number + 1, text, is_final=True, leaves_rest=True)
-    )  # who closes a step finishes it
+    watcher.leave(Failure(rank, call.number + 1, text, is_final=True))
     connections.close()

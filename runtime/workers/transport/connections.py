@@ -155,11 +155,6 @@ class Connections:
         """Those that are open now, that for words first; a copy."""
         return list(self._lanes)
 
-    def cut(self) -> None:
-        """Ends all collectives with an error, here and on the other workers."""
-        for lane in self.lanes:
-            lane.cut()
-
     def cut_buckets(self) -> None:
         """Ends the collectives on buckets with an error, here and on the other workers."""
         for lane in list(self._lanes)[1:2]:

@@ -13,11 +13,10 @@ from torch import fx, nn
 
 from mirrorc.errors import PassError
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.variables import SHARE_ELEMENTS, UpdateRule
+from mirrorc.ir.variables import UpdateRule
 from mirrorc.ir.workers import World
 from mirrorc.packing import ByBytes, EqualPacks, EqualSplits, Gradient
 from mirrorc.passes import PlanBuckets
-from mirrorc.passes.regions.late_gradients import last_third
 
 KIB = 1 / 1024  # in MiB
 
@@ -278,63 +277,3 @@ def test_functions_of_the_users_that_fail_are_told_from_ours() -> None:
     ):
         with pytest.raises(PassError, match=said):
             PlanBuckets(**{option: function}).run(captured_model(nn.Linear(4, 3)))
-
-
-BY_NEED = {"bucket_cap_mb": 0.5 * KIB, "first_bucket_mb": 0.5 * KIB, "by_need": True}
-
-
-@fuzzed(100)
-@given(weights=weights_strategy, head=st.integers(1, 4000))
-def test_what_is_sent_when_backward_has_ended_is_in_the_order_of_forward(weights: list[Weight], head: int) -> None:
-    weights = [*weights, Weight("head", (head,))]
-    program = PlanBuckets(**BY_NEED).run(handmade(1, weights))  # type: ignore[arg-type]
-    place = {
-        weight.name: i for i, weight in enumerate(weights)
-    }  # forward reads them in this order, backward in the other
-    late = [bucket for bucket, _ in program.packs]
-    while late and sum(bucket.num_bytes for bucket in late) * 3 > sum(bucket.num_bytes for bucket in program.buckets):
-        late.pop(0)
-    first = [min(place[slot.variable] for slot in bucket.slots) for bucket in late]
-    assert first == sorted(first)
-    cut = [bucket for bucket in program.buckets if bucket.is_cut]
-    assert len(cut) <= 1
-    for bucket in cut:
-        assert len(bucket.packs) == 2 and bucket.packs[0].start == 0 and bucket.packs[1].stop == bucket.num_elements
-        assert bucket.packs[0].stop % SHARE_ELEMENTS == bucket.slots[-1].offset % SHARE_ELEMENTS
-        assert bucket.num_bytes > 512 and bucket.rule.elementwise
-        rest = [
-            pack.num_elements * own.dtype.itemsize
-            for own, pack in program.packs
-            if pack.number > bucket.packs[0].number
-        ]
-        size = sum(own.num_bytes for own in program.buckets)
-        assert 0 <= sum(rest) - size / 3 <= 2 * SHARE_ELEMENTS * bucket.dtype.itemsize + 64 * len(weights)
-
-
-@pytest.mark.parametrize(
-    ("head", "options", "is_cut"),
-    [
-        (Weight("head", (4000,)), {}, True),
-        (Weight("head", (4000,), rule=MUON), {}, False),
-        (Weight("head", (4000,)), {"cuts_by_need": False}, False),
-        (Weight("head", (100,)), {}, False),  # not above the cap
-        (Weight("head", (310,)), {}, False),  # what would come late is not worth a message
-    ],
-)
-def test_a_large_gradient_across_the_bound_of_the_last_third_is_cut(
-    head: Weight, options: dict[str, Any], is_cut: bool
-) -> None:
-    weights = [*(Weight(f"w{i}", (32,)) for i in range(5)), head]
-    program = PlanBuckets(**(BY_NEED | options)).run(handmade(1, weights))
-    assert any(bucket.is_cut for bucket in program.buckets) == is_cut
-    assert ("head is cut: " in str(program)) == is_cut
-
-
-@pytest.mark.parametrize(("early", "is_cut"), [(256, False), (1024, True)])
-def test_a_gradient_of_which_hardly_anything_would_come_early_is_not_cut(early: int, is_cut: bool) -> None:
-    sizes = {"first": 20_000, "head": 10_000, "rest": 10_000}
-    sizes["rest"] -= sizes["head"] - early
-    sizes["first"] = 2 * (sizes["head"] - early + sizes["rest"]) - early
-    late = last_third(sizes, 8192.0, {"head": 4})
-    assert late.across == ("head" if is_cut else "") and set(late.num_bytes) == {"rest"}
-    assert late.num_early * 4 == (early if is_cut else 0)

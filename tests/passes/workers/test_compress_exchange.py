@@ -96,11 +96,6 @@ def test_packs_and_other_optimizers_are_compressed(devices: int) -> None:
     assert all(given.target is ops.decompress for given in taker.all_input_nodes)
 
 
-def test_what_is_handed_over_is_decompressed_in_the_next_step() -> None:
-    (graph,) = program_of(World(2), overlap_next_step=True).graphs()
-    assert max(targets(graph, ops.decompress)) > targets(graph, ops.hand_over)[0]
-
-
 def test_workers_that_compress_otherwise_differ_in_what_they_exchange() -> None:
     hashes = {schedule_hash(program_of(World(2), compression=one)) for one in ("bfloat16", "float16", None)}
     assert len(hashes) == 3

@@ -97,12 +97,6 @@ def test_packs_and_other_optimizers_are_sent_in_part(devices: int) -> None:
     assert all(own.all_input_nodes[0].target is ops.gather_largest for own in taker.all_input_nodes)
 
 
-def test_what_is_handed_over_is_awaited_in_the_next_step() -> None:
-    (graph,) = program_of(World(2), weights=WEIGHTS[:2], overlap_next_step=True).graphs()
-    waits = [own for launch in targets(graph, ops.gather_largest) for own in launch.users]
-    assert max(waits) > targets(graph, ops.hand_over)[0]
-
-
 def test_workers_that_send_other_parts_differ_in_what_they_exchange() -> None:
     hashes = {schedule_hash(program_of(World(2), compression=one)) for one in (TopK(0.1), TopK(0.2), None)}
     assert len(hashes) == 3

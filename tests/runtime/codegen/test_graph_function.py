@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import fx
 
-from mirrorc.runtime.codegen.bound_calls import Constant, HandOver, Meeting
+from mirrorc.runtime.codegen.bound_calls import Constant, Meeting
 from mirrorc.runtime.codegen.graph_function import failing_nodes, generate
 from mirrorc.runtime.profiling.clocks import Clock
 
@@ -185,26 +185,3 @@ def test_functions_do_not_outlive_their_users() -> None:
 def test_two_functions_of_one_title_are_told_apart() -> None:
     one, other = (generate("same", failing_graph()[0], call_all) for _ in range(2))
     assert one.filename != other.filename and "same" in one.filename
-
-
-def test_a_function_hands_its_output_over_and_goes_on_when_it_is_asked_to() -> None:
-    made: list[str] = []
-
-    def act(name: str) -> str:
-        made.append(name)
-        return name
-
-    def hand_over() -> None:
-        raise AssertionError("it is no call")
-
-    graph = fx.Graph()
-    output = graph.call_function(act, ("output",))
-    graph.call_function(hand_over)
-    told = {graph.call_function(act, (name,)): number for number, name in enumerate(("one", "other"))}
-    graph.output(output)
-    function = generate("it", graph, lambda node: HandOver() if node.target is hand_over else node.target, told=told)
-    assert function.hands_over
-    part = function.call([])
-    assert next(part) == "output" and made == ["output"]
-    assert next(part) == 0 and made == ["output", "one"]
-    assert list(part) == [1] and made == ["output", "one", "other"]

@@ -130,7 +130,7 @@ def test_every_figure_of_even_devices() -> None:
         assert device.region_ms == {"fwd_0": 4.0, "bwd_0": 2.0, "bwd_1": 3.0}
         assert device.parts_ms == found.parts_ms == {
             "start": 1.0, "forward": 4.0, "backward": 5.0, "pack": 0.5, "launch": 0.25, "skew": 0.0, "transfer": 1.5,
-            "update": 3.0, "write": 0.0, "other": 0.0, "end": 0.0, "before": 0.0,
+            "update": 3.0, "write": 0.0, "other": 0.0, "end": 0.0,
         }  # fmt: skip
 
 

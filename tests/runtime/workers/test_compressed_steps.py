@@ -23,11 +23,11 @@ CASES: dict[str, dict[str, Any]] = {
         "compression": "float16",
         "options": {"clip_grad_norm": 0.1, "check_finite": True, "early_update": False},
     },
-    "handed over": {
+    "several buckets": {
         "devices": [1, 1],
         "sizes": [[4, 4]],
         "compression": "bfloat16",
-        "options": {"overlap_next_step": True, "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
+        "options": {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
     },
     "parts": {
         "devices": [1, 1],

@@ -64,11 +64,10 @@ CASES: dict[str, dict[str, Any]] = {
     "never": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 0], [3, 0]], "decay": 0.7},
     "prepared": {"model": "mlp", "devices": [1, 1], "sizes": [[3, 0], [3, 0]], "decay": 0.7, "prepares": True},
 }
-TOGETHER = ("together", "together, in flight")
-TWO = (*TOGETHER, "other", "gone", "nested", "within", "gathers", "in turn", "closed")  # see `two_steps`
+TWO = ("together", "other", "gone", "nested", "within", "gathers", "in turn", "closed")  # see `two_steps`
 
 PARITY = ("uneven", "the chief leaves", "late", "late, prepared", "prepared", "factors", "factors, prepared")
-SLOW = ("factors, prepared", "late", "late, prepared", "together, in flight", "within", "gathers", "in turn", "closed")
+SLOW = ("factors, prepared", "late", "late, prepared", "within", "gathers", "in turn", "closed")
 
 
 def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
@@ -147,9 +146,8 @@ def test_two_steps_in_the_block_of_one_are_refused_at_once_on_all_workers(
     assert one["weights"] == other["weights"], "blocks in turn train both"
 
 
-@pytest.mark.parametrize("case", selections.slow_but({"together"}, TOGETHER))
-def test_two_steps_in_one_block_are_as_in_one_process(found: Mapping[str, Any], case: str) -> None:
-    one, other = found[case][:2]
+def test_two_steps_in_one_block_are_as_in_one_process(found: Mapping[str, Any]) -> None:
+    one, other = found["together"][:2]
     assert one["weights"] == other["weights"]
     for own, expected in zip(one["weights"], adversaries_on_one_device(), strict=True):
         assert torch.allclose(torch.tensor(own), torch.tensor(expected), rtol=1e-9, atol=1e-11)

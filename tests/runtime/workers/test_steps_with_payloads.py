@@ -37,11 +37,11 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"clip_grad_norm": 0.1, "check_finite": "skip"},
         "faults": [[1, 1, "not finite"]],
     },
-    "handed over": {
+    "several buckets": {
         "devices": [1, 2],
         "sizes": [[4, 4]],
         "power_sgd": RANK_2,
-        "options": {"overlap_next_step": True, "bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
+        "options": {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0005},
     },
     "accumulates": {
         "devices": [1, 1],

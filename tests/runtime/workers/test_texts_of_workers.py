@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "factors": {"devices": [1, 1], "batches": BATCHES[:4], "model": WIDE, "options": {"exchange": "factors"}},
     "rows": {"devices": [1, 1], "batches": BATCHES[:4], "model": {"takes_rows": True}},
     "dealt out": {"devices": [1, 1], "batches": BATCHES, "options": {"shard_optimizer": True}},
-    "early": {"devices": [1, 1], "batches": BATCHES, "options": {"overlap_next_step": True}},
     "inductor": {"devices": [1, 1], "batches": BATCHES[:4], "options": {"backend": "inductor"}},
     "one text": {**ATTENDS, "batches": FOUR_AND_ONE},
     "one text first": {**ATTENDS, "batches": ONE_AND_FOUR},

@@ -117,13 +117,12 @@ def _moves_later(nodes: list[fx.Node], movable: tuple[object, ...], ordered: tup
 
 @keeps
 def update_late(program: Program) -> Iterator[Edit]:
-    """An update, a store or a write is the last of all operations, or of those before the caller gets its loss."""
+    """An update, a store or a write is the last of all operations."""
     offered = {bucket_of(node) for graph in program.graphs() for node in calls_to(graph, ops.updated)}
     for node in placed_nodes(program, *_WRITES):
         if offered & set(written_buckets(node)):
             continue  # other devices get what was updated
-        begins = [begin for begin in calls_to(node.graph, ops.hand_over) if replica_of(begin) == replica_of(node)]
-        end = next((begin for begin in begins if node < begin), node.graph.output_node())
+        end = node.graph.output_node()
         gathered = {bucket_of(launch) for launch in calls_to(node.graph, ops.gather_parameters)}
         if node.next is not end and gathered.isdisjoint(written_buckets(node)):
             yield partial(end.prepend, node)
@@ -152,11 +151,10 @@ def wait_on_all_replicas_before_the_commit(program: Program) -> Iterator[Edit]:
 
 @keeps
 def run_a_region_early(program: Program) -> Iterator[Edit]:
-    """A region runs as soon as all is there that it needs, and its parameters are updated."""
+    """A region runs as soon as all is there that it needs."""
     for graph in program.graphs() if program.stage >= Stage.OUTLINED else ():
         for call in region_calls(graph.nodes):
-            awaits = [node for node in calls_to(graph, ops.await_update) if node < call]
-            last = max([*call.all_input_nodes, *awaits])
+            last = max(call.all_input_nodes)
             if last.next is not call:
                 yield partial(last.append, call)
 

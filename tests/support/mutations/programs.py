@@ -386,16 +386,6 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
             f"pairs, worker {n - 1} of 3", handmade(n, pairs, buffer=True).evolve(workers=workers), over_workers
         )
         yield Source(
-            f"pairs, handed over by worker {n - 1} of 3",
-            handmade(n, pairs, buffer=True).evolve(workers=workers),
-            over_workers | {"overlap_next_step": True},
-        )
-        yield Source(
-            f"a large weight handed over in packs by worker {n - 1} of 3",
-            handmade(n, [*pairs, Weight("head", (4000,))]).evolve(workers=workers),
-            over_workers | {"overlap_next_step": True},
-        )
-        yield Source(
             f"pairs, compressed by worker {n - 1} of 3",
             handmade(n, pairs, buffer=True).evolve(workers=workers),
             over_workers | {"compression": "bfloat16"},
@@ -415,11 +405,6 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
             f"pairs, dealt out to worker {n - 1} of 3",
             handmade(n, pairs, buffer=True).evolve(workers=dealt),
             over_workers | {"shard_optimizer": True},
-        )
-        yield Source(
-            f"pairs, dealt out to worker {n - 1} of 3, handed over",
-            handmade(n, pairs, buffer=True).evolve(workers=dealt),
-            over_workers | {"shard_optimizer": True, "overlap_next_step": True},
         )
     alike = World(2, 2).worker(1)
     scaled = caps | {"over_workers": True, "scales_loss": True, "max_grad_norm": 1.0}

@@ -114,9 +114,7 @@ def use_a_view_of_a_variable_before_it_is_written(program: Program) -> Iterator[
     """What an operator outside of regions makes of a variable is used before anything is written."""
     for timeline in timelines(program) if program.stage >= Stage.UPDATED else ():
         for node in timeline:
-            is_awaited = any(other.target is ops.await_update for other in timeline)  # it may be an old one until then
-            is_written = any(_written(program, other) for other in timeline if other < node)
-            if node.target is ops.read and not (is_written or is_awaited):
+            if node.target is ops.read and not any(_written(program, other) for other in timeline if other < node):
                 yield from (partial(_use_a_view, view, node, node) for view in VIEWS)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import fx
 
 from mirrorc.analysis.gradients.eager_gradients import Taken
 from mirrorc.custom_ops.eager_calls import register_call
-from mirrorc.runtime.codegen.bound_calls import WAITS, Asking, HandOver
+from mirrorc.runtime.codegen.bound_calls import WAITS, Asking
 from mirrorc.runtime.codegen.graph_function import GraphFunction, failing_nodes, generate
 from mirrorc.runtime.execution.binding.eager_backward import Asked, driven
 
@@ -61,7 +61,6 @@ def function_of(
     events: list[str],
     takes: list[tuple[int, ...]],
     waits_behind: int = -1,
-    hands_over: bool = False,
     raises_at: int = -1,
 ) -> GraphFunction:
     """A function that takes gradients in several calls, in this order."""
@@ -79,7 +78,7 @@ def function_of(
 
     def bind(node: fx.Node) -> Any:
         if node is over:
-            return HandOver() if hands_over else lambda _: events.append("goes on")
+            return lambda _: events.append("goes on")
         if node not in nodes:
             return lambda _: events.append("waits")
         places = nodes[node]
@@ -104,7 +103,7 @@ def test_gradients_are_taken_in_the_order_of_the_program_while_backward_goes_on(
     events: list[str] = []
     call = Call(Backward([3, 1, 2, 0], events))
     function = function_of(call, events, [(1, 3), (2,), (0,)])
-    assert function.asks and not (function.pauses or function.hands_over)
+    assert function.asks and not function.pauses
     assert driven(function)(arguments()).item() == 1.0
     order = [
         "begins",
@@ -158,15 +157,6 @@ def test_what_the_function_raises_ends_backward() -> None:
         driven(function)(arguments())
     assert events == ["begins", "makes 2", "takes 2", "makes 1", "takes 1"]
     assert len(list(failing_nodes(raised.value.__traceback__))) == 1
-
-
-def test_a_function_that_hands_over_yields_its_output_when_backward_has_ended() -> None:
-    events: list[str] = []
-    call = Call(Backward([1, 0], events))
-    function = function_of(call, events, [(1,), (0,)], hands_over=True)
-    steps: Iterator[Any] = driven(function)(arguments())
-    assert next(steps).item() == 1.0 and events[-2:] == ["ends", "takes 0"]
-    assert list(steps) == []
 
 
 def test_waits_are_no_pauses() -> None:

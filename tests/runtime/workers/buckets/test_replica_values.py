@@ -28,8 +28,6 @@ CASES: dict[str, dict[str, Any]] = {
     "factors": {**EVEN, "options": {"exchange": "factors"}},
     "autocast": {**EVEN, "devices": [1, 1], "autocast": "bfloat16"},  # which leaves 64 bits as they are
     "dealt": {**EVEN, "options": {"shard_optimizer": True}},
-    "in flight": {**EVEN, "options": {"overlap_next_step": True}},
-    "dealt, in flight": {**EVEN, "options": {"overlap_next_step": True, "shard_optimizer": True}},
     "inductor": {**EVEN, "options": {"backend": "inductor"}},
 }
 CASES = {name: {"steps": 5, **given} for name, given in CASES.items()}
@@ -58,7 +56,7 @@ ACCUMULATES: dict[str, dict[str, Any]] = {
     }
 }
 FAST = ("2 x 1", "recovers", "left")
-SELDOM = ("autocast", "dealt", "in flight", "inductor")
+SELDOM = ("autocast", "dealt", "inductor")
 
 
 def run(kind: str, given: dict[str, Any]) -> list[Any]:

@@ -29,7 +29,7 @@ def test_a_late_notice_cuts_the_connections_of_its_own_call_alone() -> None:
     own, next_ones = [FakeLane(), FakeLane()], [FakeLane(), FakeLane()]
     cluster: Any = SimpleNamespace(workers=[], rank=0)
     team = Team.__new__(Team)  # without the store and the watcher that it would begin with
-    team._call = CallState(number=5, is_running=True)
+    team._call = CallState(number=5)
     team._failures = Failures(cluster, team._call)
     team.connections = Connections(None, cluster, 1.0, torch.device("cpu"))
     team.connections._lanes += own  # type: ignore[arg-type]
@@ -37,7 +37,6 @@ def test_a_late_notice_cuts_the_connections_of_its_own_call_alone() -> None:
     def meanwhile() -> None:
         """The failed call ends in the main thread, and the next one opens its connections."""
         team.connections.close()
-        team._call.is_running = False
         team._call.begin()
         team.connections._lanes += next_ones  # type: ignore[arg-type]
 
