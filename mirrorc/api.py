@@ -20,13 +20,12 @@ from mirrorc.coordination.compile_round import JointCompilation
 from mirrorc.ir.links import check_link
 from mirrorc.ir.workers import World
 from mirrorc.options.all_reduce import checked_all_reduce
-from mirrorc.options.bucketing import check_bucket_sizes, checked_packing, with_default_cap
+from mirrorc.options.bucketing import checked_packing, refuse_measured_sizes, with_default_cap
 from mirrorc.options.clipping import ClipNorms, clipping
 from mirrorc.options.compression import check_compression
 from mirrorc.options.custom_pipeline import check_beside_pipeline, check_whole
 from mirrorc.options.dynamic_shapes import check_dynamic
 from mirrorc.options.kinds import (
-    Auto,
     BackendName,
     Compression,
     Exchange,
@@ -58,7 +57,7 @@ from mirrorc.options.step_options import (
 from mirrorc.options.tf_communication import CommunicationOptions, with_communication_options
 from mirrorc.options.workers import check_world, joined_workers, worker_devices, workers_of
 from mirrorc.packing import GradientOrder, Packing
-from mirrorc.passes import AllReduceAlgorithm, PlanBuckets, default_pipeline, told_of_sharing
+from mirrorc.passes import AllReduceAlgorithm, default_pipeline, told_of_sharing
 from mirrorc.pipeline.pipeline_edits import Placed, check_pass_names, in_exact_order, select_passes
 from mirrorc.pipeline.pipeline_edits import add_passes as put_in
 from mirrorc.pipeline.protocol import Pass
@@ -82,7 +81,7 @@ def compile(
     passes: Sequence[Pass] | None = None,
     add_passes: Sequence[Placed] = (),
     disable_passes: Sequence[str] = (),
-    bucket_cap_mb: float | Auto | None = None,
+    bucket_cap_mb: float | None = None,
     first_bucket_mb: float | None = None,
     packing: Packing | None = None,
     gradient_order: GradientOrder = "ready",
@@ -138,9 +137,6 @@ def compile(
         disable_passes: names of passes to leave out.
         bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults; but over several
             workers on CPUs the cap is 4 MiB, as what is left to send when backward has ended is waited for.
-            ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; over
-            several workers by predictions, after the first eight calls. What was chosen is kept in MIRRORC_CACHE_DIR
-            (``~/.cache/mirrorc``), and later runs look it up.
         packing: which gradients are reduced together: a plan of `mirrorc.packing`, for which ``bucket_cap_mb`` and
             ``first_bucket_mb`` are the short form of `mirrorc.packing.ByBytes`; a number of packs of equal length (`EqualPacks`),
             0 for one all-reduce per gradient; or a function that takes a list of `mirrorc.packing.Gradient` (name, elements,
@@ -244,15 +240,14 @@ def compile(
     """
     asked = dict(locals())  # the arguments
     with JointCompilation(asked) as joint:
+        refuse_measured_sizes(bucket_cap_mb)
         check_kinds(asked)
         check_beside_pipeline(asked, compile)
         asked = with_communication_options(asked, compile)
-        bucket_cap_mb, first_bucket_mb, link = asked["bucket_cap_mb"], asked["first_bucket_mb"], asked["link"]
-        timeout_seconds = asked["timeout_seconds"]
+        link, timeout_seconds = asked["link"], asked["timeout_seconds"]
         check_loss_function(loss_fn)
         longest_wait = wait_seconds(timeout_seconds)
         chosen_backend, ladder = backend_named(backend), ladder_named(capture)
-        check_bucket_sizes(bucket_cap_mb, first_bucket_mb, disable_passes)
         planned = checked_packing(asked)
         dump_to = dump_directory(dump)
         program_workers = workers_of(world, rank)
@@ -267,7 +262,6 @@ def compile(
         algorithm = checked_all_reduce(program_workers, parsed, asked)
         check_cuda_graphs(cuda_graphs, parsed)
         check_model(model)
-        is_measured = bucket_cap_mb == "auto"
         objection = chosen_backend.objection(parsed[0].torch_device)
         if objection:
             warnings.warn(f"{objection}: backend='eager' is used instead of {backend!r}", stacklevel=2)
@@ -326,7 +320,6 @@ def compile(
             ladder=ladder,
             devices=parsed,
             pipeline=pipeline,
-            to_measure=next(p for p in base if isinstance(p, PlanBuckets)) if is_measured else None,
             dump=dump_to,
             print_after=tuple(print_after),
             print_after_all=print_after_all,

@@ -24,7 +24,7 @@ from mirrorc.capture.call.arguments import Call, without_examples
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.compilation.choices.state import MeasuredChoices
+from mirrorc.compilation.choices.state import ExchangeState
 from mirrorc.compilation.program_cache import Specialization
 from mirrorc.compilation.specializer import Specializer
 from mirrorc.coordination.coordinator import JointCalls, gather_state
@@ -89,7 +89,7 @@ class Step(StepReports):
         self._calls = ExclusiveCalls(self._guard, self._state.callers)
         self._habits.kept = KeptGradients(self._state.accumulated, model.tensors, self._calls)
         self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
-        self._choices = MeasuredChoices(self._specializer.exchange, self._specializer.sizes, options)
+        self._choices = ExchangeState(self._specializer.exchange, options)
         self._pool: DevicePool | None = None
         self._shadow_call: Call | None = None  # the last training call, without its examples
         self._last_joint: Executor | None = None  # of that call, or of the last one in which this worker has taken part
@@ -220,11 +220,11 @@ class Step(StepReports):
         self._exclusively(self._state.accumulated.clear)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this step has chosen by measurement: how workers send gradients, and the sizes of buckets with "auto".
+        """The exchange that the workers of this step have chosen for each gradient: its sum, or its factors.
 
-        These choices decide bits, and another start may measure something else. Save them beside the states of model and
-        optimizer, which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers
-        and names of variables, in a dict of one level with always the same keys. All workers have the same.
+        The choice decides bits, and another start may measure something else. Save it beside the states of model and optimizer,
+        which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers and names of
+        variables, in a dict of one level with always the same keys. All workers have the same.
         """
         self.synchronize()
         return self._choices.state_dict()
@@ -238,7 +238,7 @@ class Step(StepReports):
             state: as `state_dict` gave it.
 
         Raises:
-            TypeError, ValueError: it is no such state.
+            TypeError, ValueError: it is no such state, or has bucket sizes that an earlier version has measured.
             ExecutionError: the step has made other choices already, in its first call.
         """
         self._exclusively(lambda: self._choices.load_state_dict(state))

@@ -21,8 +21,6 @@ from mirrorc.capture.diagnostics.errors import HooksMissingError, LoneExampleErr
 from mirrorc.capture.model.hf_output_hooks import install_capturing_hooks
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.choices.gradient_order import ReadyOrder
-from mirrorc.compilation.choices.measured_bucket_sizes import MeasuredSizes
-from mirrorc.compilation.choices.predicted_bucket_sizes import PlannedSizes
 from mirrorc.compilation.choices.worker_exchange import ExchangeChoice
 from mirrorc.compilation.program_cache import Key, Specialization, Specializations
 from mirrorc.compilation.step_compiler import StepCompiler
@@ -52,7 +50,7 @@ class Specializer:
         interrupts: keeps Ctrl-C while Dynamo's guards are checked, which take an error in a function that they call for a change.
 
     Attributes:
-        exchange, sizes: choose how workers send gradients, and how large buckets are.
+        exchange: chooses how workers send gradients.
     """
 
     def __init__(
@@ -68,27 +66,23 @@ class Specializer:
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self._sizes = ChangingSizes(dynamic=options.dynamic)
         self._symbolic: set[Purpose] = set()  # the purposes for which there are programs with symbolic sizes
-        self._planned = PlannedSizes(options, num_threads)
-        are_several = options.program_workers.are_several
-        self.sizes: MeasuredSizes | PlannedSizes = self._planned if are_several else MeasuredSizes(options, num_threads)
         self.exchange, self._order = ExchangeChoice(options, num_threads), ReadyOrder(options)
-        chosen = (self._order, self.exchange, self.sizes, self._planned)
-        self._compiler = StepCompiler(options, model, state, num_threads, self._numbers, *chosen)
+        self._compiler = StepCompiler(options, model, state, num_threads, self._numbers, self._order, self.exchange)
 
     def work_together(self, team: Team) -> None:
         """Compiles for workers that train together from now on."""
-        self._compiler.team = self._order.team = self.exchange.team = self._planned.team = team
+        self._compiler.team = self._order.team = self.exchange.team = team
 
     @contextmanager
     def asked(self) -> Iterator[None]:
         """A block in which all workers are in a training call, so that what is chosen together can be chosen."""
-        with self._order.asked(), self.exchange.asked(), self._planned.asked():
+        with self._order.asked(), self.exchange.asked():
             yield
 
     def keeps(self, executor: Executor) -> bool:
         """Whether a program is what all workers choose; it may have been compiled without asking them."""
         program = executor.program
-        return self._order.keeps(program) and self.exchange.keeps(program) and self._planned.keeps(executor)
+        return self._order.keeps(program) and self.exchange.keeps(program)
 
     def specialization_for(
         self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP

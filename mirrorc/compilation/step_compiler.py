@@ -31,8 +31,6 @@ from mirrorc.compilation.activation_memory import BoundedPrograms
 from mirrorc.compilation.capture_warnings import CaptureWarnings
 from mirrorc.compilation.choices.device_exchange import with_gathered
 from mirrorc.compilation.choices.gradient_order import ReadyOrder
-from mirrorc.compilation.choices.measured_bucket_sizes import MeasuredSizes
-from mirrorc.compilation.choices.predicted_bucket_sizes import PlannedSizes
 from mirrorc.compilation.choices.worker_exchange import ExchangeChoice
 from mirrorc.compilation.instruments import instruments_for
 from mirrorc.compilation.program_cache import Specialization
@@ -76,8 +74,6 @@ class StepCompiler:
         numbers: which Python numbers have changed.
         order: that in which workers take gradients.
         exchange: chooses how workers send gradients.
-        sizes: chooses how large buckets are.
-        planned: learns from how long programs take.
 
     Attributes:
         team: the workers that train together; None for a process on its own.
@@ -93,11 +89,9 @@ class StepCompiler:
         numbers: ChangingNumbers,
         order: ReadyOrder,
         exchange: ExchangeChoice,
-        sizes: MeasuredSizes | PlannedSizes,
-        planned: PlannedSizes,
     ) -> None:
         self._options, self._model, self._state, self._numbers = options, model, state, numbers
-        self._order, self._exchange, self._sizes, self._planned = order, exchange, sizes, planned
+        self._order, self._exchange = order, exchange
         names = ", ".join(device.name for device in options.devices)
         self._what = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
@@ -189,7 +183,6 @@ class StepCompiler:
         program, regions = self._lowered_and_compiled(captured, progress, purpose, times)
         _log_times(what, program, times)
         executor = self._executor(program, regions, captured, purpose)
-        self._planned.note(executor)
         graph_of = captured.program.shard_of_replica
         return Specialization(
             executor,
@@ -288,9 +281,7 @@ class StepCompiler:
         refuse_over_workers(program)
         program = self._order.put_into(program)
         program = with_gathered(self._exchange.put_into(program.with_remarks(*options.remarks)), options)
-        progress.enter("bucket sizes")
-        program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)
-        return program, purpose.passes_of(pipeline)
+        return program, purpose.passes_of(options.pipeline)
 
     def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress) -> Program:
         """What the passes make of a program."""

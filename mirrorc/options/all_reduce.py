@@ -8,7 +8,7 @@ from typing import Any
 
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
-from mirrorc.ir.links import best_link, carrier_of, link_named, link_names
+from mirrorc.ir.links import best_link, carrier_of, link_names
 from mirrorc.ir.workers import Workers
 from mirrorc.passes.all_reduce import ALGORITHMS, AllReduceAlgorithm
 from mirrorc.passes.all_reduce.auto import Auto
@@ -61,14 +61,6 @@ def checked_all_reduce(
         raise ValueError(
             f"all_reduce={name!r} cannot be used over several workers: it makes sums of messages between the devices of one "
             "process, and workers exchange what their devices have summed up in one memory, by a library; leave it out"
-        )
-    may_send = algorithm.sends or (
-        len(devices) > 2 and not link_named(asked["link"] or best_link(devices)[0]).reads_one_memory
-    )
-    if may_send and asked["bucket_cap_mb"] == "auto":
-        raise ValueError(
-            f"all_reduce={name!r} cannot be used with bucket_cap_mb='auto': sizes are measured with the link's own sums; give a "
-            "number of MiB"
         )
     if algorithm.sends and len(devices) > 1:
         link = asked["link"] or best_link(devices)[0]

@@ -10,22 +10,16 @@ from mirrorc.ir.workers import Workers
 from mirrorc.packing import CAP_BETWEEN_HOSTS_MB, ByBytes, check_order, plan_of
 
 
-def check_bucket_sizes(bucket_cap_mb: Any, first_bucket_mb: Any, disable_passes: Sequence[str]) -> None:
-    """Refuses "auto" as a bucket size where it cannot choose.
+def refuse_measured_sizes(bucket_cap_mb: Any) -> None:
+    """Refuses "auto" as a bucket size, which earlier versions chose by measurement.
 
     Raises:
-        ValueError: names the argument and the remedy.
+        ValueError: says what to give instead.
     """
-    if bucket_cap_mb != "auto":
-        return
-    if "plan-buckets" in disable_passes:
+    if isinstance(bucket_cap_mb, str) and bucket_cap_mb == "auto":
         raise ValueError(
-            "bucket_cap_mb='auto' chooses for the pass 'plan-buckets', which disable_passes leaves out: leave out one of them"
-        )
-    if first_bucket_mb is not None:
-        raise ValueError(
-            f"bucket_cap_mb='auto' chooses the size of the first bucket, too, but first_bucket_mb is {first_bucket_mb!r}: leave "
-            "it out, or give both as numbers"
+            "bucket_cap_mb='auto' is withdrawn, as measured sizes gained nothing over the default: leave it out for the default "
+            f"of {ByBytes.cap_mb:g} MiB ({CAP_BETWEEN_HOSTS_MB:g} over several workers on CPUs), or give a number of MiB"
         )
 
 
@@ -56,7 +50,7 @@ def checked_packing(asked: Mapping[str, Any]) -> dict[str, Any]:
     chosen: dict[str, Any] = {} if order == "ready" else {"gradient_order": order}
     if isinstance(packing, ByBytes):
         return {**chosen, "bucket_cap_mb": packing.cap_mb, "first_bucket_mb": packing.first_mb}
-    chosen |= {} if cap in ("auto", None) or packing is not None else {"bucket_cap_mb": cap}
+    chosen |= {} if cap is None or packing is not None else {"bucket_cap_mb": cap}
     chosen |= {} if first is None else {"first_bucket_mb": first}
     return chosen if packing is None else {**chosen, "packing": packing}
 

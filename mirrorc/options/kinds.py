@@ -54,8 +54,7 @@ _TAKES = {
     "disable_passes": _NAMES,
     "bucket_cap_mb": _Takes(
         (Real, NoneType),
-        "give a positive number of MiB (0 for one bucket), 'auto' to choose by measurement, or None for the default",
-        get_args(Auto),
+        "give a positive number of MiB (0 for one bucket), or None for the default",
     ),
     "first_bucket_mb": _Takes(
         (Real, NoneType), "give a positive number of MiB, or None for what bucket_cap_mb chooses"

@@ -65,10 +65,6 @@ def check_overlap(workers: Workers, devices: Sequence[Device], asked: Mapping[st
             asked["gradient_order"] != "ready",
             "gradients of the last buckets lie in the order in which forward reads their parameters",
         ),
-        "bucket_cap_mb": (
-            asked["bucket_cap_mb"] == "auto",
-            "sizes are chosen by predictions of a step, which do not know what the next one hides",
-        ),
     }
     for option, (is_asked, why) in reasons.items():
         if is_asked:

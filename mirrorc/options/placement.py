@@ -78,10 +78,6 @@ def _check_owned(placement: Any, workers: Workers, asked: Mapping[str, Any]) -> 
             "an owner updates for the devices of its own process, and each of several workers updates for itself; use "
             "shard_optimizer=True, which deals the update out to workers, and leave placement out",
         ),
-        "bucket_cap_mb": (
-            asked["bucket_cap_mb"] == "auto",
-            "what is measured are sums that all devices get, and not sums that owners get; give numbers",
-        ),
         "packing": (
             asked["packing"] is not None and may_cut(asked["packing"]),
             "packs end within gradients there, whose parts would go to owners apart; give a plan of whole gradients",

@@ -103,22 +103,6 @@ def check_world(workers: Workers, devices: Sequence[Device], asked: Mapping[str,
     for option, (is_asked, why) in reasons.items():
         if is_asked:
             raise ValueError(f"{option}={asked[option]!r} cannot be used over several workers yet: {why}; leave it out")
-    _check_chosen_sizes(asked)
-
-
-def _check_chosen_sizes(asked: Mapping[str, Any]) -> None:
-    """Refuses to choose bucket sizes where no steps can be measured.
-
-    Raises:
-        ValueError: says why, and the remedy.
-    """
-    if asked["bucket_cap_mb"] != "auto":
-        return
-    chosen = "bucket_cap_mb='auto' over several workers chooses sizes by the times of their first steps"
-    if asked["world"] is not None:
-        raise ValueError(f"{chosen}, and a world that is not there makes none: give numbers")
-    if not asked["record"]:
-        raise ValueError(f"{chosen}, and record=False keeps none: leave record=False out, or give numbers")
 
 
 def refuse_to_run(workers: Workers, cluster: Cluster | None) -> None:

@@ -70,16 +70,6 @@ def test_an_algorithm_is_given_by_name_with_options_or_as_it_is() -> None:
             "sums are rounded from another dtype",
         ),
         (
-            {"all_reduce": "ring", "bucket_cap_mb": "auto"},
-            ValueError,
-            "all_reduce='ring' cannot be used with bucket_cap_mb='auto': sizes are measured with the link's own sums",
-        ),
-        (
-            {"all_reduce": "auto", "bucket_cap_mb": "auto", "devices": 3, "link": "copy"},
-            ValueError,
-            "all_reduce='auto' cannot be used with bucket_cap_mb='auto': sizes are measured with the link's own sums",
-        ),
-        (
             {"all_reduce": "tree", "placement": "central"},
             ValueError,
             "all_reduce='tree' cannot be used with placement='central': gradients are reduced to the device that owns",

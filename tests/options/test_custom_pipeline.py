@@ -133,7 +133,6 @@ def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPat
             {"bucket_cap_mb": 1},
             "bucket_cap_mb=1 has no part in a pipeline given with passes=: give mirrorc.passes.Plan",
         ),
-        ({"bucket_cap_mb": "auto"}, "bucket_cap_mb='auto' has no part in a pipeline given with passes="),
         ({"first_bucket_mb": math.inf}, "first_bucket_mb=inf has no part in a pipeline given with passes="),
         ({"packing": EqualPacks(2)}, "packing= has no part in a pipeline given with passes="),
         (

@@ -99,7 +99,6 @@ def test_a_scaler_and_chosen_sizes_are_refused() -> None:
         "scaler": None,
         "check_finite": False,
         "check_replicas_every": 0,
-        "bucket_cap_mb": 25.0,
         "packing": None,
         "gradient_order": "ready",
     }
@@ -107,8 +106,6 @@ def test_a_scaler_and_chosen_sizes_are_refused() -> None:
     check_overlap(workers, devices, plain)
     with pytest.raises(ValueError, match="scaler= as it is given cannot be used with overlap_next_step=True"):
         check_overlap(workers, devices, {**plain, "scaler": torch.amp.GradScaler("cpu")})
-    with pytest.raises(ValueError, match=r"bucket_cap_mb= as it is given .* do not know what the next one hides"):
-        check_overlap(workers, devices, {**plain, "bucket_cap_mb": "auto"})
 
 
 def test_devices_on_which_it_was_not_tried_are_refused() -> None:

@@ -117,11 +117,6 @@ def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
         ),
         (
             "central",
-            {"bucket_cap_mb": "auto"},
-            "cannot be used with bucket_cap_mb= as it is given: what is measured are sums",
-        ),
-        (
-            "central",
             {"world": World(2, 1)},
             "cannot be used with workers= as it is given: an owner updates for the devices",
         ),

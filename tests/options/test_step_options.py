@@ -83,7 +83,7 @@ TAKEN: dict[str, set[str]] = {
     "passes": {"None"},
     "add_passes": {"no list", "no tuple"},
     "disable_passes": NO_NAMES,
-    "bucket_cap_mb": {"None", "0", "1", "2.5", "inf", "numpy's 2.5", "'auto'"},
+    "bucket_cap_mb": {"None", "0", "1", "2.5", "inf", "numpy's 2.5"},
     "first_bucket_mb": {"None", "1", "2.5", "inf", "numpy's 2.5"},
     "packing": {"None", "0", "1", "function", "model"},
     "gradient_order": {"function", "model"},

@@ -18,9 +18,9 @@ from mirrorc import World
 from mirrorc.comparison.diff import diff_programs
 from mirrorc.errors import ExecutionError, PassError
 from mirrorc.ir import ops
-from mirrorc.ir.devices import Device, parse_devices
+from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
-from mirrorc.options.workers import check_world, joined_workers
+from mirrorc.options.workers import joined_workers
 from mirrorc.packing import ByBytes
 from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify
@@ -203,21 +203,11 @@ def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
             {"disable_passes": ["share-parameters"]},
             "leaves out 'share-parameters', and this worker, one of several, has 2 devices: these need to share",
         ),
-        (
-            {"bucket_cap_mb": "auto"},
-            "chooses sizes by the times of their first steps, and a world that is not there makes none: give numbers",
-        ),
     ],
 )
 def test_what_several_workers_cannot_do_yet_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         compiled(**options)
-
-
-def test_sizes_are_not_chosen_where_nothing_is_recorded() -> None:
-    asked = {"bucket_cap_mb": "auto", "record": False, "world": None, "cuda_graphs": False}
-    with pytest.raises(ValueError, match="record=False keeps none: leave record=False out, or give numbers"):
-        check_world(World(2).worker(0), parse_devices(1), asked)
 
 
 @pytest.mark.parametrize("world", [World(2), World(2, 2)])
