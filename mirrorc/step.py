@@ -88,8 +88,6 @@ class Step(StepReports):
         self._guard = InterruptGuard()
         self._calls = ExclusiveCalls(self._guard, self._state.callers)
         self._habits.kept = KeptGradients(self._state.accumulated, model.tensors, self._calls)
-        self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
-        self._choices = ExchangeState(self._specializer.exchange, options)
         self._pool: DevicePool | None = None
         self._shadow_call: Call | None = None  # the last training call, without its examples
         self._last_joint: Executor | None = None  # of that call, or of the last one in which this worker has taken part
@@ -98,11 +96,12 @@ class Step(StepReports):
         except BaseException:  # the others do not compile this step
             self._state.close()
             raise
+        team = self._joint.team if self._joint is not None else None
+        self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard, team)
+        self._choices = ExchangeState(self._specializer.choices.exchange, options)
         self._rest: RestOfStep | None = None
-        if self._joint is not None:
-            self._specializer.work_together(self._joint.team)
-            if options.overlap_next_step:
-                self._rest = RestOfStep(options, self._state, self._joint, self.synchronize, self._is_in_flight)
+        if self._joint is not None and options.overlap_next_step:
+            self._rest = RestOfStep(options, self._state, self._joint, self.synchronize, self._is_in_flight)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
@@ -373,7 +372,7 @@ class Step(StepReports):
         if self._joint is None:
             return self._train(args, kwargs, purpose)
         try:
-            with self._joint.call(), self._specializer.asked():
+            with self._joint.call(), self._specializer.choices.in_call():
                 return self._train(args, kwargs, purpose)
         finally:
             if self._rest is not None:
@@ -431,7 +430,7 @@ class Step(StepReports):
         """Takes part in a training call of the other workers, without examples; gives False if all have left their loops."""
         joint, last, call = self._joint, self._last_joint, self._shadow_call
         assert joint is not None, "there are other workers"
-        with joint.call(), self._specializer.asked():
+        with joint.call(), self._specializer.choices.in_call():
             if last is None or call is None:
                 raise ExecutionError(
                     "this worker has left step.join() without any call of the step, so it does not know in what to take part: "
@@ -441,7 +440,8 @@ class Step(StepReports):
             shards = split_call(call, len(self._options.devices), may_be_empty=True)
             purpose = Purpose.of_training(last.program.accumulation)
             find = functools.partial(self._specializer.specialization_for, call, shards)
-            if not self._specializer.keeps(last):  # it was prepared before the others could be asked
+            self._specializer.choices.settle(last.program)
+            if not self._specializer.choices.apply_to(last.program):  # it was prepared before the first call
                 last = find(is_stale=self._state.optimizers.is_stale(), purpose=purpose)[0].executor
             while not joint.meet(last, (), is_stale=self._state.optimizers.is_stale()):
                 self._state.begin_use()

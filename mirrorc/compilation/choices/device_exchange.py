@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mirrorc.analysis.gradients.sent_factors import fake_rows, sendable
-from mirrorc.analysis.graph.aliases import ViewedVariables
+from mirrorc.compilation.choices.exchange_costs import exchange_remark
 from mirrorc.ir import ops
 from mirrorc.ir.links import Link, best_link, carrier_of, link_named, why_memory_is_not_shared
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.options.step_options import StepOptions
 from mirrorc.passes import FactorGradients, ShareParameters, UpdateAtOwner
-from mirrorc.printing.values import size_text
 
 
 @dataclass(frozen=True)
@@ -41,30 +40,23 @@ def with_gathered(program: Program, options: StepOptions) -> Program:
     if program.workers.are_several or not program.trains or program.accumulation is not Accumulation.NONE:
         return program
     if why := _why_nothing_is_sent(program, options, factoring):
-        asks = options.exchange != "auto"
-        return program.with_remarks(_no_effect(options, why)) if asks else program
+        is_asked = options.exchange != "auto"
+        return program.with_remarks(_no_effect(options, why)) if is_asked else program
     why = _why_all_is_whole(program, options, factoring)
     if why or factoring is None or options.exchange == "dense":
-        return _told(program, options, why)
-    if options.exchange == "auto" and factoring.all_reduce is not None:
+        return _all_whole(program, options, why)
+    is_asked = options.exchange == "factors"
+    if not is_asked and factoring.all_reduce is not None:
         return program
     link = factoring.link or best_link(program.devices)[0]
-    fewest = factoring.min_elements if options.exchange == "auto" else 1
-    found = list(_gatherable(program, link, fewest))
-    is_asked = options.exchange == "factors"
-    chosen = [one for one in found if is_asked or one.factor_bytes < one.whole_bytes]
-    if not found:
-        return _told(program, options, "no gradient is a product, or rows of a table, that they could gather")
+    gradients = list(_gatherable(program, link, 1 if is_asked else factoring.min_elements))
+    if not gradients:
+        return _all_whole(program, options, "no gradient is a product, or rows of a table, that they could gather")
+    gathered = tuple(one.variable for one in gradients if is_asked or one.factor_bytes < one.whole_bytes)
+    bytes_of = {one.variable: (one.factor_bytes, one.whole_bytes) for one in gradients}
     why = "asked for" if is_asked else "chosen by bytes alone"
-    told = [
-        f"{one.variable} {'as factors' if one in chosen else 'whole'} ({size_text(one.factor_bytes)} against "
-        f"{size_text(one.whole_bytes)})"
-        for one in found
-    ]
-    remark = (
-        f"how devices send gradients ({why}; as factors against whole, to each device): {', '.join(told)}; others whole"
-    )
-    return program.evolve(gathered=tuple(one.variable for one in chosen)).with_remarks(remark)
+    remark = exchange_remark("devices", why, "to each device", bytes_of, gathered)
+    return program.evolve(gathered=gathered).with_remarks(remark)
 
 
 def _why_nothing_is_sent(program: Program, options: StepOptions, factoring: FactorGradients | None) -> str:
@@ -91,7 +83,7 @@ def _why_all_is_whole(program: Program, options: StepOptions, factoring: FactorG
     return "a CUDA graph sends whole gradients" if options.cuda_graphs else ""
 
 
-def _told(program: Program, options: StepOptions, why: str) -> Program:
+def _all_whole(program: Program, options: StepOptions, why: str) -> Program:
     """A program of which all is sent whole but rows of tables, with a remark if the user has asked for something else."""
     rows = [name for name, one in program.variables.items() if one.update is not None and one.update.takes_rows]
     if options.exchange == "factors" and not rows:
@@ -113,23 +105,15 @@ def _is_carried(link: str) -> bool:
         return False
 
 
-def _gatherable(program: Program, link: str, fewest: int) -> Iterator[Gatherable]:
+def _gatherable(program: Program, link: str, least_elements: int) -> Iterator[Gatherable]:
     """The gradients of a captured program whose factors can be gathered, in the order of the program's output."""
-    variables, number = ViewedVariables(program), program.num_replicas
-    recognized = [sendable(graph, variables) for graph in program.shard_graphs]
-    for name, (node, gradient) in recognized[0].items():
-        variable, value = program.variables[name], node.meta["val"]
-        is_plain = variable.update is not None and variable.update.elementwise and value.stride() == variable.strides
-        own = [found[name][1] for found in recognized if name in found]
-        if not is_plain or value.numel() < fewest or len(own) < len(recognized):
-            continue
-        if any(len(program.graphs_run_by(r)) > 1 for r in program.present) and not gradient.form.takes_parts:
-            continue
-        sizes = [sum(rows.numel() * rows.itemsize for rows in fake_rows(one) or ()) for one in own]
+    number = program.num_replicas
+    for gradient in sendable(program, least_elements):
+        sizes = [sum(rows.numel() * rows.itemsize for rows in fake_rows(part) or ()) for part in gradient.of_shards]
         of_replicas = [sum(sizes[shard] for shard in program.graphs_run_by(r)) for r in range(number)]
-        whole = value.numel() * value.itemsize
+        whole = gradient.value.numel() * gradient.value.itemsize
         received = _bytes_of_all_reduce(link_named(carrier_of(link, ops.all_reduce)), whole, number)
-        yield Gatherable(name, received, sum(of_replicas) - min(of_replicas))
+        yield Gatherable(gradient.variable, received, sum(of_replicas) - min(of_replicas))
 
 
 def _bytes_of_all_reduce(link: Link, num_bytes: int, num_devices: int) -> int:

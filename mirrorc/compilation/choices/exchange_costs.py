@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mirrorc.errors import CommunicationError
@@ -141,13 +141,29 @@ def _remark(
     why = "asked for" if exchange == "factors" else f"chosen by {link}"
     if exchange != "factors" and everyone[0].loaded is not None:
         why = "as in the state that was loaded"
-    sums = [sent_bytes(one, [own.rows[one.variable] for own in everyone], is_dealt=is_dealt) for one in found]
-    told = [
-        f"{one.variable} {'as factors' if one in as_factors else 'whole'} ({_size(factors)} against {_size(dense)})"
-        for one, (dense, factors) in zip(found, sums, strict=True)
+    bytes_of = {
+        one.variable: sent_bytes(one, [own.rows[one.variable] for own in everyone], is_dealt=is_dealt)[::-1]
+        for one in found
+    }
+    return exchange_remark("workers", why, "from each worker", bytes_of, [one.variable for one in as_factors])
+
+
+def exchange_remark(
+    senders: str, why: str, direction: str, bytes_of: Mapping[str, tuple[float, float]], as_factors: Collection[str]
+) -> str:
+    """A remark on how gradients are sent.
+
+    Args:
+        senders: the parties, such as "workers".
+        why: the reason of the choice.
+        direction: the scope of the bytes, such as "to each device".
+        bytes_of: of each gradient that could be sent as factors, the bytes of its factors, and those of its whole sum.
+        as_factors: the gradients that are sent so.
+    """
+    sizes = [
+        f"{name} {'as factors' if name in as_factors else 'whole'} ({' against '.join(size_text(round(n)) for n in pair)})"
+        for name, pair in bytes_of.items()
     ]
-    return f"how workers send gradients ({why}; as factors against whole, from each worker): {', '.join(told)}; others whole"
-
-
-def _size(num_bytes: float) -> str:
-    return size_text(round(num_bytes))
+    return (
+        f"how {senders} send gradients ({why}; as factors against whole, {direction}): {', '.join(sizes)}; others whole"
+    )

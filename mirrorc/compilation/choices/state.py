@@ -28,7 +28,7 @@ class ExchangeState:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, under the same keys whatever was chosen; None where nothing was."""
-        names = self._exchange.kept
+        names = self._exchange.names
         return {_DEVICES: self._devices, _FACTORS: None if names is None else list(names)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ class ExchangeState:
         names = _checked(state)
         if state[_DEVICES] != self._devices or names is None:
             return  # what is best for these is measured
-        if names == self._exchange.kept:
+        if names == self._exchange.names:
             return
         if not self._exchange.is_open:
             raise ExecutionError(
