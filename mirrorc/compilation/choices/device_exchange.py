@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mirrorc.analysis.cost.gradient_exchange import bytes_of_sum_received
 from mirrorc.analysis.gradients.sent_factors import fake_rows, sendable
-from mirrorc.compilation.choices.exchange_costs import exchange_remark
+from mirrorc.compilation.choices.exchange_decision import exchange_remark
 from mirrorc.ir import ops
-from mirrorc.ir.links import Link, best_link, carrier_of, link_named, why_memory_is_not_shared
+from mirrorc.ir.links import best_link, carrier_of, link_named, why_memory_is_not_shared
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.options.step_options import StepOptions
 from mirrorc.passes import FactorGradients, ShareParameters, UpdateAtOwner
@@ -25,7 +26,7 @@ class Gatherable:
     """
 
     variable: str
-    whole_bytes: int
+    whole_bytes: float
     factor_bytes: int
 
 
@@ -112,13 +113,5 @@ def _gatherable(program: Program, link: str, least_elements: int) -> Iterator[Ga
         sizes = [sum(rows.numel() * rows.itemsize for rows in fake_rows(part) or ()) for part in gradient.of_shards]
         of_replicas = [sum(sizes[shard] for shard in program.graphs_run_by(r)) for r in range(number)]
         whole = gradient.value.numel() * gradient.value.itemsize
-        received = _bytes_of_all_reduce(link_named(carrier_of(link, ops.all_reduce)), whole, number)
+        received = bytes_of_sum_received(link_named(carrier_of(link, ops.all_reduce)), whole, number)
         yield Gatherable(gradient.variable, received, sum(of_replicas) - min(of_replicas))
-
-
-def _bytes_of_all_reduce(link: Link, num_bytes: int, num_devices: int) -> int:
-    """What a device gets from the others of a bucket of so many bytes, to have the sum."""
-    others = (num_devices - 1) * num_bytes
-    if link.reads_one_memory:  # of which it adds up its share
-        return others // num_devices
-    return 2 * others // num_devices if link.moves_by_itself else others  # in a ring, or all others' buckets

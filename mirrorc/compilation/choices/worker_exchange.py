@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 
 import torch
 
+from mirrorc.analysis.cost.gradient_exchange import Candidate
 from mirrorc.analysis.gradients.sent_factors import fake_rows, sendable, sent_factors
-from mirrorc.compilation.choices.exchange_costs import Candidate, Figures, chosen, why_bits_differ
+from mirrorc.compilation.choices.exchange_decision import Figures, chosen, why_bits_differ
 from mirrorc.compilation.choices.joint_choice import JointChoice
 from mirrorc.ir import ops
 from mirrorc.ir.links import carries_between_workers, why_no_factors_for_workers

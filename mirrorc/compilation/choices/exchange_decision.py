@@ -1,34 +1,17 @@
-"""What it costs to send gradients whole and as factors, and what follows from the figures that all workers have told."""
+"""The decision of the workers on what they send of each gradient, by the figures that all of them have proposed."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from mirrorc.analysis.cost.gradient_exchange import Candidate
+from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.errors import CommunicationError
 from mirrorc.ir.workers import Workers
 from mirrorc.messages.wording import counted
 from mirrorc.options.kinds import Exchange
 from mirrorc.printing.values import size_text
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A gradient that may be sent as factors.
-
-    Attributes:
-        variable: whose gradient it is.
-        num_bytes: of the gradient.
-        row_bytes: of one row of all its factors.
-        num_rows: how many rows this worker has, in its first batch.
-        work_per_row: how many numbers are multiplied for each row to make the gradient.
-    """
-
-    variable: str
-    num_bytes: int
-    row_bytes: int
-    num_rows: int
-    work_per_row: int
 
 
 @dataclass(frozen=True)
@@ -51,12 +34,12 @@ class Figures:
 
 
 def chosen(
-    found: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
+    candidates: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
 ) -> tuple[tuple[str, ...], str]:
     """The variables whose gradients are sent as factors, and a remark on why, empty if nothing is to choose; alike on all.
 
     Args:
-        found: the gradients that may be sent so; all but their numbers of rows is the same on all workers.
+        candidates: the gradients that may be sent so; all but their numbers of rows is the same on all workers.
         everyone: what each worker has told.
         workers: all of them; where each updates a part of every bucket, it alone makes the gradients of this part, so their bits
             may depend on its machine.
@@ -65,8 +48,8 @@ def chosen(
     Raises:
         CommunicationError: the option asks for factors, and the workers would make different gradients of them.
     """
-    found = [one for one in found if all(one.variable in figures.rows for figures in everyone)]
-    if not found:
+    candidates = [one for one in candidates if all(one.variable in figures.rows for figures in everyone)]
+    if not candidates:
         return (), ""
     is_dealt = workers.shards_optimizer
     if not is_dealt and (why_not := why_bits_differ(everyone, workers.devices_per_worker)):
@@ -81,12 +64,18 @@ def chosen(
         )
     loaded = everyone[0].loaded
     if exchange == "factors":
-        as_factors = found
+        as_factors = candidates
     elif loaded is not None:
-        as_factors = [one for one in found if one.variable in loaded]
+        as_factors = [one for one in candidates if one.variable in loaded]
     else:
-        as_factors = [one for one in found if is_cheaper(one, everyone, is_dealt=is_dealt)]
-    return tuple(one.variable for one in as_factors), _remark(found, as_factors, everyone, exchange, is_dealt=is_dealt)
+        link = LinkSpeed(0.0, max(figures.seconds_per_byte for figures in everyone))  # the slowest, of large messages
+        work = max(figures.seconds_per_multiplication for figures in everyone)
+        as_factors = [
+            one for one in candidates if one.is_cheaper_as_factors(_rows(one, everyone), link, work, is_dealt=is_dealt)
+        ]
+    return tuple(one.variable for one in as_factors), _remark(
+        candidates, as_factors, everyone, exchange, is_dealt=is_dealt
+    )
 
 
 def why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
@@ -103,33 +92,8 @@ def why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[in
     return ""
 
 
-def is_cheaper(one: Candidate, everyone: Sequence[Figures], *, is_dealt: bool) -> bool:
-    """Whether a gradient costs less time as factors.
-
-    A ring sends nearly twice the gradient from each worker; where each updates a part (``is_dealt``), a sum is sent once. Of
-    factors, each worker receives those of all others, as long as the longest, and multiplies all workers' rows, for all of the
-    gradient or for its part, instead of its own. Without measured times, bytes alone count.
-    """
-    rows = [figures.rows[one.variable] for figures in everyone]
-    dense, factors = sent_bytes(one, rows, is_dealt=is_dealt)
-    per_byte = max(figures.seconds_per_byte for figures in everyone)
-    per_multiplication = max(figures.seconds_per_multiplication for figures in everyone)
-    if not per_byte:
-        return factors < dense
-    made = sum(rows) / len(rows) if is_dealt else sum(rows)
-    more_work = (made - min(rows)) * one.work_per_row
-    return factors * per_byte + more_work * per_multiplication < dense * per_byte
-
-
-def sent_bytes(one: Candidate, rows: Sequence[int], *, is_dealt: bool) -> tuple[float, float]:
-    """The bytes that a worker sends of a gradient in a step, whole and as factors, where the workers have so many rows; new
-    parameters, which are sent besides if each updates a part (``is_dealt``), are as many either way."""
-    others = len(rows) - 1
-    return (1 if is_dealt else 2) * others / len(rows) * one.num_bytes, others * max(rows) * one.row_bytes
-
-
 def _remark(
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     as_factors: Sequence[Candidate],
     everyone: Sequence[Figures],
     exchange: Exchange,
@@ -141,11 +105,15 @@ def _remark(
     why = "asked for" if exchange == "factors" else f"chosen by {link}"
     if exchange != "factors" and everyone[0].loaded is not None:
         why = "as in the state that was loaded"
-    bytes_of = {
-        one.variable: sent_bytes(one, [own.rows[one.variable] for own in everyone], is_dealt=is_dealt)[::-1]
-        for one in found
-    }
+    bytes_of = {}
+    for one in candidates:
+        whole, factors = one.messages(_rows(one, everyone), is_dealt=is_dealt)
+        bytes_of[one.variable] = factors.num_bytes, whole.num_bytes
     return exchange_remark("workers", why, "from each worker", bytes_of, [one.variable for one in as_factors])
+
+
+def _rows(gradient: Candidate, everyone: Sequence[Figures]) -> list[int]:
+    return [figures.rows[gradient.variable] for figures in everyone]
 
 
 def exchange_remark(
