@@ -33,13 +33,13 @@ class Line:
             return cls()
         sizes = [size for size, _ in points]
         size, time = (math.fsum(values) / len(points) for values in zip(*points, strict=True))
-        spread = math.fsum((one - size) ** 2 for one in sizes)
+        spread = math.fsum((x - size) ** 2 for x in sizes)
         if max(sizes) < 2 * min(sizes) or max(sizes) - min(sizes) < telling_bytes or not spread:
             if nominal is None:
                 return cls(0.0, time / size) if size else cls(time)
-            slope = min([nominal, *(took / one for one, took in points if one)])
-            return cls(statistics.median(took - slope * one for one, took in points), slope)
-        slope = max(0.0, math.fsum((one - size) * (took - time) for one, took in points) / spread)
+            slope = min([nominal, *(y / x for x, y in points if x)])
+            return cls(statistics.median(y - slope * x for x, y in points), slope)
+        slope = max(0.0, math.fsum((x - size) * (y - time) for x, y in points) / spread)
         if slope * size > time:
             return cls(0.0, time / size)
         return cls(time - slope * size, slope)

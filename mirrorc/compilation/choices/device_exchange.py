@@ -1,4 +1,4 @@
-"""Chooses how the devices of a process send each other each gradient, where they do not read one memory: whole, or as factors."""
+"""The choice of what the devices of a process send of each gradient, where they do not read one memory: its sum, or factors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Gatherable:
     """A gradient whose factors devices may gather.
 
     Attributes:
-        variable: whose gradient it is.
-        whole_bytes: what a device gets from the others of whole gradients, to add them up.
-        factor_bytes: what it gets of their factors, at most.
+        variable: the name of its variable.
+        whole_bytes: the bytes that a device receives of whole gradients, to add them up.
+        factor_bytes: the bytes that it receives of their factors, at most.
     """
 
     variable: str
@@ -37,7 +37,7 @@ def with_gathered(program: Program, options: StepOptions) -> Program:
     do all devices where the user names an algorithm for these, unless factors are asked for. With ``exchange="auto"``, a
     gradient is gathered as factors where that moves fewer bytes.
     """
-    factoring = next((one for one in options.pipeline if isinstance(one, FactorGradients)), None)
+    factoring = next((entry for entry in options.pipeline if isinstance(entry, FactorGradients)), None)
     if program.workers.are_several or not program.trains or program.accumulation is not Accumulation.NONE:
         return program
     if why := _why_nothing_is_sent(program, options, factoring):
@@ -53,8 +53,8 @@ def with_gathered(program: Program, options: StepOptions) -> Program:
     gradients = list(_gatherable(program, link, 1 if is_asked else factoring.min_elements))
     if not gradients:
         return _all_whole(program, options, "no gradient is a product, or rows of a table, that they could gather")
-    gathered = tuple(one.variable for one in gradients if is_asked or one.factor_bytes < one.whole_bytes)
-    bytes_of = {one.variable: (one.factor_bytes, one.whole_bytes) for one in gradients}
+    gathered = tuple(g.variable for g in gradients if is_asked or g.factor_bytes < g.whole_bytes)
+    bytes_of = {g.variable: (g.factor_bytes, g.whole_bytes) for g in gradients}
     why = "asked for" if is_asked else "chosen by bytes alone"
     remark = exchange_remark("devices", why, "to each device", bytes_of, gathered)
     return program.evolve(gathered=gathered).with_remarks(remark)
@@ -64,7 +64,7 @@ def _why_nothing_is_sent(program: Program, options: StepOptions, factoring: Fact
     """Why no device sends a gradient to another one; an empty text if devices do."""
     if program.num_replicas == 1:
         return "one device sends no gradient"
-    is_shared = any(isinstance(one, ShareParameters) for one in options.pipeline)
+    is_shared = any(isinstance(entry, ShareParameters) for entry in options.pipeline)
     if factoring is not None and factoring.parameters_are_shared is not None:
         is_shared = factoring.parameters_are_shared
     if is_shared and not why_memory_is_not_shared(program.devices):
@@ -74,7 +74,7 @@ def _why_nothing_is_sent(program: Program, options: StepOptions, factoring: Fact
 
 def _why_all_is_whole(program: Program, options: StepOptions, factoring: FactorGradients | None) -> str:
     """Why devices cannot send factors; an empty text if they can."""
-    if any(isinstance(one, UpdateAtOwner) for one in options.pipeline):
+    if any(isinstance(entry, UpdateAtOwner) for entry in options.pipeline):
         return "each gradient is added up whole, by the device that owns its variable"
     if factoring is None:
         return "the pass 'factor-gradients' is not in the pipeline"
@@ -86,7 +86,7 @@ def _why_all_is_whole(program: Program, options: StepOptions, factoring: FactorG
 
 def _all_whole(program: Program, options: StepOptions, why: str) -> Program:
     """A program of which all is sent whole but rows of tables, with a remark if the user has asked for something else."""
-    rows = [name for name, one in program.variables.items() if one.update is not None and one.update.takes_rows]
+    rows = [name for name, variable in program.variables.items() if variable.update and variable.update.takes_rows]
     if options.exchange == "factors" and not rows:
         return program.with_remarks(_no_effect(options, why))
     if options.exchange == "dense" and rows:

@@ -16,14 +16,14 @@ from mirrorc.printing.values import size_text
 
 @dataclass(frozen=True)
 class Figures:
-    """What a worker tells the others, once.
+    """The proposal of a worker.
 
     Attributes:
-        rows: how many rows it has of the factors of each gradient that may be sent so.
-        machine: what the bits of a product depend on, by name.
-        seconds_per_byte: of the link, as it has measured it; 0 if nobody has.
-        seconds_per_multiplication: of the worker's processor; 0 if nobody has measured it.
-        loaded: what it has chosen in an earlier run, as `ExchangeChoice.load` was given it; that of worker 0 counts.
+        rows: the number of its rows of the factors of each gradient that may be sent so.
+        machine: the facts on which the bits of a product depend, by name.
+        seconds_per_byte: of the link, as it has measured it; 0 if it has not.
+        seconds_per_multiplication: of its processor; 0 if it has not measured that.
+        loaded: the choice of an earlier run, see `ExchangeChoice.load`; that of worker 0 counts.
     """
 
     rows: Mapping[str, int]
@@ -40,7 +40,7 @@ def chosen(
 
     Args:
         candidates: the gradients that may be sent so; all but their numbers of rows is the same on all workers.
-        everyone: what each worker has told.
+        everyone: the figures of each worker, by rank.
         workers: all of them; where each updates a part of every bucket, it alone makes the gradients of this part, so their bits
             may depend on its machine.
         exchange: the option.
@@ -48,7 +48,7 @@ def chosen(
     Raises:
         CommunicationError: the option asks for factors, and the workers would make different gradients of them.
     """
-    candidates = [one for one in candidates if all(one.variable in figures.rows for figures in everyone)]
+    candidates = [gradient for gradient in candidates if all(gradient.variable in figures.rows for figures in everyone)]
     if not candidates:
         return (), ""
     is_dealt = workers.shards_optimizer
@@ -66,14 +66,16 @@ def chosen(
     if exchange == "factors":
         as_factors = candidates
     elif loaded is not None:
-        as_factors = [one for one in candidates if one.variable in loaded]
+        as_factors = [gradient for gradient in candidates if gradient.variable in loaded]
     else:
         link = LinkSpeed(0.0, max(figures.seconds_per_byte for figures in everyone))  # the slowest, of large messages
         work = max(figures.seconds_per_multiplication for figures in everyone)
         as_factors = [
-            one for one in candidates if one.is_cheaper_as_factors(_rows(one, everyone), link, work, is_dealt=is_dealt)
+            gradient
+            for gradient in candidates
+            if gradient.is_cheaper_as_factors(_rows(gradient, everyone), link, work, is_dealt=is_dealt)
         ]
-    return tuple(one.variable for one in as_factors), _remark(
+    return tuple(gradient.variable for gradient in as_factors), _remark(
         candidates, as_factors, everyone, exchange, is_dealt=is_dealt
     )
 
@@ -106,10 +108,10 @@ def _remark(
     if exchange != "factors" and everyone[0].loaded is not None:
         why = "as in the state that was loaded"
     bytes_of = {}
-    for one in candidates:
-        whole, factors = one.messages(_rows(one, everyone), is_dealt=is_dealt)
-        bytes_of[one.variable] = factors.num_bytes, whole.num_bytes
-    return exchange_remark("workers", why, "from each worker", bytes_of, [one.variable for one in as_factors])
+    for gradient in candidates:
+        whole, factors = gradient.messages(_rows(gradient, everyone), is_dealt=is_dealt)
+        bytes_of[gradient.variable] = factors.num_bytes, whole.num_bytes
+    return exchange_remark("workers", why, "from each worker", bytes_of, [gradient.variable for gradient in as_factors])
 
 
 def _rows(gradient: Candidate, everyone: Sequence[Figures]) -> list[int]:

@@ -75,7 +75,10 @@ class ExchangeChoice(JointChoice):
         self._candidates = list(self._candidates_in(program)) if self._may_send_factors else []
 
     def propose(self) -> str:
-        rows, machine = {one.variable: one.num_rows for one in self._candidates}, product_facts(self._num_threads)
+        rows, machine = (
+            {gradient.variable: gradient.num_rows for gradient in self._candidates},
+            product_facts(self._num_threads),
+        )
         figures = Figures(rows, machine, loaded=self._loaded)
         link = self._team.link if self._team is not None else None
         if link is not None and rows:
@@ -139,7 +142,8 @@ class ExchangeChoice(JointChoice):
         """The tables whose optimizers take rows: workers always send these."""
         if not (self._options.program_workers.are_several and program.trains):
             return ()
-        return tuple(name for name, one in program.variables.items() if one.update and one.update.takes_rows)
+        variables = program.variables.values()
+        return tuple(variable.name for variable in variables if variable.update and variable.update.takes_rows)
 
     def _check_rows(self, program: Program) -> None:
         """Refuses rows of tables that the workers cannot send.
@@ -167,7 +171,7 @@ class ExchangeChoice(JointChoice):
     def _multiplies(self) -> bool:
         """Whether all workers multiply factors of sums of low rank."""
         are_several = self._options.program_workers.are_several
-        return are_several and any(isinstance(one, SendLowRank) for one in self._options.pipeline)
+        return are_several and any(isinstance(entry, SendLowRank) for entry in self._options.pipeline)
 
     @property
     def _multiply_alike(self) -> bool:
@@ -178,7 +182,7 @@ class ExchangeChoice(JointChoice):
         """The pass that leaves gradients as factors, if anything may be sent so."""
         if self._options.exchange == "dense" or sends_whole(self._options):
             return None
-        factoring = next((one for one in self._options.pipeline if isinstance(one, FactorGradients)), None)
+        factoring = next((entry for entry in self._options.pipeline if isinstance(entry, FactorGradients)), None)
         if factoring is None or why_no_factors_for_workers(factoring.link, self._options.devices):
             return None
         return factoring
@@ -198,12 +202,12 @@ class ExchangeChoice(JointChoice):
     def _bytes_sent(self, gradient: torch.Tensor) -> int:
         """The bytes of a sum that is sent whole, or takes as long as what is sent of this one."""
         num_elements, dtype = gradient.numel(), gradient.dtype
-        for one in self._options.pipeline:
-            if isinstance(one, SendLargest):
-                return one.bytes_of_sum(num_elements, dtype, self._options.program_workers.num_workers)
-            if isinstance(one, SendLowRank) and gradient.dim() > 1 and num_elements:
+        for entry in self._options.pipeline:
+            if isinstance(entry, SendLargest):
+                return entry.bytes_of_sum(num_elements, dtype, self._options.program_workers.num_workers)
+            if isinstance(entry, SendLowRank) and gradient.dim() > 1 and num_elements:
                 sizes = gradient.shape[0], num_elements // gradient.shape[0]
-                return one.num_elements_sent(*sizes, dtype) * dtype.itemsize
-            if isinstance(one, CompressExchange) and one.narrows(dtype):
-                return num_elements * NARROW[one.dtype].itemsize
+                return entry.num_elements_sent(*sizes, dtype) * dtype.itemsize
+            if isinstance(entry, CompressExchange) and entry.narrows(dtype):
+                return num_elements * NARROW[entry.dtype].itemsize
         return num_elements * dtype.itemsize
