@@ -98,7 +98,7 @@ class Step(StepReports):
             raise
         team = self._joint.team if self._joint is not None else None
         self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard, team)
-        self._choices = ExchangeState(self._specializer.choices.exchange, options)
+        self._exchange_state = ExchangeState(self._specializer.choices.exchange, options)
         self._rest: RestOfStep | None = None
         if self._joint is not None and options.overlap_next_step:
             self._rest = RestOfStep(options, self._state, self._joint, self.synchronize, self._is_in_flight)
@@ -226,7 +226,7 @@ class Step(StepReports):
         variables, in a dict of one level with always the same keys. All workers have the same.
         """
         self.synchronize()
-        return self._choices.state_dict()
+        return self._exchange_state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the choices of an earlier run, in place of what the first call would measure.
@@ -240,7 +240,7 @@ class Step(StepReports):
             TypeError, ValueError: it is no such state, or has bucket sizes that an earlier version has measured.
             ExecutionError: the step has made other choices already, in its first call.
         """
-        self._exclusively(lambda: self._choices.load_state_dict(state))
+        self._exclusively(lambda: self._exchange_state.load_state_dict(state))
 
     def unsent_state(self) -> dict[str, Any]:
         """What this worker has not sent of its gradients, with ``compression=mirrorc.TopK(...)`` or ``PowerSGD(...)``, for a

@@ -67,8 +67,8 @@ def fitted_speed(
         empty_seconds: those of a sum of a few bytes.
         num_workers: how many took part, at least two.
     """
-    sent = 2 * (num_workers - 1) / num_workers
-    slope = (large[1] - small[1]) / (sent * (large[0] - small[0]))
+    per_byte = ring_all_reduce(1, num_workers)
+    slope = (large[1] - small[1]) / (per_byte.num_bytes * (large[0] - small[0]))
     if slope <= 0:  # noise is larger than what bytes cost
-        slope = large[1] / (sent * large[0])
-    return LinkSpeed(max(0.0, empty_seconds) / (2 * (num_workers - 1)), slope)
+        slope = large[1] / (per_byte.num_bytes * large[0])
+    return LinkSpeed(max(0.0, empty_seconds) / per_byte.number, slope)
