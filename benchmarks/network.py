@@ -23,7 +23,7 @@ from network_contenders import NETWORK_CONTENDERS, NUM_WORKERS
 from processes import ContenderProcesses
 from workloads import WORKLOADS
 
-WARM_UP = 12  # steps; with "auto", sizes of buckets are chosen after some of them
+WARM_UP = 12  # steps
 HERE = Path(__file__).resolve().parent
 CAPS = ("DDP 1 MB", "DDP 5 MB", "DDP 25 MB")
 DEFAULT_WORKLOADS = ("mlp-64", "mlp-8", "gpt-8", "recommender-256")

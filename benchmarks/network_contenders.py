@@ -80,7 +80,6 @@ NETWORK_CONTENDERS: dict[str, tuple[Callable[..., StepFunction], dict[str, Any]]
     "mirrorc": (_mirrorc, {}),
     "mirrorc, autograd": (_mirrorc, {"capture": "autograd"}),
     "mirrorc 25 MB": (_mirrorc, {"bucket_cap_mb": 25.0}),
-    "mirrorc auto": (_mirrorc, {"bucket_cap_mb": "auto"}),
     "mirrorc bfloat16": (_mirrorc, {"compression": "bfloat16"}),
     "mirrorc, TopK": (_mirrorc, {"ratio": 0.01}),
     "mirrorc alone": (_mirrorc, {"workers": None}),

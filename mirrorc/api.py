@@ -129,9 +129,6 @@ def compile(
         disable_passes: names of passes to leave out.
         bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults; but over several
             workers on CPUs the cap is 4 MiB, as what is left to send when backward has ended is waited for.
-            ``bucket_cap_mb="auto"`` chooses both sizes by measurement when the step is first compiled, a second or two; over
-            several workers by predictions, after the first eight calls. What was chosen is kept in MIRRORC_CACHE_DIR
-            (``~/.cache/mirrorc``), and later runs look it up.
         packing: which gradients are reduced together: a plan of `mirrorc.packing`, for which ``bucket_cap_mb`` and
             ``first_bucket_mb`` are the short form of `mirrorc.packing.ByBytes`; a number of packs of equal length (`EqualPacks`),
             0 for one all-reduce per gradient; or a function that takes a list of `mirrorc.packing.Gradient` (name, elements,
@@ -284,7 +281,6 @@ def compile(
             ladder=ladder_named(capture),
             devices=parsed,
             pipeline=pipeline,
-            to_measure=None,
             dump=dump_directory(dump),
             print_after=tuple(print_after),
             print_after_all=print_after_all,

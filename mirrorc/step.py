@@ -24,7 +24,7 @@ from mirrorc.capture.call.arguments import Call, without_examples
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.compilation.choices.state import MeasuredChoices
+from mirrorc.compilation.choices.state import ExchangeState
 from mirrorc.compilation.program_cache import Specialization
 from mirrorc.compilation.specializer import Specializer
 from mirrorc.coordination.coordinator import JointCalls, gather_state
@@ -85,8 +85,6 @@ class Step(StepReports):
         self._guard = InterruptGuard()
         self._calls = ExclusiveCalls(self._guard, self._state.callers)
         self._habits.kept = KeptGradients(self._state.accumulated, model.tensors, self._calls)
-        self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
-        self._choices = MeasuredChoices(self._specializer.exchange, self._specializer.sizes, options)
         self._pool: DevicePool | None = None
         self._shadow_call: Call | None = None  # the last training call, without its examples
         self._last_joint: Executor | None = None  # of that call, or of the last one in which this worker has taken part
@@ -95,8 +93,9 @@ class Step(StepReports):
         except BaseException:  # the others do not compile this step
             self._state.close()
             raise
-        if self._joint is not None:
-            self._specializer.work_together(self._joint.team)
+        team = self._joint.team if self._joint is not None else None
+        self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard, team)
+        self._exchange_state = ExchangeState(self._specializer.choices.exchange, options)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
@@ -194,13 +193,13 @@ class Step(StepReports):
         self._exclusively(self._state.accumulated.clear)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this step has chosen by measurement: how workers send gradients, and the sizes of buckets with "auto".
+        """The exchange that the workers of this step have chosen for each gradient: its sum, or its factors.
 
-        These choices decide bits, and another start may measure something else. Save them beside the states of model and
-        optimizer, which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers
-        and names of variables, in a dict of one level with always the same keys. All workers have the same.
+        The choice decides bits, and another start may measure something else. Save it beside the states of model and optimizer,
+        which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers and names of
+        variables, in a dict of one level with always the same keys. All workers have the same.
         """
-        return self._choices.state_dict()
+        return self._exchange_state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the choices of an earlier run, in place of what the first call would measure.
@@ -211,10 +210,10 @@ class Step(StepReports):
             state: as `state_dict` gave it.
 
         Raises:
-            TypeError, ValueError: it is no such state.
+            TypeError, ValueError: it is no such state, or has bucket sizes that an earlier version has measured.
             ExecutionError: the step has made other choices already, in its first call.
         """
-        self._exclusively(lambda: self._choices.load_state_dict(state))
+        self._exclusively(lambda: self._exchange_state.load_state_dict(state))
 
     def unsent_state(self) -> dict[str, Any]:
         """What this worker has not sent of its gradients, with ``compression=mirrorc.TopK(...)`` or a payload of your
@@ -337,7 +336,7 @@ class Step(StepReports):
     def _train_jointly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
         if self._joint is None:
             return self._train(args, kwargs, purpose)
-        with self._joint.call(), self._specializer.asked():
+        with self._joint.call(), self._specializer.choices.in_call():
             return self._train(args, kwargs, purpose)
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
@@ -383,7 +382,7 @@ class Step(StepReports):
         """Takes part in a training call of the other workers, without examples; gives False if all have left their loops."""
         joint, last, call = self._joint, self._last_joint, self._shadow_call
         assert joint is not None, "there are other workers"
-        with joint.call(), self._specializer.asked():
+        with joint.call(), self._specializer.choices.in_call():
             if last is None or call is None:
                 raise ExecutionError(
                     "this worker has left step.join() without any call of the step, so it does not know in what to take part: "
@@ -393,7 +392,8 @@ class Step(StepReports):
             shards = split_call(call, len(self._options.devices), may_be_empty=True)
             purpose = Purpose.of_training(last.program.accumulation)
             find = functools.partial(self._specializer.specialization_for, call, shards)
-            if not self._specializer.keeps(last):  # it was prepared before the others could be asked
+            self._specializer.choices.settle(last.program)
+            if not self._specializer.choices.apply_to(last.program):  # it was prepared before the first call
                 last = find(is_stale=self._state.optimizers.is_stale(), purpose=purpose)[0].executor
             while not joint.meet(last, (), is_stale=self._state.optimizers.is_stale()):
                 self._state.begin_use()

@@ -6,7 +6,6 @@ import logging
 import random
 import sys
 import tempfile
-import uuid
 import zlib
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -89,11 +88,3 @@ def _tests_draw_the_same_numbers_alone(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed)
-
-
-@pytest.fixture(autouse=True)
-def _measurements_are_kept_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test reads what another measured, or writes to the cache of who runs the tests; nor do processes that it starts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MIRRORC_CACHE_DIR", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
-        yield

@@ -130,7 +130,6 @@ def test_types_name_the_texts_that_options_take() -> None:
 
     for option, choices in {
         "loss_reduction": {"mean", "sum"},
-        "bucket_cap_mb": {"auto"},
         "backend": set(backends._backends),
         "link": set(link_names()),
         "capture": {"auto", *front_end._front_ends},

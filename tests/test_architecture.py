@@ -35,7 +35,6 @@ ORDER = (
     "mirrorc/dumps",
     "runtime/workers",
     "runtime/memory",
-    "runtime/tuning",
     "runtime/codegen",
     "runtime/communication",
     "runtime/profiling",

@@ -142,7 +142,6 @@ def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exce
     [
         ({"packing": ByBytes(5), "bucket_cap_mb": 5}, ValueError, "packing= is given besides bucket_cap_mb="),
         ({"packing": 2, "first_bucket_mb": 1.0}, ValueError, "packing= is given besides bucket_cap_mb="),
-        ({"packing": 2, "bucket_cap_mb": "auto"}, ValueError, "packing= is given besides bucket_cap_mb="),
         (
             {"packing": 2, "passes": default_pipeline()},
             ValueError,

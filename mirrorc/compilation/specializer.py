@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -20,16 +19,12 @@ from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.capture.diagnostics.errors import HooksMissingError, LoneExampleError
 from mirrorc.capture.model.hf_output_hooks import install_capturing_hooks
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.compilation.choices.gradient_order import ReadyOrder
-from mirrorc.compilation.choices.measured_bucket_sizes import MeasuredSizes
-from mirrorc.compilation.choices.predicted_bucket_sizes import PlannedSizes
-from mirrorc.compilation.choices.worker_exchange import ExchangeChoice
+from mirrorc.compilation.choices.worker_choices import WorkerChoices
 from mirrorc.compilation.program_cache import Key, Specialization, Specializations
 from mirrorc.compilation.step_compiler import StepCompiler
 from mirrorc.errors import CaptureError
 from mirrorc.options.dynamic_shapes import why_sizes_are_numbers
 from mirrorc.options.step_options import StepOptions
-from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.team.team import Team
@@ -50,13 +45,20 @@ class Specializer:
         state: the state that all specializations of the step share.
         num_threads: the number of threads of each device.
         interrupts: keeps Ctrl-C while Dynamo's guards are checked, which take an error in a function that they call for a change.
+        team: the workers that train together; None for a process on its own.
 
     Attributes:
-        exchange, sizes: choose how workers send gradients, and how large buckets are.
+        choices: of all workers.
     """
 
     def __init__(
-        self, options: StepOptions, model: ModelState, state: StepState, num_threads: int, interrupts: InterruptGuard
+        self,
+        options: StepOptions,
+        model: ModelState,
+        state: StepState,
+        num_threads: int,
+        interrupts: InterruptGuard,
+        team: Team | None,
     ) -> None:
         self._options = options
         self._model = model
@@ -68,27 +70,8 @@ class Specializer:
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self._sizes = ChangingSizes(dynamic=options.dynamic)
         self._symbolic: set[Purpose] = set()  # the purposes for which there are programs with symbolic sizes
-        self._planned = PlannedSizes(options, num_threads)
-        are_several = options.program_workers.are_several
-        self.sizes: MeasuredSizes | PlannedSizes = self._planned if are_several else MeasuredSizes(options, num_threads)
-        self.exchange, self._order = ExchangeChoice(options, num_threads), ReadyOrder(options)
-        chosen = (self._order, self.exchange, self.sizes, self._planned)
-        self._compiler = StepCompiler(options, model, state, num_threads, self._numbers, *chosen)
-
-    def work_together(self, team: Team) -> None:
-        """Compiles for workers that train together from now on."""
-        self._compiler.team = self._order.team = self.exchange.team = self._planned.team = team
-
-    @contextmanager
-    def asked(self) -> Iterator[None]:
-        """A block in which all workers are in a training call, so that what is chosen together can be chosen."""
-        with self._order.asked(), self.exchange.asked(), self._planned.asked():
-            yield
-
-    def keeps(self, executor: Executor) -> bool:
-        """Whether a program is what all workers choose; it may have been compiled without asking them."""
-        program = executor.program
-        return self._order.keeps(program) and self.exchange.keeps(program) and self._planned.keeps(executor)
+        self.choices = WorkerChoices(options, num_threads, team)
+        self._compiler = StepCompiler(options, model, state, num_threads, self._numbers, self.choices, team)
 
     def specialization_for(
         self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP
@@ -127,8 +110,10 @@ class Specializer:
             self._interrupts.let_go()
         program = found.executor.program if found is not None else None
         is_usable = program and not self._compiler.states[purpose].needs_other_buckets(program, is_stale=is_stale)
-        if found is not None and is_usable and self.keeps(found.executor):
-            return found, shards
+        if found is not None and program is not None and is_usable:
+            self.choices.settle(program)
+            if self.choices.apply_to(program):
+                return found, shards
         key = self._note_changes(kept, key, call, shards, purpose) if found is None else key
         try:
             new = self._compiled(call, shards, kept.what_is_new(key), purpose)

@@ -29,10 +29,7 @@ from mirrorc.capture.rewrites.replica_values import refuse_over_workers
 from mirrorc.compilation.activation_memory import BoundedPrograms
 from mirrorc.compilation.capture_warnings import CaptureWarnings
 from mirrorc.compilation.choices.device_exchange import with_gathered
-from mirrorc.compilation.choices.gradient_order import ReadyOrder
-from mirrorc.compilation.choices.measured_bucket_sizes import MeasuredSizes
-from mirrorc.compilation.choices.predicted_bucket_sizes import PlannedSizes
-from mirrorc.compilation.choices.worker_exchange import ExchangeChoice
+from mirrorc.compilation.choices.worker_choices import WorkerChoices
 from mirrorc.compilation.instruments import instruments_for
 from mirrorc.compilation.program_cache import Specialization
 from mirrorc.compilation.progress import Progress
@@ -72,13 +69,10 @@ class StepCompiler:
         state: the state that all programs of the step share.
         num_threads: the number of threads of each device.
         numbers: which Python numbers have changed.
-        order: that in which workers take gradients.
-        exchange: chooses how workers send gradients.
-        sizes: chooses how large buckets are.
-        planned: learns from how long programs take.
+        choices: of all workers.
+        team: the workers that train together; None for a process on its own.
 
     Attributes:
-        team: the workers that train together; None for a process on its own.
         states: what the programs of each purpose run on.
     """
 
@@ -89,13 +83,11 @@ class StepCompiler:
         state: StepState,
         num_threads: int,
         numbers: ChangingNumbers,
-        order: ReadyOrder,
-        exchange: ExchangeChoice,
-        sizes: MeasuredSizes | PlannedSizes,
-        planned: PlannedSizes,
+        choices: WorkerChoices,
+        team: Team | None,
     ) -> None:
         self._options, self._model, self._state, self._numbers = options, model, state, numbers
-        self._order, self._exchange, self._sizes, self._planned = order, exchange, sizes, planned
+        self._choices, self._team = choices, team
         names = ", ".join(device.name for device in options.devices)
         self._what = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
@@ -104,7 +96,6 @@ class StepCompiler:
         self._warnings = CaptureWarnings(len(options.devices))
         self._most_activations = 0  # of a device, in programs that keep everything for backward
         self.states = states_of(state)
-        self.team: Team | None = None
 
     def compile(
         self,
@@ -185,7 +176,6 @@ class StepCompiler:
         program, regions = self._lowered_and_compiled(captured, progress, purpose, times)
         _log_times(what, program, times)
         executor = self._executor(program, regions, captured, purpose)
-        self._planned.note(executor)
         graph_of = captured.program.shard_of_replica
         return Specialization(
             executor,
@@ -281,11 +271,8 @@ class StepCompiler:
         check_owned_names(options.pipeline, {*self._model.parameters, *captured.program.variables})
         program = captured.program.evolve(accumulation=purpose.accumulation, workers=options.program_workers)
         refuse_over_workers(program)
-        program = self._order.put_into(program)
-        program = with_gathered(self._exchange.put_into(program.with_remarks(*options.remarks)), options)
-        progress.enter("bucket sizes")
-        program, pipeline = self._sizes.put_into(program) if purpose.trains else (program, options.pipeline)
-        return program, purpose.passes_of(pipeline)
+        program = with_gathered(self._choices.put_into(program.with_remarks(*options.remarks)), options)
+        return program, purpose.passes_of(options.pipeline)
 
     def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress) -> Program:
         """What the passes make of a program."""
@@ -324,7 +311,7 @@ class StepCompiler:
             options.timeout_seconds,
             recorder,
             step_graph,
-            self.team if purpose.trains else None,
+            self._team if purpose.trains else None,
         )
 
     def keep_only(self, programs: Sequence[Program]) -> None:

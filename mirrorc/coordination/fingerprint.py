@@ -92,7 +92,6 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         "backend": options.backend.name,
         "microbatches": str(options.microbatches),
         "check_replicas_every": str(options.check_replicas_every),
-        "bucket sizes": "given" if options.to_measure is None else "chosen",
         "exchange": options.exchange,
         "dynamic": str(options.dynamic),
         "autocast": str(options.autocast),

@@ -13,8 +13,6 @@ def why_sizes_are_numbers(options: StepOptions) -> str:
         return "activation_memory bounds what a step of known size takes"
     if options.cuda_graphs:
         return "a CUDA graph is captured for the sizes of a step"
-    if options.to_measure is not None:
-        return "sizes of buckets are chosen by measurements of a step of known size"
     if options.ladder.names[0] == "autograd":
         return "capture='autograd' runs the model once for each size"
     return ""

@@ -35,7 +35,6 @@ class StepOptions:
     ladder: Ladder  # of front ends
     devices: tuple[Device, ...]
     pipeline: Sequence[Pass]
-    to_measure: Pass | None  # the pass of the pipeline whose bucket sizes are chosen by measurement
     dump: Path | None
     print_after: Sequence[str]
     print_after_all: bool

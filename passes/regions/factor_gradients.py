@@ -12,9 +12,9 @@ from torch import fx
 
 from mirrorc.analysis.gradients.region_factors import FactorsOfRegions, arguments_of
 from mirrorc.analysis.gradients.region_gradients import calls_by_region, gradient_names
+from mirrorc.analysis.gradients.whole_gradients import why_whole
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
-from mirrorc.ir.buckets import Slot
 from mirrorc.ir.gradient_forms import FactoredGradient
 from mirrorc.ir.graph_edits import call, copied, remove_unused
 from mirrorc.ir.links import best_link, carrier_of, link_named, why_memory_is_not_shared
@@ -112,7 +112,9 @@ class FactorGradients:
         names: dict[fx.Node, str] = {}
         for graph in graphs:
             for node, name in gradient_names(graph).items():
-                why = self._why_not(node, slots.get(name), name in due)
+                slot = slots.get(name)
+                least = 0 if name in due else self.min_elements  # what is due was chosen by the bytes that are sent
+                why = why_whole(node.meta["val"], slot.strides if slot is not None else None, least)
                 if why := "in buckets that are cut into packs" if name in cut else why:
                     whole[name] = why
                 elif why_not and name not in due:
@@ -169,18 +171,6 @@ class FactorGradients:
         carrier = carrier_of(self.link or best_link(program.devices)[0], ops.reduce_scatter)
         is_read = link_named(carrier).reads_one_memory
         return "" if is_read else f"over the link {carrier}, no device reads the others' factors in their memory"
-
-    def _why_not(self, gradient: fx.Node, slot: Slot | None, is_sent: bool) -> str:
-        """Why a gradient must stay whole, whichever operator makes it; empty if it may become factors.
-
-        The factors that workers send to each other were chosen by the bytes that they send (``is_sent``), or the optimizer takes
-        them.
-        """
-        if slot is None:
-            return "of optimizers that need them whole"
-        if slot.num_elements < self.min_elements and not is_sent:
-            return f"of fewer than {self.min_elements} elements"
-        return "" if gradient.meta["val"].stride() == slot.strides else "with other strides than their slots"
 
 
 def _factored(graph: fx.Graph) -> set[str]:

@@ -19,11 +19,6 @@ _MOVED_BYTES = 2**25  # that are copied and timed, more than caches hold
 _FIELDS = ("model name", "cpu family", "model", "stepping", "cache size", "CPU implementer", "CPU part")
 
 
-def device_model(device: torch.device) -> str:
-    """The model of a GPU, or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_model()
-
-
 def processor_model() -> str:
     """The processor's architecture and model, as far as the system tells."""
     try:
@@ -33,13 +28,6 @@ def processor_model() -> str:
     pairs = (line.partition(":") for line in first_core.splitlines())
     told = {name.strip(): value.strip() for name, _, value in pairs}
     return ", ".join([platform.machine(), *(f"{name} {told[name]}" for name in _FIELDS if name in told)])
-
-
-def num_cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not everywhere
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def product_facts(num_threads: int) -> dict[str, str]:

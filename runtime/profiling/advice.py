@@ -11,18 +11,19 @@ from typing import Any
 
 from torch import fx
 
+from mirrorc.analysis.cost.line import Line
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import are_cut
 from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_early
 from mirrorc.ir.program import Program
 from mirrorc.printing.values import size_text
-from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, mean_over_devices, median
+from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, mean_over_devices
 from mirrorc.runtime.profiling.recorder import RecordedStep
 
 _WORTHWHILE = 0.02  # the smallest gain that is advised, as a part of the step
 _TELLING_BYTES = 2**16  # if the sizes of buckets differ by less, they do not show the cost of a byte; instead of it,
-_NOMINAL_MS_PER_BYTE = 1e-6  # that of a slow memory is taken, but no more than the buckets cost
+_NOMINAL_SECONDS_PER_BYTE = 1e-9  # that of a slow memory is taken, but no more than the buckets cost
 _MERGED_BYTES = 25 * 2**20
 _REDUCTIONS = [reduction.__name__ for reduction in ops.REDUCTIONS]
 
@@ -137,7 +138,7 @@ class _Costs:
 
 
 def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_devices: int) -> _Costs:
-    """Fits straight lines to the costs of buckets by size.
+    """The costs of buckets, as straight lines over their sizes.
 
     On links that move by themselves, moving a bucket takes the time from its launch, or from the arrival of the bucket before
     it, to its own arrival. This is known only for buckets that a device waited for until they arrived.
@@ -149,26 +150,21 @@ def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_de
         before_ms = [0.0, *(bucket.finished_ms for bucket in arrivals)][: len(arrivals)]
         times_ms = [b.finished_ms - max(b.launched_ms, ms) for b, ms in zip(arrivals, before_ms, strict=True)]
         moving = [(bucket.num_bytes, ms) for bucket, ms in zip(arrivals, times_ms, strict=True)]
-    own = [(bucket.num_bytes, _own_ms(steps, bucket.index, num_devices)) for bucket in buckets]
-    fixed_ms, ms_per_byte = _line(moving)
-    return _Costs(fixed_ms + _line(own)[0], ms_per_byte, moves_by_itself)
+    besides = [(bucket.num_bytes, _ms_besides_waits(steps, bucket.index, num_devices)) for bucket in buckets]
+    line = _line(moving)
+    return _Costs(1e3 * (line.seconds + _line(besides).seconds), 1e3 * line.seconds_per_byte, moves_by_itself)
 
 
-def _own_ms(steps: Sequence[RecordedStep], bucket: int, num_devices: int) -> float:
+def _ms_besides_waits(steps: Sequence[RecordedStep], bucket: int, num_devices: int) -> float:
     """The milliseconds that a bucket costs a device besides waiting: for packing, launching and updating."""
 
-    def is_own(node: fx.Node) -> bool:
+    def is_of_bucket(node: fx.Node) -> bool:
         return node.target is not ops.wait and "bucket" in node.kwargs and bucket_of(node) == bucket
 
-    return mean_over_devices(steps, num_devices, is_own)
+    return mean_over_devices(steps, num_devices, is_of_bucket)
 
 
-def _line(costs: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """A fixed cost and a cost per byte, in ms, fitted to the bytes and milliseconds of buckets."""
-    if not costs:
-        return 0.0, 0.0
-    (least, low_ms), (most, high_ms) = min(costs), max(costs)
-    per_byte = min(_NOMINAL_MS_PER_BYTE, *(ms / num_bytes for num_bytes, ms in costs))
-    if most >= 2 * least and most - least >= _TELLING_BYTES:
-        per_byte = max(0.0, (high_ms - low_ms) / (most - least))
-    return max(0.0, median(ms - per_byte * num_bytes for num_bytes, ms in costs)), per_byte
+def _line(costs: Sequence[tuple[int, float]]) -> Line:
+    """The line through the bytes and milliseconds of buckets."""
+    points = [(float(num_bytes), ms / 1e3) for num_bytes, ms in costs]
+    return Line.through(points, nominal=_NOMINAL_SECONDS_PER_BYTE, telling_bytes=_TELLING_BYTES)

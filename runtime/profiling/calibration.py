@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from mirrorc.analysis.cost.line import Line
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.analysis.cost.step_costs import (
-    Line,
     Pace,
     StepCosts,
     calls_by_phase,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -112,11 +112,6 @@ class DeviceTimes:
     finished_ms: float
     region_ms: Mapping[str, float]
     parts_ms: Mapping[str, float]
-
-
-def median(values: Iterable[float]) -> float:
-    """The middle value, or the mean of the two middle values."""
-    return float(statistics.median(values))
 
 
 def mean_over_devices(steps: Sequence[RecordedStep], num_devices: int, counts: Callable[[fx.Node], bool]) -> float:

@@ -464,9 +464,7 @@ def test_an_evaluation_works_with_a_captured_optimizers_options() -> None:
     model, _ = make()
     optimizer = torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.01)
     x, target = batch()
-    with compiled(
-        model, optimizer, check_replicas_every=1, bucket_cap_mb="auto", disable_passes=("share-parameters",)
-    ) as step:
+    with compiled(model, optimizer, check_replicas_every=1, disable_passes=("share-parameters",)) as step:
         for _ in range(2):
             before = [entry["step"].clone() for entry in optimizer.state.values()]
             assert_close(step.evaluate(x, target=target), loss_only(model, x, target))

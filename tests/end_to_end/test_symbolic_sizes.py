@@ -307,7 +307,6 @@ def step_of(make_model: Callable[[], nn.Module], **options: Any) -> tuple[mirror
     [
         ({"activation_memory": 0.5}, "activation_memory bounds what a step of known size takes"),
         ({"capture": "autograd"}, "capture='autograd' runs the model once for each size"),
-        ({"bucket_cap_mb": "auto"}, "sizes of buckets are chosen by measurements"),
     ],
 )
 def test_symbols_are_refused_with_what_takes_numbers_alone(options: dict[str, Any], why: str) -> None:

@@ -41,10 +41,8 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
     Args:
         rank: of this worker.
         given: ``model``, ``devices``, and what `made` and `scaler_of` take; ``calls`` as for `worker_habits.call`, with ``"nan"``
-            alone for a worker; ``bound``, a norm's ``max`` and ``type``, or one or None for each group; further ``options``;
-            ``favoured`` as for `worker_training.train`.
+            alone for a worker; ``bound``, a norm's ``max`` and ``type``, or one or None for each group; further ``options``.
     """
-    worker_training.favour(given)
     model, optimizers = made(given, seed=rank)
     scaler = scaler_of(given)
     options = {"shard_optimizer": True, "backend": "eager", "timeout_seconds": 100.0, **given.get("options", {})}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from worker_training import batch, favour, made, values_of
+from worker_training import batch, made, values_of
 
 import mirrorc
 from mirrorc.runtime.workers.buckets.sharded_buckets import ShardedBuckets
@@ -110,10 +110,9 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         rank: of this worker.
-        given: as for `worker_training.train`, with ``favoured``; ``events``: a step, the rank or None for all, and what happens
+        given: as for `worker_training.train`; ``events``: a step, the rank or None for all, and what happens
             there; ``ends`` if the first error ends it.
     """
-    favour(given)
     training = _Training(rank, given)
     losses: list[Any] = []
     said: list[str] = []

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import payloads
@@ -22,7 +21,6 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import mirrorc
-from mirrorc.compilation.choices import predicted_bucket_sizes
 
 _is_full = False  # the disk, for `writes`
 _ends_there = False  # whether the process ends in `writes`
@@ -257,25 +255,6 @@ def values_of(model: nn.Module) -> dict[str, list[float]]:
     return {name: value.detach().double().flatten().tolist() for name, value in own}
 
 
-def predicted_to_favour(sizes: Sequence[float]) -> Callable[..., dict[Any, float]]:
-    """Predicts that steps are shortest with these sizes of buckets, whatever they take."""
-
-    def predicted(*given: Any) -> dict[Any, float]:
-        return {one: 1.0 if [*asdict(one).values()] == list(sizes) else 2.0 for one in _predicted(*given)}
-
-    return predicted
-
-
-_predicted = predicted_bucket_sizes.predicted_milliseconds
-
-
-def favour(given: Mapping[str, Any]) -> None:
-    """Predicts as a case says with ``favoured``, or as mirrorc does."""
-    predicted_bucket_sizes.predicted_milliseconds = (
-        predicted_to_favour(given["favoured"]) if "favoured" in given else _predicted
-    )
-
-
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `mirrorc.compile` that a case asks for.
 
@@ -342,13 +321,12 @@ def train(rank: int, given: dict[str, Any]) -> dict[str, Any]:
         given: ``model``, ``optimizer``, ``devices`` and ``sizes`` of batches of each worker; ``faults``, lists of a step, a
             rank and what goes wrong there; further ``options`` of `mirrorc.compile`; ``is_whole`` if each worker has the
             batches of all, and takes its part; how many ``batches`` there are, if they are repeated; the seconds of a
-            ``pause``; ``favoured``, the sizes of buckets that are predicted to be best; a folder into which each
+            ``pause``; a folder into which each
             ``saves`` its state, or from which it ``loads`` that of all, to go on with the step ``first``; the numbers of the
             calls that ``accumulates`` has, which keep gradients for the next step; which of its `Layers` each worker has
             ``called``.
     """
     global _is_full, _ends_there
-    favour(given)
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
     if rank == given.get("stepped"):  # its state is another one than the chief's
         model(torch.randn(3, 5, dtype=torch.float64)).sum().backward()

@@ -1,1 +1,1 @@
-"""Of time: operators, links, messages, simulation."""
+"""The cost model of time: links, messages, the work of operators, lines over bytes, and the simulation of steps."""

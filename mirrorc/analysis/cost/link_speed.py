@@ -1,4 +1,4 @@
-"""How fast the link between workers is, and how long messages of some bytes take on it."""
+"""The link between workers: its speed, and the messages of collectives in a ring."""
 
 from __future__ import annotations
 
@@ -6,28 +6,48 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Messages:
+    """The messages that a worker sends in a collective, one after the other.
+
+    Attributes:
+        number: of messages.
+        num_bytes: of all of them.
+    """
+
+    number: int
+    num_bytes: float
+
+
+def ring_all_reduce(num_bytes: float, num_workers: int) -> Messages:
+    """The messages of a sum over workers: 2 (W - 1), each of a W-th of the bytes."""
+    return Messages(2 * (num_workers - 1), 2 * (num_workers - 1) * num_bytes / num_workers)
+
+
+def ring_all_gather(num_bytes: float, num_workers: int) -> Messages:
+    """The messages by which each worker gets the bytes of all: W - 1, each with those of one worker."""
+    return Messages(num_workers - 1, (num_workers - 1) * num_bytes)
+
+
+def ring_all_to_all(num_bytes: float, num_workers: int) -> Messages:
+    """The messages by which each worker gets its part of the bytes of all: W - 1, each of a W-th of the bytes."""
+    return Messages(num_workers - 1, (num_workers - 1) * num_bytes / num_workers)
+
+
+@dataclass(frozen=True)
 class LinkSpeed:
     """The speed of a link between workers, as one of them has measured it.
 
     Attributes:
-        latency_seconds: of a message without content, from a worker to the next one.
-        seconds_per_byte: how much longer it takes for each byte that a worker sends.
+        latency_seconds: of a message without content, from a worker to the next one (alpha).
+        seconds_per_byte: the additional time for each byte that a worker sends (beta).
     """
 
     latency_seconds: float
     seconds_per_byte: float
 
-    def all_reduce_seconds(self, num_bytes: float, num_workers: int) -> float:
-        """How long a sum over workers takes in a ring: each sends 2 (W - 1) messages, each of a W-th of the bytes."""
-        return 2 * (num_workers - 1) * (self.latency_seconds + num_bytes / num_workers * self.seconds_per_byte)
-
-    def all_gather_seconds(self, num_bytes: float, num_workers: int) -> float:
-        """How long it takes until each worker has the bytes of all, in a ring: W - 1 messages, each with those of one worker."""
-        return (num_workers - 1) * (self.latency_seconds + num_bytes * self.seconds_per_byte)
-
-    def all_to_all_seconds(self, num_bytes: float, num_workers: int) -> float:
-        """How long it takes until each worker has its part of the bytes of all: each sends a W-th of its bytes to each other."""
-        return (num_workers - 1) * (self.latency_seconds + num_bytes / num_workers * self.seconds_per_byte)
+    def seconds_of(self, messages: Messages) -> float:
+        """The time of a collective."""
+        return messages.number * self.latency_seconds + messages.num_bytes * self.seconds_per_byte
 
     def __str__(self) -> str:
         rate = f"{1 / self.seconds_per_byte / 1e6:.0f} MB/s" if self.seconds_per_byte else "unlimited bandwidth"
@@ -47,8 +67,8 @@ def fitted_speed(
         empty_seconds: those of a sum of a few bytes.
         num_workers: how many took part, at least two.
     """
-    sent = 2 * (num_workers - 1) / num_workers
-    slope = (large[1] - small[1]) / (sent * (large[0] - small[0]))
+    per_byte = ring_all_reduce(1, num_workers)
+    slope = (large[1] - small[1]) / (per_byte.num_bytes * (large[0] - small[0]))
     if slope <= 0:  # noise is larger than what bytes cost
-        slope = large[1] / (sent * large[0])
-    return LinkSpeed(max(0.0, empty_seconds) / (2 * (num_workers - 1)), slope)
+        slope = large[1] / (per_byte.num_bytes * large[0])
+    return LinkSpeed(max(0.0, empty_seconds) / per_byte.number, slope)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,8 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
-from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.analysis.cost.line import Line
+from mirrorc.analysis.cost.link_speed import LinkSpeed, Messages, ring_all_gather, ring_all_reduce, ring_all_to_all
 from mirrorc.analysis.cost.work import Machine, seconds_of_graph
 from mirrorc.analysis.gradients.sent_factors import factor_bytes, packs_of, rows_of
 from mirrorc.analysis.gradients.sparse_update_rows import bytes_of_rows_sent
@@ -62,31 +62,6 @@ class Pace:
         low, high = self.parts[place - 1], self.parts[place]
         within = min(1.0, (part - low) / (high - low)) if high > low else 1.0
         return self.seconds[place - 1] + within * (self.seconds[place] - self.seconds[place - 1])
-
-
-@dataclass(frozen=True)
-class Line:
-    """What calls of one kind take: some time each, and some for each byte."""
-
-    seconds: float = 0.0
-    seconds_per_byte: float = 0.0
-
-    @classmethod
-    def through(cls, points: Sequence[tuple[float, float]]) -> Line:
-        """The line that is nearest to some sizes in bytes and times in seconds; neither of its figures is negative."""
-        if not points:
-            return cls()
-        size, time = (math.fsum(values) / len(points) for values in zip(*points, strict=True))
-        spread = math.fsum((own - size) ** 2 for own, _ in points)
-        if max(own for own, _ in points) < 2 * min(own for own, _ in points) or not spread:
-            return cls(0.0, time / size) if size else cls(time)  # sizes that are alike tell no more
-        slope = max(0.0, math.fsum((own - size) * (took - time) for own, took in points) / spread)
-        if slope * size > time:
-            return cls(0.0, time / size)
-        return cls(time - slope * size, slope)
-
-    def at(self, num_bytes: float) -> float:
-        return self.seconds + num_bytes * self.seconds_per_byte
 
 
 @dataclass(frozen=True)
@@ -190,20 +165,24 @@ class ProgramDurations:
         return (self._program.workers.num_workers + 1) * num_bytes * self._costs.machine.seconds_per_byte
 
     def flight_seconds(self, node: fx.Node) -> float:
+        return sum(map(self._costs.link.seconds_of, self._collectives_of(node)))
+
+    def _collectives_of(self, node: fx.Node) -> Iterator[Messages]:
+        """The messages of the collectives of a launch between workers."""
         num_workers, index = self._program.workers.num_workers, bucket_of(node)
+        num_bytes = self._program.buckets[index].num_bytes
         if node.target in (ops.exchange, ops.exchange_payload):
-            return self._costs.link.all_reduce_seconds(num_bytes_sent(self._program, node), num_workers)
-        if node.target is ops.gather_largest:
-            return self._costs.link.all_gather_seconds(num_bytes_sent(self._program, node), num_workers)
-        if node.target is ops.scatter_sums:
-            return self._costs.link.all_to_all_seconds(self._program.buckets[index].num_bytes, num_workers)
-        if node.target is ops.gather_parameters:
-            part = self._program.buckets[index].num_bytes / num_workers
-            return self._costs.link.all_gather_seconds(part, num_workers)
-        if node.target is ops.gather_factors:
-            own = sum(map(factor_bytes, packs_of(self._program, index)))
-            return self._costs.link.all_gather_seconds(own, num_workers)
-        raise UnknownCostError(f"it is not known how long {name_of(node)} takes between workers")
+            yield ring_all_reduce(num_bytes_sent(self._program, node), num_workers)
+        elif node.target is ops.gather_largest:
+            yield ring_all_gather(num_bytes_sent(self._program, node), num_workers)
+        elif node.target is ops.scatter_sums:
+            yield ring_all_to_all(num_bytes, num_workers)
+        elif node.target is ops.gather_parameters:
+            yield ring_all_gather(num_bytes / num_workers, num_workers)
+        elif node.target is ops.gather_factors:
+            yield ring_all_gather(sum(map(factor_bytes, packs_of(self._program, index))), num_workers)
+        else:
+            raise UnknownCostError(f"it is not known how long {name_of(node)} takes between workers")
 
 
 def works_of_regions(program: Program, machine: Machine) -> dict[str, float]:

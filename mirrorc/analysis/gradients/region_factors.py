@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.gradients.region_gradients import calls_by_region, gradient_places
+from mirrorc.analysis.gradients.whole_gradients import why_whole_in_microbatches
 from mirrorc.analysis.graph.aliases import ViewedVariables, origins
 from mirrorc.ir.gradient_forms import FORMS, FactoredGradient, recognize
 from mirrorc.ir.program import Program
@@ -123,8 +124,8 @@ def _are_smaller(
         if program.workers.are_several and not first.form.writes_all and not is_due:
             whole[variable] = "of tables, in which other workers have looked up other rows"
             return False
-        if len(shard) > 1 and not first.form.takes_parts:
-            whole[variable] = f"{first.form.description} that is made of the factors of one microbatch alone"
+        if len(shard) > 1 and (why := why_whole_in_microbatches(first.form)):
+            whole[variable] = why
             return False
         if is_due:
             continue

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from mirrorc.analysis.gradients.factored_gradients import factor_values, left_to_shares
+from mirrorc.analysis.gradients.whole_gradients import why_whole, why_whole_in_microbatches
 from mirrorc.analysis.graph.aliases import ViewedVariables
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Detail, RowType, SentFactors
@@ -25,7 +27,48 @@ parts there are, and then the number of rows of each part."""
 # In a captured program, before it is outlined
 
 
-def sendable(graph: fx.Graph, variables: ViewedVariables) -> dict[str, tuple[fx.Node, FactoredGradient]]:
+@dataclass(frozen=True)
+class Sendable:
+    """A gradient of a captured program that can be sent as factors.
+
+    Attributes:
+        variable: the name of its variable.
+        value: its (fake) value on one replica.
+        of_shards: its factors in each shard graph.
+    """
+
+    variable: str
+    value: torch.Tensor
+    of_shards: tuple[FactoredGradient, ...]
+
+    @property
+    def form(self) -> GradientForm:
+        """The form of the gradient, which all shards share."""
+        return self.of_shards[0].form
+
+
+def sendable(program: Program, least_elements: int) -> Iterator[Sendable]:
+    """The gradients of a captured program that can be sent as factors, in the order of the program's output.
+
+    Args:
+        program: a CAPTURED program of a training step.
+        least_elements: the number of elements from which gradients are listed.
+    """
+    variables = ViewedVariables(program)
+    recognized = [_recognized(graph, variables) for graph in program.shard_graphs]
+    has_parts = any(len(program.graphs_run_by(replica)) > 1 for replica in program.present)
+    for name, (node, gradient) in recognized[0].items():
+        variable, value = program.variables[name], node.meta["val"]
+        is_elementwise = variable.update is not None and variable.update.elementwise
+        of_shards = tuple(shard[name][1] for shard in recognized if name in shard)
+        whole = why_whole(value, variable.strides if is_elementwise else None, least_elements)
+        if has_parts:
+            whole = whole or why_whole_in_microbatches(gradient.form)
+        if not whole and len(of_shards) == len(recognized):
+            yield Sendable(name, value, of_shards)
+
+
+def _recognized(graph: fx.Graph, variables: ViewedVariables) -> dict[str, tuple[fx.Node, FactoredGradient]]:
     """The gradients of a captured graph that have factors which can be sent, by variable."""
     gradients, found = _gradients(graph), {}
     nodes = list(gradients.values())

@@ -1,1 +1,1 @@
-"""What is chosen by measurement or by all workers: bucket sizes, exchange, gradient order."""
+"""Choices by measurement or by all workers: exchange, gradient order."""

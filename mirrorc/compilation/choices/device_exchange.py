@@ -1,18 +1,18 @@
-"""Chooses how the devices of a process send each other each gradient, where they do not read one memory: whole, or as factors."""
+"""The choice of what the devices of a process send of each gradient, where they do not read one memory: its sum, or factors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mirrorc.analysis.cost.gradient_exchange import bytes_of_sum_received
 from mirrorc.analysis.gradients.sent_factors import fake_rows, sendable
-from mirrorc.analysis.graph.aliases import ViewedVariables
+from mirrorc.compilation.choices.exchange_decision import exchange_remark
 from mirrorc.ir import ops
-from mirrorc.ir.links import Link, best_link, carrier_of, link_named, why_memory_is_not_shared
+from mirrorc.ir.links import best_link, carrier_of, link_named, why_memory_is_not_shared
 from mirrorc.ir.program import Accumulation, Program
 from mirrorc.options.step_options import StepOptions
 from mirrorc.passes import FactorGradients, ShareParameters, UpdateAtOwner
-from mirrorc.printing.values import size_text
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Gatherable:
     """A gradient whose factors devices may gather.
 
     Attributes:
-        variable: whose gradient it is.
-        whole_bytes: what a device gets from the others of whole gradients, to add them up.
-        factor_bytes: what it gets of their factors, at most.
+        variable: the name of its variable.
+        whole_bytes: the bytes that a device receives of whole gradients, to add them up.
+        factor_bytes: the bytes that it receives of their factors, at most.
     """
 
     variable: str
-    whole_bytes: int
+    whole_bytes: float
     factor_bytes: int
 
 
@@ -37,41 +37,34 @@ def with_gathered(program: Program, options: StepOptions) -> Program:
     do all devices where the user names an algorithm for these, unless factors are asked for. With ``exchange="auto"``, a
     gradient is gathered as factors where that moves fewer bytes.
     """
-    factoring = next((one for one in options.pipeline if isinstance(one, FactorGradients)), None)
+    factoring = next((entry for entry in options.pipeline if isinstance(entry, FactorGradients)), None)
     if program.workers.are_several or not program.trains or program.accumulation is not Accumulation.NONE:
         return program
     if why := _why_nothing_is_sent(program, options, factoring):
-        asks = options.exchange != "auto"
-        return program.with_remarks(_no_effect(options, why)) if asks else program
+        is_asked = options.exchange != "auto"
+        return program.with_remarks(_no_effect(options, why)) if is_asked else program
     why = _why_all_is_whole(program, options, factoring)
     if why or factoring is None or options.exchange == "dense":
-        return _told(program, options, why)
-    if options.exchange == "auto" and factoring.all_reduce is not None:
+        return _all_whole(program, options, why)
+    is_asked = options.exchange == "factors"
+    if not is_asked and factoring.all_reduce is not None:
         return program
     link = factoring.link or best_link(program.devices)[0]
-    fewest = factoring.min_elements if options.exchange == "auto" else 1
-    found = list(_gatherable(program, link, fewest))
-    is_asked = options.exchange == "factors"
-    chosen = [one for one in found if is_asked or one.factor_bytes < one.whole_bytes]
-    if not found:
-        return _told(program, options, "no gradient is a product, or rows of a table, that they could gather")
+    gradients = list(_gatherable(program, link, 1 if is_asked else factoring.min_elements))
+    if not gradients:
+        return _all_whole(program, options, "no gradient is a product, or rows of a table, that they could gather")
+    gathered = tuple(g.variable for g in gradients if is_asked or g.factor_bytes < g.whole_bytes)
+    bytes_of = {g.variable: (g.factor_bytes, g.whole_bytes) for g in gradients}
     why = "asked for" if is_asked else "chosen by bytes alone"
-    told = [
-        f"{one.variable} {'as factors' if one in chosen else 'whole'} ({size_text(one.factor_bytes)} against "
-        f"{size_text(one.whole_bytes)})"
-        for one in found
-    ]
-    remark = (
-        f"how devices send gradients ({why}; as factors against whole, to each device): {', '.join(told)}; others whole"
-    )
-    return program.evolve(gathered=tuple(one.variable for one in chosen)).with_remarks(remark)
+    remark = exchange_remark("devices", why, "to each device", bytes_of, gathered)
+    return program.evolve(gathered=gathered).with_remarks(remark)
 
 
 def _why_nothing_is_sent(program: Program, options: StepOptions, factoring: FactorGradients | None) -> str:
     """Why no device sends a gradient to another one; an empty text if devices do."""
     if program.num_replicas == 1:
         return "one device sends no gradient"
-    is_shared = any(isinstance(one, ShareParameters) for one in options.pipeline)
+    is_shared = any(isinstance(entry, ShareParameters) for entry in options.pipeline)
     if factoring is not None and factoring.parameters_are_shared is not None:
         is_shared = factoring.parameters_are_shared
     if is_shared and not why_memory_is_not_shared(program.devices):
@@ -81,7 +74,7 @@ def _why_nothing_is_sent(program: Program, options: StepOptions, factoring: Fact
 
 def _why_all_is_whole(program: Program, options: StepOptions, factoring: FactorGradients | None) -> str:
     """Why devices cannot send factors; an empty text if they can."""
-    if any(isinstance(one, UpdateAtOwner) for one in options.pipeline):
+    if any(isinstance(entry, UpdateAtOwner) for entry in options.pipeline):
         return "each gradient is added up whole, by the device that owns its variable"
     if factoring is None:
         return "the pass 'factor-gradients' is not in the pipeline"
@@ -91,9 +84,9 @@ def _why_all_is_whole(program: Program, options: StepOptions, factoring: FactorG
     return "a CUDA graph sends whole gradients" if options.cuda_graphs else ""
 
 
-def _told(program: Program, options: StepOptions, why: str) -> Program:
+def _all_whole(program: Program, options: StepOptions, why: str) -> Program:
     """A program of which all is sent whole but rows of tables, with a remark if the user has asked for something else."""
-    rows = [name for name, one in program.variables.items() if one.update is not None and one.update.takes_rows]
+    rows = [name for name, variable in program.variables.items() if variable.update and variable.update.takes_rows]
     if options.exchange == "factors" and not rows:
         return program.with_remarks(_no_effect(options, why))
     if options.exchange == "dense" and rows:
@@ -113,28 +106,12 @@ def _is_carried(link: str) -> bool:
         return False
 
 
-def _gatherable(program: Program, link: str, fewest: int) -> Iterator[Gatherable]:
+def _gatherable(program: Program, link: str, least_elements: int) -> Iterator[Gatherable]:
     """The gradients of a captured program whose factors can be gathered, in the order of the program's output."""
-    variables, number = ViewedVariables(program), program.num_replicas
-    recognized = [sendable(graph, variables) for graph in program.shard_graphs]
-    for name, (node, gradient) in recognized[0].items():
-        variable, value = program.variables[name], node.meta["val"]
-        is_plain = variable.update is not None and variable.update.elementwise and value.stride() == variable.strides
-        own = [found[name][1] for found in recognized if name in found]
-        if not is_plain or value.numel() < fewest or len(own) < len(recognized):
-            continue
-        if any(len(program.graphs_run_by(r)) > 1 for r in program.present) and not gradient.form.takes_parts:
-            continue
-        sizes = [sum(rows.numel() * rows.itemsize for rows in fake_rows(one) or ()) for one in own]
+    number = program.num_replicas
+    for gradient in sendable(program, least_elements):
+        sizes = [sum(rows.numel() * rows.itemsize for rows in fake_rows(part) or ()) for part in gradient.of_shards]
         of_replicas = [sum(sizes[shard] for shard in program.graphs_run_by(r)) for r in range(number)]
-        whole = value.numel() * value.itemsize
-        received = _bytes_of_all_reduce(link_named(carrier_of(link, ops.all_reduce)), whole, number)
-        yield Gatherable(name, received, sum(of_replicas) - min(of_replicas))
-
-
-def _bytes_of_all_reduce(link: Link, num_bytes: int, num_devices: int) -> int:
-    """What a device gets from the others of a bucket of so many bytes, to have the sum."""
-    others = (num_devices - 1) * num_bytes
-    if link.reads_one_memory:  # of which it adds up its share
-        return others // num_devices
-    return 2 * others // num_devices if link.moves_by_itself else others  # in a ring, or all others' buckets
+        whole = gradient.value.numel() * gradient.value.itemsize
+        received = bytes_of_sum_received(link_named(carrier_of(link, ops.all_reduce)), whole, number)
+        yield Gatherable(gradient.variable, received, sum(of_replicas) - min(of_replicas))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
+from mirrorc.compilation.choices.joint_choice import JointChoice
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program
@@ -18,65 +18,50 @@ from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.workers.team.team import Team
 
 
-class ReadyOrder:
-    """The order in which the chief's backward has made gradients, found at the first training call and kept from then on.
+class ReadyOrder(JointChoice):
+    """The order in which the chief's backward has made gradients.
 
     All workers must put gradients into the same buckets, but each finds out an order of its own. A backward that runs as plain
     PyTorch goes by the values of the worker's examples, and a graph goes by their number: that of one example may have other
-    operators, as in attention, and make gradients in another order. So each worker tells the others its order at the first call,
-    and all go by that of the chief.
-
-    Args:
-        options: of the step.
-
-    Attributes:
-        team: the workers that train together; None for those of a world that is not there.
+    operators, as in attention, and make gradients in another order. So all go by the order of the chief's first program.
     """
 
-    def __init__(self, options: StepOptions) -> None:
-        self._are_several = options.program_workers.are_several
-        self.team: Team | None = None
-        self._is_in_call = False
-        self._own: tuple[str, ...] = ()  # of the first program
-        self._names: tuple[str, ...] | None = None  # of all workers
+    subject = "the order of gradients"
 
-    @contextmanager
-    def asked(self) -> Iterator[None]:
-        """A block in which all workers are in a training call, so that they can be asked."""
-        self._is_in_call = True
-        try:
-            yield
-        finally:
-            self._is_in_call = False
+    def __init__(self, options: StepOptions, team: Team | None) -> None:
+        super().__init__(options, team)
+        self._first: tuple[str, ...] = ()  # of this worker's first program
+        self._names: tuple[str, ...] = ()
 
-    def keeps(self, program: Program) -> bool:
-        """Whether a program has the order of all workers; it may have been compiled without asking them."""
-        if program.trains and self._are_several:
-            self._choose()
-        return self._names in (None, program.workers.gradient_order) or not program.workers.gradient_order
+    def concerns(self, program: Program) -> bool:
+        return program.trains and self._options.program_workers.are_several
 
-    def put_into(self, program: Program) -> Program:
-        """Brings the gradients of a captured program into this order, and notes it there.
+    def observe(self, program: Program) -> None:
+        """Notes the order of the first program alone: others may wait for that, whichever front end has captured it."""
+        self._first = self._first or tuple(_gradients(program.shard_graphs[0]))
 
-        Variables that it does not name were frozen when the chief told it. Their gradients come behind, by their names, as all
-        that a program has besides may differ between workers; of layers with numbers the last comes first, as in backward.
+    def propose(self) -> str:
+        return json.dumps(self._first)
+
+    def decide(self, proposals: Sequence[str]) -> None:
+        self._names = tuple(json.loads(proposals[0]))
+
+    def applies_to(self, program: Program) -> bool:
+        return program.workers.gradient_order in ((), self._names)
+
+    def noted_in(self, program: Program) -> Program:
+        """A captured program with its gradients in this order.
+
+        Variables that it does not name were frozen when the chief proposed it. Their gradients come behind, by their names, as
+        all that a program has besides may differ between workers; of layers with numbers the last comes first, as in backward.
         """
-        if not program.trains or not self._are_several:
+        if not self.concerns(program):
             return program
-        self._own = self._own or tuple(_gradients(program.shard_graphs[0]))
-        self._choose()
-        names = self._own if self._names is None else self._names
-        others = sorted(program.variables.keys() - set(names), key=_with_numbers, reverse=True)
+        others = sorted(program.variables.keys() - set(self._names), key=_with_numbers, reverse=True)
         return program.evolve(
-            shard_graphs=tuple(_in_order(graph, [*names, *others]) for graph in program.shard_graphs),
-            workers=replace(program.workers, gradient_order=names),
+            shard_graphs=tuple(_in_order(graph, [*self._names, *others]) for graph in program.shard_graphs),
+            workers=replace(program.workers, gradient_order=self._names),
         )
-
-    def _choose(self) -> None:
-        """Tells the order of the first program if nothing was told yet, whatever has captured it: others may wait for that."""
-        if self._names is None and self.team is not None and self._is_in_call:
-            told = self.team.words.kept_texts("the order of gradients", json.dumps(self._own))
-            self._names = tuple(json.loads(told[0]))
 
 
 def _gradients(graph: fx.Graph) -> dict[str, fx.Node]:

@@ -1,20 +1,17 @@
-"""Chooses how workers send each gradient: the sum of a worker whole, or the factors from which every worker makes the sum.
-
-It is long, as what is chosen, by which figures, and what is said of it stand together.
-"""
+"""The choice of what workers send of each gradient: its sum, or factors."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 
 import torch
 
+from mirrorc.analysis.cost.gradient_exchange import Candidate
 from mirrorc.analysis.gradients.sent_factors import fake_rows, sendable, sent_factors
-from mirrorc.analysis.graph.aliases import ViewedVariables
-from mirrorc.compilation.choices.exchange_costs import Candidate, Figures, chosen
+from mirrorc.compilation.choices.exchange_decision import Figures, chosen
+from mirrorc.compilation.choices.joint_choice import JointChoice
 from mirrorc.ir import ops
 from mirrorc.ir.links import carries_between_workers, why_no_factors_for_workers
 from mirrorc.ir.program import Accumulation, Program
@@ -30,88 +27,117 @@ _WHOLE_FOR_SYMBOLS = (
     "workers send gradients whole, none as factors, because sizes of arguments may become symbols: how many factors there are is "
     "part of a program; dynamic=False, or exchange='factors', makes a program for each size and sends factors"
 )
+_AS_IF_ALIKE = "; taken as if all workers had as many examples as this one"
 
 
-class ExchangeChoice:
-    """How the workers of a step send each gradient, chosen at its first training call and kept from then on.
+class ExchangeChoice(JointChoice):
+    """The exchange of each gradient: its sum, or the factors from which every worker makes the sum.
 
-    A worker compiles for its own batches alone, but all workers must send alike. So each tells the others what it has at the
-    first call, all decide by the same figures, and batches of other sizes change nothing any more. So it is if that call
-    accumulates gradients, which are not sent: another worker may make another call, which is found out when all have come.
+    Batches of other sizes than those of the first call change nothing. That call may accumulate gradients, which are not sent:
+    another worker may make another call, which is found out when all have come.
 
     Args:
         options: of the step.
         num_threads: of each device.
-
-    Attributes:
-        team: the workers that train together; None for those of a world that is not there.
+        team: as for `JointChoice`.
     """
 
-    def __init__(self, options: StepOptions, num_threads: int) -> None:
-        self._options, self._num_threads = options, num_threads
-        self.team: Team | None = None
-        self._is_in_call = False
-        self._found: Sequence[Candidate] | None = None  # at the first capture
+    subject = "factors"
+
+    def __init__(self, options: StepOptions, num_threads: int, team: Team | None) -> None:
+        super().__init__(options, team)
+        self._num_threads = num_threads
+        self._candidates: Sequence[Candidate] = ()  # of the last captured program
         self._names: tuple[str, ...] = ()
         self._remark = ""
-        self._is_held = False
-        self._told: Figures | None = None
         self._loaded: tuple[str, ...] | None = None
 
     @property
-    def kept(self) -> tuple[str, ...] | None:
+    def names(self) -> tuple[str, ...] | None:
         """The variables whose gradients are sent as factors, as chosen or loaded; None if neither has happened yet."""
-        return self._names if self._is_held else self._loaded
+        return self._names if self._is_final else self._loaded
 
     @property
     def is_open(self) -> bool:
         """Whether the workers are yet to choose."""
-        return not self._is_held and self._told is None
+        return not self._is_final and self._sent is None
 
     def load(self, names: tuple[str, ...]) -> None:
         """Takes what was chosen in an earlier run in place of what would be measured now; before the workers choose."""
         assert self.is_open, "what all have chosen stays"
         self._loaded = names
 
-    @contextmanager
-    def asked(self) -> Iterator[None]:
-        """A block in which all workers are in a training call, so that they can be asked."""
-        self._is_in_call = True
-        try:
-            yield
-        finally:
-            self._is_in_call = False
+    def concerns(self, program: Program) -> bool:
+        return self._may_send_factors and program.trains
 
-    def keeps(self, program: Program) -> bool:
-        """Whether a program sends what all workers choose; it may have been compiled without asking them.
+    def observe(self, program: Program) -> None:
+        self._candidates = list(self._candidates_in(program)) if self._may_send_factors else []
+
+    def propose(self) -> str:
+        rows, machine = (
+            {gradient.variable: gradient.num_rows for gradient in self._candidates},
+            product_facts(self._num_threads),
+        )
+        figures = Figures(rows, machine, loaded=self._loaded)
+        link = self._team.link if self._team is not None else None
+        if link is not None and rows:
+            figures = replace(
+                figures,
+                seconds_per_byte=link.seconds_per_byte,
+                seconds_per_multiplication=seconds_per_multiplication(),
+            )
+        return json.dumps(asdict(figures))
+
+    def decide(self, proposals: Sequence[str]) -> None:
+        """Decides by the figures of all workers.
 
         Raises:
-            CommunicationError: as `put_into`.
+            CommunicationError: factors are asked for, and the workers would make different gradients of them; on all workers.
         """
-        if not self._concerns(program):
-            return self._taken_as_rows(program) == program.workers.sent_as_factors
-        if not self._is_held and self._is_in_call and self._found is not None:
-            self._choose(self._found)
+        workers = self._options.program_workers
+        everyone = [Figures(**json.loads(text)) for text in proposals]
+        self._names, self._remark = chosen(self._candidates, everyone, workers, self._options.exchange)
+
+    def applies_to(self, program: Program) -> bool:
         return program.workers.sent_as_factors == self._names_for(program)
 
-    def _concerns(self, program: Program) -> bool:
-        """Whether it is for a training call, in the first of which all workers tell each other what they have."""
-        return self._may_send_factors and program.trains
+    def noted_in(self, program: Program) -> Program:
+        """A captured program with the names of gradients that are sent as factors, and a remark.
+
+        Raises:
+            ValueError: the workers cannot send rows of tables that optimizers take.
+        """
+        is_sent = program.trains and program.accumulation is Accumulation.NONE
+        if sends_whole(self._options) and is_sent:
+            program = program.with_remarks(_WHOLE_FOR_SYMBOLS)
+        self._check_rows(program)
+        names, concerns = self._names_for(program), self.concerns(program)
+        if not concerns and not names:
+            return program
+        program = program.evolve(workers=replace(program.workers, sent_as_factors=names))
+        if not (self._remark and concerns and is_sent):
+            return program
+        return program.with_remarks(self._remark + ("" if self._is_joint else _AS_IF_ALIKE))
 
     def _names_for(self, program: Program) -> tuple[str, ...]:
         """The variables whose gradients a program sends as factors; gradients that are accumulated are whole."""
-        names = self._names if program.accumulation is Accumulation.NONE else ()
-        return (*names, *self._taken_as_rows(program))
+        is_sent = self.concerns(program) and program.accumulation is Accumulation.NONE
+        return (*(self._names if is_sent else ()), *self._rows_of(program))
 
-    def _taken_as_rows(self, program: Program) -> tuple[str, ...]:
-        """The tables whose optimizers take rows: workers always send these.
-
-        Raises:
-            ValueError: the workers cannot.
-        """
+    def _rows_of(self, program: Program) -> tuple[str, ...]:
+        """The tables whose optimizers take rows: workers always send these."""
         if not (self._options.program_workers.are_several and program.trains):
             return ()
-        names = tuple(n for n, variable in program.variables.items() if variable.update and variable.update.takes_rows)
+        variables = program.variables.values()
+        return tuple(variable.name for variable in variables if variable.update and variable.update.takes_rows)
+
+    def _check_rows(self, program: Program) -> None:
+        """Refuses rows of tables that the workers cannot send.
+
+        Raises:
+            ValueError: names the table and the remedy.
+        """
+        names = self._rows_of(program)
         if names and self._options.exchange == "dense":
             raise ValueError(
                 f"exchange='dense' has workers send whole gradients, and the optimizer takes rows of that of {names[0]!r}, which "
@@ -122,7 +148,6 @@ class ExchangeChoice:
                 f"the gradient of {names[0]!r} is sparse, and nothing gathers rows between workers with such devices: look it up "
                 "with sparse=False"
             )
-        return names
 
     @property
     def _may_send_factors(self) -> bool:
@@ -133,86 +158,34 @@ class ExchangeChoice:
         """The pass that leaves gradients as factors, if anything may be sent so."""
         if self._options.exchange == "dense" or sends_whole(self._options):
             return None
-        found = next((one for one in self._options.pipeline if isinstance(one, FactorGradients)), None)
-        if found is None or why_no_factors_for_workers(found.link, self._options.devices):
+        factoring = next((entry for entry in self._options.pipeline if isinstance(entry, FactorGradients)), None)
+        if factoring is None or why_no_factors_for_workers(factoring.link, self._options.devices):
             return None
-        return found
+        return factoring
 
-    def put_into(self, program: Program) -> Program:
-        """Notes in a captured program of a training step which gradients are sent as factors, and adds a remark.
-
-        Raises:
-            CommunicationError: factors are asked for, and the workers would make different gradients of them; on all workers.
-        """
-        if sends_whole(self._options) and program.trains and program.accumulation is Accumulation.NONE:
-            program = program.with_remarks(_WHOLE_FOR_SYMBOLS)
-        if not self._concerns(program):
-            rows = self._taken_as_rows(program)
-            return program.evolve(workers=replace(program.workers, sent_as_factors=rows)) if rows else program
-        if not self._is_held:
-            self._found = list(self._candidates(program))
-            self._choose(self._found)
-        program = program.evolve(workers=replace(program.workers, sent_as_factors=self._names_for(program)))
-        is_remarked = self._remark and program.accumulation is Accumulation.NONE
-        return program.with_remarks(self._remark) if is_remarked else program
-
-    def _choose(self, found: Sequence[Candidate]) -> None:
-        """Chooses by the figures of all workers, or as if all had this one's where they cannot be asked, and keeps the former."""
-        workers = self._options.program_workers
-        own = self._figures(found) if self._told is None else self._told
-        everyone = [own] * workers.num_workers
-        is_asked = self.team is not None and self._is_in_call
-        if self.team is not None and is_asked:
-            self._told = own
-            everyone = [
-                Figures(**json.loads(text)) for text in self.team.words.kept_texts("factors", json.dumps(asdict(own)))
-            ]
-        with self.team.words.raising_alike() if self.team is not None else nullcontext():
-            self._names, self._remark = chosen(found, everyone, workers, self._options.exchange)
-        if self._remark and not is_asked:
-            self._remark += "; taken as if all workers had as many examples as this one"
-        self._is_held = self.team is None or is_asked
-
-    def _figures(self, found: Sequence[Candidate]) -> Figures:
-        rows, machine = {one.variable: one.num_rows for one in found}, product_facts(self._num_threads)
-        link = self.team.link if self.team is not None else None
-        if link is None or not found:
-            return Figures(rows, machine, loaded=self._loaded)
-        return Figures(rows, machine, link.seconds_per_byte, seconds_per_multiplication(), self._loaded)
-
-    def _candidates(self, program: Program) -> Iterator[Candidate]:
+    def _candidates_in(self, program: Program) -> Iterator[Candidate]:
         """The gradients of a captured program whose factors can be sent, in the order of the program's output."""
         factoring = self._factoring
         assert factoring is not None, "something may be sent as factors"
-        fewest = factoring.min_elements if self._options.exchange == "auto" else 1
-        variables = ViewedVariables(program)
-        recognized = [sendable(graph, variables) for graph in program.shard_graphs]
         graphs = [shard for replica in range(program.num_replicas) for shard in program.graphs_run_by(replica)]
-        for name, (node, gradient) in recognized[0].items():
-            variable, value = program.variables[name], node.meta["val"]
-            is_plain = (
-                variable.update is not None and variable.update.elementwise and value.stride() == variable.strides
-            )
-            own = [found[name][1] for found in recognized if name in found]
-            if not is_plain or value.numel() < fewest or len(own) < len(recognized):
-                continue
-            if any(len(program.graphs_run_by(r)) > 1 for r in program.present) and not gradient.form.takes_parts:
-                continue
-            rows = [(fake_rows(one) or [])[0] for one in own]
+        for gradient in sendable(program, factoring.min_elements if self._options.exchange == "auto" else 1):
+            rows = [(fake_rows(part) or [])[0] for part in gradient.of_shards]
             number = sum(size_now(rows[shard].shape[0]) for shard in graphs)
-            row_bytes = sum(kind.num_bytes for kind in sent_factors(program, name).rows)
-            work = gradient.form.num_multiplications(value, 1)
-            yield Candidate(name, self._bytes_sent(name, value), row_bytes, number, work)
+            row_bytes = sum(kind.num_bytes for kind in sent_factors(program, gradient.variable).rows)
+            work = gradient.form.num_multiplications(gradient.value, 1)
+            yield Candidate(
+                gradient.variable, self._bytes_sent(gradient.variable, gradient.value), row_bytes, number, work
+            )
 
     def _bytes_sent(self, name: str, gradient: torch.Tensor) -> int:
         """The bytes of a sum that is sent whole, or takes as long as what is sent of this one."""
         num_elements, dtype = gradient.numel(), gradient.dtype
         num_workers = self._options.program_workers.num_workers
-        for compiler_pass in self._options.pipeline:
-            if isinstance(compiler_pass, SendLargest):
-                return compiler_pass.bytes_of_sum(num_elements, dtype, num_workers)
-            if isinstance(compiler_pass, SendPayload):
-                return compiler_pass.bytes_of_gradient(name, gradient, num_workers)
-            if isinstance(compiler_pass, CompressExchange) and compiler_pass.narrows(dtype):
-                return num_elements * NARROW[compiler_pass.dtype].itemsize
+        for entry in self._options.pipeline:
+            if isinstance(entry, SendLargest):
+                return entry.bytes_of_sum(num_elements, dtype, num_workers)
+            if isinstance(entry, SendPayload):
+                return entry.bytes_of_gradient(name, gradient, num_workers)
+            if isinstance(entry, CompressExchange) and entry.narrows(dtype):
+                return num_elements * NARROW[entry.dtype].itemsize
         return num_elements * dtype.itemsize

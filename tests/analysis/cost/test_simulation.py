@@ -14,7 +14,7 @@ from tiny_programs import SMALL_BUCKETS, Weight, handmade
 from torch import fx
 
 from mirrorc import World
-from mirrorc.analysis.cost.link_speed import LinkSpeed, fitted_speed
+from mirrorc.analysis.cost.link_speed import LinkSpeed, fitted_speed, ring_all_gather, ring_all_reduce, ring_all_to_all
 from mirrorc.analysis.cost.simulation import simulate
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, call_name, is_region_call
@@ -48,7 +48,7 @@ class Given:
 
     def flight_seconds(self, node: fx.Node) -> float:
         num_bytes = self.program.buckets[bucket_of(node)].num_bytes
-        return self.link.all_reduce_seconds(num_bytes, self.program.workers.num_workers)
+        return self.link.seconds_of(ring_all_reduce(num_bytes, self.program.workers.num_workers))
 
 
 CALLS = {"fwd_0": 4.0, "bwd_0": 2.0, "bwd_1": 3.0, "update b0": 1.0, "update b1": 1.5}
@@ -151,19 +151,19 @@ def test_every_region_is_called_in_its_order() -> None:
 
 def test_a_ring_sends_what_the_textbook_says() -> None:
     link = LinkSpeed(latency_seconds=1.0, seconds_per_byte=0.5)
-    assert link.all_reduce_seconds(100, 2) == 2 * (1.0 + 25.0)
-    assert link.all_reduce_seconds(100, 4) == 6 * (1.0 + 12.5)
-    assert link.all_gather_seconds(100, 4) == 3 * (1.0 + 50.0)
-    assert link.all_to_all_seconds(100, 4) == 3 * (1.0 + 12.5)
-    assert link.all_reduce_seconds(100, 1) == link.all_gather_seconds(100, 1) == link.all_to_all_seconds(100, 1) == 0.0
+    assert link.seconds_of(ring_all_reduce(100, 2)) == 2 * (1.0 + 25.0)
+    assert link.seconds_of(ring_all_reduce(100, 4)) == 6 * (1.0 + 12.5)
+    assert link.seconds_of(ring_all_gather(100, 4)) == 3 * (1.0 + 50.0)
+    assert link.seconds_of(ring_all_to_all(100, 4)) == 3 * (1.0 + 12.5)
+    assert all(link.seconds_of(ring(100, 1)) == 0.0 for ring in (ring_all_reduce, ring_all_gather, ring_all_to_all))
 
 
 @pytest.mark.parametrize("num_workers", [2, 5])
 def test_the_speed_of_a_link_is_told_from_sums(num_workers: int) -> None:
     link = LinkSpeed(latency_seconds=0.25, seconds_per_byte=2.0**-20)
     credit = 0.125  # what a bucket of tokens lets pass at once
-    sums = [(size, link.all_reduce_seconds(size, num_workers) - credit) for size in (2**20, 2**22)]
-    found = fitted_speed(*sums, link.all_reduce_seconds(0, num_workers), num_workers)
+    sums = [(size, link.seconds_of(ring_all_reduce(size, num_workers)) - credit) for size in (2**20, 2**22)]
+    found = fitted_speed(*sums, link.seconds_of(ring_all_reduce(0, num_workers)), num_workers)
     assert found.seconds_per_byte == pytest.approx(link.seconds_per_byte) and found.latency_seconds == 0.25
     noisy = fitted_speed((2**20, 1.0), (2**22, 0.5), 0.0, num_workers)  # the larger sum was faster
     assert noisy.seconds_per_byte > 0

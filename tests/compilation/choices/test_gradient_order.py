@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,9 @@ class Words:
         self.told.append(text)
         return [json.dumps(self.chief), text]
 
+    def raising_alike(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 def plain(*, evaluates: bool = False, front_end: Any = None) -> Program:
     torch.manual_seed(0)
@@ -67,11 +71,15 @@ def attending(rows: int) -> Program:
 
 
 def order_with(chief: Sequence[str] | None) -> tuple[ReadyOrder, Words]:
-    order = ReadyOrder(SimpleNamespace(program_workers=World(2).worker(1)))  # type: ignore[arg-type]
     words = Words(chief or ())
-    if chief is not None:
-        order.team = SimpleNamespace(words=words)  # type: ignore[assignment]
-    return order, words
+    team: Any = SimpleNamespace(words=words) if chief is not None else None
+    options: Any = SimpleNamespace(program_workers=World(2).worker(1))
+    return ReadyOrder(options, team), words
+
+
+def put_into(order: ReadyOrder, program: Program, *, in_call: bool = True) -> Program:
+    order.consider(program, in_call=in_call)
+    return order.noted_in(program)
 
 
 def taken(program: Program) -> tuple[str, ...]:
@@ -93,9 +101,8 @@ def test_gradients_are_in_the_order_in_which_backward_makes_them() -> None:
 
 def test_all_go_by_the_chief() -> None:
     order, words = order_with(OTHER)
-    with order.asked():
-        program = order.put_into(plain())
-        assert order.put_into(plain()).workers.gradient_order == OTHER
+    program = put_into(order, plain())
+    assert put_into(order, plain()).workers.gradient_order == OTHER
     assert taken(program) == program.workers.gradient_order == OTHER
     assert words.told == [json.dumps(READY)], "each tells its own order once"
     verify(program)
@@ -106,12 +113,13 @@ def test_all_go_by_the_chief() -> None:
 def test_what_was_compiled_before_workers_could_be_asked_is_kept_if_it_is_in_order() -> None:
     for chief in (OTHER, READY):
         order, words = order_with(chief)
-        early = order.put_into(plain())
+        early = put_into(order, plain(), in_call=False)
         assert (taken(early), words.told) == (READY, [])
-        assert order.keeps(early)
-        with order.asked():
-            assert order.keeps(early) is (chief == READY)
-            assert order.keeps(order.put_into(plain()))
+        assert order.applies_to(early)
+        assert words.told == [], "it is asked, and tells nothing"
+        order.settle()
+        assert order.applies_to(early) is (chief == READY)
+        assert order.applies_to(put_into(order, plain()))
         assert len(words.told) == 1
 
 
@@ -119,10 +127,9 @@ def test_what_the_chief_does_not_name_comes_behind_in_an_order_that_all_have() -
     """As parameters that were frozen when it told, whatever the order of this worker's run."""
     others, _ = order_with(OTHER)
     order, _ = order_with(["2.bias"])
-    with others.asked(), order.asked():
-        own = others.put_into(plain())
-        assert taken(own) == OTHER
-        assert taken(order.put_into(own)) == ("2.bias", "2.weight", "0.weight", "0.bias")
+    program = put_into(others, plain())
+    assert taken(program) == OTHER
+    assert taken(put_into(order, program)) == ("2.bias", "2.weight", "0.weight", "0.bias")
 
 
 def test_what_the_chief_does_not_name_comes_by_the_numbers_of_layers() -> None:
@@ -132,21 +139,17 @@ def test_what_the_chief_does_not_name_comes_by_the_numbers_of_layers() -> None:
     turned = program.evolve(variables=dict(reversed(program.variables.items())))
     for own in (program, turned):
         order, _ = order_with(["3.weight"])
-        with order.asked():
-            assert listed(order.put_into(own)) == (
-                "3.weight",
-                *(f"{layer}.weight" for layer in reversed(range(12)) if layer != 3),
-            )
+        others = [f"{layer}.weight" for layer in reversed(range(12)) if layer != 3]
+        assert listed(put_into(order, own)) == ("3.weight", *others)
 
 
 def test_gradients_of_compiled_graphs_are_in_the_order_of_the_chief_too() -> None:
     order, words = order_with(OTHER)
     program = plain(front_end=front_end_named("dynamo"))
     assert listed(program) != OTHER
-    early = order_with(None)[0].put_into(program)
-    with order.asked():
-        ordered = order.put_into(program)
-        assert order.keeps(ordered) and not order.keeps(early)
+    early = put_into(order_with(None)[0], program)
+    ordered = put_into(order, program)
+    assert order.applies_to(ordered) and not order.applies_to(early)
     assert listed(ordered) == ordered.workers.gradient_order == OTHER
     assert words.told == [json.dumps(listed(program))]
     before, after = ([node.name for node in own.shard_graphs[0].nodes] for own in (program, ordered))
@@ -156,8 +159,7 @@ def test_gradients_of_compiled_graphs_are_in_the_order_of_the_chief_too() -> Non
 def test_evaluations_stay_as_they_are_and_tell_nothing() -> None:
     order, words = order_with(OTHER)
     program = plain(evaluates=True, front_end=front_end_named("dynamo"))
-    with order.asked():
-        assert order.put_into(program) is program and order.keeps(program)
+    assert put_into(order, program) is program and order.applies_to(program)
     assert not words.told
 
 
@@ -167,8 +169,7 @@ def test_attention_over_one_example_has_the_buckets_of_several(chief: int, own: 
     theirs, program = attending(chief), attending(own)
     assert sorted(listed(theirs)) == sorted(listed(program)) and listed(theirs) != listed(program)
     order, _ = order_with(listed(theirs))
-    with order.asked():
-        ordered = order.put_into(program)
+    ordered = put_into(order, program)
     *_, expected = every_stage(theirs, over_workers=True, **SMALL_BUCKETS).values()
     *_, found = every_stage(ordered, over_workers=True, **SMALL_BUCKETS).values()
     assert found.buckets == expected.buckets and len(found.buckets) == len(listed(program))
@@ -177,5 +178,4 @@ def test_attention_over_one_example_has_the_buckets_of_several(chief: int, own: 
 
 def test_a_world_that_is_not_there_has_the_order_of_its_own_run() -> None:
     order, _ = order_with(None)
-    with order.asked():
-        assert taken(order.put_into(plain())) == READY
+    assert taken(put_into(order, plain())) == READY

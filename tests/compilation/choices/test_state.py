@@ -12,7 +12,7 @@ from torch import nn
 import mirrorc
 from mirrorc import World
 
-MIDDLE = {"devices_per_worker": [1, 1], "sent_as_factors": ["2.weight"], "bucket_cap_mb": None, "first_bucket_mb": None}
+MIDDLE = {"devices_per_worker": [1, 1], "sent_as_factors": ["2.weight"]}
 
 
 def made(**options: Any) -> mirrorc.Step:
@@ -53,17 +53,15 @@ def test_what_others_have_chosen_is_left_aside() -> None:
         assert not prepare(dense).workers.sent_as_factors, "it is told how to send"
 
 
-def test_measured_sizes_are_as_they_were() -> None:
+def test_measured_sizes_of_an_earlier_version_are_refused_by_name() -> None:
     sizes = {"bucket_cap_mb": 4.0, "first_bucket_mb": 1.0}
-    state = {"devices_per_worker": [2], "sent_as_factors": None, **sizes}
-    with made(world=None, devices=2, bucket_cap_mb="auto") as step:
-        step.load_state_dict(state)
-        remarks = prepare(step).remarks
-        assert step.state_dict() == state
-        with pytest.raises(mirrorc.ExecutionError, match="the step had chosen another bucket_cap_mb already"):
-            step.load_state_dict({**state, "bucket_cap_mb": 16.0})
-    text = "bucket sizes as in the state that was loaded: bucket_cap_mb=4, first_bucket_mb=1"
-    assert text in [remark.text for remark in remarks]
+    with made() as step:
+        with pytest.raises(
+            ValueError, match=r"has bucket_cap_mb=4.0, first_bucket_mb=1.0, .* give these numbers to mirrorc.c"
+        ):
+            step.load_state_dict({**MIDDLE, **sizes})
+        step.load_state_dict({**MIDDLE, **dict.fromkeys(sizes)})  # that version had measured none
+        assert step.state_dict() == MIDDLE
 
 
 @pytest.mark.parametrize(

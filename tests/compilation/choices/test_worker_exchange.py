@@ -10,7 +10,8 @@ from torch import nn
 import mirrorc
 from mirrorc import World
 from mirrorc.analysis.communication.worker_schedule import worker_schedule
-from mirrorc.compilation.choices.exchange_costs import Candidate, Figures, chosen, sent_bytes
+from mirrorc.analysis.cost.gradient_exchange import Candidate
+from mirrorc.compilation.choices.exchange_decision import Figures, chosen
 from mirrorc.errors import CommunicationError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
@@ -26,12 +27,12 @@ def figures(rows: int, **more: Any) -> Figures:
     return Figures({"wide": rows, "narrow": rows}, MACHINE, **more)
 
 
-def names(*everyone: Figures, exchange: mirrorc.options.kinds.Exchange = "auto") -> tuple[str, ...]:
+def names(*everyone: Figures, exchange: mirrorc.options.table.Exchange = "auto") -> tuple[str, ...]:
     return chosen([WIDE, NARROW], everyone, Workers((1,) * len(everyone)), exchange)[0]
 
 
 def test_fewer_bytes_are_sent() -> None:
-    assert sent_bytes(WIDE, [64, 64], is_dealt=False) == (2**24, 2**20)  # 16 MiB against 1 MiB
+    assert [one.num_bytes for one in WIDE.messages([64, 64], is_dealt=False)] == [2**24, 2**20]  # 16 MiB against 1 MiB
     assert names(figures(64), figures(64)) == ("wide",)
     assert names(figures(1024), figures(1)) == ()  # all are padded to the longest
     assert names(figures(64), figures(64), exchange="factors") == ("wide", "narrow")
@@ -64,7 +65,7 @@ def test_machines_that_differ_send_whole_gradients() -> None:
 
 
 def test_parts_of_a_gradient_are_sent_once_and_made_on_any_machine() -> None:
-    assert sent_bytes(WIDE, [64, 64], is_dealt=True) == (2**23, 2**20)
+    assert [one.num_bytes for one in WIDE.messages([64, 64], is_dealt=True)] == [2**23, 2**20]
     two, other = Workers((1, 2), shards_optimizer=True), replace(figures(64), machine={"processor": "another"})
     assert chosen([WIDE], [figures(64), other], two, "auto")[0] == ("wide",)
     rows = 640  # 10 MiB of factors, against 8 MiB of sums of parts, or 16 MiB of whole sums

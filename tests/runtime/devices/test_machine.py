@@ -1,10 +1,9 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from mirrorc.runtime.devices import machine
-from mirrorc.runtime.devices.machine import device_model, num_cores, processor_model
+from mirrorc.runtime.devices.machine import processor_model
 
 CORE = """processor\t: {0}
 model name\t: Some Processor 9000
@@ -27,17 +26,3 @@ def test_a_processor_is_known_by_its_model_not_by_what_changes(tmp_path: Path, m
 def test_a_system_that_tells_nothing_still_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "none")
     assert processor_model()
-
-
-def test_devices_are_called_by_their_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU model {device.index}")
-    assert device_model(torch.device("cpu")) == processor_model()
-    assert device_model(torch.device("cuda", 3)) == "GPU model 3"
-
-
-def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 2, 5}, raising=False)
-    assert num_cores() == 3
-    monkeypatch.delattr(machine.os, "sched_getaffinity")
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 7)
-    assert num_cores() == 7

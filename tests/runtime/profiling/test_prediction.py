@@ -9,9 +9,9 @@ from tiny_programs import Weight, handmade
 from torch import fx
 
 from mirrorc import World
-from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.analysis.cost.link_speed import LinkSpeed, ring_all_reduce
 from mirrorc.analysis.cost.simulation import Simulation, simulate
-from mirrorc.analysis.cost.step_costs import Line, Pace, UnknownCostError, num_bytes_of_call, works_of_regions
+from mirrorc.analysis.cost.step_costs import Pace, UnknownCostError, num_bytes_of_call, works_of_regions
 from mirrorc.analysis.cost.work import Machine
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, is_region_call, region_of
@@ -58,7 +58,7 @@ class Truth:
         return 3e-5 if node.target is ops.commit else 0.0
 
     def flight_seconds(self, node: fx.Node) -> float:
-        whole = LINK.all_reduce_seconds(self.program.buckets[bucket_of(node)].num_bytes, 2)
+        whole = LINK.seconds_of(ring_all_reduce(self.program.buckets[bucket_of(node)].num_bytes, 2))
         return whole if node.target is ops.exchange else whole / 2  # sums of parts, or new parameters
 
 
@@ -121,14 +121,3 @@ def test_a_pace_is_kept_by_other_cuts() -> None:
     assert [pace.at(part) for part in (0.0, 0.125, 0.25, 0.625, 1.0)] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert Pace.of([0.0, 0.0], [1.0, 3.0]).at(0.5) == 1.0  # nothing but views
     assert Pace.of([0.0, 2.0], [1.0, 3.0]).at(1.0) == 4.0
-
-
-def test_a_line_goes_through_what_was_measured() -> None:
-    assert Line.through([]).at(5.0) == 0.0
-    assert Line.through([(4.0, 2.0), (5.0, 2.5)]).at(10.0) == 5.0  # alike: in proportion
-    assert Line.through([(0.0, 2.0), (0.0, 4.0)]).at(10.0) == 3.0
-    assert Line.through([(10.0, 3.0), (20.0, 5.0)]).at(40.0) == pytest.approx(9.0)
-    falling = Line.through([(1.0, 5.0), (10.0, 1.0)])
-    assert falling.seconds_per_byte == 0.0 and falling.at(100.0) == 3.0
-    steep = Line.through([(1.0, 0.0), (10.0, 10.0)])
-    assert steep.seconds == 0.0 and steep.at(5.5) == pytest.approx(5.0)

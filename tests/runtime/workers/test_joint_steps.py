@@ -13,7 +13,6 @@ import selections
 from worker_processes import LazyOutcomes, free_port, outcomes, told
 from worker_training import evaluation, in_one_process, reference, reference_by_shard
 
-CHOSEN = {"options": {"bucket_cap_mb": "auto"}, "favoured": [25, 25]}
 FACTORS = {"options": {"exchange": "factors"}}
 CASES: dict[str, dict[str, Any]] = {
     "2 x 1": {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [4, 2]], "stepped": 1, "evaluates": True},
@@ -81,7 +80,6 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": [[4, 3], [2, 2]],
         "options": {"exchange": "factors", "clip_grad_norm": 0.1, "microbatches": 2},
     },
-    "sizes": {"model": "wide", "devices": [1, 2], "sizes": [[4, 4], [0, 3]], "steps": 11, "optimizer": "SGD", **CHOSEN},
     "random": {"model": "random", "devices": [1, 2], "sizes": [[3, 6]], "optimizer": "SGD"},
     "whole": {"model": "mlp", "devices": [1, 2, 1], "sizes": [[9, 0, 1]], "is_whole": True},
     "whole, random": {
@@ -167,7 +165,7 @@ SLOW = (
         "packs and factors",
     ),
     *("factors, 2 x 1", "factors, 2 x 2", "factors, empty", "factors, tied", "factors, bound"),
-    *("whole, random", "sizes", "rows"),
+    *("whole, random", "rows"),
     *("3 x (1, 2, 1)", "one recomputes", "factors, in parts"),
 )
 FAST = (CASES | FAULTS).keys() - {*SLOW, *SELDOM}
@@ -286,16 +284,6 @@ def test_factors_of_machines_that_differ_are_refused_by_all(found: Mapping[str, 
 
 def test_a_step_says_which_worker_it_is_of(found: Mapping[str, Any]) -> None:
     assert [own["described"] for own in found["empty"]] == [[0, 3, 4, True], [1, 3, 4, False], [2, 3, 4, False]]
-
-
-@pytest.mark.slow
-def test_workers_choose_bucket_sizes_together(found: Mapping[str, Any]) -> None:
-    remarks = []
-    for own in found["sizes"][:2]:
-        assert own["buckets"] == 1  # and two before the ninth call, of a first one of 1 MiB
-        remarks += [remark for remark in own["remarks"] if remark.startswith("bucket sizes by prediction")]
-    assert len(remarks) == 2 and remarks[0] == remarks[1]
-    assert "bucket_cap_mb=25, first_bucket_mb=25 (give these to pin them)" in remarks[0]
 
 
 def test_exchanges_are_explained(found: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ from worker_training import in_one_process, made, values_of, whole
 
 SMALL = {"options": {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}}
 FACTORS = {**SMALL["options"], "exchange": "factors"}
-CHOSEN = {"options": {"bucket_cap_mb": "auto"}, "favoured": [25, 25]}
 TWO: dict[str, Any] = {"model": "mlp", "devices": [1, 1], "sizes": [[4, 4], [4, 4], [0, 4]], **SMALL}
 USES = ("state", "own step", "copy", "pickle", "read", "gather", "state")
 CASES: dict[str, dict[str, Any]] = {
@@ -64,7 +63,6 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen, dealt": {**TWO, "events": [[2, None, "freeze"], [3, None, "free"]]},
     "clears one": {**TWO, "events": [[2, 0, "clear"], [2, 1, "clear one"]], "ends": True},
     "clears half": {**TWO, "events": [[2, 0, "clear"], [2, 1, "write"], [2, None, "freeze"]]},
-    "sizes": {"model": "wide", "devices": [1, 2], "sizes": [[4, 4], [0, 3]], "steps": 11, "optimizer": "SGD", **CHOSEN},
     "chief clears": {**TWO, "events": [[2, 0, "clear"], [2, None, "gather"]]},
     "chief gathers": {**TWO, "events": [[2, 0, "gather"]], "ends": True},
     "joins": {**TWO, "events": [[4, None, "join and gather"]], "ends": True},
@@ -84,7 +82,6 @@ PARITY = (
     "experts",
     "moved",
     "chief shifts",
-    "sizes",
 )
 FROZEN = ("frozen", "frozen, dealt")
 
@@ -145,8 +142,6 @@ def test_steps_and_state_are_those_of_one_process(found: Mapping[str, Any], case
         launched = ["scatter_sums", "gather_parameters", *(["gather_factors"] if case in SENT else [])]
         assert all(f"{name} over gloo" in own["explained"] for name in launched)
         assert "= gather_parameters(" in own["program"] and "= exchange(" not in own["program"]
-        if case == "sizes":
-            assert "bucket sizes by prediction: bucket_cap_mb=25, first_bucket_mb=25 (give" in own["program"]
     assert len({own["schedule"] for own in found[case][: len(given["devices"])]}) == 1
 
 

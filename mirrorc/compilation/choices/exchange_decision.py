@@ -1,0 +1,139 @@
+"""The decision of the workers on what they send of each gradient, by the figures that all of them have proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from mirrorc.analysis.cost.gradient_exchange import Candidate
+from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.errors import CommunicationError
+from mirrorc.ir.workers import Workers
+from mirrorc.messages.wording import counted
+from mirrorc.options.table import Exchange
+from mirrorc.printing.values import size_text
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The proposal of a worker.
+
+    Attributes:
+        rows: the number of its rows of the factors of each gradient that may be sent so.
+        machine: the facts on which the bits of a product depend, by name.
+        seconds_per_byte: of the link, as it has measured it; 0 if it has not.
+        seconds_per_multiplication: of its processor; 0 if it has not measured that.
+        loaded: the choice of an earlier run, see `ExchangeChoice.load`; that of worker 0 counts.
+    """
+
+    rows: Mapping[str, int]
+    machine: Mapping[str, str]
+    seconds_per_byte: float = 0.0
+    seconds_per_multiplication: float = 0.0
+    loaded: Sequence[str] | None = None
+
+
+def chosen(
+    candidates: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
+) -> tuple[tuple[str, ...], str]:
+    """The variables whose gradients are sent as factors, and a remark on why, empty if nothing is to choose; alike on all.
+
+    Args:
+        candidates: the gradients that may be sent so; all but their numbers of rows is the same on all workers.
+        everyone: the figures of each worker, by rank.
+        workers: all of them; where each updates a part of every bucket, it alone makes the gradients of this part, so their bits
+            may depend on its machine.
+        exchange: the option.
+
+    Raises:
+        CommunicationError: the option asks for factors, and the workers would make different gradients of them.
+    """
+    candidates = [gradient for gradient in candidates if all(gradient.variable in figures.rows for figures in everyone)]
+    if not candidates:
+        return (), ""
+    is_dealt = workers.shards_optimizer
+    if not is_dealt and (why_not := why_bits_differ(everyone, workers.devices_per_worker)):
+        if exchange == "factors":
+            raise CommunicationError(
+                f"exchange='factors' cannot be used by these workers: {why_not}, so that each would make other bits of one "
+                "product. No parameter was changed. Give all workers machines and settings that are alike, or exchange='dense'"
+            )
+        return (
+            (),
+            f"workers send all gradients whole, none as factors: {why_not}, and bits of a product may depend on it",
+        )
+    loaded = everyone[0].loaded
+    if exchange == "factors":
+        as_factors = candidates
+    elif loaded is not None:
+        as_factors = [gradient for gradient in candidates if gradient.variable in loaded]
+    else:
+        link = LinkSpeed(0.0, max(figures.seconds_per_byte for figures in everyone))  # the slowest, of large messages
+        work = max(figures.seconds_per_multiplication for figures in everyone)
+        as_factors = [
+            gradient
+            for gradient in candidates
+            if gradient.is_cheaper_as_factors(_rows(gradient, everyone), link, work, is_dealt=is_dealt)
+        ]
+    return tuple(gradient.variable for gradient in as_factors), _remark(
+        candidates, as_factors, everyone, exchange, is_dealt=is_dealt
+    )
+
+
+def why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
+    """Why workers would make different bits of the same product; empty if they would not."""
+    other = next((rank for rank, number in enumerate(devices_per_worker) if number != devices_per_worker[0]), None)
+    if other is not None:
+        return (
+            f"worker 0 has {counted(devices_per_worker[0], 'device')}, worker {other} has {devices_per_worker[other]}"
+        )
+    for name, value in everyone[0].machine.items():
+        for rank, figures in enumerate(everyone):
+            if figures.machine.get(name) != value:
+                return f"workers 0 and {rank} differ in {name}: {value:.80} and {figures.machine.get(name):.80}"
+    return ""
+
+
+def _remark(
+    candidates: Sequence[Candidate],
+    as_factors: Sequence[Candidate],
+    everyone: Sequence[Figures],
+    exchange: Exchange,
+    *,
+    is_dealt: bool,
+) -> str:
+    per_byte = max(figures.seconds_per_byte for figures in everyone)
+    link = f"a link of {1 / per_byte / 1e6:.0f} MB/s" if per_byte else "bytes alone"
+    why = "asked for" if exchange == "factors" else f"chosen by {link}"
+    if exchange != "factors" and everyone[0].loaded is not None:
+        why = "as in the state that was loaded"
+    bytes_of = {}
+    for gradient in candidates:
+        whole, factors = gradient.messages(_rows(gradient, everyone), is_dealt=is_dealt)
+        bytes_of[gradient.variable] = factors.num_bytes, whole.num_bytes
+    return exchange_remark("workers", why, "from each worker", bytes_of, [gradient.variable for gradient in as_factors])
+
+
+def _rows(gradient: Candidate, everyone: Sequence[Figures]) -> list[int]:
+    return [figures.rows[gradient.variable] for figures in everyone]
+
+
+def exchange_remark(
+    senders: str, why: str, direction: str, bytes_of: Mapping[str, tuple[float, float]], as_factors: Collection[str]
+) -> str:
+    """A remark on how gradients are sent.
+
+    Args:
+        senders: the parties, such as "workers".
+        why: the reason of the choice.
+        direction: the scope of the bytes, such as "to each device".
+        bytes_of: of each gradient that could be sent as factors, the bytes of its factors, and those of its whole sum.
+        as_factors: the gradients that are sent so.
+    """
+    sizes = [
+        f"{name} {'as factors' if name in as_factors else 'whole'} ({' against '.join(size_text(round(n)) for n in pair)})"
+        for name, pair in bytes_of.items()
+    ]
+    return (
+        f"how {senders} send gradients ({why}; as factors against whole, {direction}): {', '.join(sizes)}; others whole"
+    )

@@ -1,1 +1,0 @@
-"""Chooses options by measurement."""
