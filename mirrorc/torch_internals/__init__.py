@@ -32,6 +32,7 @@ from mirrorc.torch_internals.fx.operators import (
 from mirrorc.torch_internals.hooks.clip_grad_observer import observe_clipping
 from mirrorc.torch_internals.hooks.flat_rnn_weights import renew_recurrent_weights
 from mirrorc.torch_internals.hooks.profiled_threads import is_profiled, seen_by_profiler
+from mirrorc.torch_internals.hooks.recorded_kernels import recorded_by_autograd
 from mirrorc.torch_internals.hooks.script_modules import ScriptCopy, forward_signature, is_script_module, object_within
 from mirrorc.torch_internals.hooks.settings import (
     UncountedHook,
@@ -256,6 +257,7 @@ __all__ = [
     "raw_symbols",
     "read_from_module",
     "reading_names",
+    "recorded_by_autograd",
     "recorded_run",
     "renew_recurrent_weights",
     "replaced_operators",
