@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from mirrorc.torch_internals import recorded_by_autograd
+from mirrorc.torch_internals import recorded_by_autograd, weights_for_cudnn
 
 _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
-_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _RECORDED = {"lstm": 20, "gru": 8, "rnn_tanh": 3, "rnn_relu": 3}
 """Values that autograd records at most for each unit, step and example; oneDNN's workspace for an LSTM is the largest."""
 
@@ -45,13 +44,13 @@ def _forward(
     is_recorded: bool,
 ) -> list[torch.Tensor]:
     options = (has_biases, num_layers, 0.0, is_recorded, bidirectional)
+    parameters = weights_for_cudnn(parameters, kind, num_layers, bidirectional)
     autocast = torch.autocast(values.device.type, products) if products is not None else contextlib.nullcontext()
     if not is_recorded:
         with autocast:
-            return _results(kind, values, states, _flattened(parameters, kind, *options), lengths, *options)
-    # what has given them may write into their memory before backward
+            return _results(kind, values, states, parameters, lengths, *options)
+    # of its own: other operators may write into the memory of arguments before backward
     values, states = values.clone(memory_format=torch.contiguous_format), [state.clone() for state in states]
-    parameters = _flattened(parameters, kind, *options)
     leaves = [tensor.detach().requires_grad_() for tensor in (values, *states, *parameters)]
     states, parameters = leaves[1 : 1 + len(states)], leaves[1 + len(states) :]
     with recorded_by_autograd(), autocast:
@@ -73,34 +72,17 @@ def _results(
 ) -> list[torch.Tensor]:
     """The hidden states of the last layer [time, batch, width], and the last states."""
     run: Any = getattr(torch, kind)
-    given = list(states) if kind == "lstm" else states[0]
+    parameters = list(parameters)
     if lengths is None:
-        return [result.contiguous() for result in run(values, given, list(parameters), *options, False)]
+        first = list(states) if kind == "lstm" else states[0]
+        return [result.contiguous() for result in run(values, first, parameters, *options, False)]
     packed = pack_padded_sequence(values, lengths.cpu(), enforce_sorted=False)
     order, back = packed.sorted_indices, packed.unsorted_indices
     by_length = [state.index_select(1, order) for state in states]
-    given = by_length if kind == "lstm" else by_length[0]
-    data, *last = run(packed.data, packed.batch_sizes, given, list(parameters), *options)
+    first = by_length if kind == "lstm" else by_length[0]
+    data, *last = run(packed.data, packed.batch_sizes, first, parameters, *options)
     hidden, _ = pad_packed_sequence(PackedSequence(data, packed.batch_sizes, order, back), total_length=len(values))
     return [hidden, *(state.index_select(1, back) for state in last)]
-
-
-def _flattened(
-    parameters: Sequence[torch.Tensor], kind: str, has_biases: bool, num_layers: int, *options: Any
-) -> Sequence[torch.Tensor]:
-    """Parameters in one piece of memory on a GPU, as cuDNN takes them without a warning; see `nn.RNNBase.flatten_parameters`."""
-    if not parameters[0].is_cuda or not all(map(torch.backends.cudnn.is_acceptable, parameters)):
-        return parameters
-    from torch.backends.cudnn.rnn import get_cudnn_mode
-
-    bidirectional = bool(options[-1])
-    each = len(parameters) // (num_layers * (2 if bidirectional else 1))
-    width = parameters[0].shape[0] // _GATES[kind]
-    outer = parameters[1].shape[1]
-    aliases = [parameter.detach() for parameter in parameters]
-    sizes = (parameters[0].shape[1], get_cudnn_mode(kind.upper()), width, outer if outer != width else 0, num_layers)
-    torch._cudnn_rnn_flatten_weight(aliases, each, *sizes, False, bidirectional)
-    return aliases
 
 
 def _fake_forward(
@@ -152,11 +134,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> 
 def _differentiated(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     token, *inputs = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    flat = [needs[0], *needs[2], *needs[3]]
-    places = [place for place, needed in enumerate(flat) if needed]
-    found = dict(zip(places, recurrent_backward(gradients[:-1], inputs, token, places), strict=True))
-    states, end = [found.get(1 + i) for i in range(ctx.num_states)], 1 + ctx.num_states
-    return found.get(0), None, states, [found.get(i) for i in range(end, len(inputs))], *[None] * 6
+    places = [place for place, is_needed in enumerate((needs[0], *needs[2], *needs[3])) if is_needed]
+    by_place = dict(zip(places, recurrent_backward(gradients[:-1], inputs, token, places), strict=True))
+    of_values, *others = map(by_place.get, range(len(inputs)))
+    return of_values, None, others[: ctx.num_states], others[ctx.num_states :], *[None] * 6
 
 
 _TAGS = (torch.Tag.needs_fixed_stride_order,)
@@ -175,4 +156,27 @@ torch.library.register_fake("mirrorc::recurrent_backward", _fake_backward, lib=_
 torch.library.register_autograd("mirrorc::recurrent", _differentiated, setup_context=_keep, lib=_LIBRARY)
 
 recurrent = torch.ops.mirrorc.recurrent.default
+"""Layers of `torch.nn.LSTM`, `torch.nn.GRU` or `torch.nn.RNN`, without dropout, by torch's own function.
+
+Args:
+    values: the input [time, batch, features].
+    kind: the name of torch's function, such as ``"lstm"``.
+    states, parameters: the first states and the layer's parameters, as that function takes them.
+    lengths: of the sequences, int64 [batch]; None if all are as long as the time.
+    has_biases, num_layers, bidirectional: of the layer.
+    products: the dtype in which autocast multiplies; None if all is of one dtype.
+    is_recorded: a backward may follow.
+
+Returns:
+    The hidden states of the last layer [time, batch, width], zeros behind the ends of sequences; the last states; if it is
+    recorded a token for `recurrent_backward`, an int64 on the CPU. Autograd's record lives as long as the token.
+"""
 recurrent_backward = torch.ops.mirrorc.recurrent_backward.default
+"""The gradients of some of the inputs of `recurrent`: its values, states and parameters, in one list.
+
+Args:
+    gradients: of its results, without the token.
+    inputs: these inputs, for their shapes.
+    token: of the forward. A backward may run several times.
+    places: the inputs whose gradients are made.
+"""

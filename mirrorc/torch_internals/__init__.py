@@ -30,7 +30,7 @@ from mirrorc.torch_internals.fx.operators import (
     writes_argument,
 )
 from mirrorc.torch_internals.hooks.clip_grad_observer import observe_clipping
-from mirrorc.torch_internals.hooks.flat_rnn_weights import renew_recurrent_weights
+from mirrorc.torch_internals.hooks.flat_rnn_weights import renew_recurrent_weights, weights_for_cudnn
 from mirrorc.torch_internals.hooks.profiled_threads import is_profiled, seen_by_profiler
 from mirrorc.torch_internals.hooks.recorded_kernels import recorded_by_autograd
 from mirrorc.torch_internals.hooks.script_modules import ScriptCopy, forward_signature, is_script_module, object_within
@@ -290,6 +290,7 @@ __all__ = [
     "traced_on_fake_tensors",
     "user_frames",
     "watched_operators",
+    "weights_for_cudnn",
     "with_overload",
     "with_sizes_now",
     "without_dispatch_modes",

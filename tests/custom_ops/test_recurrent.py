@@ -86,8 +86,8 @@ def test_padding_has_no_effect() -> None:
 
 def test_a_run_lives_as_long_as_its_token_and_owns_its_memory() -> None:
     """A backward may run several times, whatever has been written meanwhile into what forward took and gave."""
-    net, *given = made("gru")
-    x, states = given[0].detach(), [state.detach() for state in given[1]]
+    net, x, states = made("gru")
+    x, states = x.detach(), [state.detach() for state in states]
     net.requires_grad_(False)
     before = len(operators._runs)
     results = recurrent(*arguments("gru", net, x, states))
@@ -130,6 +130,6 @@ def test_the_token_counts_as_what_autograd_records(kind: str, dtype: torch.dtype
     num_bytes = sum(size for address, size in storages.items() if address not in weights)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(tensor) for tensor in (x, *states, *net._flat_weights)]
-        given = fake[1 : 1 + len(states)], fake[1 + len(states) :]
-        token = recurrent(fake[0], KINDS[kind][0], given[0], given[1], None, True, 2, True, None, True)[-1]
+        end = 1 + len(states)
+        token = recurrent(fake[0], KINDS[kind][0], fake[1:end], fake[end:], None, True, 2, True, None, True)[-1]
     assert recorded is not None and num_bytes <= token.untyped_storage().nbytes() < 6 * num_bytes
