@@ -78,6 +78,7 @@ def _results(
         return [result.contiguous() for result in run(values, first, parameters, *options, False)]
     packed = pack_padded_sequence(values, lengths.cpu(), enforce_sorted=False)
     order, back = packed.sorted_indices, packed.unsorted_indices
+    assert order is not None and back is not None, "sequences may be in any order"
     by_length = [state.index_select(1, order) for state in states]
     first = by_length if kind == "lstm" else by_length[0]
     data, *last = run(packed.data, packed.batch_sizes, first, parameters, *options)
@@ -114,8 +115,11 @@ def _backward(
     run = _runs[int(token)]
     # once more for each backward of equal forwards that have become one
     results = torch.autograd.grad(run.results, [run.leaves[i] for i in places], list(gradients), retain_graph=True)
-    seen: set[int] = set()  # the gradients of both biases may be one tensor
-    return [result.clone() if id(result) in seen or seen.add(id(result)) else result.contiguous() for result in results]
+    distinct: list[torch.Tensor] = []
+    for result in results:  # those of both biases may be one tensor
+        is_shared = any(result is other for other in distinct)
+        distinct.append(result.clone() if is_shared else result.contiguous())
+    return distinct
 
 
 def _fake_backward(

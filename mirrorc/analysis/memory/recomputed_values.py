@@ -86,5 +86,6 @@ def num_bytes_of(node: fx.Node) -> int:
     A scalar may be a token for memory that an operator keeps, as of `recurrent`: it has its bytes.
     """
     value = node.meta.get("val")
-    is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
-    return storage_bytes_now(value) if is_scalar else num_bytes_now(value)
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return storage_bytes_now(value)
+    return num_bytes_now(value)

@@ -53,42 +53,48 @@ def _run(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Any, ...]:
+    """Runs layers on a tensor, or on padded sequences, which stay such."""
+    options = (has_biases, num_layers, dropout if train else 0.0, bidirectional)
+    if isinstance(inputs, PaddedSequences):
+        values, *last = _run_layers(kind, inputs.values.transpose(0, 1), inputs.lengths, states, parameters, *options)
+        return (inputs.of(values.transpose(0, 1)), *last)
+    by_time = inputs.transpose(0, 1) if batch_first else inputs
+    values, *last = _run_layers(kind, by_time, None, states, parameters, *options)
+    return (values.transpose(0, 1) if batch_first else values, *last)
+
+
+def _run_layers(
+    kind: str,
+    values: torch.Tensor,
+    lengths: torch.Tensor | None,
+    states: _Tensors,
+    parameters: _Tensors,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    bidirectional: bool,
+) -> list[torch.Tensor]:
     """Runs all layers at once; one by one with dropout between them, which is the graph's, and so follows its seed."""
-    is_packed = isinstance(inputs, PaddedSequences)
-    values, lengths = (inputs.values, inputs.lengths) if is_packed else (inputs, None)
-    if is_packed or batch_first:
-        values = values.transpose(0, 1)
     if 0 in values.shape:
         raise RuntimeError(f"Expected sequence length to be larger than 0 in RNN, got an input of {list(values.shape)}")
-    products = None
-    if torch.is_autocast_enabled(values.device.type) and values.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(values.device.type)
-        if values.device.type == "cpu" and (kind == "gru" or (kind == "lstm" and is_packed)):
+    device, products = values.device.type, None
+    if torch.is_autocast_enabled(device) and values.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        if device == "cpu" and (kind == "gru" or (kind == "lstm" and lengths is not None)):
             dtype, products = torch.promote_types(dtype, states[0].dtype), dtype  # autocast casts for products alone
         values = values.to(dtype)
-        states, parameters = [state.to(dtype) for state in states], [parameter.to(dtype) for parameter in parameters]
-    has_dropout = train and dropout != 0 and num_layers > 1
-    num_calls = num_layers if has_dropout else 1
-    each, per_call = len(parameters) // num_calls, states[0].size(0) // num_calls
+        states, parameters = [state.to(dtype) for state in states], [weight.to(dtype) for weight in parameters]
     is_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in (values, *states, *parameters))
+    if dropout == 0 or num_layers == 1:
+        options = (has_biases, num_layers, bidirectional, products, is_recorded)
+        return recurrent(values, kind, states, parameters, lengths, *options)[: 1 + len(states)]
+    each, per_layer = len(parameters) // num_layers, states[0].size(0) // num_layers
     ends: list[_Tensors] = []
-    for call in range(num_calls):
-        values = F.dropout(values, dropout, True) if call else values
-        first = [state[call * per_call : (call + 1) * per_call] for state in states] if has_dropout else states
-        values, *last = recurrent(
-            values,
-            kind,
-            first,
-            parameters[call * each : (call + 1) * each],
-            lengths,
-            has_biases,
-            num_layers // num_calls,
-            bidirectional,
-            products,
-            is_recorded,
-        )
+    for layer in range(num_layers):
+        first = [state[layer * per_layer : (layer + 1) * per_layer] for state in states]
+        weights = parameters[layer * each : (layer + 1) * each]
+        dropped = F.dropout(values, dropout, True) if layer else values
+        options = (has_biases, 1, bidirectional, products, is_recorded)
+        values, *last = recurrent(dropped, kind, first, weights, lengths, *options)
         ends.append(last[: len(states)])
-    last = [torch.cat([end[i] for end in ends]) for i in range(len(states))] if has_dropout else ends[0]
-    if is_packed or batch_first:
-        values = values.transpose(0, 1)
-    return (inputs.of(values) if is_packed else values, *last)
+    return [values, *(torch.cat([end[i] for end in ends]) for i in range(len(states)))]
