@@ -30,8 +30,9 @@ from mirrorc.torch_internals.fx.operators import (
     writes_argument,
 )
 from mirrorc.torch_internals.hooks.clip_grad_observer import observe_clipping
-from mirrorc.torch_internals.hooks.flat_rnn_weights import renew_recurrent_weights
+from mirrorc.torch_internals.hooks.flat_rnn_weights import renew_recurrent_weights, weights_for_cudnn
 from mirrorc.torch_internals.hooks.profiled_threads import is_profiled, seen_by_profiler
+from mirrorc.torch_internals.hooks.recorded_kernels import recorded_by_autograd
 from mirrorc.torch_internals.hooks.script_modules import ScriptCopy, forward_signature, is_script_module, object_within
 from mirrorc.torch_internals.hooks.settings import (
     UncountedHook,
@@ -237,6 +238,7 @@ __all__ = [
     "raw_symbols",
     "read_from_module",
     "reading_names",
+    "recorded_by_autograd",
     "renew_recurrent_weights",
     "replaced_operators",
     "results_with_stand_ins",
@@ -267,6 +269,7 @@ __all__ = [
     "traced_on_fake_tensors",
     "user_frames",
     "watched_operators",
+    "weights_for_cudnn",
     "with_overload",
     "with_sizes_now",
     "without_dispatch_modes",

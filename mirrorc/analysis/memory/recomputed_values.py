@@ -6,13 +6,14 @@ import operator
 from collections.abc import Callable, Container, Iterable, Sequence, Set
 from typing import Any
 
+import torch
 from torch import fx
 
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.ir import ops
 from mirrorc.ir.checkpoints import Checkpoint
 from mirrorc.ir.nodes import is_compute
-from mirrorc.torch_internals import num_bytes_now
+from mirrorc.torch_internals import num_bytes_now, storage_bytes_now
 
 CheckpointOf = Callable[[fx.Node], Checkpoint | None]
 """Tells the checkpoint of an operator; None if it is in none."""
@@ -80,5 +81,11 @@ def owner_of(node: fx.Node) -> fx.Node:
 
 
 def num_bytes_of(node: fx.Node) -> int:
-    """The bytes of a node's value; 0 if it is no tensor."""
-    return num_bytes_now(node.meta.get("val"))
+    """The bytes of a node's value; 0 if it is no tensor.
+
+    A scalar may be a token for memory that an operator keeps, as of `recurrent`: it has its bytes.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return storage_bytes_now(value)
+    return num_bytes_now(value)

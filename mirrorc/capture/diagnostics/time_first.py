@@ -11,10 +11,10 @@ from torch import fx
 from torch.nn import functional as F
 
 from mirrorc.capture.call.arguments import Leaf
+from mirrorc.custom_ops.recurrent import recurrent
 from mirrorc.errors import CaptureError
-from mirrorc.torch_internals import bare_name, is_operator, leaf_of_placeholder
+from mirrorc.torch_internals import leaf_of_placeholder
 
-_RECURRENT = ("lstm", "onednn_lstm", "gru", "rnn")
 _KEEPS_FIRST_DIM = {
     F.embedding, F.linear, F.dropout, F.layer_norm, F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, torch.relu, torch.tanh,
     torch.sigmoid, torch.mul, torch.add, torch.sub, torch.div, torch.clone, operator.mul, operator.add, operator.sub,
@@ -40,7 +40,7 @@ def leaves_with_time_first(graph: fx.Graph) -> tuple[int, ...]:
 
 def _scans(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.nodes:
-        if is_operator(node.target) and node.target.namespace == "mirrorc" and bare_name(node.target) in _RECURRENT:
+        if node.target is recurrent:
             yield node
 
 

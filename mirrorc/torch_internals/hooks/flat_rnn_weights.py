@@ -1,10 +1,14 @@
-"""The lists in which torch's recurrent layers keep their parameters once more."""
+"""The parameters of torch's recurrent layers in one list, and in one piece of memory."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
+import torch
 from torch import nn
+
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def renew_recurrent_weights(layer: nn.RNNBase) -> None:
@@ -18,3 +22,36 @@ def renew_recurrent_weights(layer: nn.RNNBase) -> None:
         attributes = vars(layer)
         attributes["_flat_weights"] = weights
         attributes["_flat_weight_refs"] = [None if weight is None else weakref.ref(weight) for weight in weights]
+
+
+def weights_for_cudnn(
+    weights: Sequence[torch.Tensor], kind: str, num_layers: int, bidirectional: bool
+) -> Sequence[torch.Tensor]:
+    """Copies of weights in one piece of memory on a GPU, as cuDNN takes them without a warning; elsewhere the weights.
+
+    See `torch.nn.RNNBase.flatten_parameters`.
+
+    Args:
+        weights: of all layers and directions.
+        kind: the name of torch's function, such as ``"lstm"``.
+    """
+    if not weights[0].is_cuda or not all(map(torch.backends.cudnn.is_acceptable, weights)):
+        return weights
+    from torch.backends.cudnn.rnn import get_cudnn_mode
+
+    each = len(weights) // (num_layers * (2 if bidirectional else 1))
+    width, outer = weights[0].shape[0] // _GATES[kind], weights[1].shape[1]
+    projected = outer if outer != width else 0
+    aliases = [weight.detach() for weight in weights]  # which are moved
+    torch._cudnn_rnn_flatten_weight(
+        aliases,
+        each,
+        weights[0].shape[1],
+        get_cudnn_mode(kind.upper()),
+        width,
+        projected,
+        num_layers,
+        False,
+        bidirectional,
+    )
+    return aliases

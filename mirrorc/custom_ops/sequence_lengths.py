@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mirrorc.custom_ops.recurrent.scans import LIBRARY
+_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
 def _checked(lengths: torch.Tensor, time: int, is_sorted: bool) -> torch.Tensor:
@@ -24,12 +24,12 @@ def _checked(lengths: torch.Tensor, time: int, is_sorted: bool) -> torch.Tensor:
     return result
 
 
-LIBRARY.define("checked_lengths(Tensor lengths, int time, bool is_sorted) -> Tensor")
-LIBRARY.impl("checked_lengths", _checked, "CompositeExplicitAutograd")
+_LIBRARY.define("checked_lengths(Tensor lengths, int time, bool is_sorted) -> Tensor")
+_LIBRARY.impl("checked_lengths", _checked, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "mirrorc::checked_lengths",
     lambda lengths, time, is_sorted: lengths.new_empty(lengths.shape, dtype=torch.int64),
-    lib=LIBRARY,
+    lib=_LIBRARY,
 )
 
 checked_lengths = torch.ops.mirrorc.checked_lengths.default

@@ -1,0 +1,186 @@
+"""torch's recurrent layers as an operator, whose backward is autograd's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from mirrorc.torch_internals import recorded_by_autograd, weights_for_cudnn
+
+_LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
+_RECORDED = {"lstm": 20, "gru": 8, "rnn_tanh": 3, "rnn_relu": 3}
+"""Values that autograd records at most for each unit, step and example; oneDNN's workspace for an LSTM is the largest."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A forward, as autograd has recorded it: its results, and the input, first states and parameters."""
+
+    results: Sequence[torch.Tensor]
+    leaves: Sequence[torch.Tensor]
+
+
+_runs: dict[int, _Run] = {}  # by the values of tokens, as long as these exist
+_tokens = itertools.count()
+
+
+def _forward(
+    values: torch.Tensor,
+    kind: str,
+    states: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    lengths: torch.Tensor | None,
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    products: torch.dtype | None,
+    is_recorded: bool,
+) -> list[torch.Tensor]:
+    options = (has_biases, num_layers, 0.0, is_recorded, bidirectional)
+    parameters = weights_for_cudnn(parameters, kind, num_layers, bidirectional)
+    autocast = torch.autocast(values.device.type, products) if products is not None else contextlib.nullcontext()
+    if not is_recorded:
+        with autocast:
+            return _results(kind, values, states, parameters, lengths, *options)
+    # of its own: other operators may write into the memory of arguments before backward
+    values, states = values.clone(memory_format=torch.contiguous_format), [state.clone() for state in states]
+    leaves = [tensor.detach().requires_grad_() for tensor in (values, *states, *parameters)]
+    states, parameters = leaves[1 : 1 + len(states)], leaves[1 + len(states) :]
+    with recorded_by_autograd(), autocast:
+        results = _results(kind, leaves[0], states, parameters, lengths, *options)
+    number = next(_tokens)
+    token = torch.tensor(number, dtype=torch.int64)
+    _runs[number] = _Run(results, leaves)
+    weakref.finalize(token, _runs.pop, number, None)
+    return [*(result.detach().clone() for result in results), token]
+
+
+def _results(
+    kind: str,
+    values: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    lengths: torch.Tensor | None,
+    *options: Any,
+) -> list[torch.Tensor]:
+    """The hidden states of the last layer [time, batch, width], and the last states."""
+    run: Any = getattr(torch, kind)
+    parameters = list(parameters)
+    if lengths is None:
+        first = list(states) if kind == "lstm" else states[0]
+        return [result.contiguous() for result in run(values, first, parameters, *options, False)]
+    packed = pack_padded_sequence(values, lengths.cpu(), enforce_sorted=False)
+    order, back = packed.sorted_indices, packed.unsorted_indices
+    assert order is not None and back is not None, "sequences may be in any order"
+    by_length = [state.index_select(1, order) for state in states]
+    first = by_length if kind == "lstm" else by_length[0]
+    data, *last = run(packed.data, packed.batch_sizes, first, parameters, *options)
+    hidden, _ = pad_packed_sequence(PackedSequence(data, packed.batch_sizes, order, back), total_length=len(values))
+    return [hidden, *(state.index_select(1, back) for state in last)]
+
+
+def _fake_forward(
+    values: torch.Tensor,
+    kind: str,
+    states: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    lengths: torch.Tensor | None,
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    products: torch.dtype | None,
+    is_recorded: bool,
+) -> list[torch.Tensor]:
+    time, batch, _ = values.shape
+    hidden = values.new_empty(time, batch, states[0].shape[2] * (2 if bidirectional else 1))
+    results = [hidden, *(state.new_empty(state.shape) for state in states)]
+    if not is_recorded:
+        return results
+    units = states[-1].shape[0] * -(-states[-1].shape[2] // 16) * 16  # oneDNN fills its rows up
+    recorded = values.numel() + hidden.numel() + time * batch * units * _RECORDED[kind]
+    memory = torch.empty(recorded * values.dtype.itemsize // 8 + 1, dtype=torch.int64, device="cpu")
+    return [*results, memory.as_strided((), ())]  # in accounts of memory, the token has that of the run
+
+
+def _backward(
+    gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], token: torch.Tensor, places: Sequence[int]
+) -> list[torch.Tensor]:
+    run = _runs[int(token)]
+    # once more for each backward of equal forwards that have become one
+    results = torch.autograd.grad(run.results, [run.leaves[i] for i in places], list(gradients), retain_graph=True)
+    distinct: list[torch.Tensor] = []
+    for result in results:  # those of both biases may be one tensor
+        is_shared = any(result is other for other in distinct)
+        distinct.append(result.clone() if is_shared else result.contiguous())
+    return distinct
+
+
+def _fake_backward(
+    gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], token: torch.Tensor, places: Sequence[int]
+) -> list[torch.Tensor]:
+    return [inputs[place].new_empty(inputs[place].shape) for place in places]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
+    values, _, states, parameters, *_ = inputs
+    ctx.num_states = len(states)
+    ctx.save_for_backward(output[-1], values, *states, *parameters)
+    ctx.mark_non_differentiable(output[-1])
+
+
+def _differentiated(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    token, *inputs = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    places = [place for place, is_needed in enumerate((needs[0], *needs[2], *needs[3])) if is_needed]
+    by_place = dict(zip(places, recurrent_backward(gradients[:-1], inputs, token, places), strict=True))
+    of_values, *others = map(by_place.get, range(len(inputs)))
+    return of_values, None, others[: ctx.num_states], others[ctx.num_states :], *[None] * 6
+
+
+_TAGS = (torch.Tag.needs_fixed_stride_order,)
+_LIBRARY.define(
+    "recurrent(Tensor values, str kind, Tensor[] states, Tensor[] parameters, Tensor? lengths, bool has_biases, "
+    "int num_layers, bool bidirectional, ScalarType? products, bool is_recorded) -> Tensor[]",
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    "recurrent_backward(Tensor[] gradients, Tensor[] inputs, Tensor token, int[] places) -> Tensor[]", tags=_TAGS
+)
+_LIBRARY.impl("recurrent", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("recurrent_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("mirrorc::recurrent", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("mirrorc::recurrent_backward", _fake_backward, lib=_LIBRARY)
+torch.library.register_autograd("mirrorc::recurrent", _differentiated, setup_context=_keep, lib=_LIBRARY)
+
+recurrent = torch.ops.mirrorc.recurrent.default
+"""Layers of `torch.nn.LSTM`, `torch.nn.GRU` or `torch.nn.RNN`, without dropout, by torch's own function.
+
+Args:
+    values: the input [time, batch, features].
+    kind: the name of torch's function, such as ``"lstm"``.
+    states, parameters: the first states and the layer's parameters, as that function takes them.
+    lengths: of the sequences, int64 [batch]; None if all are as long as the time.
+    has_biases, num_layers, bidirectional: of the layer.
+    products: the dtype in which autocast multiplies; None if all is of one dtype.
+    is_recorded: a backward may follow.
+
+Returns:
+    The hidden states of the last layer [time, batch, width], zeros behind the ends of sequences; the last states; if it is
+    recorded a token for `recurrent_backward`, an int64 on the CPU. Autograd's record lives as long as the token.
+"""
+recurrent_backward = torch.ops.mirrorc.recurrent_backward.default
+"""The gradients of some of the inputs of `recurrent`: its values, states and parameters, in one list.
+
+Args:
+    gradients: of its results, without the token.
+    inputs: these inputs, for their shapes.
+    token: of the forward. A backward may run several times.
+    places: the inputs whose gradients are made.
+"""

@@ -1,1 +1,0 @@
-"""LSTM, GRU, RNN as scans."""
