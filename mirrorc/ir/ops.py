@@ -622,10 +622,10 @@ def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket
 
     Given a factor, the optimizer gets the gradient times it, as if by `scale`, and may make that in the gradient's memory.
 
-    With ``part_elements``, the wait that it takes leaves the share of the sum to it; nothing else asks anything of that but a
-    2-norm, or whether all is finite. The update makes products of factors some rows after the other, so many elements at a time
-    at most, and applies the optimizer to each part right away. All these parts are made in one memory, so the gradient of such a
-    matrix is never there as a whole. If a `clip_value` takes the wait and the update alone takes that, each part is bounded.
+    With ``part_elements``, the wait that it takes leaves the share of the sum to it; nothing else takes that. The update makes
+    products of factors some rows after the other, so many elements at a time at most, and applies the optimizer to each part
+    right away. All these parts are made in one memory, so the gradient of such a matrix is never there as a whole. If a
+    `clip_value` takes the wait and the update alone takes that, each part is bounded.
     """
 
 

@@ -8,17 +8,12 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import asked_of_late_share
 from mirrorc.analysis.gradients.factored_gradients import factor_values, left_to_shares
 from mirrorc.analysis.gradients.tiled_updates import (
     MOST_INNER,
     Size,
     elements_of_part,
     has_link,
-    is_bounded_by_factors,
-    is_looked_at,
-    is_measured_by_factors,
-    share_behind,
     why_not_in_parts,
 )
 from mirrorc.ir import ops
@@ -42,9 +37,8 @@ class UpdateInParts:
 
     Needs: links, which say who makes shares: it comes after lower-collectives, and after all passes that look at sums.
     Guarantees: an optimizer gets the same gradients but for the order in which a product of fewer rows is added up. Waits that
-        anything else takes are left alone, but for those of which only a 2-norm or whether all is finite is asked before the
-        commit, as are devices that run kernels behind the host's back. Where a `clip_value` alone stands between wait and
-        update, each part is bounded when it is made.
+        anything else takes are left alone, as are devices that run kernels behind the host's back. Where a `clip_value` alone
+        stands between wait and update, each part is bounded when it is made.
 
     Attributes:
         part_elements: how many elements of a product are made at a time, at most. 2 MiB of 32 bits were fastest on an AMD EPYC
@@ -70,8 +64,9 @@ class UpdateInParts:
         products = _products(program, graph)
         changed = set()
         for update in calls_to(graph, ops.update):
-            own = products.get(bucket_of(update), ())
-            if any(self._is_worth_it(program, update, size) for size in own) and not why_not_in_parts(program, update):
+            sizes = products.get(bucket_of(update), ())
+            is_worth_it = any(elements_of_part(*size, self.part_elements) for size in sizes)
+            if is_worth_it and not why_not_in_parts(program, update):
                 update.kwargs = {"part_elements": self.part_elements, **update.kwargs}
                 changed.add(bucket_of(update))
         if not changed:
@@ -83,18 +78,6 @@ class UpdateInParts:
             f"the products of {counted(len(changed), 'bucket')} are made {self.part_elements} elements at a time, and each part "
             f"updates at once, where they add up {MOST_INNER} numbers or fewer for an element"
         )
-
-    def _is_worth_it(self, program: Program, update: fx.Node, product: Size) -> bool:
-        """Whether to make a product in parts; one that something else looks at must be left to the update, too."""
-        is_large_enough = elements_of_part(*product, self.part_elements) > 0
-        if not is_large_enough or not is_looked_at(update):
-            return is_large_enough
-        wait = share_behind(update)
-        is_left = is_measured_by_factors if asked_of_late_share(wait) is ops.norm else is_bounded_by_factors
-        num_rows, width, num_inner = product
-        is_part = program.buckets[bucket_of(update)].part is not None
-        num_shares = program.num_replicas * (program.workers.num_workers if is_part else 1)
-        return is_left((-(-num_rows // num_shares), width, num_inner), wait.meta["val"].dtype)
 
 
 def _fewest(size: Any) -> int:

@@ -11,9 +11,8 @@ from mirrorc.ir.devices import Device
 from mirrorc.ir.routes import Route
 from mirrorc.runtime.communication.rendezvous import Mailbox, Rendezvous, Tag
 from mirrorc.runtime.devices.events import record_event, wait_event
-from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare
-from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces
-from mirrorc.runtime.state.shares.pieces import FactoredBucket, Leaves, SumPiece, Visit, visit_parts
+from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, unmade_sum
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, visit_parts
 
 
 class Communicator:
@@ -104,18 +103,7 @@ class Communicator:
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
         """What this replica's share of a sum is made of, when all of it is there; here the share itself."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
-        return UnmadeShare((FactoredBucket(share, (), ()),), (SumPiece(0, share.numel()),), 0, share.numel())
-
-    def wait_and_leave(
-        self, bucket: int, replica: int, pending: Any, visit: Visit, leaves: Leaves
-    ) -> tuple[torch.Tensor, UnmadePieces | None]:
-        """As `wait_and_visit`, for a visit that only looks; ``leaves`` says which products of factors may be left unmade; tables
-        may be, too.
-
-        Returns:
-            The share, and what is left; None if all is made.
-        """
-        return self.wait_and_visit(bucket, replica, pending, visit), None
+        return unmade_sum([share], (0, share.numel()))
 
     def launch_factors(self, bucket: int, replica: int, own: FactoredBucket) -> Any:
         """Offers this replica's bucket, whose gradients are left as factors, to all replicas."""

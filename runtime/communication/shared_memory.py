@@ -12,9 +12,8 @@ from mirrorc.ir.variables import share_bounds
 from mirrorc.runtime.communication.base import Communicator
 from mirrorc.runtime.communication.registry import register_communicator
 from mirrorc.runtime.communication.rendezvous import Rendezvous, Tag
-from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, make_or_leave, make_share
-from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces
-from mirrorc.runtime.state.shares.pieces import FactoredBucket, Leaves, Visit, add_visited
+from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, unmade_sum
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit
 
 
 @register_communicator
@@ -60,41 +59,24 @@ class SharedMemoryCommunicator(Communicator):
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
-        rendezvous = self._rendezvous[("all_reduce", bucket)]
-        self._sum_share(rendezvous, replica)
+        total = self._unmade(("all_reduce", bucket), replica)
+        total.make()
         summed = self._rendezvous[("summed", bucket)]
         summed.announce(replica)
         summed.await_replicas(replica, range(len(self.devices)))
-        return rendezvous.tensors[0]
+        return total.buckets[0].tensor
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
         """See `Communicator`."""
-        return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica)
+        return self._unmade(("reduce_scatter", bucket), replica).make()
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
         """See `Communicator`; a part is visited as soon as it is made."""
-        return self._sum_share(self._rendezvous[("reduce_scatter", bucket)], replica, visit)
+        return self._unmade(("reduce_scatter", bucket), replica, visit).make()
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
         """See `Communicator`."""
-        rendezvous = self._rendezvous[("reduce_scatter", bucket)]
-        rendezvous.await_replicas(replica, range(len(self.devices)))
-        buckets = rendezvous.tensors
-        bounds = share_bounds(buckets[0].tensor.numel(), len(self.devices), replica)
-        return UnmadeShare(tuple(buckets), buckets[replica].pieces, *bounds)
-
-    def wait_and_leave(
-        self, bucket: int, replica: int, pending: Any, visit: Visit, leaves: Leaves
-    ) -> tuple[torch.Tensor, UnmadePieces | None]:
-        """See `Communicator`."""
-        rendezvous = self._rendezvous[("reduce_scatter", bucket)]
-        rendezvous.await_replicas(replica, range(len(self.devices)))
-        if not isinstance(rendezvous.tensors[0], FactoredBucket):
-            return self._made_share(rendezvous.tensors, replica, visit), None
-        buckets: tuple[FactoredBucket, ...] = tuple(rendezvous.tensors)
-        left = make_or_leave(buckets, replica, visit, leaves)
-        whole = buckets[0].tensor
-        return whole[slice(*share_bounds(whole.numel(), len(self.devices), replica))], left
+        return self._unmade(("reduce_scatter", bucket), replica)
 
     def release(self) -> None:
         """See `Communicator`."""
@@ -107,20 +89,12 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.tensors[replica] = tensor
         rendezvous.announce(replica)
 
-    def _sum_share(self, rendezvous: Rendezvous, replica: int, visit: Visit | None = None) -> torch.Tensor:
+    def _unmade(self, tag: Tag, replica: int, change: Visit | None = None) -> UnmadeShare:
+        """A replica's share of the sum in replica 0's memory, when all replicas have offered what it is made of."""
+        rendezvous = self._rendezvous[tag]
         rendezvous.await_replicas(replica, range(len(self.devices)))
-        return self._made_share(rendezvous.tensors, replica, visit)
-
-    def _made_share(self, buckets: Sequence[Any], replica: int, visit: Visit | None) -> torch.Tensor:
-        is_factored = isinstance(buckets[0], FactoredBucket)
-        whole = buckets[0].tensor if is_factored else buckets[0]
-        start, stop = share_bounds(whole.numel(), len(self.devices), replica)
-        total = whole[start:stop]
-        if is_factored:
-            make_share(buckets, replica, visit)
-        elif visit is not None:
-            add_visited([tensor[start:stop] for tensor in buckets[1:]], total, visit)
-        else:
-            for tensor in buckets[1:]:
-                total.add_(tensor[start:stop])
-        return total
+        buckets = tuple(rendezvous.tensors)
+        if not isinstance(buckets[0], FactoredBucket):
+            return unmade_sum(buckets, share_bounds(buckets[0].numel(), len(buckets), replica), change)
+        bounds = share_bounds(buckets[0].tensor.numel(), len(buckets), replica)
+        return UnmadeShare(buckets, buckets[replica].pieces, *bounds, change)

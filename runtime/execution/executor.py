@@ -261,7 +261,7 @@ class Executor:
             self.state.finish()
         for carrier in self._carriers:
             carrier.release()
-        self._binder.forget_late_shares()
+        self._binder.forget_deferred()
         loss = self._losses.total(done, weights)
         if self.is_interleaved == self.trial.interleaves and seconds:
             self.trial.record(seconds)
@@ -345,7 +345,7 @@ class Executor:
         if pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
             return
         self._forget_step()
-        self._binder.forget_late_shares()
+        self._binder.forget_deferred()
         with self._stopping:
             self.commit.begin_afresh()
             for carrier in self._carriers:

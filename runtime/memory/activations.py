@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import asked_of_late_share, lies_in_own_memory, truths_of
+from mirrorc.analysis.buckets.clipping import is_known_by_rows, lies_in_own_memory, truths_of
 from mirrorc.analysis.communication.compressed_sums import (
     num_bytes_sent,
     writes_for_all,
@@ -28,7 +28,7 @@ from mirrorc.analysis.gradients.factored_gradients import (
 )
 from mirrorc.analysis.gradients.sent_factors import factor_bytes, factors_of_shares, packs_of
 from mirrorc.analysis.gradients.sparse_update_rows import bytes_of_rows_sent, gives_indices_alone, is_of_rows, most_rows
-from mirrorc.analysis.gradients.tiled_updates import is_looked_at, part_elements_of
+from mirrorc.analysis.gradients.tiled_updates import part_elements_of
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.ir import ops
 from mirrorc.ir.devices import share_one_memory
@@ -41,9 +41,8 @@ from mirrorc.runtime.codegen.graph_function import last_uses
 from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
 from mirrorc.runtime.state.gradients.sparse_rows import bytes_of_rows
+from mirrorc.runtime.state.shares.deferred_tables import bytes_of_tables, bytes_to_measure_tables
 from mirrorc.runtime.state.shares.gradient_shares import largest_part_of_share, pieces_of_share, temporary_bytes
-from mirrorc.runtime.state.shares.lazy_products import bytes_to_measure
-from mirrorc.runtime.state.shares.lazy_tables import bytes_of_tables, bytes_to_measure_tables
 from mirrorc.runtime.state.shares.pieces import Factors, Piece
 from mirrorc.torch_internals import num_bytes_now, size_now, storage_bytes_now
 
@@ -101,7 +100,6 @@ class _Walk:
         self.device = program.devices[replica].torch_device
         self.names = PrintedValues(program, self.graph)
         self.ledger = Ledger()
-        self.joined: dict[fx.Node, int] = {}  # the bytes of factors with which shares are made when they are taken
         self.values: dict[fx.Node, tuple[Block, ...]] = {}
         self.kept = 0
 
@@ -374,10 +372,10 @@ class _Walk:
             return new, max(block.num_bytes for block in new) if self._has_other_devices() else 0
         operand: Any = launch.args[0]
         if operand.target is ops.pack:
-            if part_elements_of(node) is not None and len(node.users) == 1:
+            if part_elements_of(node) is not None:
                 return (), 0
-            own = self._temporary_bytes(operand, bytes_of_tables) if self._is_late(node) else 0
-            rows = (Block(own, self.names.name(node), "rows of tables"),) if own else ()
+            of_tables = self._temporary_bytes(operand, bytes_of_tables) if self._defers_tables(node) else 0
+            rows = (Block(of_tables, self.names.name(node), "rows of tables"),) if of_tables else ()
             return rows, self._temporary_bytes(operand)
         is_own = self.replica == 0 or place is SumPlace.OWN
         return (self._of([operand]) if is_own else ()), 0
@@ -390,9 +388,13 @@ class _Walk:
         copies = sum(map(factor_bytes, packs)) if self._has_other_devices() else 0
         return size_now(temporary_bytes(pieces, factors)) + copies
 
-    def _is_late(self, wait: fx.Node) -> bool:
-        """Whether what is asked of a share is told by what it is made of, some of which an update makes."""
-        return wait.target is ops.wait and asked_of_late_share(wait) is not None and self.device.type == "cpu"
+    def _defers_tables(self, wait: fx.Node) -> bool:
+        return wait.target is ops.wait and is_known_by_rows(wait) and self.device.type == "cpu"
+
+    def _bytes_to_measure(self, values: Iterable[fx.Node]) -> int:
+        """The temporary bytes that are needed to look at the deferred tables of shares."""
+        packs = [value.all_input_nodes[0].all_input_nodes[0] for value in values if self._defers_tables(value)]
+        return sum(self._temporary_bytes(pack, bytes_to_measure_tables) for pack in packs)
 
     def _has_other_devices(self) -> bool:
         return not share_one_memory(self.program.devices)
@@ -414,14 +416,7 @@ class _Walk:
 
     @accounts(ops.norm)
     def _norm(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        of_tables = 0
-        for value in node.all_input_nodes:
-            if self._is_late(value):
-                pack = value.all_input_nodes[0].all_input_nodes[0]
-                self.joined[value] = self._temporary_bytes(pack, bytes_to_measure)
-                of_tables += self._temporary_bytes(pack, bytes_to_measure_tables)
-        joined = sum(self.joined.values())
-        return self._new(node), max(3 * joined, joined + of_tables)  # with those of 64 bits, if they are needed
+        return self._new(node), self._bytes_to_measure(node.all_input_nodes)
 
     @accounts(ops.clip_factor, ops.microbatch_seed)
     def _number(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -433,20 +428,16 @@ class _Walk:
 
     @accounts(ops.commit)
     def _commit(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        checked = [flag.all_input_nodes[0] for flag in truths_of(node)]
-        packs = [value.all_input_nodes[0].all_input_nodes[0] for value in checked if self._is_late(value)]
-        return (), sum(self._temporary_bytes(pack, bytes_to_measure_tables) for pack in packs)
+        return (), self._bytes_to_measure(flag.all_input_nodes[0] for flag in truths_of(node))
 
     @accounts(ops.update)
     def _update(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
         bucket = self.program.buckets[bucket_of(node)]
         start, stop = bucket.updated(self.replica, self.program.num_replicas)
         self.kept += self.ledger.leave(self._of(node.args[:1]))  # as the parameter's gradient
-        joined = sum(self.joined.values())
-        self.joined.pop(node.all_input_nodes[0], None)
         number: Any = node.kwargs.get("part_elements")
-        if number is None or is_looked_at(node):  # then it may have to be made as a whole
-            return (), joined + round(self.temporary_bytes[bucket.index] * (stop - start))
+        if number is None:
+            return (), round(self.temporary_bytes[bucket.index] * (stop - start))
         pack = pack_of_gradients(self.program, bucket.index)
         pieces = pieces_of_share(bucket, factored_slots(pack), self.replica, self.program.num_replicas)
         factors = factors_of_shares(self.program, bucket.index)

@@ -9,7 +9,6 @@ from typing import Any
 
 from mirrorc.analysis.gradients.factored_gradients import left_to_shares, pack_of_gradients, slots_left_as_factors
 from mirrorc.analysis.gradients.sent_factors import factors_of_shares
-from mirrorc.analysis.gradients.tiled_updates import is_looked_at
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, call_name, calls_to
@@ -157,9 +156,7 @@ class _Tally:
             for piece in pieces_of_share(bucket, slots, replica, len(self.names)):
                 part = piece.largest_part(number, factors_of_shares(self.program, bucket.index))
                 self._parts[replica] = max(self._parts[replica], part * bucket.dtype.itemsize)
-                found += (
-                    piece.stop - piece.start if part and not is_looked_at(update) else 0
-                )  # else it may have to be made
+                found += piece.stop - piece.start if part else 0
         return found
 
     def add_reserved(self) -> None:

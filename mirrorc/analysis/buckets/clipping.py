@@ -192,16 +192,15 @@ def lies_in_own_memory(value: Any) -> bool:
     return is_own or link_named(launch.kwargs["link"]).sum_place is not SumPlace.FIRST
 
 
-def asked_of_late_share(wait: fx.Node) -> Any:
-    """What is asked before the commit of a share that may be made behind it, when updates take it: `norm`, if its 2-norm is,
-    `is_finite`, if that alone; None if it may not."""
-    is_asked = {user: user.target in (ops.norm, ops.is_finite) for user in wait.users}
-    takers = [user for user, asks in is_asked.items() if not asks]
-    if wait.all_input_nodes[0].target is not ops.reduce_scatter or len(takers) in (0, len(is_asked)):
-        return None
-    if any(taker.target not in (ops.update, ops.scale) for taker in takers):
-        return None
-    norms = [user for user in wait.users if user.target is ops.norm]
-    if any(float(norm.kwargs["norm_type"]) != 2.0 for norm in norms):  # type: ignore[arg-type]
-        return None
-    return ops.norm if norms else ops.is_finite
+def is_known_by_rows(wait: fx.Node) -> bool:
+    """Whether all that a step asks of a share before its commit follows from the rows of its tables: its 2-norm, or whether it is
+    finite. Then these may be scattered behind the commit, where updates take the share."""
+    asking = [user for user in wait.users if user.target in (ops.norm, ops.is_finite)]
+    takers = [user for user in wait.users if user not in asking]
+    return (
+        wait.all_input_nodes[0].target is ops.reduce_scatter
+        and bool(asking)
+        and bool(takers)
+        and all(taker.target in (ops.update, ops.scale) for taker in takers)
+        and all(float(user.kwargs["norm_type"]) == 2.0 for user in asking if user.target is ops.norm)  # type: ignore[arg-type]
+    )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import asked_of_late_share
 from mirrorc.analysis.gradients.factored_gradients import left_to_shares
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to
@@ -34,11 +32,6 @@ def share_behind(update: fx.Node) -> fx.Node:
     return given.all_input_nodes[0] if given.target is ops.clip_value else given
 
 
-def is_looked_at(update: fx.Node) -> bool:
-    """Whether something else looks at the share that an update takes, before it is updated with."""
-    return len(share_behind(update).users) > 1
-
-
 def is_made_in_updates(gradient: fx.Node) -> bool:
     """Whether the shares of a factored gradient are left to the updates that take them."""
     launches = [launch for pack in gradient.users for launch in pack.users]
@@ -52,12 +45,13 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
     launches = [source for source in wait.all_input_nodes if source.target in (ops.reduce_scatter, ops.gather_factors)]
     if wait.target is not ops.wait or not launches:
         return f"it takes {wait.name}, which is no wait for a share"
-    if is_looked_at(update) and asked_of_late_share(wait) is None:
-        takers = (update, update.all_input_nodes[0])
-        return f"{next(user for user in wait.users if user not in takers).name} takes {wait.name} as well"
-    if len(update.all_input_nodes[0].users) > 1 and not is_looked_at(update):
-        return f"it does not take {update.all_input_nodes[0].name} alone"
-    if len(update.args) > 1 and not is_looked_at(update):
+    gradient = update.all_input_nodes[0]
+    others = [user for user in wait.users if user not in (update, gradient)]
+    if others:
+        return f"{others[0].name} takes {wait.name} as well"
+    if len(gradient.users) > 1:
+        return f"it does not take {gradient.name} alone"
+    if len(update.args) > 1:
         return "it scales the gradient as a whole"
     if any(device.is_asynchronous for device in program.devices):
         return "devices run it behind the host's back"
@@ -92,23 +86,3 @@ def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: i
     """
     is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER
     return min(num_rows, part_elements // width) * width if is_worth_it else 0
-
-
-def is_measured_by_factors(size: Size, dtype: torch.dtype) -> bool:
-    """Whether to measure a product by its factors takes fewer operations than to look at its elements, and is as exact.
-
-    Numbers of 64 bits are measured as they are: nothing more exact measures their factors.
-    """
-    m, n, k = size
-    return dtype == torch.float32 and 0 < k * k * (m + n) < m * n
-
-
-def is_bounded_by_factors(size: Size, dtype: torch.dtype) -> bool:
-    """Whether the factors of a product of real numbers have far fewer elements than it."""
-    m, n, k = size
-    return dtype.is_floating_point and 0 < 4 * k * (m + n) < m * n
-
-
-def has_few_rows(num_rows: int, num_added: int, dtype: torch.dtype) -> bool:
-    """Whether to look at the rows that are added to a table takes less time than to look at all of it."""
-    return dtype.is_floating_point and 0 < 2 * num_added < num_rows

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import BucketParts
-from mirrorc.analysis.buckets.clipping import before_rescaling
+from mirrorc.analysis.buckets.clipping import before_rescaling, is_known_by_rows
 from mirrorc.analysis.gradients.factored_gradients import is_left_to_shares, slots_left_as_factors, stays_factored
 from mirrorc.analysis.gradients.sparse_update_rows import gives_indices_alone
 from mirrorc.analysis.gradients.tiled_updates import part_elements_of
@@ -33,12 +33,12 @@ from mirrorc.runtime.execution.binding.eager_backward import asking
 from mirrorc.runtime.execution.binding.outputs import StepOutputs
 from mirrorc.runtime.execution.binding.packs import pack_of_cut_bucket, side_by_side
 from mirrorc.runtime.execution.commit.commit_point import CommitPoint
-from mirrorc.runtime.execution.commit.deferred_shares import LateShare, leaving, what_is_left
 from mirrorc.runtime.execution.commit.finite_checks import CheckedCommit, Examined, ExaminedShare, examined
-from mirrorc.runtime.execution.commit.part_visitors import SumVisitor, Visitor, visiting, visitors_of
+from mirrorc.runtime.execution.commit.part_visitors import SumVisitor, Visitor, visit_of_all, visiting, visitors_of
 from mirrorc.runtime.execution.commit.update_progress import UpdateProgress, is_noted
 from mirrorc.runtime.state.accumulation_state import ProgramState
 from mirrorc.runtime.state.gradients.sparse_rows import add_up_rows, note_rows, rows_written, write_rows
+from mirrorc.runtime.state.shares.deferred_tables import DeferredTables
 from mirrorc.runtime.state.shares.gradient_shares import (
     MadeShare,
     UnmadeShare,
@@ -79,8 +79,8 @@ class Binder:
     Attributes:
         parts: which parts of buckets the program's values hold.
         visitors: for a wait and a node that takes its share, what does the node's work while the share is made.
-        late: for a wait, what it may leave unmade of its share until an update takes it, in the functions that are bound.
-        late_shares: the same of all functions that were bound for the present layout of memory.
+        deferred: for a wait, the tables that it defers until an update takes its share, in the functions that are bound.
+        all_deferred: the same of all functions that were bound for the present layout of memory.
         pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
         summed_pieces: those of them whose elements are added up, so that the memory may hold more than they have written.
     """
@@ -104,8 +104,8 @@ class Binder:
         self.pieces: list[Piece] = []
         self.summed_pieces: list[Piece] = []
         self.visitors: dict[tuple[Any, fx.Node], Visitor] = {}
-        self.late: dict[Any, LateShare] = {}
-        self.late_shares: list[LateShare] = []
+        self.deferred: dict[Any, DeferredTables] = {}
+        self.all_deferred: list[DeferredTables] = []
         self._shares: dict[tuple[int, int], MadeShare] = {}
         self.parts = BucketParts(program)
 
@@ -119,10 +119,10 @@ class Binder:
             return MadeShare()
         return self._shares.get((bucket_of(value), replica), MadeShare())
 
-    def forget_late_shares(self) -> None:
-        """Drops what a step that was skipped, or has failed, has left unmade of its shares."""
-        for late in self.late_shares:
-            late.forget()
+    def forget_deferred(self) -> None:
+        """Drops the tables that a step has deferred which was skipped, or has failed."""
+        for deferred in self.all_deferred:
+            deferred.forget()
 
     def bind(self, replica: int, node: fx.Node) -> Any:
         """The function that runs a node on a replica; it ignores arguments that only the compiler needs."""
@@ -355,18 +355,17 @@ class Binder:
             return self._wait_for_rows(replica, node)
         if collective.target is ops.all_gather:
             return self._wait_for_factors(replica, node)
-        if part_elements_of(node) is not None and len(node.users) == 1:
+        if part_elements_of(node) is not None:
             return lambda pending, **_: communicator.wait_unmade(bucket, replica, pending)
         is_cpu = not self.program.devices[replica].is_asynchronous  # a GPU would start a kernel for each part
         visitors = visitors_of(node) if is_cpu and collective.target in (ops.reduce_scatter, ops.gather_factors) else {}
         if visitors:
             self.visitors |= {(node, user): visitor for user, visitor in visitors.items()}
-            leaves = what_is_left(node)
-            if leaves is not None:
-                late = self.late[node] = LateShare()
-                self.late_shares.append(late)
-                return leaving(communicator, bucket, replica, list(visitors.values()), leaves, late)
-            return visiting(communicator, bucket, replica, list(visitors.values()))
+            deferred = None
+            if is_known_by_rows(node):
+                deferred = self.deferred[node] = DeferredTables(visit_of_all(list(visitors.values())))
+                self.all_deferred.append(deferred)
+            return visiting(communicator, bucket, replica, list(visitors.values()), deferred)
         root: Any = collective.kwargs.get("root")
         waits: dict[Any, Callable[..., torch.Tensor]] = {
             ops.all_reduce: communicator.wait_all_reduce,
@@ -390,8 +389,8 @@ class Binder:
     def _bind_is_finite(self, replica: int, node: fx.Node) -> Callable[..., Examined | ExaminedShare]:
         visitor = self.visitors.get((node.args[0], node))
         if isinstance(visitor, SumVisitor):
-            late = self.late.get(node.args[0])
-            return lambda value, **_: ExaminedShare(value, visitor, late)
+            deferred = self.deferred.get(node.args[0])
+            return lambda value, **_: ExaminedShare(value, visitor, deferred)
         return lambda value, **_: examined(value)
 
     @binds(ops.commit)

@@ -41,7 +41,7 @@ class BoundFunctions:
             return
         self._binder.pieces.clear()
         self._binder.summed_pieces.clear()
-        self._binder.late_shares.clear()
+        self._binder.all_deferred.clear()
         self.whole, self.pausing = self._generate(), []
         if self._recorder is not None:
             self._recorder.nodes = [function.marked for function in self.whole]

@@ -12,15 +12,15 @@ from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import slots_in
 from mirrorc.analysis.buckets.clipping import lies_in_own_memory, scaling_factor
-from mirrorc.analysis.gradients.tiled_updates import is_looked_at, part_elements_of
+from mirrorc.analysis.gradients.tiled_updates import part_elements_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of
 from mirrorc.ir.value_types import value_type
 from mirrorc.runtime.execution.binding.binder import Binder, binds
-from mirrorc.runtime.execution.commit.deferred_shares import LateShare
 from mirrorc.runtime.execution.commit.part_visitors import BoundVisitor, NormVisitor, norm_of, norms_of_all
 from mirrorc.runtime.state.optimizers.flat_optimizer import FlatOptimizer
 from mirrorc.runtime.state.optimizers.slot_optimizer import SlotOptimizer
+from mirrorc.runtime.state.shares.deferred_tables import DeferredTables
 from mirrorc.runtime.state.shares.gradient_shares import UnmadeShare, forget_what_is_written
 from mirrorc.runtime.state.shares.pieces import bounding_by, scaling_by
 from mirrorc.runtime.state.step_state import StepState
@@ -59,13 +59,13 @@ def _bind_norm(binder: Binder, replica: int, node: fx.Node) -> Callable[..., tor
 
     given = [binder.visitors.get((value, node)) for value in node.args]
     visitors = [visitor for visitor in given if isinstance(visitor, NormVisitor)]
-    late = [binder.late[value] for value in node.args if value in binder.late]
+    deferred = [binder.deferred[value] for value in node.args if value in binder.deferred]
 
     def norm(*values: torch.Tensor, **_: Any) -> torch.Tensor:
-        of_unmade = LateShare.measure(late)
+        of_tables = DeferredTables.measure(deferred)
         found = norms_of_all(visitors, norm_type, dtype)
-        if of_unmade is not None:
-            found.append(torch.tensor(of_unmade, dtype=dtype))
+        if of_tables is not None:
+            found.append(torch.tensor(of_tables, dtype=dtype))
         for value, visitor in zip(values, given, strict=True):
             if visitor is None and value.numel():
                 found.append(norm_of(value, norm_type, dtype))
@@ -93,38 +93,36 @@ def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., N
         return _by_slots(binder, replica, node, slots)
     optimizer = binder.state.optimizers.flat_optimizer(bucket_of(node), replica)
     part_elements: Any = node.kwargs.get("part_elements")
-    parts = _Parts(binder, replica, optimizer, part_elements) if part_elements is not None else None
-    if parts is not None and not is_looked_at(node):
-        return parts.update
-    late = binder.late.get(node.args[0], LateShare())
+    if part_elements is not None:
+        return _in_parts(binder, replica, optimizer, part_elements)
+    make_deferred = _make_deferred(binder, node.args[0])
     if scaling_factor(node) is None:
 
         def update_as_it_is(gradient: torch.Tensor, **_: Any) -> None:
-            if parts is None or not parts.update_with(late):
-                late.make()
-                optimizer.update(gradient)
+            make_deferred()
+            optimizer.update(gradient)
 
         return update_as_it_is
     scale, few = _scaling(binder, replica, node), binder.few_made(replica, node.args[0])
 
     def update(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> None:
         number = _usual(factor) if optimizer.divides_gradients else None
-        if number is None and factor.device.type == "cpu" and factor.item() == 1.0:
-            number = 1.0
-        if number is not None and parts is not None and parts.update_with(late, number):
-            return
-        if number in (None, 1.0):
+        if number is None:
             optimizer.update(scale(gradient, factor))
-        elif late.make_scaled(number):
+            return
+        make_deferred()
+        if few.visit(gradient, scaling_by(number)):
             optimizer.update(gradient)
         else:
-            late.make()
-            if few.visit(gradient, scaling_by(number)):
-                optimizer.update(gradient)
-            else:
-                optimizer.update_divided(gradient, 1.0 / number)
+            optimizer.update_divided(gradient, 1.0 / number)
 
     return update
+
+
+def _make_deferred(binder: Binder, gradient: Any) -> Callable[[], None]:
+    """The function that makes what the wait for a gradient has deferred."""
+    deferred = binder.deferred.get(gradient)
+    return deferred.make if deferred is not None else lambda: None
 
 
 def _by_slots(binder: Binder, replica: int, node: fx.Node, optimizer: SlotOptimizer) -> Callable[..., None]:
@@ -144,38 +142,20 @@ def _by_slots(binder: Binder, replica: int, node: fx.Node, optimizer: SlotOptimi
     return update
 
 
-class _Parts:
-    """Makes shares in parts, and updates with each of them at once.
+def _in_parts(
+    binder: Binder, replica: int, optimizer: FlatOptimizer, num_elements: int
+) -> Callable[[UnmadeShare], None]:
+    """The update that makes a share in parts of so many elements, and updates with each of them at once."""
+    reserved, dtype = binder.state.reserved, optimizer.parameter.dtype
 
-    Args:
-        binder: has the memory for parts.
-        replica: whose share.
-        optimizer: of the share.
-        part_elements: of a part, at most.
-    """
-
-    def __init__(self, binder: Binder, replica: int, optimizer: FlatOptimizer, part_elements: int) -> None:
-        self._reserved, self._replica, self._optimizer = binder.state.reserved, replica, optimizer
-        self._num_elements = part_elements
-
-    def update(self, share: UnmadeShare, **_: Any) -> None:
-        """Updates with a share that nothing else takes."""
-        if largest := share.largest_part(self._num_elements):
-            parts = functools.partial(share.make_parts, self._num_elements, self._memory(largest))
-            self._optimizer.of_parts.update(parts)
+    def update(share: UnmadeShare, **_: Any) -> None:
+        if largest := share.largest_part(num_elements):
+            memory = reserved.block(replica, OF_PARTS, (largest,), dtype)
+            optimizer.of_parts.update(functools.partial(share.make_parts, num_elements, memory))
         else:
-            self._optimizer.update(share.make())
+            optimizer.update(share.make())
 
-    def update_with(self, late: LateShare, factor: float = 1.0) -> bool:
-        """Updates with a share that was looked at, times a finite factor, if its products are left; returns whether it has."""
-        unmade = late.take_in_parts(self._num_elements)
-        if unmade is not None:
-            memory = self._memory(unmade.largest_part(self._num_elements))
-            self._optimizer.of_parts.update(functools.partial(unmade.make_parts, self._num_elements, memory, factor))
-        return unmade is not None
-
-    def _memory(self, num_elements: int) -> torch.Tensor:
-        return self._reserved.block(self._replica, OF_PARTS, (num_elements,), self._optimizer.parameter.dtype)
+    return update
 
 
 def _usual(factor: torch.Tensor) -> float | None:
@@ -192,7 +172,7 @@ def _scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch
     if not lies_in_own_memory(node.args[0]):
         return lambda gradient, factor, **_: gradient.mul(factor)
 
-    late, few = binder.late.get(node.args[0], LateShare()), binder.few_made(replica, node.args[0])
+    make_deferred, few = _make_deferred(binder, node.args[0]), binder.few_made(replica, node.args[0])
     part = binder.parts.of(node.args[0])
     slots = [(start, stop) for _, _, start, stop in slots_in(binder.program, part)] if part is not None else []
 
@@ -202,7 +182,7 @@ def _scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch
         scale_each([gradient[start:stop] for start, stop in slots], factor)
 
     def scale(gradient: torch.Tensor, factor: torch.Tensor, **_: Any) -> torch.Tensor:
-        late.make()
+        make_deferred()
         if factor.device.type != "cpu":
             scale_slots(gradient, factor)  # to look at the factor would wait for the GPU
             return gradient

@@ -20,8 +20,8 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.messages.wording import counted
 from mirrorc.runtime.execution.commit.commit_point import SKIPPED, TAKES_PLACE, CommitPoint
-from mirrorc.runtime.execution.commit.deferred_shares import LateShare
 from mirrorc.runtime.execution.commit.part_visitors import SumVisitor, sum_of, sums_of_all
+from mirrorc.runtime.state.shares.deferred_tables import DeferredTables
 from mirrorc.runtime.workers.protocol.vote import Vote
 
 
@@ -53,17 +53,17 @@ def sums_are_finite(given: Sequence[Examined | ExaminedShare], *, at_once: bool)
 
 @dataclass(frozen=True)
 class ExaminedShare:
-    """A share that was added up in parts, if it has any, except for what is left unmade.
+    """A share that was added up in parts, if it has any, but for the tables that are deferred.
 
     Attributes:
         value: the share.
         visitor: has visited its parts.
-        late: what is left of it; None if all is made.
+        deferred: its tables; None if all of it is made.
     """
 
     value: torch.Tensor
     visitor: SumVisitor
-    late: LateShare | None
+    deferred: DeferredTables | None
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ class CheckedCommit(CommitPoint):
     def arrive_with(self, replica: int, *found: Any) -> None:
         """As `arrive`, with what the replica has examined before the numbers."""
         given, numbers = found[: self._num_truths[replica]], found[self._num_truths[replica] :]
-        late = [one.late for one in given if isinstance(one, ExaminedShare) and one.late is not None]
-        LateShare.settle(late)
+        shares = [one.deferred for one in given if isinstance(one, ExaminedShare) and one.deferred is not None]
+        DeferredTables.settle(shares)
         if not sums_are_finite(given, at_once=self._devices[replica].is_asynchronous):
-            for share in late:  # elements are looked at, and what is not made yet is of an earlier step
+            for share in shares:  # elements are looked at, and what is not made yet is of an earlier step
                 share.make()
             pairs = zip(self._ranges[replica], given, strict=True)
             faults = [fault for ranges, one in pairs for fault in _faults(ranges, one.value, replica)]

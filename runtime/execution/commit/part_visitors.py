@@ -17,6 +17,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.value_types import value_type
 from mirrorc.runtime.communication import Communicator
+from mirrorc.runtime.state.shares.deferred_tables import DeferredTables
 from mirrorc.runtime.state.shares.pieces import Visit
 from mirrorc.torch_internals import norms_of_each
 
@@ -165,14 +166,20 @@ def visit_of_all(visitors: Sequence[Visitor]) -> Visit:
 
 
 def visiting(
-    communicator: Communicator, bucket: int, replica: int, visitors: Sequence[Visitor]
+    communicator: Communicator,
+    bucket: int,
+    replica: int,
+    visitors: Sequence[Visitor],
+    deferred: DeferredTables | None = None,
 ) -> Callable[..., torch.Tensor]:
-    """The function that waits for a share and lets visitors visit its parts, in their order."""
-    visit = visit_of_all(visitors)
+    """Waits for a share and lets visitors visit its parts, in their order, except for the tables that it defers."""
+    visit = visit_of_all(visitors) if deferred is None else deferred.visit
 
     def wait(pending: Any, **_: Any) -> torch.Tensor:
         for visitor in visitors:
             visitor.begin()
+        if deferred is not None:
+            deferred.forget()
         return communicator.wait_and_visit(bucket, replica, pending, visit)
 
     return wait

@@ -9,13 +9,9 @@ import torch
 
 from mirrorc.analysis.gradients.factored_gradients import FactoredSlot
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.variables import share_bounds
-from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces, unmade_pieces
 from mirrorc.runtime.state.shares.pieces import (
     FactoredBucket,
-    FactoredPiece,
     Factors,
-    Leaves,
     Piece,
     SumPiece,
     Take,
@@ -69,23 +65,6 @@ def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | N
         visit: called with each part of the share when it is made, in order.
     """
     make_pieces(buckets[replica].pieces, buckets, visit)
-
-
-def make_or_leave(buckets: Sequence[FactoredBucket], replica: int, visit: Visit, leaves: Leaves) -> UnmadePieces | None:
-    """As `make_share`, but for pieces of gradients as factors that may be left unmade; gives them, or None if all are made."""
-    dtype = buckets[replica].tensor.dtype
-    left: list[FactoredPiece] = []
-    made: list[Piece] = []
-    for piece in buckets[replica].pieces:
-        if isinstance(piece, FactoredPiece) and piece.is_left(piece.factors_in(buckets), dtype, leaves):
-            left.append(piece)
-        else:
-            made.append(piece)
-    make_pieces(made, buckets, visit)
-    if not left:
-        return None
-    bounds = share_bounds(buckets[0].tensor.numel(), len(buckets), replica)
-    return unmade_pieces(left, made, buckets, bounds, visit)
 
 
 def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visit: Visit | None = None) -> None:
@@ -183,6 +162,17 @@ class UnmadeShare:
     @property
     def _factors(self) -> list[Sequence[Sequence[Factors]]]:
         return [bucket.factors for bucket in self.buckets if bucket.factors]
+
+
+def unmade_sum(tensors: Sequence[torch.Tensor], bounds: tuple[int, int], change: Visit | None = None) -> UnmadeShare:
+    """A share of a sum of buckets whose gradients are all made.
+
+    Args:
+        tensors: the buckets of all replicas, 1-D, in order; the sum is made in the first one.
+        bounds: the share's first element, and the one after its last.
+        change: see `UnmadeShare`.
+    """
+    return UnmadeShare([FactoredBucket(tensor, (), ()) for tensor in tensors], [SumPiece(*bounds)], *bounds, change)
 
 
 def largest_part_of_share(

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import torch
 
-from mirrorc.analysis.gradients.tiled_updates import Size
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.operation import Handlers
 
@@ -25,10 +24,12 @@ class Visit:
         function: takes a part, 1-D. Rows of a table that are zero are left out. A part that is only looked at stays as it is
             until the step commits.
         writes: whether the function may write the part; it leaves zeros as they are.
+        defer: takes a piece that need not be made yet; None if all are made.
     """
 
     function: Callable[[torch.Tensor], object]
     writes: bool = False
+    defer: Defer | None = None
 
     def __call__(self, part: torch.Tensor) -> None:
         """Visits a part."""
@@ -47,9 +48,6 @@ def bounding_by(max_value: float) -> Visit:
 
 Take = Callable[[int, torch.Tensor], None]
 """What is done with each part of a share: it is given the part's first element, counted from the bucket's, and the part, 1-D."""
-
-Leaves = Callable[[Size, torch.dtype], bool]
-"""Says whether a product of that size and type is left unmade."""
 
 Factors = tuple[torch.Tensor, ...]
 """The factors of a gradient, or of one of its parts, in the order of its form's `factor_names`."""
@@ -148,7 +146,19 @@ class SumPiece(Piece):
             total.add_(bucket.tensor[self.start : self.stop])
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        add_visited([bucket.tensor[self.start : self.stop] for bucket in buckets[1:]], total, visit)
+        """Adds up and visits a part after the other."""
+        others = [bucket.tensor[self.start : self.stop] for bucket in buckets[1:]]
+        if total.numel() <= CACHED_ELEMENTS:  # as most are: views take as long as what is done with them
+            for other in others:
+                total.add_(other)
+            if total.numel():
+                visit(total)
+            return
+        for start in range(0, total.numel(), CACHED_ELEMENTS):
+            part = total[start : start + CACHED_ELEMENTS]
+            for other in others:
+                part.add_(other[start : start + CACHED_ELEMENTS])
+            visit(part)
 
 
 @dataclass
@@ -186,18 +196,6 @@ class FactoredPiece(Piece):
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
         self.add_up(self.factors_in(buckets), total)
 
-    def is_left(self, factors: Sequence[Factors], dtype: torch.dtype, leaves: Leaves) -> bool:
-        """Whether it may be made when an update takes it, because its factors tell soon enough what is asked of it before.
-
-        A form that does not say so has its pieces made at once.
-
-        Args:
-            factors: as for `add_up`.
-            dtype: of the gradient.
-            leaves: says which products are left.
-        """
-        return False
-
     def factors_in(self, buckets: Sequence[FactoredBucket]) -> list[Factors]:
         """The gradient's factors, as `add_up` takes them."""
         return [part for bucket in buckets if bucket.factors for part in bucket.factors[self.factored]]
@@ -209,20 +207,8 @@ def visit_parts(total: torch.Tensor, visit: Visit) -> None:
         visit(total[start : start + CACHED_ELEMENTS])
 
 
-def add_visited(others: Sequence[torch.Tensor], total: torch.Tensor, visit: Visit) -> None:
-    """Adds tensors to the first one, in order, and visits each part of the sum when it is made; all are 1-D."""
-    if total.numel() <= CACHED_ELEMENTS:  # as most are: views take as long as what is done with them
-        for other in others:
-            total.add_(other)
-        if total.numel():
-            visit(total)
-        return
-    for start in range(0, total.numel(), CACHED_ELEMENTS):
-        part = total[start : start + CACHED_ELEMENTS]
-        for other in others:
-            part.add_(other[start : start + CACHED_ELEMENTS])
-        visit(part)
-
+Defer = Callable[[FactoredPiece, Sequence[Factors], torch.Tensor], None]
+"""Takes a piece, its factors, and its elements, 1-D; they are as for `FactoredPiece.add_up`, which the taker is to call."""
 
 makes_shares_of: Handlers[type[FactoredPiece]] = Handlers("make shares of the gradients of")
 """The subclass of `FactoredPiece` for the operation of each form of gradient; used as a decorator, it registers a class."""

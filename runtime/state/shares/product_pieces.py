@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from mirrorc.analysis.gradients.tiled_updates import Size, elements_of_part
+from mirrorc.analysis.gradients.tiled_updates import elements_of_part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.runtime.state.shares.pieces import (
@@ -16,7 +16,6 @@ from mirrorc.runtime.state.shares.pieces import (
     FactoredBucket,
     FactoredPiece,
     Factors,
-    Leaves,
     Take,
     Visit,
     makes_shares_of,
@@ -68,17 +67,12 @@ class ProductPiece(Rectangle):
 
         One product needs a copy of all factors side by side. With several products, each one reads and writes the result.
         """
-        self.multiply(self._pairs(factors), total)
+        joined = _joined(self._pairs(factors))
+        _add_products(joined, total.view(-1, self._sizes()[1]))
 
-    def multiply(self, pairs: Pairs, total: torch.Tensor, factor: float = 1.0) -> None:
-        """Writes the sum of the products of `pairs`, times a factor; as `add_up`."""
-        joined = _joined(pairs)
-        _add_products(joined, total.view(-1, joined[0][1].shape[1]), factor)
-
-    def multiply_visited(self, pairs: Pairs, total: torch.Tensor, visit: Visit) -> None:
-        """As `multiply`; multiplies and visits some rows after the other."""
-        joined = _joined(pairs)
-        width = joined[0][1].shape[1]
+    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
+        """Multiplies and visits some rows after the other."""
+        joined, width = _joined(self._pairs(self.factors_in(buckets))), self._sizes()[1]
         num_rows = max(CACHED_ELEMENTS // width, 1)
         out = total.view(-1, width)
         for start in range(0, len(out), num_rows):
@@ -90,40 +84,19 @@ class ProductPiece(Rectangle):
         self, buckets: Sequence[FactoredBucket], num_elements: int, memory: torch.Tensor, take: Take
     ) -> None:
         """Multiplies some rows after the other."""
-        self.multiply_parts(self.pairs(buckets), num_elements, memory, take)
-
-    def multiply_parts(
-        self, pairs: Pairs, num_elements: int, memory: torch.Tensor, take: Take, factor: float = 1.0
-    ) -> None:
-        """As `make_parts`, of the factors that `pairs` gives, times a number."""
-        joined = _joined(pairs)
+        joined = _joined(self._pairs(self.factors_in(buckets)))
         all_rows, width = self._sizes()
         num_rows = num_elements // width
         for first in range(0, all_rows, num_rows):
             rows = [(left[first : first + num_rows], right) for left, right in joined]
             part = memory[: len(rows[0][0]) * width]
-            _add_products(rows, part.view(-1, width), factor)
+            _add_products(rows, part.view(-1, width))
             take(self.start + first * width, part)
 
     def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
         """See `Piece`."""
-        size = self.size([part for own in factors for part in own[self.factored]])
-        return elements_of_part(*size, num_elements)
-
-    def is_left(self, factors: Sequence[Factors], dtype: torch.dtype, leaves: Leaves) -> bool:
-        """See `FactoredPiece`."""
-        return leaves(self.size(factors), dtype)
-
-    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        self.multiply_visited(self.pairs(buckets), total, visit)
-
-    def size(self, factors: Sequence[Factors]) -> Size:
-        """The size of what `add_up` writes of these factors."""
-        return *self._sizes(), sum(left.shape[1] for left, _ in factors)
-
-    def pairs(self, buckets: Sequence[FactoredBucket]) -> Pairs:
-        """The factors of the products that are added up, for this rectangle; ``buckets`` as `make` takes them."""
-        return self._pairs(self.factors_in(buckets))
+        num_inner = sum(left.shape[1] for replica in factors for left, _ in replica[self.factored])
+        return elements_of_part(*self._sizes(), num_inner, num_elements)
 
     def _pairs(self, factors: Sequence[Factors]) -> Pairs:
         width = self.columns.stop - self.columns.start
@@ -132,9 +105,9 @@ class ProductPiece(Rectangle):
         ]
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        own = [part for replica in factors for part in replica[self.factored]]
-        m, n, num_inner = self.size(own)
-        return num_inner * (m + n) * own[0][0].itemsize if _is_one_product(m, n, num_inner, len(own)) else 0
+        (m, n), pairs = self._sizes(), [part for replica in factors for part in replica[self.factored]]
+        num_inner = sum(left.shape[1] for left, _ in pairs)
+        return num_inner * (m + n) * pairs[0][0].itemsize if _is_one_product(m, n, num_inner, len(pairs)) else 0
 
 
 def _joined(pairs: Pairs) -> Pairs:
@@ -146,14 +119,11 @@ def _joined(pairs: Pairs) -> Pairs:
     return [(left, torch.cat([right for _, right in pairs]))]
 
 
-def _add_products(pairs: Pairs, out: torch.Tensor, factor: float = 1.0) -> None:
-    """Writes the sum of matrix products, each times a factor."""
-    if factor == 1.0:
-        torch.mm(*pairs[0], out=out)
-    else:
-        torch.addmm(out, *pairs[0], beta=0.0, alpha=factor, out=out)
+def _add_products(pairs: Pairs, out: torch.Tensor) -> None:
+    """Writes the sum of matrix products."""
+    torch.mm(*pairs[0], out=out)
     for left, right in pairs[1:]:
-        torch.addmm(out, left, right, alpha=factor, out=out)
+        out.addmm_(left, right)
 
 
 def _is_one_product(m: int, n: int, num_inner: int, num_pairs: int) -> bool:

@@ -9,10 +9,9 @@ from typing import Any, Self
 
 import torch
 
-from mirrorc.analysis.gradients.tiled_updates import has_few_rows
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
-from mirrorc.runtime.state.shares.pieces import Factors, Leaves, Visit, makes_shares_of, visit_parts
+from mirrorc.runtime.state.shares.pieces import FactoredBucket, Factors, Visit, makes_shares_of, visit_parts
 from mirrorc.runtime.state.shares.product_pieces import Rectangle
 
 OwnRows = tuple[torch.Tensor, torch.Tensor]
@@ -45,8 +44,8 @@ class TablePiece(Rectangle):
         """Clears the rows of the last step and adds those of this step; other rows are zero already and are not written."""
         self.add_rows([self._select(part) for part in factors], total)
 
-    def add_rows(self, parts: Sequence[OwnRows], total: torch.Tensor, factor: float = 1.0) -> None:
-        """As `add_up`, of rows that are selected already, each times a finite factor."""
+    def add_rows(self, parts: Sequence[OwnRows], total: torch.Tensor) -> None:
+        """As `add_up`, of rows that are selected already."""
         out = total.view(self._sizes()[0], -1)
         written, self.written = self.written, None
         if written is None:
@@ -54,7 +53,7 @@ class TablePiece(Rectangle):
         for places in written or ():
             out.index_fill_(0, places, 0.0)
         for places, rows in parts:
-            out.index_add_(0, places, rows, alpha=factor)
+            out.index_add_(0, places, rows)
         self.written = [places for places, _ in parts]
 
     def _select(self, factors: Factors) -> OwnRows:
@@ -87,9 +86,23 @@ class TablePiece(Rectangle):
         rows, indices = factors
         return rows.reshape(-1, rows.shape[-1])[:, self.columns], indices.reshape(-1)
 
-    def is_left(self, factors: Sequence[Factors], dtype: torch.dtype, leaves: Leaves | None = None) -> bool:
-        """See `FactoredPiece`; whatever is asked."""
-        return has_few_rows(self._sizes()[0], sum(indices.numel() for _, indices in factors), dtype)
+    def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
+        """As for any piece; defers it where a step adds few rows."""
+        factors = self.factors_in(buckets)
+        if visit.defer is not None and self.has_few_rows(factors):
+            visit.defer(self, factors, total)
+        else:
+            self.add_up(factors, total)
+            self.visit_made(total, visit)
+
+    def has_few_rows(self, factors: Sequence[Factors]) -> bool:
+        """Whether to look at the rows that a step adds takes less time than to look at all of the rectangle.
+
+        Args:
+            factors: as for `add_up`; tensors may be fake.
+        """
+        num_added = sum(indices.numel() for _, indices in factors)
+        return 0 < 2 * num_added < self.num_rows_here and factors[0][0].is_floating_point()
 
     def visit_made(self, total: torch.Tensor, visit: Visit) -> None:
         """Visits the rows that this step has written; the others are zero."""

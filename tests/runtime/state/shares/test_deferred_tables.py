@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,14 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirrorc.analysis.gradients.factored_gradients import FactoredSlot
-from mirrorc.analysis.gradients.tiled_updates import has_few_rows
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.gradient_forms import TABLE
 from mirrorc.ir.variables import Placement, UpdateRule, share_bounds
-from mirrorc.runtime.state.shares.gradient_shares import MadeShare, make_or_leave, make_share, pieces_of_share
-from mirrorc.runtime.state.shares.lazy_pieces import UnmadePieces, are_finite, norm_of_unmade
-from mirrorc.runtime.state.shares.lazy_tables import bytes_of_tables, bytes_to_measure_tables, rows_of_tables
+from mirrorc.runtime.state.shares.deferred_tables import (
+    DeferredTable,
+    are_finite,
+    bytes_of_tables,
+    bytes_to_measure_tables,
+    norm_of_tables,
+    select_rows,
+)
+from mirrorc.runtime.state.shares.gradient_shares import MadeShare, make_share, pieces_of_share
 from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, bounding_by, scaling_by
+from mirrorc.runtime.state.shares.table_pieces import TablePiece
 from mirrorc.torch_internals import peak_allocation
 
 Shape = tuple[int, int]
@@ -53,11 +60,13 @@ def buckets_of(
     return found
 
 
-def left_of(buckets: list[FactoredBucket]) -> list[UnmadePieces]:
-    """What is left of the shares of all replicas."""
-    nothing = Visit(lambda part: None)
-    left = [make_or_leave(buckets, replica, nothing, lambda size, dtype: False) for replica in range(len(buckets))]
-    return [one for one in left if one is not None]
+def deferred_of(buckets: list[FactoredBucket]) -> list[DeferredTable]:
+    """Makes the shares of all replicas, except for the tables that are deferred, which it returns."""
+    deferred: list[DeferredTable] = []
+    visit = Visit(lambda part: None, defer=lambda *piece: deferred.append(DeferredTable(*piece)))  # type: ignore[arg-type]
+    for replica in range(len(buckets)):
+        make_share(buckets, replica, visit)
+    return deferred
 
 
 @fuzzed(60)
@@ -72,12 +81,12 @@ def test_a_norm_is_that_of_the_tables(
 ) -> None:
     """Rows that are added to one another count as their sum; shares begin within rows."""
     buckets = buckets_of(shapes, rows, paddings, index_dtype=index_dtype)
-    left, whole = left_of(buckets), buckets[0].tensor
-    norm = norm_of_unmade(left) if left else 0.0
-    assert norm is not None and (not left or are_finite(left))
-    made = whole.norm().item()  # what was too small, or had too many rows, to be left
-    for one in left:
-        one.make()
+    deferred, whole = deferred_of(buckets), buckets[0].tensor
+    norm = norm_of_tables(deferred) if deferred else 0.0
+    assert norm is not None and (not deferred or are_finite(deferred))
+    made = whole.norm().item()  # what was too small, or had too many rows, to be deferred
+    for table in deferred:
+        table.make()
     assert math.hypot(norm, made) == pytest.approx(whole.norm().item(), rel=1e-12)
     expected = torch.zeros_like(whole)
     for place, (num_rows, width) in enumerate(shapes):
@@ -89,23 +98,22 @@ def test_a_norm_is_that_of_the_tables(
     torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("factor", [0.25, -3.0])
-def test_rows_are_added_times_a_factor(factor: float) -> None:
-    """Exactly so for a power of two; what is made is scaled where it lies."""
-    buckets = buckets_of([(200, 6), (3, 3), (90, 5)], [3, 4], [-1, 0, 2], torch.float32)
+@pytest.mark.parametrize("look", [list, select_rows, norm_of_tables])
+def test_tables_are_those_that_are_made_at_once(look: Callable[[list[DeferredTable]], object]) -> None:
+    """Whatever was asked of them before; nothing of them is left in the next step."""
+    buckets = buckets_of([(200, 6), (3, 3), (90, 5)], [3, 4], [-1, 0, 2])
     make_share(buckets, 0)
     make_share(buckets, 1)
     expected = buckets[0].tensor.clone()
-    left = left_of(buckets)
-    assert [one.rest_is_small for one in left] == [True, True]
-    for one in left:
-        one.make_scaled(factor)
-    torch.testing.assert_close(buckets[0].tensor, expected * factor)
-    if factor == 0.25:
-        assert torch.equal(buckets[0].tensor, expected * factor)
+    deferred = deferred_of(buckets)
+    look(deferred)
+    for table in deferred:
+        table.make()
+    assert len(deferred) == 3
+    torch.testing.assert_close(buckets[0].tensor, expected)
     make_share(buckets, 0)
     make_share(buckets, 1)
-    assert torch.equal(buckets[0].tensor, expected), "nothing of it is left in the next step"
+    assert torch.equal(buckets[0].tensor, expected)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +153,18 @@ def test_what_may_not_be_finite_is_not_said_to_be(value: float) -> None:
     rows, indices = buckets[1].factors[0][1]
     rows[0, 0] = value
     indices.fill_(3)  # in the first share
-    left = left_of(buckets)
-    assert not are_finite(left)
-    assert norm_of_unmade(left[1:]) is not None
-    norm = norm_of_unmade(left)
+    deferred = deferred_of(buckets)
+    assert not are_finite(deferred)
+    assert norm_of_tables(deferred[1:]) is not None
+    norm = norm_of_tables(deferred)
     assert norm is None if not math.isfinite(value) else norm == pytest.approx(value)
 
 
-def test_tables_are_left_where_a_step_adds_few_rows() -> None:
+def test_tables_are_deferred_where_a_step_adds_few_rows() -> None:
+    def has_few_rows(num_rows: int, num_added: int, dtype: torch.dtype) -> bool:
+        piece = TablePiece(0, num_rows * 2, 0, slice(0, num_rows), slice(0, 2))
+        return piece.has_few_rows([(torch.ones(num_added, 2, dtype=dtype), torch.ones(num_added))])
+
     assert has_few_rows(100, 49, torch.float32)
     assert not has_few_rows(100, 50, torch.float32)
     assert not has_few_rows(100, 0, torch.float32), "no example at all"
@@ -165,11 +177,11 @@ def test_what_is_copied_to_measure_tables_is_counted() -> None:
     for bucket in buckets:
         for _, indices in bucket.factors[0]:
             indices.copy_(torch.arange(len(indices)) * (2000 // len(indices)))
-    left = left_of(buckets)
+    deferred = [table for table in deferred_of(buckets) if table.piece in buckets[0].pieces]
     factors = [bucket.factors for bucket in buckets]
     given_ = [tensor for own in factors for parts in own for part in parts for tensor in part]
-    taken = peak_allocation(lambda: norm_of_unmade(left[:1]), given_)
+    taken = peak_allocation(lambda: norm_of_tables(deferred), given_)
     kept, counted = (count(buckets[0].pieces, factors) for count in (bytes_of_tables, bytes_to_measure_tables))
     assert 0.9 * taken < counted + kept < 1.1 * taken
-    (rows,) = rows_of_tables(left[0].tables)
+    (rows,) = select_rows(deferred)
     assert 0.9 * rows.nbytes < kept < 1.1 * rows.nbytes

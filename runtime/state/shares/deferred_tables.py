@@ -1,0 +1,205 @@
+"""Gradients of embeddings' tables whose rows are scattered behind the commit, right before an update takes them.
+
+What a step asks before its commit, the norm of all gradients or whether all are finite, follows from the rows alone, which
+are far fewer than the table's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mirrorc.runtime.state.shares.pieces import FactoredPiece, Factors, Piece, Visit
+from mirrorc.runtime.state.shares.table_pieces import OwnRows, TablePiece
+from mirrorc.torch_internals import norms_of_each, subtract_each
+
+_MARGIN = 16.0  # by which a bound must stay below the largest number, for what rounding may add to it
+
+
+@dataclass
+class DeferredTable:
+    """A piece of a table's gradient that is not made yet.
+
+    Attributes:
+        piece: the piece.
+        factors: see `TablePiece.add_up`.
+        total: the piece's elements, 1-D, in the bucket.
+        rows: the rows that are added to it, once they are selected; those that are added to one row may be summed.
+    """
+
+    piece: TablePiece
+    factors: Sequence[Factors]
+    total: torch.Tensor
+    rows: OwnRows | None = None
+
+    def make(self) -> None:
+        """Makes it in the bucket."""
+        if self.rows is None:
+            self.piece.add_up(self.factors, self.total)
+        else:
+            self.piece.add_rows([self.rows], self.total)
+
+
+class DeferredTables:
+    """The tables that a wait defers of a replica's share.
+
+    Args:
+        visit: called with what is made before the commit after all.
+
+    Attributes:
+        visit: as given; it defers tables to this.
+    """
+
+    def __init__(self, visit: Visit) -> None:
+        self.visit = replace(visit, defer=self._defer)
+        self._tables: list[DeferredTable] = []
+        self._are_finite = False  # whether all are known to be
+
+    def _defer(self, piece: FactoredPiece, factors: Sequence[Factors], total: torch.Tensor) -> None:
+        assert isinstance(piece, TablePiece), "no other piece is deferred"
+        self._tables.append(DeferredTable(piece, factors, total))
+
+    def forget(self) -> None:
+        """Drops the tables, and so their factors: before a step, and where no update will take them."""
+        self._tables, self._are_finite = [], False
+
+    def make(self) -> None:
+        """Makes the tables in the bucket."""
+        for table in self._tables:
+            table.make()
+        self._tables = []
+
+    def make_visited(self) -> None:
+        """Makes the tables, and has them visited as if the wait had made them."""
+        for table in self._tables:
+            table.make()
+            table.piece.visit_made(table.total, self.visit)
+        self._tables = []
+
+    @staticmethod
+    def measure(shares: Sequence[DeferredTables]) -> float | None:
+        """The 2-norm of all tables of some shares; None if there are none, or if some are not finite: then they are made and
+        visited."""
+        tables = [table for share in shares for table in share._tables]
+        norm = norm_of_tables(tables) if tables else None
+        for share in shares:
+            if norm is None:
+                share.make_visited()
+            share._are_finite = True
+        return norm
+
+    @staticmethod
+    def settle(shares: Iterable[DeferredTables]) -> None:
+        """Makes and visits the tables of some shares, unless all of them are known to be finite."""
+        unknown = [share for share in shares if share._tables and not share._are_finite]
+        if unknown and not are_finite([table for share in unknown for table in share._tables]):
+            for share in unknown:
+                share.make_visited()
+
+
+def bytes_of_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+    """The bytes of the rows of a share's deferred tables until they are made, if the shares get equal parts of them.
+    Arguments as for `bytes_to_measure_tables`."""
+    return bytes_to_measure_tables(pieces, factors) // len(factors)
+
+
+def bytes_to_measure_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
+    """The bytes of the rows of all shares, which lie side by side only while the share's are selected and measured.
+
+    Args:
+        pieces: of the share.
+        factors: as `Piece.temporary_bytes`.
+    """
+    total = 0
+    for piece in pieces:
+        if isinstance(piece, TablePiece):
+            parts = [part for replica in factors for part in replica[piece.factored]]
+            if piece.has_few_rows(parts):
+                total += sum(rows.numel() * rows.itemsize for rows, _ in parts)
+    return total
+
+
+def select_rows(tables: Iterable[DeferredTable]) -> list[torch.Tensor]:
+    """Selects the rows that are added to each table; returns all of them, those of one width together, 2-D."""
+    selected = []
+    for group in _by_width(tables):
+        places, rows = _selected(group)
+        _assign(group, places, rows)
+        selected.append(rows)
+    return selected
+
+
+def are_finite(tables: Iterable[DeferredTable]) -> bool:
+    """Whether all elements are known to be finite: no sum of rows is larger than their norm times the root of their number."""
+    rows = select_rows(tables)
+    norms = torch.stack(norms_of_each(rows)).tolist()
+    return all(
+        norm * math.sqrt(len(added)) < torch.finfo(added.dtype).max / _MARGIN
+        for norm, added in zip(norms, rows, strict=True)
+    )
+
+
+def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
+    """The 2-norm of all tables together; None if an element may not be finite. Each table gets the sums of its rows."""
+    norms = []
+    for group in _by_width(tables):
+        places, rows = _selected(group)
+        distinct, numbers = places.unique(return_inverse=True)
+        sums = rows.new_zeros(len(distinct), rows.shape[1]).index_add_(0, numbers, rows)
+        _assign(group, distinct, sums)
+        norms.append(torch.linalg.vector_norm(sums, dtype=torch.float64))
+    norm = math.hypot(*(one.item() for one in norms))
+    return norm if math.isfinite(norm) else None
+
+
+def _by_width(tables: Iterable[DeferredTable]) -> list[list[DeferredTable]]:
+    """Groups of tables whose rows are handled together: in two threads that take turns with the interpreter, calls of small
+    operators take longer than what they do."""
+    groups: dict[tuple[int, torch.dtype], list[DeferredTable]] = defaultdict(list)
+    for table in tables:
+        rows, _ = table.factors[0]
+        groups[rows.shape[-1], rows.dtype].append(table)
+    return list(groups.values())
+
+
+def _selected(tables: Sequence[DeferredTable]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that are added to pieces of one width, one piece after the other, and to which rows of all pieces."""
+    parts = [
+        (number, *table.piece.rows_and_places(part)) for number, table in enumerate(tables) for part in table.factors
+    ]
+    places = torch.cat([places for _, _, places in parts])
+    lengths = torch.tensor([len(places) for _, _, places in parts])
+    columns = _numbers(tables)[:, [number for number, _, _ in parts]]
+    first, stop, left_out, offset = columns.repeat_interleave(lengths, dim=1, output_size=len(places))
+    own = (places >= first) & (places < stop)
+    if any(table.piece.padding_idx >= 0 for table in tables):
+        own &= places != left_out
+    selected = own.nonzero().squeeze(1)
+    rows = torch.cat([rows for _, rows, _ in parts])
+    return (places + offset).index_select(0, selected), rows.index_select(0, selected)
+
+
+def _assign(tables: Sequence[DeferredTable], places: torch.Tensor, rows: torch.Tensor) -> None:
+    """Assigns each table its rows; ``places`` are those of all pieces, one piece after the other."""
+    ends = list(itertools.accumulate(table.piece.num_rows_here for table in tables))
+    counts = torch.searchsorted(places, torch.tensor(ends)).tolist()  # all of a piece are smaller than the next one's
+    sizes = [count - before for before, count in itertools.pairwise([0, *counts])]
+    starts = [0, *ends[:-1]]
+    for table, *assigned in zip(tables, subtract_each(places.split(sizes), starts), rows.split(sizes), strict=True):
+        table.rows = assigned[0], assigned[1]
+
+
+def _numbers(tables: Sequence[DeferredTable]) -> torch.Tensor:
+    """For each table's piece, a column: its first row, the one after its last, the row that is left out, and what makes numbers
+    of its rows those of all pieces' rows, one piece after the other."""
+    columns, end = [], 0
+    for piece in (table.piece for table in tables):
+        first, stop = piece.rows.start, piece.rows.stop
+        columns.append((first, stop, piece.padding_idx, end - first))
+        end += stop - first
+    return torch.tensor(columns).t()
