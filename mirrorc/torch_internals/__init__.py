@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mirrorc.torch_internals.aot.checkpoint_tags import checkpoint_tag
-from mirrorc.torch_internals.aot.joint_graph import JointGraph, ToldNumber, take_constants
+from mirrorc.torch_internals.aot.joint_graph import JointGraph, NumberInput, take_constants
 from mirrorc.torch_internals.distributed.gloo import GlooGroup
 from mirrorc.torch_internals.distributed.nccl import NcclGroup
 from mirrorc.torch_internals.fx.asserts import CHECKS_OF_TENSORS, assert_true
@@ -158,6 +158,7 @@ __all__ = [
     "KeptCaches",
     "LeftTensors",
     "NcclGroup",
+    "NumberInput",
     "NumbersGivenUp",
     "PythonCall",
     "PythonWrite",
@@ -171,7 +172,6 @@ __all__ = [
     "SourceWords",
     "SparseLookupError",
     "StandIns",
-    "ToldNumber",
     "UncountedHook",
     "adagrad_is_fused_on_gpus",
     "add_node",

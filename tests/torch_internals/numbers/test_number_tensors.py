@@ -143,9 +143,9 @@ def test_numbers_are_told_in_the_users_words() -> None:
     module = Given(lambda x, t: x * (1 - t) ** 2 + t, 0.25)
     guards = internals.guards_of(traced_with_input(module, torch.ones(2)))
     assert guards.hold() and guards.numbers == (0.5625, 0.25)
-    derived, read = guards.told_numbers()
-    assert derived[:3] == ("from_given['t']", "((1 - given['t']) ** 2)", float) and read.text == ""
-    assert derived.expression == f"((1 - {SOURCE}) ** 2)" and read.expression == SOURCE
+    derived, read = guards.number_inputs()
+    assert derived[:3] == ("from_given['t']", "(1 - given['t']) ** 2", float) and read.text == ""
+    assert derived.expression == f"(1 - {SOURCE}) ** 2" and read.expression == SOURCE
 
 
 def test_which_numbers_have_changed() -> None:
