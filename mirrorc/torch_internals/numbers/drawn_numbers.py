@@ -143,7 +143,7 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
 
 def _is_one_draw(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws one number, of a known kind."""
-    most = _DRAWS.get(function) if isinstance(function, Hashable) else None
+    most = _DRAWS.get(function) if isinstance(function, Hashable) else None  # type: ignore[call-overload]
     if most is None or len(args) > most or not _KEYWORDS.issuperset(kwargs):
         return False
     return all(arg.is_python_constant() for arg in (*args, *kwargs.values()))

@@ -56,9 +56,9 @@ def attribute_source(path: Sequence[str], name: str) -> str:
 
 
 class Slot(NamedTuple):
-    """An argument of a computation: the number with an index."""
+    """An argument of a computation: the number at a place."""
 
-    index: int
+    place: int
 
 
 class HostNumber(NamedTuple):
@@ -79,7 +79,7 @@ class HostNumber(NamedTuple):
 
 def computed(function: Callable[..., Any], args: Sequence[Any], numbers: Sequence[Number]) -> Any:
     """The result of a function on arguments, with numbers in the places of their slots."""
-    return function(*(numbers[arg.index] if isinstance(arg, Slot) else arg for arg in args))
+    return function(*(numbers[arg.place] if isinstance(arg, Slot) else arg for arg in args))
 
 
 class HostNumbers:
@@ -127,10 +127,10 @@ class HostNumbers:
 
     def read(self, scope: dict[str, Any]) -> bool:
         """Reads the numbers again; returns whether the graph is that of the new ones."""
-        values: list[Number] = []
+        values: list[Any] = []
         for kind, _, function, args in self.numbers:
             try:
-                value = computed(function, args, values) if function is not None else eval(*args, scope)
+                value = computed(function, args, values) if function is not None else eval(args[0], scope)
             except Exception:  # noqa: BLE001 - no input; the next trace says why
                 return False
             if type(value) is not kind or not is_ordinary(value):
@@ -149,7 +149,7 @@ class HostNumbers:
             return words(sources[0])
         name = getattr(function, "__name__", "a function").strip("_")
         sign = _SIGNS.get(name, "") if len(args) == 2 else ""
-        texts = [self.text(a.index, words, is_operand=bool(sign)) if isinstance(a, Slot) else repr(a) for a in args]
+        texts = [self.text(a.place, words, is_operand=bool(sign)) if isinstance(a, Slot) else repr(a) for a in args]
         if not sign:
             return f"{name}({', '.join(texts)})"
         text = f"{texts[0]} {sign} {texts[1]}"

@@ -121,8 +121,8 @@ class _Call:
         """
         node = self.node
         args, in_containers = (*node.args, *node.kwargs.values()), list[fx.Node]()
-        fx.node.map_arg([arg for arg in args if not isinstance(arg, fx.Node)], in_containers.append)  # type: ignore[arg-type]
-        direct = [arg for arg in args if self._is_number(arg)]
+        fx.node.map_arg([arg for arg in args if not isinstance(arg, fx.Node)], in_containers.append)
+        direct: list[Any] = [arg for arg in args if self._is_number(arg)]
         if any(map(self._is_number, in_containers)):
             raise self._unsupported()
         if self.name in _BINARY and len(node.args) == 2 and len(direct) == 1 and node.kwargs.keys() <= {"alpha"}:
@@ -242,7 +242,8 @@ class _Call:
 
 def _run(node: fx.Node) -> Any:
     """The result of a call on the fake tensors that its arguments are."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _example)  # type: ignore[misc]
+    arguments: Any = fx.node.map_arg((node.args, node.kwargs), _example)
+    args, kwargs = arguments
     target: Any = node.target
     mode = next(arg.fake_mode for arg in (*args, *kwargs.values()) if hasattr(arg, "fake_mode"))
     with torch.no_grad(), mode:

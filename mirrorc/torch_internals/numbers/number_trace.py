@@ -178,7 +178,7 @@ def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
             proxy.node.meta["example_value"] = sym_num = example
         initialize(self, proxy, sym_num, *args, **kwargs)
 
-    of_math = {f"_sym_{name}": _function_of_math(trace, name) for name in _MATH}
+    of_math: dict[str, Any] = {f"_sym_{name}": _function_of_math(trace, name) for name in _MATH}
     try:
         with (
             patch.object(VariableBuilder, "_wrap", wrap_number),
