@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mirrorc.torch_internals.aot.checkpoint_tags import checkpoint_tag
-from mirrorc.torch_internals.aot.joint_graph import JointGraph, ToldNumber
+from mirrorc.torch_internals.aot.joint_graph import JointGraph, NumberInput
 from mirrorc.torch_internals.distributed.gloo import GlooGroup
 from mirrorc.torch_internals.distributed.nccl import NcclGroup
 from mirrorc.torch_internals.fx.asserts import CHECKS_OF_TENSORS, assert_true
@@ -146,6 +146,7 @@ __all__ = [
     "GuardsChange",
     "JointGraph",
     "NcclGroup",
+    "NumberInput",
     "NumbersGivenUp",
     "PythonCall",
     "PythonWrite",
@@ -157,7 +158,6 @@ __all__ = [
     "SizesOfArguments",
     "SourceWords",
     "StandIns",
-    "ToldNumber",
     "UncountedHook",
     "adagrad_is_fused_on_gpus",
     "add_node",

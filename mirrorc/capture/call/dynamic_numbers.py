@@ -1,4 +1,4 @@
-"""Which Python numbers change from step to step, so that they become inputs of programs, and which cannot."""
+"""The Python numbers that change from step to step, which become inputs of programs where they can."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ logger = logging.getLogger(__name__)
 class ChangingNumbers:
     """The numbers that a step has seen change, by the expressions that read them.
 
-    A number is a constant of the first program that reads it. When its second value comes, it becomes an input of the programs
-    that are captured from then on, unless it is used where only a number can stand; then each value has a program of its own, as
-    each string has.
+    A number is a constant of the first program that reads it. From its second value on, it is an input of the programs that are
+    captured then. One that is used where only a number can stand has a program for each value, as a string has.
 
     Args:
-        can_be_inputs: whether there are any inputs; if not, all numbers are constants.
+        can_be_inputs: if not, all numbers are constants.
 
     Attributes:
         can_be_drawn: whether numbers that forward draws at random may be inputs; they are never constants.
@@ -30,7 +29,7 @@ class ChangingNumbers:
 
     @property
     def inputs(self) -> frozenset[str]:
-        """The expressions that read numbers which are to be inputs."""
+        """The expressions of the numbers that are to be inputs."""
         return frozenset(self._names - self._given_up.keys()) if self._can_be_inputs else frozenset()
 
     @contextlib.contextmanager
@@ -43,16 +42,16 @@ class ChangingNumbers:
             self._can_be_inputs = before
 
     def add(self, names: Iterable[str]) -> None:
-        """Notes that what these expressions read has changed."""
+        """Notes that the numbers of these expressions have changed."""
         self._names.update(names)
 
     def give_up(self, names: Collection[str], why: str, words: Sequence[str] = ()) -> None:
-        """Notes that these numbers can be no inputs; ``words`` are what users call them."""
+        """Notes that these numbers can be no inputs; ``words`` are the users' names for them."""
         logger.info("%s: constant in each program, because %s", ", ".join(sorted(names)), why)
         for name in names:
             self._given_up.setdefault(name, f"{' and '.join(words)}: {why}" if words else why)
 
     @property
     def reasons(self) -> list[str]:
-        """Why some numbers stay constants, in words."""
+        """The reasons why some numbers stay constants."""
         return list(dict.fromkeys(self._given_up.values()))

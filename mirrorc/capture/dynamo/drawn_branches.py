@@ -1,4 +1,4 @@
-"""What is traced in place of `torch.rand` where forward decides by what it draws: single numbers are drawn before the step."""
+"""The substitute for `torch.rand` in a trace of a forward that branches on random numbers: they are drawn before the step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ import torch
 from mirrorc.torch_internals import one_of_torchs, traced_file
 
 
-class DrawnScalarDecides:
-    """Stands for what a comparison of a `DrawnScalar` gives; whoever asks more of it than which way to go raises an error.
+class _Scalar:
+    """A tensor to isinstance() in a trace, but in this file. To ask more of it than its class has raises an error."""
+
+    @property  # type: ignore[misc]  # it cannot be written
+    def __class__(self) -> type:
+        return type(self) if traced_file() in ("", __file__) else torch.Tensor
+
+
+class DrawnScalarDecides(_Scalar):
+    """The result of a comparison of a `DrawnScalar`, which chooses a branch.
 
     No bool: as tensors, two of them have a sum of one, and ``~`` is their opposite.
     """
 
     def __init__(self, answer: bool) -> None:
         self.answer = answer
-
-    @property  # type: ignore[misc]  # it cannot be written
-    def __class__(self) -> type:
-        """What isinstance() in a trace asks for: a tensor, but in this file."""
-        return DrawnScalarDecides if traced_file() in ("", __file__) else torch.Tensor
 
     def __bool__(self) -> bool:
         return self.answer
@@ -35,11 +38,23 @@ class DrawnScalarDecides:
     def __eq__(self, other: object) -> bool:
         raise TypeError("what a DrawnScalar decides equals no other value")
 
-    __hash__ = None  # type: ignore[assignment]
+
+def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
+    """A method with PyTorch's result: a tensor if the other is one, and otherwise a decision."""
+
+    def method(self: DrawnScalar, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return compare(torch.zeros(self.shape, dtype=self.dtype) + self.number, other)
+        if not isinstance(other, (int, float)):
+            raise TypeError("a DrawnScalar is compared with numbers and tensors only")
+        is_nan = other != other  # no traced number is compared with nan; all numbers answer alike
+        return DrawnScalarDecides(compare(0.0 if is_nan else self.number, self._rounded(other)))
+
+    return method
 
 
-class DrawnScalar:
-    """Stands for a random tensor of one element in a trace; whoever asks more of it than to compare it raises an error.
+class DrawnScalar(_Scalar):
+    """Stands for a random tensor of one element in a trace, which is compared only.
 
     Args:
         number: its value, of 0 to 1.
@@ -50,11 +65,6 @@ class DrawnScalar:
     def __init__(self, number: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.number, self.shape, self.dtype = number, shape, dtype
 
-    @property  # type: ignore[misc]  # it cannot be written
-    def __class__(self) -> type:
-        """What isinstance() in a trace asks for: a tensor, but in this file."""
-        return DrawnScalar if traced_file() in ("", __file__) else torch.Tensor
-
     def item(self) -> float:
         """The value."""
         return self.number
@@ -62,34 +72,9 @@ class DrawnScalar:
     def __bool__(self) -> bool:
         return self.number != 0.0
 
-    def __lt__(self, other: Any) -> Any:
-        return self._compared(operator.lt, other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compared(operator.le, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compared(operator.gt, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compared(operator.ge, other)
-
-    def __eq__(self, other: object) -> Any:
-        return self._compared(operator.eq, other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compared(operator.ne, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _compared(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
-        """What PyTorch gives: a tensor if the other is one, and otherwise what decides."""
-        if isinstance(other, torch.Tensor):
-            return compare(torch.zeros(self.shape, dtype=self.dtype) + self.number, other)
-        if not isinstance(other, (int, float)):
-            raise TypeError("a DrawnScalar is compared with numbers and tensors only")
-        is_nan = other != other  # no traced number is compared with nan; all numbers answer alike
-        return DrawnScalarDecides(compare(0.0 if is_nan else self.number, self._rounded(other)))
+    __lt__, __le__ = _comparison(operator.lt), _comparison(operator.le)
+    __gt__, __ge__ = _comparison(operator.gt), _comparison(operator.ge)
+    __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
 
     def _rounded(self, other: float) -> float:
         """A number as this tensor has it, where that can matter.
@@ -117,4 +102,4 @@ def _is_tensor(value: Any) -> bool:
 
 
 DECIDING: Mapping[Callable[..., Any], Callable[..., Any]] = {torch.rand: _rand, torch.is_tensor: _is_tensor}
-"""The functions of torch whose random numbers models decide by, that which would not know them, and what is traced instead."""
+"""Functions of torch that draw the numbers or are asked about them, and the substitutes that are traced."""

@@ -99,7 +99,7 @@ class DynamoFrontEnd(FrontEnd):
         with _Explained(what, leaves):
             names = tuple(outputs.types) if outputs is not None else ()
             joint = export_joint_graph(stack, traced, leaves, {**decompositions, **BAGS_AS_ROWS}, names)
-        joint.numbers = guards_of(traced).told_numbers()
+        joint.numbers = guards_of(traced).number_inputs()
         joint.weighted_means = weighted_means_of(traced)
         joint.reductions, joint.leaves_with_time_first, joint.outside = reductions, with_time_first, outside
         joint.looked_up, joint.leaves_with_offsets = looked_up, with_offsets
@@ -130,7 +130,7 @@ class DynamoFrontEnd(FrontEnd):
         with_time_first, outside = leaves_with_time_first(traced.graph), take_outside_variables(traced, call, leaves)
         with _Explained(what, leaves):
             graph = export_forward_graph(stack, traced, leaves, decompositions, names)
-        graph.numbers = guards_of(traced).told_numbers()
+        graph.numbers = guards_of(traced).number_inputs()
         graph.weighted_means, graph.leaves_with_time_first = weighted_means_of(traced), with_time_first
         graph.outside, graph.leaves_with_offsets = outside, leaves_with_offsets(traced.graph)
         return graph
@@ -190,7 +190,7 @@ def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | No
         return
     returned = [leaf.value for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT]
     numbers = [value for value in returned if type(value) in (int, float)]
-    if any(type(value) is type(number) and value == number for value in numbers for number in inputs.all_values()):
+    if any(type(value) is type(number) and value == number for value in numbers for number in inputs.values):
         raise NumbersGivenUp(inputs.sources, "forward seems to return it")
 
 

@@ -33,7 +33,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind
 from mirrorc.ir.rearrangements import TRANSPOSITIONS
 from mirrorc.messages.source_lines import module_of
-from mirrorc.torch_internals import JointGraph, SizesOfArguments, ToldNumber, has_symbols, is_symbolic, raw_symbols
+from mirrorc.torch_internals import JointGraph, NumberInput, SizesOfArguments, has_symbols, is_symbolic, raw_symbols
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CapturedGraph:
     guards: Guards = NO_GUARDS
     notes: tuple[Note, ...] = ()
     outputs: TracedOutputs | None = None
-    numbers: tuple[ToldNumber, ...] = ()
+    numbers: tuple[NumberInput, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     leaves_with_time_first: tuple[int, ...] = ()
     leaves_with_offsets: tuple[int, ...] = ()

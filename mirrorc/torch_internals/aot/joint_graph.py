@@ -11,11 +11,11 @@ from torch import fx, nn
 from mirrorc.torch_internals.symbols.symbolic_sizes import SizesOfArguments
 
 
-class ToldNumber(NamedTuple):
+class NumberInput(NamedTuple):
     """A Python number that a graph takes.
 
     Attributes:
-        name: what the user calls it, or what it is computed of.
+        name: the user's name for it, or for what it is computed of.
         text: how Python computes it; empty if the user's code has the very number.
         kind: its type.
         expression: what computes it, exactly; graphs that have the same one take the same number.
@@ -63,7 +63,7 @@ class JointGraph:
     outputs: dict[str, fx.Node] = field(default_factory=dict)
     leaf_of: dict[fx.Node, int] = field(default_factory=dict)
     number_of: dict[fx.Node, int] = field(default_factory=dict)
-    numbers: tuple[ToldNumber, ...] = ()
+    numbers: tuple[NumberInput, ...] = ()
     variable_of: dict[fx.Node, str] = field(default_factory=dict)
     gradients: dict[str, fx.Node | None] = field(default_factory=dict)
     buffer_writes: dict[str, fx.Node] = field(default_factory=dict)

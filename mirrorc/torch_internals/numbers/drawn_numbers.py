@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import nn
 
 from mirrorc.torch_internals.numbers.host_numbers import is_ordinary
-from mirrorc.torch_internals.numbers.python_numbers import NumberTrace, number_input
+from mirrorc.torch_internals.numbers.number_trace import NumberTrace
 
 
 def one_of_torchs() -> float:
@@ -23,18 +23,10 @@ def one_of_torchs() -> float:
 
 
 _DRAWS: dict[Callable[..., Any], int] = {  # with as many positional arguments at most, they give one number
-    random.random: 0,
-    random.uniform: 2,
-    random.randint: 2,
+    **dict.fromkeys((random.random, np.random.random, np.random.random_sample, one_of_torchs), 0),
+    **dict.fromkeys((np.random.rand, np.random.randn), 0),
+    **dict.fromkeys((random.uniform, random.randint, np.random.uniform, np.random.normal, np.random.randint), 2),
     random.randrange: 3,
-    np.random.random: 0,
-    np.random.random_sample: 0,
-    np.random.rand: 0,
-    np.random.randn: 0,
-    np.random.uniform: 2,
-    np.random.normal: 2,
-    np.random.randint: 2,
-    one_of_torchs: 0,
 }
 _KEYWORDS = frozenset(("a", "b", "low", "high", "loc", "scale", "start", "stop", "step"))
 _BEGINNING = "L['self'].drawn["
@@ -46,20 +38,16 @@ def is_drawn(name: str) -> bool:
 
 
 class Generators:
-    """The state of the generators of Python, numpy and torch of which numbers are drawn where no other is named."""
+    """The state of the default generators of Python, numpy and torch, of which numbers are drawn."""
 
     def __init__(self) -> None:
-        self._of_python, self._of_numpy, self._of_torch = (
-            random.getstate(),
-            np.random.get_state(),
-            torch.get_rng_state(),
-        )
+        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     def put_back(self) -> None:
         """Gives the generators this state again."""
-        random.setstate(self._of_python)
-        np.random.set_state(self._of_numpy)
-        torch.set_rng_state(self._of_torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
 
 
 class DrawnNumbers:
@@ -116,58 +104,46 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
     from torch._dynamo.variables import misc, user_defined
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 
-    drawn, thread = DrawnNumbers(module), threading.get_ident()
-    draw: Callable[..., Any] = user_defined.call_random_fn
-    skip, call = SkipFunctionVariable.call_function, misc.NumpyVariable.call_function
-    enter = UserFunctionVariable.call_function
+    drawn, draw = DrawnNumbers(module), user_defined.call_random_fn
 
     def taken(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """The input for a number that is drawn; None if it is no single number of a generator that is known."""
-        if threading.get_ident() != thread or not _is_one_draw(function, args, kwargs):
+        """The input for a number that is drawn; None for any other call."""
+        if not trace.is_here or not _is_one_draw(function, args, kwargs):
             return None
-        given = tuple(arg.as_python_constant() for arg in args)
+        constants = tuple(arg.as_python_constant() for arg in args)
         named = {key: arg.as_python_constant() for key, arg in kwargs.items()}
-        index, value = drawn.draw(tx.output.shape_env, function, given, named)
-        if not is_ordinary(value):
-            return None
-        return number_input(trace, tx, GetItemSource(AttrSource(LocalSource("self"), "drawn"), index), value)
+        index, value = drawn.draw(tx.output.shape_env, function, constants, named)
+        source = GetItemSource(AttrSource(LocalSource("self"), "drawn"), index)
+        return trace.take(tx, source, value) if is_ordinary(value) else None
 
-    def called_method(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    def method(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
         return taken(tx, function, args, kwargs) or draw(tx, function, args, kwargs)
 
-    def called_builtin(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        return taken(tx, self.value, args, kwargs) or skip(self, tx, args, kwargs)
+    def calls_of(variable: Any, attribute: str) -> Any:
+        call = variable.call_function
 
-    def called_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        return taken(tx, self.value, args, kwargs) or call(self, tx, args, kwargs)
+        def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            return taken(tx, getattr(self, attribute), args, kwargs) or call(self, tx, args, kwargs)
 
-    def called_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        return taken(tx, self.fn, args, kwargs) or enter(self, tx, args, kwargs)
+        return patch.object(variable, "call_function", called)
 
-    patched: list[tuple[Any, str, Any]] = [
-        (UserFunctionVariable, "call_function", called_function),
-        (misc, "call_random_fn", called_method),
-        (user_defined, "call_random_fn", called_method),
-        (SkipFunctionVariable, "call_function", called_builtin),
-        (misc.NumpyVariable, "call_function", called_numpy),
-    ]
-    with contextlib.ExitStack() as stack:
-        for owner, name, function in patched:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
-        try:
+    try:
+        with (
+            calls_of(UserFunctionVariable, "fn"),
+            calls_of(SkipFunctionVariable, "value"),
+            calls_of(misc.NumpyVariable, "value"),
+            patch.object(misc, "call_random_fn", method),
+            patch.object(user_defined, "call_random_fn", method),
+        ):
             yield drawn
-        finally:
-            if drawn.calls:
-                drawn.before.put_back()
+    finally:
+        if drawn.calls:
+            drawn.before.put_back()
 
 
 def _is_one_draw(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws one number, and of which kind is known."""
-    try:
-        most = _DRAWS.get(function)
-    except TypeError:  # it has no hash
-        return False
+    """Whether a call draws one number, of a known kind."""
+    most = _DRAWS.get(function) if isinstance(function, Hashable) else None  # type: ignore[call-overload]
     if most is None or len(args) > most or not _KEYWORDS.issuperset(kwargs):
         return False
     return all(arg.is_python_constant() for arg in (*args, *kwargs.values()))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.torch_internals.aot.joint_graph import ToldNumber
+from mirrorc.torch_internals.aot.joint_graph import NumberInput
 from mirrorc.torch_internals.numbers.drawn_numbers import DrawnNumbers, Generators
-from mirrorc.torch_internals.numbers.host_numbers import NumberInputs, is_ordinary
+from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, is_ordinary
 from mirrorc.torch_internals.tracing.metrics import guards_not_timed, metrics_if_heard
 from mirrorc.torch_internals.tracing.source_names import in_users_words, source_words
 from mirrorc.torch_internals.tracing.traced_methods import TracedMethods
@@ -44,7 +44,7 @@ class DynamoGuards:
         module: nn.Module,
         traced_code: Sequence[CodeType],
         names: Sequence[str],
-        inputs: NumberInputs | None = None,
+        inputs: HostNumbers | None = None,
         drawn: DrawnNumbers | None = None,
     ) -> None:
         self.names = frozenset(names)
@@ -98,21 +98,21 @@ class DynamoGuards:
     @property
     def numbers(self) -> tuple[int | float, ...]:
         """The numbers that the graph takes, as `hold` has found them."""
-        return self.inputs.values if self.inputs is not None else ()
+        return tuple(self.inputs.values[i] for i in self.inputs.taken) if self.inputs is not None else ()
 
-    def told_numbers(self) -> tuple[ToldNumber, ...]:
+    def number_inputs(self) -> tuple[NumberInput, ...]:
         """The numbers that the graph takes, in the user's words."""
         inputs = self.inputs
         if inputs is None:
             return ()
-        told = []
-        for index in inputs.given:
-            words = [self.words_for(name) for name in inputs.names_of(index)]
-            is_read = index < len(inputs.sources)
-            text = "" if is_read else inputs.text(index, [self.words_for(name) for name in inputs.sources])
-            name = words[0] if is_read else f"from_{'_and_'.join(words)}"
-            told.append(ToldNumber(name, text, inputs.kinds[index], inputs.text(index, inputs.sources)))
-        return tuple(told)
+        numbers = []
+        for index in inputs.taken:
+            number = inputs.numbers[index]
+            words = "_and_".join(map(self.words_for, number.sources))
+            is_read = number.function is None
+            name, text = (words, "") if is_read else (f"from_{words}", inputs.text(index, self.words_for))
+            numbers.append(NumberInput(name, text, number.kind, inputs.text(index)))
+        return tuple(numbers)
 
     def changed_numbers(self) -> list[str]:
         """The expressions that read another number now than the graph has as a constant."""
@@ -213,7 +213,7 @@ def guarded_results() -> Iterator[None]:
 
 
 def build_guards(
-    output: Any, module: nn.Module, inputs: NumberInputs | None = None, drawn: DrawnNumbers | None = None
+    output: Any, module: nn.Module, inputs: HostNumbers | None = None, drawn: DrawnNumbers | None = None
 ) -> DynamoGuards:
     """The guards of a captured call of ``module``.
 

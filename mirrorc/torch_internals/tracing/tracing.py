@@ -26,9 +26,9 @@ from mirrorc.torch_internals.aot.joint_graph import JointGraph
 from mirrorc.torch_internals.aot.philox_states import no_states_of_gpus
 from mirrorc.torch_internals.fx.graphs import lazy_graph_modules
 from mirrorc.torch_internals.numbers.drawn_numbers import taken_draws
-from mirrorc.torch_internals.numbers.graph_numbers import BUFFER, take_numbers_as_tensors
 from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp
-from mirrorc.torch_internals.numbers.python_numbers import traced_numbers
+from mirrorc.torch_internals.numbers.number_tensors import BUFFER, take_numbers_as_tensors
+from mirrorc.torch_internals.numbers.number_trace import traced_numbers
 from mirrorc.torch_internals.symbols.symbol_names import symbols_by_number
 from mirrorc.torch_internals.symbols.symbolic_sizes import SizesGivenUp, SizesOfArguments, is_marked, is_symbolic
 from mirrorc.torch_internals.tracing.graph_inputs import read_variables_from_module

@@ -31,6 +31,8 @@ OPERATIONS: dict[str, Body] = {
     "x == t": operator.eq,
     "where": lambda x, t: torch.where(x > 0, x, t),
     "where, the other way": lambda x, t: torch.where(x > 0, t, x),
+    "where, two numbers": lambda x, t: torch.where(x > 0, t, 1.5),
+    "where, by keyword": lambda x, t: torch.where(x > 0, x, other=t),
     "clamp": lambda x, t: x.clamp(min=t),
     "clamp on both sides": lambda x, t: x.clamp(t, 2.5),
     "clamp in place": lambda x, t: (x + 0).clamp_(-1, t),
@@ -41,6 +43,7 @@ OPERATIONS: dict[str, Body] = {
     "fill": lambda x, t: torch.empty_like(x).fill_(t),
     "lerp": lambda x, t: torch.lerp(x, x + 1, t),
     "masked_fill": lambda x, t: x.masked_fill(x > 0, t),
+    "masked_fill, by keyword": lambda x, t: x.masked_fill(x > 0, value=t),
     "rsub": torch.rsub,
     "a scalar": lambda x, t: x.sum() * t,
     "a mean": lambda x, t: (x * 1.0).mean() / t,
@@ -113,6 +116,20 @@ def test_dtypes_and_bits_are_those_of_a_python_number(name: str, dtypes: set[tor
 
 @pytest.mark.parametrize(
     "body",
+    [lambda x, t: x.double() * (t * 0.1 * 3.0), lambda x, t: torch.where(x[1] > t, x, -x)],
+    ids=["the order of products", "a comparison with a scalar of 32 bits"],
+)
+def test_bits_are_right_where_torchs_own_pass_has_others(body: Body) -> None:
+    module, x = Given(body, 0.7), torch.tensor([-1.3, 0.3, 2.2])
+    traced = traced_with_input(module, x)
+    for value in (0.7, 0.9, 0.3, 0.30000001192092896):
+        module.given["t"] = value
+        assert internals.guards_of(traced).hold()
+        assert torch.equal(run(traced, x), body(x, value)), value
+
+
+@pytest.mark.parametrize(
+    "body",
     [
         lambda x, t: x[: int(t)],
         lambda x, t: x.view(t, -1),
@@ -143,9 +160,9 @@ def test_numbers_are_told_in_the_users_words() -> None:
     module = Given(lambda x, t: x * (1 - t) ** 2 + t, 0.25)
     guards = internals.guards_of(traced_with_input(module, torch.ones(2)))
     assert guards.hold() and guards.numbers == (0.5625, 0.25)
-    derived, read = guards.told_numbers()
-    assert derived[:3] == ("from_given['t']", "((1 - given['t']) ** 2)", float) and read.text == ""
-    assert derived.expression == f"((1 - {SOURCE}) ** 2)" and read.expression == SOURCE
+    derived, read = guards.number_inputs()
+    assert derived[:3] == ("from_given['t']", "(1 - given['t']) ** 2", float) and read.text == ""
+    assert derived.expression == f"(1 - {SOURCE}) ** 2" and read.expression == SOURCE
 
 
 def test_which_numbers_have_changed() -> None:

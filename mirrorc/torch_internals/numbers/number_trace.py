@@ -1,0 +1,208 @@
+"""Has Dynamo trace chosen Python numbers as inputs, and records what Python computes of them, to do it again on the host.
+
+Dynamo knows such a number as a symbol: its type is that of the number, and a branch on it is a guard. Dynamo computes with
+symbols as with real numbers, so it would round ``t * 0.1 * 3.0`` otherwise. Here each result becomes a symbol of its own: Python
+computes its value, in Python's order, and guards compare such values alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+
+from mirrorc.torch_internals.numbers.host_numbers import (
+    HostNumber,
+    HostNumbers,
+    Number,
+    NumbersGivenUp,
+    Slot,
+    computed,
+    is_ordinary,
+)
+
+_OF_PYTHON: dict[Any, Any] = {torch.sym_min: min, torch.sym_max: max, torch.sym_int: int, torch.sym_float: float}
+_PYTHONS_MODULES = ("_operator", "math", "builtins")
+_MATH = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
+    *("erf", "exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "sqrt"),
+)
+
+
+class NumberTrace:
+    """The numbers of one trace, which runs in this thread.
+
+    Args:
+        names: the expressions that read numbers which are to be inputs.
+
+    Attributes:
+        inputs: the numbers on the host.
+        index_of: the nodes of Dynamo's graph that are numbers, and their indices there.
+        flags: the nodes that are truth values made of numbers.
+        fake_mode: the mode of the trace's fake tensors.
+        given_up: why the trace was ended, if it was because of a number.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names, self._thread = frozenset(names), threading.get_ident()
+        self.given_up: NumbersGivenUp | None = None
+        self._begin(None, None)
+
+    def _begin(self, environment: Any, fake_mode: Any) -> None:
+        self.inputs = HostNumbers()
+        self.index_of: dict[fx.Node, int] = {}
+        self.flags: set[fx.Node] = set()
+        self._environment, self.fake_mode = environment, fake_mode
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the current thread is that of the trace."""
+        return threading.get_ident() == self._thread
+
+    def take(self, tx: Any, source: Any, value: Number) -> Any:
+        """Dynamo's variable for a number that a source reads: an input of the graph."""
+        from torch._dynamo.variables.builder import GraphArg
+        from torch._dynamo.variables.tensor import SymNodeVariable
+
+        known, name = tx.output.unspec_variable_map, str(source.name)
+        if name in known:
+            return known[name]
+        if self._environment is not tx.output.shape_env:  # Dynamo begins anew
+            self._begin(tx.output.shape_env, tx.fake_mode)
+        symbol, example = self._symbol(value, name, source)
+        tracer = tx.output.root_tracer
+        proxy = tracer.create_graph_input("number_" + re.sub(r"\W", "_", name), type(example), example, source=source)
+        tracer.bound_symbols[symbol] = proxy
+        proxy.node.meta["grapharg"] = GraphArg(
+            source, example, pass_arg_as_tensor=False, fake_tensor=None, is_tensor=False, example_strong_ref=example
+        )
+        number = HostNumber(type(value), (name,), None, (compile(name, "<number>", "eval"),))
+        self.index_of[proxy.node] = self.inputs.add(number, value, symbol)
+        known[name] = SymNodeVariable.create(tx, proxy, example, source=source)
+        return known[name]
+
+    def follow(self, node: fx.Node, result: Any) -> Any:
+        """The example value of a node: a symbol of its own if it is computed of numbers, otherwise the given one."""
+        numbers = [source for source in node.all_input_nodes if source in self.index_of or source in self.flags]
+        if not numbers or node in self.index_of:
+            return result
+        if isinstance(result, torch.SymBool | bool):
+            self.flags.add(node)
+            return result
+        function = self._function_of(node)
+        args = tuple(Slot(self.index_of[a]) if isinstance(a, fx.Node) and a in self.index_of else a for a in node.args)
+        if function is None or node.kwargs or any(isinstance(arg, fx.Node) for arg in args):
+            return result  # the node is no known number; its users give the numbers up
+        why = "what is computed of it is no usual number"
+        try:
+            value = computed(function, args, self.inputs.values)
+        except Exception as error:  # noqa: BLE001 - the number is given up
+            value, why = None, f"Python cannot compute with it ({error})"
+        if not is_ordinary(value):
+            self.given_up = NumbersGivenUp(self.names_at(numbers), why)
+            raise self.given_up
+        symbol, example = self._symbol(value, f"number_{len(self.inputs.numbers)}")
+        number = HostNumber(type(value), tuple(self.names_at(numbers)), function, args)
+        self.index_of[node] = self.inputs.add(number, value, symbol)
+        return example
+
+    def _function_of(self, node: fx.Node) -> Callable[..., Any] | None:
+        """The function of Python that computes a node of numbers; None if it is not known."""
+        target: Any = node.target
+        if node.op == "call_method":
+            index = self.index_of.get(node.args[0])  # type: ignore[arg-type]
+            return getattr(self.inputs.numbers[index].kind, target, None) if index is not None else None
+        if target in _OF_PYTHON:
+            return _OF_PYTHON[target]
+        is_pythons = getattr(target, "__module__", None) in _PYTHONS_MODULES
+        return getattr(target, "mirrorc_host", target if is_pythons else None)
+
+    def _symbol(self, value: Number, name: str, source: Any = None) -> tuple[Any, Any]:
+        """A symbol for a number, and the example value with it."""
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source, environment = source if source is not None else ConstantSource(name), self._environment
+        symbol = environment.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        make = environment.create_symfloatnode if type(value) is float else environment.create_symintnode
+        return symbol, make(symbol, hint=value, source=source)
+
+    def names_at(self, nodes: Collection[fx.Node]) -> list[str]:
+        """The expressions that read the numbers at some nodes; those of all if one node is no number."""
+        if not all(node in self.index_of for node in nodes):
+            return self.inputs.sources
+        numbers = (self.inputs.numbers[self.index_of[node]] for node in nodes)
+        return list(dict.fromkeys(source for number in numbers for source in number.sources))
+
+    def inputs_at(self, nodes: Collection[fx.Node]) -> HostNumbers:
+        """The numbers on the host, of which a graph takes those at some nodes.
+
+        Raises:
+            NumbersGivenUp: a guard cannot be asked again.
+        """
+        for guard in self._environment.guards:
+            self.inputs.add_condition(guard.expr)
+        self.inputs.taken = [self.index_of[node] for node in nodes]
+        return self.inputs
+
+
+@contextlib.contextmanager
+def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
+    """While Dynamo traces in this thread, numbers that these expressions read are inputs of the graph, if they are ordinary.
+
+    Args:
+        names: expressions as Dynamo writes them, see `mirrorc.torch_internals.DynamoGuards.names`.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables.builder import VariableBuilder, install_guard
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    trace, wrap, initialize = NumberTrace(names), VariableBuilder._wrap, SymNodeVariable.__init__
+
+    def wrap_number(self: Any, value: Any) -> Any:
+        if not is_ordinary(value) or not trace.is_here or (name := str(self.source.name)) not in trace.names:
+            return wrap(self, value)
+        if name not in self.tx.output.unspec_variable_map:
+            install_guard(self.source.make_guard(GuardBuilder.TYPE_MATCH))
+        return trace.take(self.tx, self.source, value)
+
+    def initialize_followed(self: Any, proxy: Any, sym_num: Any, *args: Any, **kwargs: Any) -> None:
+        if trace.is_here and (example := trace.follow(proxy.node, sym_num)) is not sym_num:
+            proxy.node.meta["example_value"] = sym_num = example
+        initialize(self, proxy, sym_num, *args, **kwargs)
+
+    of_math: dict[str, Any] = {f"_sym_{name}": _function_of_math(trace, name) for name in _MATH}
+    try:
+        with (
+            patch.object(VariableBuilder, "_wrap", wrap_number),
+            patch.object(SymNodeVariable, "__init__", initialize_followed),
+            patch.multiple(torch, create=True, **of_math),
+        ):
+            yield trace
+    except Exception as error:
+        if trace.given_up is not None:  # Dynamo raises an error of its own
+            raise trace.given_up from error
+        raise
+
+
+def _function_of_math(trace: NumberTrace, name: str) -> Callable[..., Any]:
+    """A function that Dynamo calls on symbols in the place of one of ``math``, and that gives a symbol, too."""
+    host = getattr(math, name)
+    otherwise = getattr(torch, f"_sym_{name}", host)
+
+    def call(*args: Any) -> Any:
+        if not trace.is_here or not trace.index_of:
+            return otherwise(*args)
+        # any value will do: `NumberTrace.follow` gives the result a symbol of its own
+        return torch.sym_float(next(arg for arg in args if isinstance(arg, torch.SymInt | torch.SymFloat)))
+
+    call.__name__ = f"_sym_{name}"
+    call.mirrorc_host = host  # type: ignore[attr-defined]
+    return call
