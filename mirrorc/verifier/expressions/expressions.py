@@ -218,10 +218,10 @@ class Expressions:
     def _call(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
         """The results of a region: by its name and the arguments that it reads; if inlined, a tuple of its expressions."""
         nodes = [n for n in node.args if isinstance(n, fx.Node)]
-        given = [self.number("slot") if n.target in ops.GIVEN_MEMORY else numbered[n] for n in nodes]
+        given = [self.number("slot") if n.target in ops.OUTPUT_MEMORY else numbered[n] for n in nodes]
         if self.inlined:
             return self._inline(self.program.regions[region_of(node)], given)
-        read = [("value", number) for number, n in zip(given, nodes, strict=True) if n.target not in ops.GIVEN_MEMORY]
+        read = [("value", number) for number, n in zip(given, nodes, strict=True) if n.target not in ops.OUTPUT_MEMORY]
         return self.number("region", region_of(node), *read)
 
     def _inline(self, region: Region, given: list[Any]) -> tuple[Any, ...]:
