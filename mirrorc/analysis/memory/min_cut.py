@@ -1,4 +1,4 @@
-"""Finds the cheapest set of edges that parts the source of a network from its sink."""
+"""The cheapest set of edges that separates the source of a network from its sink."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNCUTTABLE = 2**62
 
 
 class Network:
-    """A directed graph of numbered nodes, whose edges have capacities; node 0 is the source, node 1 the sink.
+    """A directed graph of numbered nodes with capacities of edges; node 0 is the source, node 1 the sink.
 
     Args:
         num_nodes: source and sink included.
@@ -36,7 +36,7 @@ class Network:
             self._saturate(levels)
 
     def _levels(self) -> list[int]:
-        """How many edges with something left there are from the source to each node; -1 if there is no way."""
+        """The number of edges with capacity left from the source to each node; -1 if there is no way."""
         levels = [-1] * len(self._edges_of)
         levels[0] = 0
         waiting = deque([0])
@@ -50,7 +50,7 @@ class Network:
         return levels
 
     def _saturate(self, levels: list[int]) -> None:
-        """Sends what can flow along shortest ways."""
+        """Augments the flow along shortest ways."""
         tried = [0] * len(self._edges_of)
         way: list[int] = []
         node = 0

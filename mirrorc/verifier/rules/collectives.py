@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
-from mirrorc.analysis.buckets.slots_of_values import given_slots, packed_slots
+from mirrorc.analysis.buckets.slots_of_values import packed_slots, slot_arguments
 from mirrorc.analysis.graph.aliases import origins
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack, are_cut
@@ -96,7 +96,7 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
                     closed[replica_of(node), packed_slot.variable] = node.name
             elif closed and is_region_call(node):
                 replica = replica_of(node)
-                for _, slot in given_slots(node):
+                for _, slot in slot_arguments(node):
                     variable = str(slot.kwargs["variable"])
                     if (replica, variable) in closed:
                         yield Violation(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.buckets.bucket_parts import BucketParts, said_step
+from mirrorc.analysis.buckets.bucket_parts import BucketParts, named_step
 from mirrorc.analysis.buckets.clipping import scaling_factor
 from mirrorc.analysis.buckets.slots_of_values import packed_slots
 from mirrorc.ir import ops
@@ -218,7 +218,7 @@ def _way(
     part = parts.of(value)
     if part is None:  # it leads to nothing that can be told: `collectives` and `updates` speak of it
         return expressions.number("way", value.name)
-    all_steps = (*part.steps, said_step(ops.scale, ("value",))) if scales else part.steps
+    all_steps = (*part.steps, named_step(ops.scale, ("value",))) if scales else part.steps
     steps = [step for step in all_steps if step[0] not in left_out]
     return expressions.number("way", *steps) if steps else _UNCHANGED
 

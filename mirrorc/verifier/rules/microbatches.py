@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.slots_of_values import given_slots
+from mirrorc.analysis.buckets.slots_of_values import slot_arguments
 from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
@@ -96,7 +96,7 @@ def gradients_are_added_where_they_are(program: Program) -> Iterator[Violation]:
     reading = {name: _slots_read(region.graph_module.graph) for name, region in program.regions.items()}
     for graph in program.graphs():
         for call in region_calls(graph):
-            for place, _ in given_slots(call):
+            for place, _ in slot_arguments(call):
                 slot: Any = call.args[place]
                 reads = place in reading.get(region_of(call), ())
                 if slot.target is ops.slot and reads:
