@@ -17,10 +17,8 @@ class Slot:
 
     Attributes:
         variable: name of its parameter.
-        shape: of the gradient.
-        strides: of the gradient, those of the parameter.
+        strides: of the parameter.
         offset: first element, counted in elements from the start of the bucket.
-        num_elements: its length.
     """
 
     variable: str
@@ -32,19 +30,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class RowType:
-    """The rows of one factor. All workers have the same type; only the number of rows differs.
-
-    Attributes:
-        shape: of one row.
-        dtype: of its elements.
-    """
+    """The type of one row of a factor. All workers have the same; only the number of rows differs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Of one row."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -112,16 +104,15 @@ class Bucket:
 
     Attributes:
         index: its number, and the tag of its collectives.
-        dtype: of all its gradients.
-        slots: its gradients' places; slots are disjoint and begin at aligned offsets.
+        slots: disjoint, at aligned offsets.
         num_elements: its length, padding included.
         rule: the update rule of its parameters.
         placement: where its parameters are, and which replica updates which elements.
         sent_factors: the factors sent between workers for each gradient, in order of the slots; empty if they send sums.
         gathers_factors: whether devices gather the factors of all its gradients, in place of adding up whole ones.
-        part: the elements that this worker updates, and has optimizer state of; None if each worker updates all elements.
+        part: the elements that this worker updates, and has optimizer state of; None for all.
         owner: the replica that alone updates it, or is to; None if there is none.
-        packs: the units of communication of a cut bucket, in order of the elements; a gradient may lie in several. Empty if
+        packs: the units of communication of a cut bucket, in order of the elements. A gradient may lie in several. Empty if
             each bucket is one pack, with the bucket's number.
     """
 
@@ -144,7 +135,6 @@ class Bucket:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is communicated in several packs."""
         return len(self.packs) > 1
 
     def slots_in(self, pack: Pack) -> list[Slot]:
@@ -160,7 +150,6 @@ class Bucket:
 
     @property
     def is_sent_as_factors(self) -> bool:
-        """Whether workers send each other the factors of all its gradients, in place of their sums."""
         return bool(self.sent_factors)
 
     @property
@@ -170,14 +159,13 @@ class Bucket:
 
     @functools.cached_property
     def slot_of(self) -> Mapping[str, Slot]:
-        """The slots, by name of the variable."""
+        """By name of the variable."""
         return {slot.variable: slot for slot in self.slots}
 
     def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
         """The elements that a replica sums up of its worker's gradients: the first one, and one past the last one.
 
-        It updates them, too, unless the worker updates a part of the bucket alone. A replica's share of a small shared bucket
-        may be empty.
+        It updates them, too, unless its worker updates only a part of the bucket. It may be empty.
         """
         return self.placement.value.share(self.num_elements, replica, num_replicas, self.owner)
 
@@ -195,7 +183,7 @@ class Bucket:
         return (self.updated if self.is_sent_as_factors else self.share)(replica, num_replicas)
 
     def owner_of_parameters(self, replica: int) -> int:
-        """The replica with the parameters that a replica reads: itself, if it has its own copy."""
+        """The replica whose parameters a replica reads: itself, if it has its own copy."""
         return self.placement.value.owner(replica)
 
     def is_updated_by(self, replica: int, num_replicas: int) -> bool:
@@ -207,7 +195,6 @@ class Bucket:
 
     @property
     def has_owner(self) -> bool:
-        """Whether one replica alone gets the sum and updates, and all others copy its result."""
         return self.placement.value.has_owner
 
     @property
@@ -226,7 +213,6 @@ class Bucket:
 
     @property
     def is_written_last(self) -> bool:
-        """Whether a device may write the parameters only after every other device's last read of them in the step."""
         return self.placement.value.is_written_last
 
 

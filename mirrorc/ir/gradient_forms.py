@@ -1,8 +1,8 @@
 """Forms of gradient: the representation of a gradient by factors, and its construction from them.
 
-A gradient that is one tensor is whole. A gradient with a form is represented by a few smaller tensors, its factors, until its
-bucket is packed or each device makes its share of it. Several microbatches give parts, each with its factors; the gradient is
-the sum over the parts. A form has one class here, and one in `mirrorc.runtime.state` that makes the shares.
+A gradient without a form is one whole tensor. With a form, it is a few smaller tensors, its factors, until its bucket is
+packed or each device makes its share of it. Each microbatch gives a part with factors of its own; the gradient is the sum over
+the parts. A form has one class here, and one in `mirrorc.runtime.state` that makes the shares.
 """
 
 from __future__ import annotations
@@ -46,14 +46,12 @@ class GradientForm(ABC):
     """A form of gradient.
 
     Args:
-        operation: the operation of the IR for a gradient of this form. Its arguments are the factors, its keywords ``bucket``,
-            ``variable``, ``replica`` and the form's details. If it takes any number of arguments, those are the factors of one
-            part after the other.
+        operation: the operation of the IR for it. Its arguments are the factors, its keywords ``bucket``, ``variable``,
+            ``replica`` and the form's details. If it takes any number of arguments, it may have several parts.
 
     Attributes:
-        factor_names: the names of the factors, in the order of the arguments.
-        writes_all: whether all elements of a gradient are written to make it. If most are zero and stay so from step to step, its
-            factors save work on one device, too.
+        factor_names: in the order of the arguments.
+        writes_all: whether all elements of a gradient are written to make it. If most stay zero, factors save work on one device.
         description: a gradient of this form in words, for remarks: "a product of two matrices".
     """
 
@@ -84,7 +82,7 @@ class GradientForm(ABC):
 
     @property
     def takes_parts(self) -> bool:
-        """Whether a gradient of this form may have the factors of several microbatches."""
+        """Whether it may have the factors of several microbatches."""
         declared = operation_of(self.operation)
         return declared is not None and declared.operands is None
 
@@ -122,7 +120,7 @@ class GradientForm(ABC):
         return sum(map(num_elements_now, factors))
 
     def is_worth_it(self, gradient: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-        """Whether the factors are smaller than the gradient, so that it pays to make the gradient by shares."""
+        """Whether the factors are smaller than the gradient."""
         return self.num_elements(factors) < num_elements_now(gradient)
 
 
@@ -149,7 +147,6 @@ def register(form: GradientForm) -> None:
 
 
 def unregister(form: GradientForm) -> None:
-    """Removes a form."""
     del FORMS[form.operation]
 
 

@@ -46,8 +46,6 @@ def copy_node(
     """Copies a node to a graph's point of insertion.
 
     Args:
-        graph: the target.
-        node: of another graph.
         values: the replacement in ``graph`` of each node that it uses.
         name: a new name; by default the name stays.
         more: additional keyword arguments.
@@ -85,13 +83,6 @@ def insert(
     program: Program, before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> fx.Node:
     """Inserts a call before a node, with the type inferred from its arguments.
-
-    Args:
-        program: for its tables of variables, buckets and regions.
-        before: a node of the graph to insert into.
-        target: an operation of `mirrorc.ir.ops`, or an operator of torch without writes.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
 
     Raises:
         TypeError: the operation cannot take these arguments.

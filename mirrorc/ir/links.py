@@ -38,19 +38,16 @@ class Link:
 
     Attributes:
         name: as users write it.
-        device_type: the type of torch device that it joins; None if it joins any.
+        device_type: the type of torch device that it joins; None for any.
         why_not: takes devices of that type and gives the reason why the link cannot join them; an empty text if it can.
-        preference: if the user names no link, the link with the highest preference that can join the devices is used. None
-            for a link that is used only by name.
-        reads_one_memory: whether every replica reads the others' buckets directly in their memory. A bucket may then contain
-            gradients that are left as factors, and a wait needs only the launches of the other replicas.
-        moves_by_itself: whether the link moves a bucket between its launch and its wait, while devices compute. Otherwise the
-            wait does all the work.
-        carries: the operations of the IR that it carries: ``all_reduce``, ``reduce_scatter``, ``reduce``, ``all_gather``,
-            ``send`` (with ``recv``); between workers ``exchange``, ``gather_factors``, ``scatter_sums``, ``gather_parameters``.
+        preference: among the links that can join the devices, the highest is the default. None for a link used only by name.
+        reads_one_memory: whether replicas read the others' buckets in place. A bucket may then contain gradients left as factors,
+            and a wait needs only the launches of the other replicas.
+        moves_by_itself: whether the link moves a bucket while devices compute. Otherwise the wait does all the work.
+        carries: its operations: ``all_reduce``, ``reduce_scatter``, ``reduce``, ``all_gather``, ``send`` (with ``recv``); between
+            workers ``exchange``, ``gather_factors``, ``scatter_sums``, ``gather_parameters``.
         falls_back_to: the name of the link for all other operations.
-        sum_place: the memory of the sum of an all_reduce, or of an exchange.
-        keeps_operands: whether the offered buckets stay allocated until the next step, instead of until the end of this one.
+        keeps_operands: whether the operands stay allocated until the next step, instead of until the end of this one.
         spans: whether it joins the devices of one worker, or workers, each with devices of that type.
     """
 
@@ -75,7 +72,6 @@ class Link:
         return self.why_not(devices)
 
     def is_for(self, devices: Sequence[Device]) -> bool:
-        """Whether the devices are of the type that the link joins."""
         return self.device_type is None or all(d.torch_device.type == self.device_type for d in devices)
 
 
@@ -93,12 +89,11 @@ def register_link(link: Link) -> None:
 
 
 def unregister_link(name: str) -> None:
-    """Removes a link, and frees its name."""
     del _links[name]
 
 
 def link_names(spans: Span = Span.DEVICES) -> tuple[str, ...]:
-    """The names of all links between devices of one worker, or between workers, in the order of registration."""
+    """In the order of registration."""
     return tuple(name for name, link in _links.items() if link.spans is spans)
 
 
@@ -146,7 +141,6 @@ def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[st
 
 
 def carries_between_workers(devices: Sequence[Device], operation: Any) -> bool:
-    """Whether an operation is carried between workers with such devices."""
     return operation in link_named(best_link(devices, Span.WORKERS)[0]).carries
 
 

@@ -18,7 +18,6 @@ _VARIANT = re.compile(r"_shard(\d+)$")
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether a node is an operator of torch."""
     return node.op == "call_function" and is_operator(node.target)
 
 
@@ -29,7 +28,6 @@ def is_computed(node: fx.Node) -> bool:
 
 
 def is_of(node: Any, kind: Kind) -> bool:
-    """Whether a node calls an operation of this kind."""
     record = operation_of(node.target) if isinstance(node, fx.Node) else None
     return record is not None and record.kind is kind
 
@@ -44,7 +42,6 @@ def words_of_part(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[s
 
 
 def is_known(node: fx.Node) -> bool:
-    """Whether a node calls an operation of the IR, takes a part of a result, or is an operator of torch."""
     return is_compute(node) or node.target is operator.getitem or operation_of(node.target) is not None
 
 
@@ -65,13 +62,11 @@ def replica_of(node: fx.Node) -> int | None:
 
 
 def is_region_call(node: fx.Node) -> bool:
-    """Whether a node calls a region, lowered or not."""
     record = operation_of(node.target)
     return record.kind is Kind.REGION if record is not None else node.op == "call_module"
 
 
 def region_of(node: fx.Node) -> str:
-    """The name of the region that a node calls."""
     return str(node.target if node.op == "call_module" else node.kwargs["region"])
 
 
@@ -84,7 +79,6 @@ def region_title(name: str) -> str:
 
 
 def bucket_of(node: fx.Node) -> int:
-    """The bucket of an operation, and the tag of a collective."""
     index = node.kwargs["bucket"]
     assert isinstance(index, int)
     return index
@@ -125,7 +119,6 @@ def users_of_sum(wait: fx.Node) -> list[fx.Node]:
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of a node's operation."""
     return str(getattr(node.target, "__name__", node.target))
 
 
@@ -140,18 +133,18 @@ def target_name(target: Any) -> str:
 
 
 def calls_to(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
-    """The calls of these operations in a graph, in program order, by the graph's index of targets."""
+    """The calls of these operations, in program order, by the graph's index of targets."""
     nodes = [node for target in targets for node in graph.find_nodes(op="call_function", target=target, sort=False)]
     return iter(sorted(nodes))
 
 
 def region_calls(graph: fx.Graph) -> list[fx.Node]:
-    """The calls of regions in a graph, lowered or not, in program order."""
+    """In program order; lowered or not."""
     return sorted([*calls_to(graph, *_REGION_CALLS), *graph.find_nodes(op="call_module", sort=False)])
 
 
 def names_of_called_regions(graph: fx.Graph) -> list[str]:
-    """The regions that a graph calls, each once, in the order of their first calls."""
+    """Each once, in the order of their first calls."""
     return list(dict.fromkeys(map(region_of, region_calls(graph))))
 
 

@@ -87,8 +87,7 @@ class Operation:
     Attributes:
         name: its name in programs, printed or saved.
         symbol: the target of its nodes.
-        since: the first stage with it.
-        until: the last stage with it; a pass replaces it on the way to the next stage.
+        since, until: the first and the last stage with it.
         gives: infers the type of its value; None if only the type recorded on the node is known.
         operands: the number of its operands; None for any number; or a keyword with a list, for one operand per item.
         keywords: the keywords that it has in every graph, but for ``replica``, which lowered graphs lack.
@@ -97,7 +96,6 @@ class Operation:
         value: the kind of its value in print, see `mirrorc.printing.values`.
         called: a template for the printed name of its value, or of each if it gives one per bucket; empty for the node's name.
         awaited: for a launch, a template for the printed name of the awaited value.
-        printed: the place of the operation in a program's text.
         summary: the first paragraph of its docstring.
     """
 
@@ -120,7 +118,6 @@ class Operation:
 
     @functools.cached_property
     def required(self) -> frozenset[str]:
-        """``keywords`` as a set."""
         return frozenset(self.keywords)
 
 
@@ -214,7 +211,7 @@ def withdraw(symbol: Symbol) -> None:
 
 
 def operations() -> tuple[Operation, ...]:
-    """All operations, in the order of declaration."""
+    """All, in the order of declaration."""
     return tuple(_BY_NAME.values())
 
 
@@ -293,7 +290,6 @@ class Handlers(Generic[Handler]):
         return handler
 
     def forget(self, symbol: Symbol) -> None:
-        """Removes the handler of an operation, if it has one."""
         self._by_symbol.pop(symbol, None)
 
     def __contains__(self, target: Any) -> bool:

@@ -1,9 +1,8 @@
 """The table of operations of mirrored and lowered graphs.
 
 Operations are symbols: targets of ``call_function`` nodes, run by the runtime. In a mirrored graph every operation has the
-keyword ``replica``, except for collectives, as these join the replicas. A collective has its bucket as a tag, so two buckets
-of equal shape cannot be confused. A pass may also insert functional ATen operators (`is_compute`), such as a cast of a packed
-bucket. They belong to the replica of their arguments.
+keyword ``replica``, except for collectives, which join the replicas and have their bucket as a tag. Passes may also insert
+functional ATen operators (`is_compute`). They belong to the replica of their arguments.
 """
 
 from __future__ import annotations
@@ -94,9 +93,9 @@ def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
 
 @operation(Kind.SOURCE, since=Stage.OUTLINED, gives=of_reserved, stem="reserved_{number}", value="slot")
 def reserved(*, number: int, shape: tuple[int, ...], dtype: Any, replica: int | None = None) -> Any:
-    """Memory for a large result of a region. The region takes it as an argument; it stays allocated from step to step.
+    """Memory for a large result of the region that takes it. It stays allocated from step to step.
 
-    Values of a replica with the same ``number`` lie in the same memory, one after the other.
+    Values of a replica with the same ``number`` share the memory, one after the other.
     """
 
 
@@ -136,8 +135,8 @@ def product(*factors: Any, bucket: int, variable: str, replica: int | None = Non
 def index_add(*factors: Any, bucket: int, variable: str, padding_idx: int = -1, replica: int | None = None) -> Any:
     """A table's gradient as factors: ``rows`` [..., width] are added up at ``indices`` [...], and all else is zero.
 
-    Rows for the index ``padding_idx`` are not added. As for `product`, `pack` makes the gradient, or each device its share,
-    and each microbatch has a pair of rows and indices.
+    Rows for ``padding_idx`` are not added. `pack` makes the gradient, or each device its share. Each microbatch has a pair of
+    rows and indices.
     """
 
 
@@ -178,9 +177,8 @@ def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> 
 def pack(*gradients: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Puts gradients, in the order of the slots, into their slots of the bucket, and gives the bucket.
 
-    Of a bucket that is cut, it gives the elements of one pack, and takes the gradients inside. A gradient in several packs is
-    put into its slot by the first of them. A replica without examples has no gradients: its ``pack()`` fills the bucket with
-    zeros.
+    Of a cut bucket, it gives one pack, and takes the gradients inside. The first pack with a part of a gradient puts it into
+    its slot. A replica without examples has no gradients: its ``pack()`` gives zeros.
     """
 
 
@@ -235,9 +233,9 @@ def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str,
 def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches an all-gather of a bucket's factors over all replicas, to move less than the bucket.
 
-    It takes the packed bucket of each replica (one, once lowered); all gradients in it are left as factors. At the wait, each
-    replica makes the sum over all replicas, in their order. Of a table with a row-wise optimizer, the sum has only the rows
-    looked up by any replica, each once.
+    It takes each replica's packed bucket (one, once lowered), with all gradients left as factors. At the wait, each replica
+    makes the sum over all replicas, in their order. The sum for a row-wise optimizer has only the rows looked up by any
+    replica, each once.
     """
 
 
@@ -296,9 +294,9 @@ def decompress(total: Any, *, bucket: int, pack: int | None = None, replica: int
 def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all workers. Each worker has summed it over its replicas before.
 
-    It takes the part of that sum that each replica of this worker has (one, once lowered): its share, or all of it. Each
-    replica gets the same elements of the sum over workers, in the same memory. A worker sends each element once, however many
-    devices it has. Compressed values are added up in their narrower dtype.
+    It takes each replica's part of the worker's sum (one, once lowered): its share, or all of it. Each replica gets the same
+    elements of the sum over workers, in the same memory. A worker sends each element once. Compressed values are added up in
+    their dtype.
     """
 
 
@@ -334,9 +332,9 @@ def gather_largest(
 ) -> Any:
     """Launches an all-gather of each worker's ``count`` largest elements of a bucket, by magnitude, with their places.
 
-    It takes the result of `add_unsent` of each replica of this worker (one, once lowered). At the wait, each replica makes its
-    share of the sum over all workers, or all of it, in the memory of the bucket, in the order of ranks. Elements that nobody
-    has sent are zero. So all workers have the same bits.
+    It takes each replica's result of `add_unsent` (one, once lowered). At the wait, each replica makes its share of the sum,
+    or all of it, in the memory of the bucket, in the order of ranks; unsent elements are zero. So all workers have the same
+    bits.
     """
 
 
@@ -386,9 +384,9 @@ def exchange_low_rank(
 def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches an all-gather of a bucket's factors over all workers, to send less than the bucket.
 
-    It takes the packed bucket of each replica of this worker (one, once lowered); all gradients in it are left as factors. At
-    the wait, each replica makes its elements of the sum over the replicas of all workers, in their order: its share of the
-    bucket, or of its worker's part; all of them on a worker's only device, if that updates all.
+    It takes each replica's packed bucket (one, once lowered), with all gradients left as factors. At the wait, each replica
+    makes its share of the sum over all replicas of all workers, in their order: of the bucket, or of its worker's part. The
+    only device of a worker makes all of it.
     """
 
 
@@ -405,8 +403,8 @@ def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str,
 def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all workers. Each worker gets a part of it.
 
-    It takes the operands of `exchange`. Each replica gets its share of its worker's part of the sum over workers, in the
-    memory of these elements. A worker sends each element once at most, to the worker that owns it.
+    It takes the operands of `exchange`. Each replica gets its share of its worker's part, in the memory of these elements. A
+    worker sends each element once at most, to the worker that owns it.
     """
 
 
@@ -506,8 +504,8 @@ def wait(pending: Pending, *, bucket: int, pack: int | None = None, replica: int
 def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) -> Any:
     """Waits for the sum of a value over all replicas with examples, and gives it. It implements `mirrorc.all_reduce`.
 
-    Each of them meets the others as often, in the same order; ``number`` identifies the meeting. The result has memory of its
-    own. In a training step of several workers, the replicas of all of them meet.
+    All of them meet in the same order; ``number`` identifies the meeting. The result has memory of its own. In a training step
+    of several workers, the replicas of all of them meet.
     """
 
 
@@ -522,8 +520,7 @@ def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) ->
 def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
     """Gives the values of all replicas with examples, one after the other. It implements `mirrorc.all_gather`.
 
-    It meets the others as `sum_over_replicas` does. All of them have ``rows`` rows together, ``before`` of these on earlier
-    workers.
+    It meets the others as `sum_over_replicas` does. They have ``rows`` rows together, ``before`` of these on earlier workers.
     """
 
 
@@ -538,8 +535,8 @@ def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, rep
 def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
     """Gives a replica's rows of the sum of a value over all replicas: the gradient of `rows_of_replicas`.
 
-    It meets the others as `sum_over_replicas` does. A replica's rows come behind those of earlier replicas, and behind the
-    ``before`` rows of earlier workers.
+    It meets the others as `sum_over_replicas` does. A replica's rows come behind those of earlier replicas, and ``before``
+    rows of earlier workers.
     """
 
 
@@ -553,8 +550,8 @@ def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, repl
 def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, replica: int) -> None:
     """Meets the replicas of other workers for a worker none of whose replicas has examples, so that they do not wait for it.
 
-    It adds nothing to the sum, or no rows, and takes nothing. ``meeting`` is the others' operation under this ``number``, and
-    ``shape`` that of the sum, or of all rows.
+    It contributes and takes nothing. ``meeting`` is the others' operation under this ``number``, and ``shape`` that of the
+    sum, or of all rows.
     """
 
 
@@ -567,10 +564,7 @@ def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, rep
     called="b{bucket}_whole",
 )
 def unpack(*packs: Any, bucket: int, replica: int) -> Any:
-    """Joins all packs of a bucket, in order of their elements, and gives the bucket.
-
-    Packs in the bucket's memory lie side by side, so nothing is copied. Others are put together in new memory.
-    """
+    """Joins all packs of a bucket, in order of their elements. It copies only packs outside of the bucket's memory."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_finiteness)
@@ -598,12 +592,11 @@ def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
 def commit(*operands: Any, otherwise: str | None = None, early: bool = False, replica: int) -> Any:
     """A barrier of all replicas: behind it the step is decided, and nothing stops it any more.
 
-    Operations that can fail come before it, those that write variables behind it. A failure or an interrupt before it leaves
-    everything as it was. If a truth value among the operands of any replica is false, no replica goes on: the step then raises
-    (``otherwise="raise"``) or returns its loss (``otherwise="skip"``). Numbers among the operands are exchanged: the result
-    has a row for each, with the numbers of all replicas in order, or of those of all workers, if each has a part of the sums.
-    An ``early`` commit comes before sums over several workers. A lost connection can still fail the step then, with a part of
-    the buckets updated.
+    Operations that can fail come before it, those that write variables behind it. A failure before it leaves everything as it
+    was. If a truth value among the operands of any replica is false, no replica goes on: the step raises
+    (``otherwise="raise"``) or returns its loss (``otherwise="skip"``). The result has a row for each number among the
+    operands, with the numbers of all replicas, or of those of all workers if these have parts of the sums. An ``early`` commit
+    comes before sums over several workers. A lost connection can still fail the step then, with a part of the buckets updated.
     """
 
 
@@ -679,8 +672,7 @@ def updated_rows(parameters: Any, gradient: Any, *, bucket: int, replica: int) -
     """The new rows of a table, for the rows of its reduced gradient, out of the result of `step_optimizer`, in memory of their
     own.
 
-    They are sorted by index, each once, as in the sum of the gathered rows. An optimizer whose rule has ``writes_rows`` writes
-    no other row.
+    They are sorted by index, each once. An optimizer whose rule has ``writes_rows`` writes no other row.
     """
 
 

@@ -30,8 +30,7 @@ class Remark:
     Attributes:
         text: the sentences. The same program gives the same text.
         by: the name of the pass, set by the runner; empty for a remark from before the first pass.
-        is_kept: whether the remark is printed with the program after this pass and all later ones. Others are printed in the
-            dump of their pass alone, and need not be true of later programs.
+        is_kept: whether the remark is printed with all later programs, too. Others are only in the dump of their pass.
     """
 
     text: str
@@ -144,36 +143,32 @@ def placeholders_of(graph: fx.Graph, arguments: Sequence[Argument], kind: Argume
 class Program:
     """A model's training step, or its evaluation, at one stage of compilation.
 
-    An evaluation has forward alone: no gradients and no buckets. It takes no loss weight and its graphs return no loss; the
-    loss, if there is one, is gathered with its other outputs.
+    An evaluation has forward alone: no gradients, no buckets, no loss weight. Its loss, if any, is gathered with its other
+    outputs.
 
     Up to OUTLINED, ``shard_graphs`` holds one single-device graph for each distinct shard shape (one, two for a batch that
-    does not divide evenly, or more with `PerReplica`), and ``shard_of_replica`` the graph of each replica; None for a replica
-    without examples. With microbatches, the graphs are those of microbatches, and ``shard_of_microbatch`` has the graph of
-    each, until ``accumulate-microbatches`` has put them one after the other. From REPLICATED to SCHEDULED, ``graph`` is the
-    mirrored graph: the nodes of every device side by side. In LOWERED, ``device_graphs`` holds one graph module per device.
+    does not divide evenly, or more with `PerReplica`), and ``shard_of_replica`` the index of each replica's graph; None for a
+    replica without examples. With microbatches, the graphs are those of microbatches, and ``shard_of_microbatch`` has the
+    index for each, until ``accumulate-microbatches`` joins them. From REPLICATED to SCHEDULED, ``graph`` is the mirrored
+    graph: the nodes of every device side by side. In LOWERED, ``device_graphs`` holds one graph module per device.
 
     Attributes:
-        stage: its stage of compilation.
         devices: the logical devices; replica i runs on devices[i].
         variables: every parameter and buffer, by name.
-        arguments: the arguments of a replica's program.
-        shard_graphs: see above.
+        arguments: of a replica's program.
         shard_of_replica: see above; with microbatches, the graph of the replica's first one.
-        shard_of_microbatch: for each replica, the graphs of its microbatches, see above; empty otherwise.
-        graph: see above.
-        device_graphs: see above, keyed by device name.
+        shard_of_microbatch: for each replica, see above; empty without microbatches.
+        device_graphs: keyed by device name.
         regions: shared pieces of forward and backward, by name.
         buckets: the bucket plan, in the order in which buckets become ready.
-        remarks: remarks of passes for a reader, such as the gradients left as factors. A plain text becomes a `Remark`.
-        num_examples: each replica's number of examples of the batch; empty if unknown. A replica without examples, because the
-            batch is too small, runs nothing of forward and backward. See `present`.
-        microbatches: for each replica, the sizes of its microbatches, in order; empty if replicas run their shards at once.
-        accumulation: its use of the gradients of other calls.
-        loss_reduction: the reduction of the loss over the examples of the batch, ``mean`` or ``sum``.
+        remarks: remarks of passes for a reader. A plain text becomes a `Remark`.
+        num_examples: each replica's number of examples of the batch; empty if unknown. A replica without examples runs nothing of
+            forward and backward. See `present`.
+        microbatches: for each replica, the sizes of its microbatches, in order; empty without microbatches.
+        loss_reduction: over the examples of the batch, ``mean`` or ``sum``.
         optimizer_groups: the hyperparameters of each of the optimizer's groups at compilation, as text, by the label of its
             update rule. For readers: a step reads the groups themselves.
-        properties: the properties established by passes; noted by the runner.
+        properties: established by passes; noted by the runner.
         gathered: the variables with gradients gathered as factors between devices.
         workers: the workers that train together; devices, graphs and ``num_examples`` are those of one of them.
     """
@@ -250,12 +245,11 @@ class Program:
 
     @property
     def trains(self) -> bool:
-        """Whether it is a training step, and no evaluation."""
         return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
 
     @property
     def meets_workers(self) -> bool:
-        """Whether the model's own collectives join the replicas of all workers; in an evaluation, each worker is on its own."""
+        """Whether the model's own collectives join the replicas of all workers. In an evaluation they do not."""
         return self.trains and self.workers.are_several
 
     @property
@@ -265,12 +259,10 @@ class Program:
 
     @property
     def mirrored_graph(self) -> fx.Graph:
-        """The mirrored graph. The program must be at a stage that has it."""
         assert self.graph is not None, f"a {self.stage.name} program has no mirrored graph"
         return self.graph
 
     def evolve(self, **changes: Any) -> Program:
-        """A copy with some attributes replaced."""
         return replace(self, **changes)
 
     def with_remarks(self, *texts: str, is_kept: bool = True) -> Program:
@@ -291,8 +283,7 @@ class Program:
             regions: print the bodies of the regions, too.
             slots: print every gradient of a bucket, each on a line of its own.
             sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
-            fold: print repetitions once: layers of a deep model, devices of a mirrored program, shards of another size. True by
-                default, unless ``slots`` asks for everything.
+            fold: print repetitions once: layers, devices, shards of another size. True by default, unless ``slots`` is.
         """
         from mirrorc.printing.program_text import program_to_text
 

@@ -18,9 +18,6 @@ class Route(NamedTuple):
     """The tag of a send. It is unique among the sends of a program.
 
     Attributes:
-        bucket: the bucket of the sent value.
-        source: the replica that sends.
-        destination: the replica that receives.
         chunk: distinguishes the parts of a bucket; 0 if the bucket is sent as a whole.
         round: distinguishes the sends of one chunk between the same replicas.
         pack: the number of the value's pack, if buckets are cut.
@@ -51,7 +48,6 @@ def replica_at(program: Program, node: fx.Node) -> int:
 
 
 def route_of(program: Program, node: fx.Node) -> Route:
-    """The route of a `send` or a `recv`."""
     place, keywords = replica_at(program, node), node.kwargs
     ends: tuple[Any, Any] = (place, keywords["destination"]) if node.target in _SENDS else (keywords["source"], place)
     chunk, pack = keywords.get("chunk", 0), keywords.get("pack")

@@ -30,7 +30,6 @@ A symbolic size is an expression of symbols; expressions are equal if they are w
 
 
 def value_type(value: Any) -> ValueType:
-    """The type of a (fake) value."""
     if isinstance(value, torch.Tensor):
         return ("tensor", sizes_key(value.shape), sizes_key(value.stride()), value.dtype, value.device)
     if isinstance(value, Pending):

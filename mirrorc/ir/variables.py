@@ -48,15 +48,14 @@ class PlacementFacts:
 
     Attributes:
         word: its name in messages.
-        in_table: its name in the table of buckets; empty for the placement that the table does not mention.
+        in_table: its name in the table of buckets; empty for the default.
         description: a clause on where parameters are and who updates them.
         owner: the replica in whose memory a replica's parameters are.
-        share: the elements that a replica updates, if the update is element-wise: the first one, and one past the last
-            one. Takes the number of elements, the replica, the number of replicas, and the bucket's owner.
+        share: the elements of a replica's element-wise update: the first one, and one past the last one. Takes the number of
+            elements, the replica, the number of replicas, and the bucket's owner.
         updates_by_shares: whether each element is updated by one replica alone, from its share of a sum.
         is_written_last: whether a device may write parameters only after the last read of every other device in the step.
-        has_owner: whether the bucket's owner makes all updates and has the optimizer's state, and each other replica copies its
-            result. The table adds the owner's name.
+        has_owner: whether the bucket's owner makes all updates and has the optimizer's state, and the others copy its result.
     """
 
     word: str
@@ -129,13 +128,13 @@ class UpdateRule:
     Attributes:
         label: a readable name, such as ``AdamW group 0``.
         group: number of the parameter group, counted through all optimizers; see `mirrorc.user.optimizer_groups.OptimizerGroups`.
-        state_class: a number. Parameters have the same one if their optimizer states have the same entries and equal
-            scalars such as ``step``, as a flat update requires.
+        state_class: a number, equal for parameters whose optimizer states have the same entries and equal scalars such as
+            ``step``. A flat update requires this.
         elementwise: whether the update may run on a whole bucket at once.
         takes_rows: whether the optimizer gets a table's gradient as a sparse tensor of the rows that were looked up.
         writes_rows: whether it then writes these rows of the table alone.
-        may_be_unused: whether a step leaves the parameter as it is if no replica has used it, as plain PyTorch does. The
-            scalars in the optimizer's state then need not be equal for a flat update.
+        may_be_unused: whether a step leaves out the parameter if no replica has used it, as plain PyTorch does. Scalars of the
+            optimizer's state then need not be equal for a flat update.
     """
 
     label: str

@@ -84,7 +84,6 @@ class Workers:
 
     @property
     def are_several(self) -> bool:
-        """Whether there is a worker besides this one."""
         return len(self.devices_per_worker) > 1
 
     @property
@@ -98,7 +97,6 @@ class Workers:
 
     @property
     def first_replica(self) -> int:
-        """The number of this worker's first replica."""
         return sum(self.devices_per_worker[: self.rank])
 
     @property

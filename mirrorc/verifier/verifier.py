@@ -27,10 +27,9 @@ def verify(
     """Checks every rule of a program's stage.
 
     Args:
-        program: at any stage.
         after: name of the pass that made the program, for the message.
         before: the input of the pass, to check that the computation has stayed the same.
-        checked: graphs and a program that need not be checked again. This program is added.
+        checked: graphs and a program to skip. This program is added.
         keeps_dataflow: whether the pass must not change the computation.
 
     Raises:

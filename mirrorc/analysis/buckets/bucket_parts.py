@@ -80,13 +80,10 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class BucketParts:
     """The parts of buckets in a program's values, followed from replica to replica.
 
-    `pack` gives a replica's own gradients; `add_accumulated` adds those of the replica's earlier calls. A wait for a reduction
-    gives the sum over all replicas of a worker. A wait for an exchange, or for gathered factors, gives the sum over the
-    replicas of all workers, and one for scattered sums the worker's elements of it. `step_optimizer` gives new parameters,
-    `updated` those that a replica has updated, and `updated_rows` rows of them. From these values on, slices, concatenations,
-    sums over different replicas, `unpack`, and sums in a wider dtype that are cast back are followed exactly. The result of
-    any other operator of torch is taken to hold the same elements as its first argument, changed by one step; of rows, none
-    that is known.
+    Waits for reductions give sums over the replicas of a worker; waits for exchanges, or for gathered factors, sums over the
+    replicas of all workers. Slices, concatenations, sums over different replicas, `unpack`, and sums in a wider dtype, cast
+    back, are followed exactly. Any other operator of torch is taken to keep the elements of its first argument, changed by one
+    step; after one on rows, nothing is known.
     """
 
     def __init__(self, program: Program) -> None:
@@ -249,7 +246,6 @@ class BucketParts:
         return replace(part, steps=(*part.steps, named_step(node.target, tuple(others), keywords)))
 
     def _rows(self, node: fx.Node) -> Part | None:
-        """The gradient's rows of new parameters, if the gradient is the bucket's sum over all replicas."""
         parameters, gradient = (self._part_of.get(source) for source in node.args)  # type: ignore[arg-type]
         index, everyone = bucket_of(node), self._program.reduced_replicas
         if parameters is None or gradient is None or not 0 <= index < len(self._program.buckets):

@@ -39,14 +39,14 @@ def scaling_factor(node: fx.Node) -> Any:
 
 
 def rescalings_for(taker: fx.Node, value: fx.Node) -> list[fx.Node]:
-    """The nodes that change a reduced gradient before an optimizer gets it, in order: the update itself is last if it scales."""
+    """The nodes between a reduced gradient and an optimizer, in order: the update itself is last if it scales."""
     return [*rescalings_of(value), *([taker] if scaling_factor(taker) is not None else [])]
 
 
 def gradient_takers(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The final users of gradients: the updates, or in a program that accumulates, the sums of each replica.
+    """The final users of gradients: the updates; in a program that accumulates, the sums of each replica.
 
-    A `store` takes parameters, which are made after the commit.
+    A `store` is none: it takes parameters, made after the commit.
     """
     return calls_to(graph, ops.update, ops.step_optimizer, ops.accumulate)
 
@@ -95,8 +95,8 @@ def _is_scale(value: Any, target: Any) -> bool:
 def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
     """The elements of a bucket in a worker's norm: all of them, or the worker's portion of an exchanged norm.
 
-    Workers that shard the optimizer exchange norms. Of a bucket that each of them updates whole, each measures an equal
-    portion, so that each element counts once.
+    Workers with a sharded optimizer exchange norms. If each updates all of a bucket, each measures an equal portion, and each
+    element counts once.
     """
     if not (program.deals_out and are_exchanged):
         return Elements(0, bucket.num_elements)
@@ -107,7 +107,6 @@ def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) 
 
 
 def is_checked(commit: fx.Node) -> bool:
-    """Whether a commit takes truth values."""
     return commit.kwargs.get("otherwise") is not None
 
 
@@ -173,7 +172,6 @@ def _targets(node: fx.Node) -> list[object]:
 
 
 def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
-    """The commit of each replica."""
     return {replica_of(node): node for node in calls_to(graph, ops.commit)}
 
 

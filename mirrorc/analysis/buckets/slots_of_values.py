@@ -14,10 +14,10 @@ from mirrorc.ir.program import Program
 
 
 def slot_of(value: Any) -> fx.Node | None:
-    """The slot in whose memory a value lies; None if there is none.
+    """The slot in a value's memory; None if there is none.
 
     A region writes a gradient into its argument for the variable: the slot, or the gradient of an earlier microbatch or region
-    in that slot.
+    there.
     """
     while isinstance(value, fx.Node) and value.target is not ops.slot:
         variable = gradient_of(value)
@@ -31,7 +31,7 @@ def slot_of(value: Any) -> fx.Node | None:
 
 
 def gradient_of(value: Any) -> str | None:
-    """The variable whose gradient a region gives as this value; None if it is none."""
+    """The variable of a gradient, if a region gives this value as one; else None."""
     if not isinstance(value, fx.Node) or value.target is not operator.getitem:
         return None
     call, place = value.args

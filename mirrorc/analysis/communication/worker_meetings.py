@@ -40,13 +40,13 @@ class WorkerMeeting:
 
     @property
     def line(self) -> str:
-        """The properties that all workers share, as text."""
+        """Its common properties on all workers, as text."""
         shape = list(self.shape) if self.rows is None else ["rows", *self.shape[1:]]
         return f"{self.name} {self.number} {self.dtype} {', '.join(map(str, shape))}"
 
 
 def worker_meetings(program: Program) -> list[WorkerMeeting]:
-    """The meetings of a program with the replicas of other workers, in order; none of a program that meets no others."""
+    """The meetings of a program with the replicas of other workers, in order."""
     if not program.meets_workers:
         return []
     graphs = (
@@ -77,7 +77,6 @@ def meetings_of_rows(graph: fx.Graph) -> list[fx.Node]:
 
 
 def rows_of_meeting(node: fx.Node) -> int:
-    """The number of a replica's rows in a meeting of rows."""
     rows: Any = node.kwargs["rows"]
     return int(rows) if node.target is ops.own_rows_of_sum else len(node.all_input_nodes[0].meta["val"])
 

@@ -21,10 +21,9 @@ def worker_schedule(program: Program) -> tuple[str, ...]:
     """The worker schedule of a program: a line on the workers, one for each meeting of all replicas, in order, and one for
     each exchange, in the order of launches.
 
-    A line on an exchange has all that the other workers must share: operation, bucket, dtype, the number of elements, the
-    variables with their shapes and places, the link, the update rule, and the rows of factors if these are sent. The devices
-    of a worker and their shares are its own. A line on a meeting has operation, number, dtype and shape, but not the number of
-    gathered rows: workers send each other these in each step.
+    A line on an exchange has the common facts of all workers: operation, bucket, dtype, number of elements, variables with
+    shapes and places, link, update rule, and rows of factors. The devices of a worker and their shares are its own. A line on
+    a meeting has operation, number, dtype and shape, without the number of gathered rows: workers exchange these in each step.
     """
     everyone = " ".join(map(str, program.workers.devices_per_worker))
     launches = calls_to(_first_graph(program), *ops.BETWEEN_WORKERS)
@@ -38,12 +37,11 @@ def schedule_hash(program: Program) -> str:
 
 
 def _first_graph(program: Program) -> fx.Graph:
-    """The graph of all devices, or that of the first; the verifier checks that all exchange the same."""
+    """The graph of all devices, or of the first one. All exchange the same; the verifier checks this."""
     return program.graphs()[0]
 
 
 def _elements(bucket: Bucket, node: fx.Node) -> str:
-    """The elements of an exchange, if its bucket is cut."""
     packs = [pack for pack in bucket.packs if pack.number == pack_of(node)]
     return "".join(f" pack {pack.number} at {pack.start} to {pack.stop}" for pack in packs)
 

@@ -1,4 +1,4 @@
-"""Gradients that regions take from backwards that run as plain PyTorch."""
+"""Gradients taken by regions from backwards that run as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from mirrorc.ir.nodes import calls_to
 
 @dataclass(frozen=True)
 class Taken:
-    """The gradients that a graph takes from one backward.
+    """The gradients taken by a graph from one backward.
 
     Attributes:
-        call: the number of the call whose backward it is.
+        call: the number of its call.
         token, tangent: the values in the graph that identify the backward.
-        places: of the parameters, in the order in which their gradients are taken.
-        nodes: which take them.
+        places: of the parameters, in the order of their takes.
     """
 
     call: int
@@ -31,7 +30,7 @@ class Taken:
 
 
 def taken_gradients(graph: fx.Graph) -> list[Taken]:
-    """A record for each backward that a graph takes gradients from, in the order of first takes."""
+    """One record for each backward, in the order of first takes."""
     takes: dict[Any, list[fx.Node]] = {}
     for node in calls_to(graph, take_gradient):
         takes.setdefault(node.args[:3], []).append(node)

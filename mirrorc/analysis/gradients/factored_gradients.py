@@ -1,4 +1,4 @@
-"""Gradients that stay factors until their bucket is packed, and the places where they become whole."""
+"""Gradients left as factors until their bucket is packed, and the places where they become whole."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
 
 
 def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
-    """The slots of a bucket whose gradients are packed as factors, in a LOWERED program; this worker may have no examples."""
+    """`factored_slots` of a bucket, in a LOWERED program; this worker may have no examples."""
     sent = program.buckets[bucket].sent_factors
     if not sent:
         return factored_slots(pack_of_gradients(program, bucket))

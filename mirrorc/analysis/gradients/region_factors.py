@@ -1,4 +1,4 @@
-"""Gradients that regions can give as factors, if the factors are smaller."""
+"""Gradients of regions with smaller factors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class FactorsOfRegions:
 
     Args:
         program: an OUTLINED program.
-        graphs: its graphs.
         bodies: the bodies of its regions, by name.
         names: the gradients that may be factored, with their variables.
-        whole: filled with the reason why a variable's gradient stays whole, for all others that regions give.
+        whole: filled with the reason why a variable's gradient stays whole, for all others.
         due: the variables whose gradients must be factors, whatever their sizes.
     """
 
@@ -61,7 +60,6 @@ class FactorsOfRegions:
         }
 
     def _parts(self, region: str, place: int) -> list[fx.Node]:
-        """The nodes that take one result of a region, over all its calls."""
         return [part for call in self._calls[region] for part in call.users if part.args[1] == place]
 
 
@@ -74,7 +72,6 @@ def arguments_of(body: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, list
 def _recognized(
     program: Program, body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str], whole: dict[str, str]
 ) -> dict[int, FactoredGradient]:
-    """The factors of each gradient with factors, by the index of the region's result."""
     results: Sequence[fx.Node] = body.output_node().args[0]  # type: ignore[assignment]
     arguments, viewed_variables = arguments_of(body, calls), ViewedVariables(program)
     places = [gradient_places(node, names)[0] for node in calls]
@@ -141,7 +138,7 @@ _MUCH = 4  # with symbols: how many times larger or smaller factors may become t
 
 
 def _keep_to_such_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:
-    """Guards a graph with symbolic sizes, so that it runs only for sizes at which the choice would be much the same."""
+    """Guards a graph with symbolic sizes: it runs only for sizes with much the same choice."""
     whole = num_elements_now(gradient)
     if are_chosen:
         assume_num_elements(factors, most=whole * _MUCH)

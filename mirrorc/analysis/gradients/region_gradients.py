@@ -1,4 +1,4 @@
-"""Results of regions that are gradients."""
+"""Gradients among the results of regions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def calls_by_region(graphs: Sequence[fx.Graph]) -> dict[str, list[fx.Node]]:
-    """The calls of each region."""
     calls: dict[str, list[fx.Node]] = {}
     for graph in graphs:
         for node in calls_to(graph, ops.call_region):

@@ -72,7 +72,7 @@ def _described(
 
 
 def gradients_of(pack: fx.Node) -> list[fx.Node]:
-    """The gradients of a `pack`, in order of the slots."""
+    """In order of the slots."""
     return list(pack.args)  # type: ignore[arg-type]
 
 
@@ -90,13 +90,12 @@ def rows_of(gradient: fx.Node) -> list[list[torch.Tensor]] | None:
 
 
 def factor_bytes(pack: fx.Node) -> int:
-    """The bytes of all factors of a packed bucket."""
     rows_of_gradients = [rows_of(gradient) or [] for gradient in gradients_of(pack)]
     return sum(num_bytes_now(rows) for parts in rows_of_gradients for part in parts for rows in part)
 
 
 def packs_of(program: Program, bucket: int) -> list[fx.Node]:
-    """The packs of a bucket in a lowered program, of each replica."""
+    """One of each replica, in a lowered program."""
     graphs = (module.graph for module in program.device_graphs.values())
     return [next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket) for graph in graphs]
 
@@ -135,8 +134,8 @@ def split_counts(counts: Counts, num_gradients: Sequence[int], num_replicas: int
 
     Args:
         counts: as `row_counts` gives them.
-        num_gradients: of each bucket that is sent as factors.
-        num_replicas: of the worker that sent the counts.
+        num_gradients: of each bucket sent as factors.
+        num_replicas: of the worker of these counts.
     """
     remaining = iter(counts)
     split = [

@@ -19,10 +19,9 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class AddedRows:
-    """A gradient that a region makes by adding rows to a product of an earlier region, used for nothing else.
+    """A gradient made in a region by adding rows to a product of an earlier region, used for nothing else.
 
     Attributes:
-        variable: whose gradient it is.
         region: adds the rows.
         place: the index of the gradient among the region's results: the sum of an argument and a table's gradient.
         product: the result of the earlier region, a node of the program's graph.
@@ -37,14 +36,7 @@ class AddedRows:
 def added_rows(
     program: Program, graphs: Sequence[fx.Graph], names: Mapping[fx.Node, str], slots: Mapping[str, Slot]
 ) -> list[AddedRows]:
-    """The gradients of this kind whose regions are called once, and whose slots have the product's layout.
-
-    Args:
-        program: an OUTLINED program.
-        graphs: its graphs.
-        names: the gradients in them, with their variables.
-        slots: by variable.
-    """
+    """The gradients of this kind, of regions called once, in slots with the product's layout. ``program`` is OUTLINED."""
     calls = calls_by_region(graphs)
     once = {name: nodes[0] for name, nodes in calls.items() if len(nodes) == 1}
     added: list[AddedRows] = []

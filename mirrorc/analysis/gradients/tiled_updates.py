@@ -1,4 +1,4 @@
-"""Updates that make their gradient in parts."""
+"""Updates in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that may share memory."""
+"""Memory shared by values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ call, as for ``dropout`` and ``sum_to_size``, so all of them may share.
 
 @functools.cache
 def _declared(target: Any) -> frozenset[str]:
-    """The arguments whose memory an operator's result may share by the operator's schema."""
     schema = schema_of(target)
     if all(result.alias_info is None for result in schema.returns):
         return frozenset()
@@ -43,14 +42,13 @@ def _declared(target: Any) -> frozenset[str]:
 
 @functools.cache
 def _may_give_any(target: Any) -> bool:
-    """Whether an operator's result may share the memory of any argument."""
     return target in _UNDECLARED or (not _declared(target) and is_composite(target))
 
 
 def shared_by(value: fx.Node) -> list[fx.Node]:
     """The values of the same graph that a value may be a view of.
 
-    Parts of a result share what the result shares. Results of regions are not followed, see `ViewedVariables`.
+    Parts of a result share the memory of the whole. Results of regions are not followed, see `ViewedVariables`.
     """
     while value.target is operator.getitem and isinstance(value.args[0], fx.Node):
         value = value.args[0]
@@ -63,7 +61,6 @@ def shared_by(value: fx.Node) -> list[fx.Node]:
 
 
 def _nodes_in_argument(node: fx.Node, name: str) -> list[fx.Node]:
-    """The nodes in one argument of an operator, possibly a list."""
     names = [argument.name for argument in schema_of(node.target).arguments]
     place = names.index(name)
     value: Any = node.args[place] if place < len(node.args) else node.kwargs.get(name)
@@ -83,7 +80,7 @@ def viewed(value: fx.Node) -> fx.Node | None:
 
 
 def origins(value: fx.Node) -> set[fx.Node]:
-    """The values of the same graph that may own a value's memory: itself, if it shares that of no other."""
+    """The possible owners of a value's memory in the same graph: itself, if it is no view."""
     owners: set[fx.Node] = set()
     waiting, seen = [value], {value}
     while waiting:

@@ -8,7 +8,7 @@ from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 
 
 def first_of_backward(program: Program, graph: fx.Graph) -> fx.Node | None:
-    """The first node that uses the loss's gradient; None in an evaluation, which has no backward.
+    """The first node that uses the loss's gradient; None in an evaluation.
 
     Forward comes before it. All nodes behind it belong to backward.
     """

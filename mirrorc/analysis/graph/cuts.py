@@ -15,7 +15,7 @@ _MIN_GAIN = 2  # what leaves instead has at most one in so many of its bytes
 
 
 def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[fx.Node, int]:
-    """The nodes of a cut graph that belong before the cut, so that a large value need not pass it, with their new pieces.
+    """The nodes of a cut graph to move before the cut, with their new pieces, so that a large value need not pass it.
 
     Behind the cut, only much smaller products read such a value, and they need nothing else from there. The gradient of a
     large vocabulary's logits is one: its product with the head's weight is much smaller.
@@ -53,7 +53,7 @@ def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.N
 
 
 def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) -> set[fx.Node] | None:
-    """The readers and the views that they need; None if they need anything else behind the piece."""
+    """The readers and the views for them; None if they need anything else behind the piece."""
     needed = set(readers)
     pending = list(readers)
     for node in pending:

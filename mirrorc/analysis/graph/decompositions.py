@@ -25,7 +25,7 @@ def is_tanh_gelu(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a node with a decomposition, in order; an argument that is passed twice is listed twice."""
+    """The tensor arguments of a node with a decomposition, in order, with repetitions."""
     return [argument for argument in node.args if isinstance(argument, fx.Node)]
 
 

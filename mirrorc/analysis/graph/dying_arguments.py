@@ -1,4 +1,4 @@
-"""Arguments of regions' calls that nothing reads afterwards, so that a region may write into their memory."""
+"""Arguments of regions' calls without later reads, so that a region may write into their memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ aten = torch.ops.aten
 PRODUCTS = frozenset(
     {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
 )
-"""Operators that always give new memory, and whose result is stored, whatever a backend fuses."""
+"""Operators that always give new memory, with a result stored by all backends."""
 
 
 def dying_places(program: Program, call: fx.Node) -> set[int]:
     """The places of a call's arguments with memory of their own, read by nothing but this call.
 
-    These are results of regions, contiguous products that share memory with no other result of their region. Values that a
-    later call reads, or that the step returns, are not among them.
+    These are results of regions: contiguous products, sharing memory with no other result of their region.
     """
     return {
         i for i, argument in enumerate(call.args) if isinstance(argument, fx.Node) and _dies(program, call, argument)
@@ -74,7 +73,6 @@ def reserved_argument(body: fx.Graph, place: Any) -> int | None:
 
 
 def _may_be_of_others(body: fx.Graph, place: Any, value: fx.Node) -> bool:
-    """Whether another result of the region may lie in a value's memory."""
     results: Any = body.output_node().args[0]
     numbers = _numbers(body)
     others = [
@@ -84,7 +82,7 @@ def _may_be_of_others(body: fx.Graph, place: Any, value: fx.Node) -> bool:
 
 
 def stored_product(value: Any) -> fx.Node | None:
-    """The product that a value is, or is a view of."""
+    """The product behind a value, up to views."""
     node = value if isinstance(value, fx.Node) and value.op == "call_function" else None
     while node is not None and node.target not in PRODUCTS:
         node = viewed(node)
@@ -94,8 +92,8 @@ def stored_product(value: Any) -> fx.Node | None:
 def _numbers(body: fx.Graph) -> dict[fx.Node, int]:
     """Equal numbers for values that a backend may keep in the same memory.
 
-    It may merge equal operators, and drop one that changes nothing: one with a single varying operand, such as a product with
-    ones.
+    It may merge equal operators, and drop an operator without effect: one with a single varying operand, such as a product
+    with ones.
     """
     numbers: dict[fx.Node, int] = {}
     known: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Operators that a backend fuses with others, so that their values need not be in memory."""
+"""Operators fused by backends, so that their values need not be in memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _TAKING = frozenset(
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether a value takes less time to be computed again, from values that are read anyway, than to be stored and read."""
+    """Whether recomputing a value, from values read anyway, takes less time than storing and reading it."""
     return node.target in _CHEAP or (is_compute(node) and tells_places_of_maxima(node.target))
 
 

@@ -15,8 +15,8 @@ from mirrorc.ir.program import Region
 def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
     """The last node that reads a part of a call's result, after which nobody has a view of it.
 
-    Its readers are regions and operators of torch that return no view of it. None if anything else reads it, or nothing. Nodes
-    compare by their places in the graph.
+    None without readers, or if any reader returns a view, or is neither a region nor an operator of torch. Nodes compare by
+    their places in the graph.
     """
     readers: list[Any] = list(part.users)
     return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None

@@ -1,7 +1,7 @@
 """Sums of one-hot rows, and reads of single elements of a row: neither needs all elements.
 
-The loss of a classifier reads one log-probability per example, and its gradient begins as a row per example that is zero
-elsewhere. Both functions work on values of any kind, through `RowValues`: nodes in a pass, expressions in the verifier.
+The loss of a classifier reads one log-probability per example, and its gradient begins as a one-hot row per example. Both
+functions work on values of any kind, through `RowValues`: nodes in a pass, expressions in the verifier.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RowValues(Protocol[V]):
 
 @dataclass(frozen=True)
 class _OneHot(Generic[V]):
-    """Rows that are zero but for one element each: its place, of size 1 along the rows, and its value."""
+    """One-hot rows: the place of the element, of size 1 along the rows, and its value."""
 
     index: V
     element: Any
@@ -48,13 +48,13 @@ class _OneHot(Generic[V]):
 _MOST_FOLLOWED = 16  # operators that lie between a value and what its rows are made of; a loss has a few
 
 ROW_READERS = frozenset({aten.sum.dim_IntList, aten.gather.default})
-"""Operators that may be computed from one element of each row."""
+"""Operators with a version for one element of each row."""
 
 READ_THROUGH = frozenset({aten.sub.Tensor, torch.ops.prims.convert_element_type.default})
-"""Operators of which an element may be computed from the elements of their operands, so that the whole is not needed."""
+"""Operators whose elements follow from those of their operands, so that the whole is not needed."""
 
 ROW_MAKERS = READ_THROUGH | {aten.full.default, aten.scatter.value, aten.mul.Tensor}
-"""All operators that matter here: one-hot rows are made of them."""
+"""All operators that matter here."""
 
 
 def by_elements(values: RowValues[V], made: Made[V]) -> V | None:
@@ -65,8 +65,8 @@ def by_elements(values: RowValues[V], made: Made[V]) -> V | None:
 def sum_of_one_hot(values: RowValues[V], made: Made[V]) -> V | None:
     """The sum of one-hot rows: their elements. None for other operators.
 
-    It has the bits of the sum if the factors of a row are finite; zeros times other factors would be NaN. Zero is added to it,
-    since a zero sum is never negative zero.
+    It has the bits of the sum if the factors of a row are finite; zeros times other factors would be NaN. Zero is added, since
+    a zero sum is never negative zero.
     """
     if made.target is not aten.sum.dim_IntList or made.kwargs or len(made.args) != 3 or made.args[2] is not True:
         return None
@@ -81,7 +81,7 @@ def sum_of_one_hot(values: RowValues[V], made: Made[V]) -> V | None:
 
 
 def element_of_row(values: RowValues[V], made: Made[V]) -> V | None:
-    """The result of a gather, bit for bit, made of elements of the gathered value's operands; None if there is no other way."""
+    """The result of a gather, bit for bit, from elements of the gathered value's operands; None if there is no other way."""
     if made.target is not aten.gather.default or made.kwargs or len(made.args) != 3:
         return None
     source, dim, index = made.args

@@ -28,7 +28,7 @@ class Peak:
 
     Attributes:
         num_bytes: the most bytes of activations at one moment.
-        seconds: the time of the operators that backward runs again.
+        seconds: the time of recomputation.
     """
 
     num_bytes: int
@@ -80,13 +80,13 @@ class JointTimeline:
         return sizes
 
     def owner(self, place: int) -> int:
-        """The place of the value that owns a node's memory."""
+        """The place of the owner of a node's memory."""
         while (source := self._viewed[place]) is not None:
             place = source
         return place
 
     def again(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> list[int]:
-        """The places of the values that backward computes again, in order."""
+        """The places of the recomputed values, in order."""
         recomputed = recomputed_values(self.forward, self.backward, self.first, checkpoints.get)
         return sorted(self._place[node] for node in recomputed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 UNCUTTABLE = 2**62
-"""The capacity of an edge that no cut has."""
+"""The capacity of an edge outside of all cuts."""
 
 
 class Network:
@@ -21,7 +21,6 @@ class Network:
         self._left: list[int] = []  # what may still flow; the edge back is the next one of each pair
 
     def join(self, start: int, end: int, capacity: int) -> None:
-        """Adds an edge."""
         self._edges_of[start].append(len(self._ends))
         self._edges_of[end].append(len(self._ends) + 1)
         self._ends += (end, start)
@@ -50,7 +49,6 @@ class Network:
         return levels
 
     def _saturate(self, levels: list[int]) -> None:
-        """Augments the flow along shortest ways."""
         tried = [0] * len(self._edges_of)
         way: list[int] = []
         node = 0

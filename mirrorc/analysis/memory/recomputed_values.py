@@ -1,4 +1,4 @@
-"""Values of forward that backward computes again, by the checkpoints of their operators, and values that forward keeps."""
+"""Values that backward computes again, by the checkpoints of their operators, and values saved for it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def recomputed_values(
     """The values that backward computes again wherever it needs them.
 
     Args:
-        forward, backward: the nodes of a graph.
         first: the first node of backward: its operands are still there from forward.
-        checkpoint_of: of each node of the graph.
     """
     return {node for node in forward if _is_recomputed(node, backward, first, checkpoint_of)}
 
@@ -58,7 +56,7 @@ def is_forward_output(output: fx.Node, node: fx.Node) -> bool:
 
 
 def needed_again(user: fx.Node, again: Set[fx.Node], copies: Container[fx.Node]) -> set[fx.Node]:
-    """The values to be computed again for a user: its operands, and their operands without a copy yet."""
+    """The values to compute again for a user: its operands, and their operands without a copy yet."""
     needed: set[fx.Node] = set()
     pending = [user]
     while pending:
@@ -69,7 +67,7 @@ def needed_again(user: fx.Node, again: Set[fx.Node], copies: Container[fx.Node])
 
 
 def saved_values(nodes: Sequence[fx.Node], backward: Container[fx.Node]) -> list[fx.Node]:
-    """The values that forward computes and backward reads. Values that share memory count as one, the owner of the memory."""
+    """The values of forward read by backward. Values with shared memory count as one, the owner of the memory."""
     owners: dict[fx.Node, None] = {}
     for node in nodes:
         if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
@@ -78,7 +76,7 @@ def saved_values(nodes: Sequence[fx.Node], backward: Container[fx.Node]) -> list
 
 
 def owner_of(node: fx.Node) -> fx.Node:
-    """The value that owns another one's memory."""
+    """The owner of a value's memory."""
     while is_compute(node) and (source := viewed(node)) is not None:
         node = source
     return node

@@ -1,4 +1,4 @@
-"""Cuts forward into segments, and finds the values of each that may be computed again, with the price."""
+"""Segments of forward, with choices of recomputation and their prices."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SCALE = 1e15  # of seconds, in capacities
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of the values of a segment that are computed again.
+    """A choice of recomputation for a segment.
 
     Attributes:
-        saved: the operators whose results are saved for backward if it needs them; all others of the segment are run again.
+        saved: the operators with results saved for backward, if it needs them; all others of the segment are run again.
         num_bytes: the bytes saved.
         seconds: the time of running these again.
     """
@@ -48,7 +48,7 @@ class Segment:
 
     Attributes:
         nodes: these, with the parts of their results.
-        choices: from the one that saves least to the one that saves most, each at a higher price for a byte than the one before.
+        choices: by rising savings, each at a higher price for a byte than the one before.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -75,7 +75,6 @@ class Segments:
 
     @property
     def num_saved(self) -> int:
-        """The number of values that forward keeps for backward."""
         return len(self._saved_bytes)
 
     def _crossing_bytes(self) -> list[int]:
@@ -176,7 +175,6 @@ class Segments:
         return 0 if _is_free(owner) or is_saved else num_bytes_of(owner)
 
     def _stays(self, node: fx.Node, inside: set[fx.Node]) -> bool:
-        """Whether forward reads a value within the segment alone, and it may be computed again."""
         if self._timeline.first in node.users:
             return False
         backward = self._timeline.backward

@@ -59,11 +59,9 @@ class Expressions:
         return self.number("argument", name, kind)
 
     def microbatch(self, argument: int, index: Any, sizes: Any) -> int:
-        """The number of a microbatch's part of an argument."""
         return self.number("microbatch", ("value", argument), index, tuple(sizes))
 
     def seed_of_microbatch(self, seed: int, index: Any) -> int:
-        """The number of a microbatch's random stream."""
         return self.number("microbatch_seed", ("value", seed), index)
 
     def applied(self, target: Any, *args: Any) -> int:

@@ -58,8 +58,6 @@ def accumulated_results(program: Program, expressions: Expressions) -> Iterator[
 
 
 class _Number:
-    """The number of a value in the results of a graph."""
-
     def __init__(self, value: int) -> None:
         self.value = value
 

@@ -32,7 +32,6 @@ class NumberedRows:
         self._made: dict[int, Made[Number] | fx.Node] = {}
 
     def note(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> None:
-        """Records the expression of a numbered node."""
         number = numbered[node]
         if isinstance(number, int) and number not in self._made:
             is_of_rows = node.target in ROW_MAKERS

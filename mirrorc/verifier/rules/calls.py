@@ -142,7 +142,6 @@ def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
 
 
 def _sizes_of_graphs(program: Program) -> Iterator[tuple[int | None, int]]:
-    """The graphs of shards, or of their microbatches, each with the number of examples."""
     if not program.shard_of_microbatch:
         yield from zip(program.shard_of_replica, program.num_examples, strict=False)
     for shards, sizes in zip(program.shard_of_microbatch, program.microbatches, strict=False):
@@ -160,7 +159,7 @@ def _has_rows(program: Program, node: fx.Node, num_examples: int | None) -> bool
 
 
 def _symbols_of_examples(program: Program, graph: fx.Graph) -> set[Any]:
-    """The symbols that count the examples of a shard: dim 0 of the arguments that are split."""
+    """The symbols that count the examples of a shard: dim 0 of split arguments."""
     names = {argument.name for argument in program.arguments if argument.has_examples}
     arguments = [*graph.find_nodes(op="placeholder"), *calls_to(graph, ops.argument)]
     values = [node.meta.get("val") for node in arguments if node.kwargs.get("name", node.target) in names]
@@ -168,7 +167,7 @@ def _symbols_of_examples(program: Program, graph: fx.Graph) -> set[Any]:
 
 
 def _key(node: fx.Node) -> _Key:
-    """The properties that all parts of an output share."""
+    """The common properties of all parts of an output."""
     how, value = str(node.kwargs.get("how")), node.all_input_nodes[0].meta.get("val")
     if not isinstance(value, torch.Tensor):
         return how, str(node.kwargs.get("output")), None, None

@@ -67,7 +67,7 @@ def scaled_losses_are_made_up_for(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
-    """A norm that a step reports, or scales gradients by, is that of whole buckets: each element counts once, summed over all
+    """A reported norm, or one behind a scaling factor, is that of whole buckets: each element counts once, summed over all
     replicas. If workers have parts of sums, all exchange the norms of their parts. A norm reported under a name is that of the
     same buckets on all replicas.
     """
@@ -108,7 +108,6 @@ def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
 
 
 def _buckets_of(measured: Measured) -> frozenset[int] | None:
-    """The buckets whose reduced gradients are measured; None if anything else is."""
     buckets = [part.bucket if part is not None and part.kind == GRADIENTS else None for part in measured.parts]
     return frozenset(bucket for bucket in buckets if bucket is not None) if None not in buckets else None
 
@@ -190,7 +189,7 @@ def _rescaling(norms: Norms, node: fx.Node) -> tuple[Any, ...]:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def rescaled_memory_is_not_read_again(program: Program) -> Iterator[Violation]:
-    """All readers of a gradient that is scaled or clipped come before that, because its memory is written then."""
+    """All readers of a scaled or clipped gradient come before the scaling, because its memory is written then."""
     for where, graph, _ in scopes(program):
         owners = owners_of(graph)
         for node in calls_to(graph, *ops.RESCALING, ops.update):

@@ -67,7 +67,6 @@ def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
 
 
 def _way(packed: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
-    """The values between a packed bucket and the argument of its reduction."""
     while True:
         yield operand
         if operand is packed:
@@ -154,8 +153,8 @@ def _say_memory(memory: _Memory) -> str:
 
 @rule(since=Stage.REDUCED)
 def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
-    """Reductions compute sums. A value that is broadcast or sent is a part of the bucket in its tag: gradients that are summed
-    so far, each once, or parameters that the optimizer has made.
+    """Reductions compute sums. A value broadcast or sent is a part of the bucket in its tag: gradients summed so far, each
+    once, or parameters from the optimizer.
     """
     parts = BucketParts(program)
     for _, graph, _ in scopes(program):

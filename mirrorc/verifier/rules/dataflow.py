@@ -138,7 +138,6 @@ class KnownFlows:
 
 
 def _values_in(key: Any) -> Iterator[int]:
-    """The numbers of an expression's operands."""
     for part in key if isinstance(key, tuple) else ():
         if isinstance(part, tuple) and len(part) == 2 and part[0] == "value":
             yield part[1]

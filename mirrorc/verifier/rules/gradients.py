@@ -142,7 +142,6 @@ def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
 
 
 def _packs_the_rest(pack: fx.Node, user: fx.Node) -> bool:
-    """Whether a node packs other elements of the same bucket."""
     return user.target is ops.pack and bucket_of(user) == bucket_of(pack) and pack_of(user) != pack_of(pack)
 
 
@@ -208,7 +207,9 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:
-    """A region that takes a variable's slot writes that variable's gradient into it, and belongs to the slot's replica."""
+    """A region with a variable's slot as an argument writes that variable's gradient into it, and belongs to the slot's
+    replica.
+    """
     for graph in program.graphs():
         for call in region_calls(graph):
             yield from _wrong_slots(program, call)

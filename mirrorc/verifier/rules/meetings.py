@@ -27,7 +27,6 @@ def tag_of_meeting(node: fx.Node) -> tuple[str, int]:
 
 
 def say_meeting(node: fx.Node) -> str:
-    """Names a meeting in a message."""
     name, number = tag_of_meeting(node)
     return f"{name} {number}"
 

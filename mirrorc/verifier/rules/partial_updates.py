@@ -50,8 +50,8 @@ def _part_of(program: Program, bucket: Bucket) -> Elements | None:
 
 @rule(since=Stage.SCHEDULED)
 def sums_go_to_whom_updates_them(program: Program) -> Iterator[Violation]:
-    """A worker that updates a part of a bucket gets the sum of that part; else all of the sum. Factors go to all workers, and
-    each makes the sum of the elements that it updates.
+    """A worker gets the sum of the elements that it updates: of its part of the bucket, or of all. Factors go to all workers,
+    and each makes its own sum of them.
     """
     is_there = _is_sharded(program)
     for _, graph, _ in scopes(program):

@@ -49,8 +49,8 @@ def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def who_takes_gradients_says_of_which_backward(program: Program) -> Iterator[Violation]:
-    """A region that takes gradients of a backward that runs as plain PyTorch has its token and tangent as arguments. So the
-    caller of the region can wait for the gradients.
+    """A region takes gradients of a plain PyTorch backward by a token and a tangent among its arguments. So the caller of the
+    region can wait for the gradients.
     """
     for region in program.regions.values():
         for taken in taken_gradients(region.graph_module.graph):
@@ -61,7 +61,7 @@ def who_takes_gradients_says_of_which_backward(program: Program) -> Iterator[Vio
 
 
 def _takes(program: Program, graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
-    """The nodes that take gradients in a graph, calls of regions included, with what each takes."""
+    """The nodes that take gradients in a graph, calls of regions included, with the call, token, tangent and place of each."""
     for node in graph.nodes:
         if node.target is take_gradient:
             call, token, tangent, _, place = node.args

@@ -44,7 +44,6 @@ def losses_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def say(node: fx.Node) -> str:
-    """Names a collective in a message."""
     pack = f", pack {node.kwargs['pack']}" if node.kwargs.get("pack") is not None else ""
     return f"{name_of(node)} of bucket {bucket_of(node)}{pack}"
 
@@ -69,7 +68,6 @@ def tag(node: fx.Node) -> tuple[str, int]:
 
 
 def writes_variables(node: fx.Node) -> bool:
-    """Whether a node writes parameters, other variables, or accumulated gradients."""
     return node.target in ops.WRITERS
 
 

@@ -56,7 +56,6 @@ class Rule:
         return " ".join((self.check.__doc__ or "").partition("\n\n")[0].split())
 
     def holds_at(self, stage: Stage) -> bool:
-        """Whether programs of this stage must keep the rule."""
         return self.since is None or self.since <= stage
 
     def when(self, program: Program) -> str:

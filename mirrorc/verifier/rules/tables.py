@@ -116,7 +116,7 @@ def _takes_values(operation: Operation) -> bool:
 
 @functools.cache
 def _num_needed(symbol: Callable[..., Any]) -> int:
-    """The least number of values that an operation takes."""
+    """The least number of an operation's operands."""
     return sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(symbol).parameters.values())
 
 

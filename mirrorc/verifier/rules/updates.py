@@ -242,9 +242,8 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
-    """Before a device writes shared parameters, it waits for a reduction that each device launches after its last use of any,
-    or makes an early commit that each device reaches after that. If messages make sums, any commit will do for synchronous
-    devices.
+    """Before a device writes shared parameters, it waits for a reduction launched by each device after its last use of any, or
+    makes an early commit reached by each device after that. If messages make sums, any commit will do for synchronous devices.
     """
     shared = {bucket.index for bucket in program.buckets if bucket.is_written_last}
     if not shared:
@@ -283,8 +282,8 @@ def _sums_by_messages(program: Program) -> bool:
 
 
 def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node], meets: bool) -> set[tuple[str, int]]:
-    """The reductions that a device launches after its last region and its last operator on a variable or a view of one; and
-    its commit, if that comes after them, and is early or ``meets`` the other devices with all their work done.
+    """A device's reductions after its last region and its last operator on a variable or a view of one; and its commit, if
+    that comes after them, and is early or ``meets`` the other devices with all their work done.
     """
     last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
     for i, node in enumerate(nodes[last + 1 :], last + 1):

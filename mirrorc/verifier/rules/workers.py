@@ -65,7 +65,7 @@ def buckets_are_exchanged_in_the_order_of_the_plan(program: Program) -> Iterator
 @rule(since=Stage.SCHEDULED)
 def workers_exchange_their_sums(program: Program) -> Iterator[Violation]:
     """An exchange takes from each replica of a worker its part of the bucket's sum over that worker: its share, or all of it
-    on the only device. Nothing else uses that any more.
+    on the only device. Nothing else uses this value.
     """
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
