@@ -204,7 +204,7 @@ class Program:
         return len(self.devices)
 
     @functools.cached_property
-    def own_replicas(self) -> range:
+    def local_replicas(self) -> range:
         """The replicas of this worker's devices, numbered over all workers."""
         first = self.workers.first_replica
         return range(first, first + self.num_replicas)
@@ -213,7 +213,7 @@ class Program:
     def reduced_replicas(self) -> range:
         """The replicas summed over by updates: all workers' once sums are exchanged, before that this worker's."""
         is_exchanged = self.workers.are_several and Property.EXCHANGED in self.properties
-        return range(self.workers.num_all_replicas) if is_exchanged else self.own_replicas
+        return range(self.workers.num_all_replicas) if is_exchanged else self.local_replicas
 
     @property
     def deals_out(self) -> bool:

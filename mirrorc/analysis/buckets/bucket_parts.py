@@ -162,7 +162,7 @@ class BucketParts:
     def _exchanged(self, sources: list[fx.Node], bucket: int) -> Part | None:
         """The sum over all workers; None if this worker has offered anything but its own sum."""
         part = self._exact(sources[0]) if sources else None
-        local, everyone = frozenset(self._program.own_replicas), range(self._program.workers.num_all_replicas)
+        local, everyone = frozenset(self._program.local_replicas), range(self._program.workers.num_all_replicas)
         if part is None or (part.kind, part.bucket) != (GRADIENTS, bucket):
             return None
         if any(span.replicas != local for span in part.spans):
@@ -190,7 +190,7 @@ class BucketParts:
         if not 0 <= index < len(self._program.buckets):
             return None
         bucket, num_replicas = self._program.buckets[index], self._program.num_replicas
-        local, everyone = frozenset(self._program.own_replicas), range(self._program.workers.num_all_replicas)
+        local, everyone = frozenset(self._program.local_replicas), range(self._program.workers.num_all_replicas)
         steps: set[tuple[Any, ...]] = set()
         for source in sources:
             start, stop = 0, bucket.num_elements
