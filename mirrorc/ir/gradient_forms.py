@@ -249,7 +249,7 @@ class TableForm(GradientForm):
         if not is_table or not gradient.meta["val"].is_contiguous():
             return None
         rows, indices, _, padding_idx, is_scaled_by_counts = gradient.args
-        if is_scaled_by_counts:  # those of a replica's own batch, which are not the whole batch's
+        if is_scaled_by_counts:  # the counts are those of a replica's own shard, not of the whole batch
             return None
         return FactoredGradient(self, (rows, indices), {"padding_idx": padding_idx} if padding_idx != -1 else {})  # type: ignore[arg-type]
 

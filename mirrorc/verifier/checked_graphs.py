@@ -23,7 +23,7 @@ class Checked:
         self.flows = KnownFlows()
         self._checked: dict[int, tuple[fx.Graph, list[Any]]] = {}
         self._changed: set[int] = set()
-        self._last: list[Any] = []  # what the last program consists of
+        self._last: list[Any] = []  # the contents of the last program
 
     def look_again(self) -> None:
         """Compares the checked graphs with their records; passes must return new graphs instead of changing these."""

@@ -234,7 +234,7 @@ class BucketParts:
         if part is None or node.target in _SAME_ELEMENTS or node.target is ops.add_accumulated:
             return part
         if part.kind == ROWS:
-            return None  # which elements they are is known in a step alone
+            return None  # their elements are known in a step alone
         if node.target is torch.ops.aten.slice.Tensor and exact is not None:
             return _sliced(exact, *others, **node.kwargs)
         other = self._exact(others[0]) if others and isinstance(others[0], fx.Node) else None

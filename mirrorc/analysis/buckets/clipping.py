@@ -183,7 +183,7 @@ def lies_in_own_memory(value: Any) -> bool:
         return all(map(lies_in_own_memory, value.all_input_nodes))
     launch = value.all_input_nodes[0] if value.target is ops.wait else None
     if launch is not None and launch.target in ops.EXCHANGES:
-        return True  # it was what the replica alone has of its worker's sum
+        return True  # it was the replica's own part of its worker's sum
     if launch is None or launch.target not in ops.REDUCTIONS:
         return False
     is_in_each = launch.target in ops.SHARED_OUT or launch.target is ops.all_gather

@@ -11,7 +11,7 @@ from torch import fx
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.torch_internals import num_bytes_now
 
-_MIN_GAIN = 2  # what leaves instead has at most one in so many of its bytes
+_MIN_GAIN = 2  # the value has at least so many times the products' bytes
 
 
 def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[fx.Node, int]:
@@ -60,7 +60,7 @@ def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) 
         if node not in piece_of or not isinstance(node.meta.get("val"), torch.Tensor):
             return None  # the output, or an operator of several results
         for source in node.all_input_nodes:
-            if source in needed or piece_of.get(source, 0) <= piece:  # what is in no piece is an argument
+            if source in needed or piece_of.get(source, 0) <= piece:  # arguments are in no piece
                 continue
             if viewed(source) is None:
                 return None

@@ -45,7 +45,7 @@ class _OneHot(Generic[V]):
     element: Any
 
 
-_MOST_FOLLOWED = 16  # operators that lie between a value and what its rows are made of; a loss has a few
+_MOST_FOLLOWED = 16  # operators between a value and the origin of its rows; a loss has a few
 
 ROW_READERS = frozenset({aten.sum.dim_IntList, aten.gather.default})
 """Operators with a version for one element of each row."""

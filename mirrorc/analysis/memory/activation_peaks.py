@@ -117,7 +117,7 @@ class JointTimeline:
             if size and value in last:
                 total += size
                 most = max(most, total)
-            elif size and value >= len(self.forward):  # what is unused in forward is removed
+            elif size and value >= len(self.forward):  # unused values of forward are removed
                 most = max(most, total + size)
             for memory in {owners[source] for source in inputs}:
                 if last.get(memory) == moment:

@@ -18,7 +18,7 @@ class Network:
     def __init__(self, num_nodes: int) -> None:
         self._edges_of: list[list[int]] = [[] for _ in range(num_nodes)]
         self._ends: list[int] = []
-        self._left: list[int] = []  # what may still flow; the edge back is the next one of each pair
+        self._left: list[int] = []  # remaining capacities; the edge back is the next of each pair
 
     def join(self, start: int, end: int, capacity: int) -> None:
         self._edges_of[start].append(len(self._ends))

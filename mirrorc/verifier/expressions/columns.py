@@ -45,6 +45,6 @@ class NumberedColumns:
         known_columns = {place: self._of(node.args[place], numbered) for place in places}
         columns = known_columns[places[-1]][0]
         if columns is None or node.kwargs or any(known != columns for known, _ in known_columns.values()):
-            return  # the first columns of what was not padded have no number
+            return  # not padded
         operands = [known_columns[i][1] if i in known_columns else numbered[a] for i, a in enumerate(node.args)]  # type: ignore[index]
         self._first[numbered[node]] = (columns, self._number(node.target, tuple(map(Number, operands))))

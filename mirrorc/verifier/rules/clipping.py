@@ -134,7 +134,7 @@ def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
     replicas. All buckets of a norm are scaled by it. All elements have one bound, or none has.
     """
     norms = Norms(program)
-    scaled: dict[int, set[Any]] = defaultdict(set)  # the clipping of each bucket, of which there must be one
+    scaled: dict[int, set[Any]] = defaultdict(set)  # the clippings of each bucket: there must be one
     first: dict[int, fx.Node] = {}
     for where, graph, _ in scopes(program):
         for taker in gradient_takers(graph):

@@ -85,7 +85,7 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
     """After a `pack`, no region of that replica writes into its slots. A sent value is not written any more."""
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
-        closed: dict[tuple[int | None, str], str] = {}  # the node from which on a replica's slot must not be written
+        closed: dict[tuple[int | None, str], str] = {}  # by replica and slot, the node behind which no write may come
         sent: dict[tuple[int | None, _Memory], str] = {}
         for node in graph.nodes:
             if node.op == "placeholder" or node.target is operator.getitem:
@@ -121,9 +121,8 @@ _Memory = tuple[str, int, int] | fx.Node
 def _memory_of(program: Program, parts: BucketParts, value: Any) -> Iterator[_Memory]:
     for origin in origins(value):
         launch: Any = origin.args[0] if origin.target is ops.wait else None
-        is_elsewhere = (
-            launch is not None and launch.target not in ops.REDUCTIONS
-        )  # a received value is in the sender's memory, or in its own
+        # a received value is in the sender's memory, or in its own
+        is_elsewhere = launch is not None and launch.target not in ops.REDUCTIONS
         part: Part | None = None if is_compute(origin) or is_elsewhere else parts.of(origin)
         if part is None:
             yield origin
@@ -184,16 +183,15 @@ def all_replicas_take_part(program: Program) -> Iterator[Violation]:
     if program.graph is None or (program.num_replicas == 1 and not program.accumulates):
         return
     reduced = Counter(pack_of(node) for node in calls_to(program.graph, *ops.REDUCTIONS))
-    sent = {
-        pack_of(node) for node in calls_to(program.graph, ops.send)
-    }  # rules on updates check that the sends make the sum
+    # rules on updates check that the sends make the sum
+    sent = {pack_of(node) for node in calls_to(program.graph, ops.send)}
     gathered = {pack_of(node) for node in calls_to(program.graph, ops.gather_factors)}
     for bucket, pack in program.packs:
         times, is_sent = reduced[pack.number], pack.number in sent or pack.number in gathered
         if times if program.accumulates else times != 1 and (times or not is_sent):
             place = last_of_bucket(program.graph, bucket.index, 0)
             yield Violation(f"{say_pack(bucket, pack)} is reduced {times} times", place)
-    for node in calls_to(program.graph, *ops.REDUCTIONS):  # not broadcasts, to which only the root gives a value
+    for node in calls_to(program.graph, *ops.REDUCTIONS):  # not broadcasts: only the root has an operand
         joined = [replica_of(n) for n in node.all_input_nodes]
         if joined != list(range(program.num_replicas)):
             yield Violation(f"{say(node)} joins replicas {joined}, not each of {program.num_replicas} once", node)

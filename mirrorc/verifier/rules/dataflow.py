@@ -27,7 +27,7 @@ _RESCALING = tuple(target_name(operation) for operation in ops.RESCALING)
 _NARROWING = tuple(map(target_name, (ops.compress, ops.decompress, ops.add_unsent)))
 _MAY_CHANGE = {Property.CLIPPED: _RESCALING, Property.UNSCALED: _RESCALING, Property.COMPRESSED: _NARROWING}
 """The operations that a pass may insert before updates if it establishes a property."""
-_UNCHANGED = -1  # a way on which no operator changes the bucket
+_UNCHANGED = -1  # a way without operators that change the bucket
 Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 
@@ -126,9 +126,8 @@ class KnownFlows:
         if names[0] != names[1] or not differing:
             return node, f": {node.name} is {names[1]}, where {names[0]} was"
         was, operand = (maker.name for maker in (there.get(differing[0][0], node), here.get(differing[0][1], node)))
-        is_inside = all(
-            source.name != operand for source in node.all_input_nodes
-        )  # an argument of a region, which a call passes
+        # the operand is then an argument of a region, passed by a call
+        is_inside = all(source.name != operand for source in node.all_input_nodes)
         return None if is_inside else node, f": {node.name} is made of {operand}, where it was of {was}"
 
     def _makers(self, program: Program, inlined: bool) -> dict[int, fx.Node]:

@@ -27,9 +27,8 @@ def reserved_memory_has_one_value_at_a_time(program: Program) -> Iterator[Violat
     before the memory's next value.
     """
     for graph in program.graphs():
-        busy_until: dict[
-            Any, tuple[fx.Node, fx.Node]
-        ] = {}  # the last reader of each memory's value, and its memory's node
+        # the last reader of each memory's value, and the memory's node
+        busy_until: dict[Any, tuple[fx.Node, fx.Node]] = {}
         uses = [(_user(node), node) for node in calls_to(graph, ops.reserved)]
         for call, node in sorted(uses, key=lambda pair: (pair[0] is not None, pair[0] or pair[1])):
             if call is None:

@@ -78,9 +78,8 @@ def _is_for(program: Program, node: fx.Node, index: int, part: Part | None) -> b
         owners = [bucket.owner] if bucket.has_owner and bucket.owner is not None else None
         kind = PARAMETERS if node.target is ops.store else ROWS
         return part.holds(kind, index, 0, bucket.num_elements, owners)
-    share = bucket.updated(
-        replica_at(program, node), program.num_replicas
-    )  # `reductions_fit_the_placement` checks whether it must be a share or the whole
+    # `reductions_fit_the_placement` checks whether it must be a share or the whole
+    share = bucket.updated(replica_at(program, node), program.num_replicas)
     elements = [share] if bucket.part is not None else [(0, bucket.num_elements), share]
     return any(part.holds(GRADIENTS, index, *span, program.reduced_replicas) for span in elements)
 
@@ -138,7 +137,7 @@ def _can_fail(variables: ViewedVariables, node: fx.Node) -> bool:
     if is_region_call(node) or node.target in (ops.check, ops.gather, ops.pack) or node.target in ops.REDUCTIONS:
         return True
     if node.target in ops.ATTENDED or node.target in ops.EXCHANGES or _is_sum_over_workers(node):
-        return True  # another replica or worker may be gone, which a wait finds out
+        return True  # another replica or worker may be gone
     return is_compute(node) and any(variables.of(source) for source in node.all_input_nodes)
 
 
@@ -226,9 +225,8 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
                     yield Violation(f"{early[0]} is written on {where(replica)} before {node.name} reads it", node)
             if node.target is ops.write:
                 written_by.setdefault(replica, set()).add(str(node.kwargs["variable"]))
-            of_all = (
-                [bucket_of(node)] if node.target is ops.gather_parameters else []
-            )  # what other workers have updated
+            # other workers have updated their parts of it
+            of_all = [bucket_of(node)] if node.target is ops.gather_parameters else []
             for index in written_buckets(node) or of_all:
                 names = {slot.variable for slot in program.buckets[index].slots}
                 for writer in replicas if of_all else [replica]:
