@@ -1,1 +1,1 @@
-"""What can be found out about graphs without changing them."""
+"""Analyses of graphs, without changes."""

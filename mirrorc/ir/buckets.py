@@ -1,4 +1,4 @@
-"""Buckets: gradients that are reduced and applied together, and the slots in which they lie."""
+"""Buckets: gradients that are reduced and applied together; and their slots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ class Slot:
     """A gradient's place in a bucket.
 
     Attributes:
-        variable: name of the parameter whose gradient lies here.
-        shape: its shape.
-        strides: its strides, those of the parameter.
+        variable: name of its parameter.
+        strides: of the parameter.
         offset: first element, counted in elements from the start of the bucket.
-        num_elements: how many elements.
     """
 
     variable: str
@@ -32,19 +30,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class RowType:
-    """The rows of one factor, which all workers have alike; only their number differs.
-
-    Attributes:
-        shape: of one row.
-        dtype: of its elements.
-    """
+    """The type of one row of a factor. All workers have the same; only the number of rows differs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Of one row."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -53,7 +45,7 @@ class RowType:
 
 @dataclass(frozen=True)
 class Detail:
-    """A number on which a gradient depends besides its factors, and the keyword for it."""
+    """An integer parameter of a gradient besides its factors, by keyword."""
 
     name: str
     value: int
@@ -61,12 +53,12 @@ class Detail:
 
 @dataclass(frozen=True)
 class SentFactors:
-    """What workers send of a gradient in place of the whole one.
+    """The factors that workers send in place of a whole gradient.
 
     Attributes:
-        operation: the name of the operation of its form, see `mirrorc.ir.gradient_forms`.
+        operation: the name of its form's operation, see `mirrorc.ir.gradient_forms`.
         rows: the types of its factors' rows, in their order.
-        details: what else it depends on.
+        details: its other parameters.
     """
 
     operation: str
@@ -91,7 +83,7 @@ class Pack:
     """Consecutive elements of a bucket that are communicated together, by one collective.
 
     Attributes:
-        number: its place among the packs of all buckets of the program, in the order in which they are launched.
+        number: its index among the packs of all buckets of the program, in the order of launches.
         start: its first element, counted from the start of the bucket.
         stop: one past its last element.
     """
@@ -107,22 +99,21 @@ class Pack:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are applied together, in the order in which they lie. They are reduced together, too, unless the bucket is
+    """Gradients that are applied together, in the order of their slots. They are reduced together, too, unless the bucket is
     cut.
 
     Attributes:
-        index: its number; collectives carry it as their tag.
-        dtype: the one dtype of all its gradients.
-        slots: its gradients' places; slots are disjoint and begin at aligned offsets.
+        index: its number, and the tag of its collectives.
+        slots: disjoint, at aligned offsets.
         num_elements: its length, padding included.
-        rule: how its parameters are updated.
+        rule: the update rule of its parameters.
         placement: where its parameters are, and which replica updates which elements.
-        sent_factors: what workers send each other of each gradient, in order of the slots; empty if they send sums.
+        sent_factors: the factors sent between workers for each gradient, in order of the slots; empty if they send sums.
         gathers_factors: whether devices gather the factors of all its gradients, in place of adding up whole ones.
-        part: the elements that this worker updates, whose optimizer state it has; None if each worker updates all elements.
-        owner: the replica to which its update is left, or is to be left; None if to none.
-        packs: if the program's buckets are cut, what is communicated at a time, in order of the elements; a gradient may lie in
-            several packs. Empty if each bucket is one pack, which has the bucket's number.
+        part: the elements that this worker updates, and has optimizer state of; None for all.
+        owner: the replica that alone updates it, or is to; None if there is none.
+        packs: the units of communication of a cut bucket, in order of the elements. A gradient may lie in several. Empty if
+            each bucket is one pack, with the bucket's number.
     """
 
     index: int
@@ -139,16 +130,15 @@ class Bucket:
 
     @property
     def own_packs(self) -> tuple[Pack, ...]:
-        """What is communicated at a time: its packs, or all of it."""
+        """Its units of communication: its packs, or all of it."""
         return self.packs or (Pack(self.index, 0, self.num_elements),)
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is communicated in several packs."""
         return len(self.packs) > 1
 
     def slots_in(self, pack: Pack) -> list[Slot]:
-        """The slots that lie in a pack, in part or as a whole. Elements between two slots count as those of the first."""
+        """The slots in a pack, partial ones included. Elements between two slots count as those of the first."""
         ends = [*(slot.offset for slot in self.slots[1:]), self.num_elements]
         return [
             slot for slot, end in zip(self.slots, ends, strict=True) if slot.offset < pack.stop and pack.start < end
@@ -160,45 +150,44 @@ class Bucket:
 
     @property
     def is_sent_as_factors(self) -> bool:
-        """Whether workers send each other the factors of all its gradients, in place of their sums."""
         return bool(self.sent_factors)
 
     @property
     def is_gathered(self) -> bool:
-        """Whether devices gather factors of its gradients, or the rows that its optimizer takes."""
+        """Whether devices gather factors of its gradients, or rows for its optimizer."""
         return self.gathers_factors or self.rule.takes_rows
 
     @functools.cached_property
     def slot_of(self) -> Mapping[str, Slot]:
-        """The slots, by name of the variable."""
+        """By name of the variable."""
         return {slot.variable: slot for slot in self.slots}
 
     def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
         """The elements that a replica sums up of its worker's gradients: the first one, and one past the last one.
 
-        It updates them, too, unless the worker updates a part of the bucket alone. A replica's share of a small shared bucket
-        may be empty.
+        It updates them, too, unless its worker updates only a part of the bucket. It may be empty.
         """
         return self.placement.value.share(self.num_elements, replica, num_replicas, self.owner)
 
     def updated(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The elements that a replica updates, element by element: its share of the bucket, or of its worker's part."""
+        """The elements that a replica updates: its share of the bucket, or of its worker's part."""
         if self.part is None:
             return self.share(replica, num_replicas)
         start, stop = self.placement.value.share(self.part.stop - self.part.start, replica, num_replicas, self.owner)
         return self.part.start + start, self.part.start + stop
 
     def made(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The elements of a sum that a replica makes where gradients are left as factors: of what workers send as factors, those
-        that it updates; else, of its worker's sum, its share."""
+        """The elements of a sum that a replica makes from factors: those that it updates, if workers send factors; else its
+        share.
+        """
         return (self.updated if self.is_sent_as_factors else self.share)(replica, num_replicas)
 
     def owner_of_parameters(self, replica: int) -> int:
-        """The replica in whose memory the parameters that a replica reads are: itself, if it has its own copy."""
+        """The replica whose parameters a replica reads: itself, if it has its own copy."""
         return self.placement.value.owner(replica)
 
     def is_updated_by(self, replica: int, num_replicas: int) -> bool:
-        """Whether a replica writes parameters of this bucket: its share, if that is not empty, or its own copy."""
+        """Whether a replica writes parameters of this bucket: a share that is not empty, or its own copy."""
         if self.has_owner or not self.updates_by_shares:
             return self.owner_of_parameters(replica) == replica
         start, stop = self.updated(replica, num_replicas)
@@ -206,7 +195,6 @@ class Bucket:
 
     @property
     def has_owner(self) -> bool:
-        """Whether its owner alone gets the sum and updates, and all other replicas have copies of what the owner has updated."""
         return self.placement.value.has_owner
 
     @property
@@ -216,19 +204,18 @@ class Bucket:
 
     @property
     def reduces_by_shares(self) -> bool:
-        """Whether a replica gets its share of the sum alone. Of a bucket that is cut, it gets every pack, and takes its share of
-        them.
+        """Whether a replica gets its share of the sum alone. Of a cut bucket it gets every pack, and takes its share of the
+        whole.
 
-        A share is not a share of each pack: the optimizer works on consecutive elements.
+        The optimizer works on consecutive elements, so a share is not made of shares of the packs.
         """
         return self.updates_by_shares and not self.is_cut
 
     @property
     def is_written_last(self) -> bool:
-        """Whether a device may write the parameters only after every other device's last read of them in the step."""
         return self.placement.value.is_written_last
 
 
 def are_cut(buckets: Sequence[Bucket]) -> bool:
-    """Whether the buckets of a plan are communicated in packs, which operations name besides their bucket."""
+    """Whether buckets are communicated in packs, so that operations have the keyword ``pack``."""
     return any(bucket.packs for bucket in buckets)

@@ -1,4 +1,4 @@
-"""The checkpoints of activations that a model has: which operators of forward backward runs again."""
+"""Activation checkpoints of a model: operators of forward that backward runs again."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from torch import fx
 
 CHECKPOINT = "checkpoint"
-"""The key of `node.meta` under which an operator of a captured graph has its `Checkpoint`."""
+"""The key in `node.meta` of a captured operator's `Checkpoint`."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The call of `torch.utils.checkpoint` in which forward calls an operator.
+    """The call of `torch.utils.checkpoint` around an operator of forward.
 
     Attributes:
-        number: tells the checkpoints of a graph apart.
-        keeps: whether the checkpoint's policy keeps the operator's result, so that backward does not compute it again.
+        number: distinguishes the checkpoints of a graph.
+        keeps: whether the checkpoint's policy saves the operator's result, so that backward does not compute it again.
     """
 
     number: int
@@ -25,8 +25,8 @@ class Checkpoint:
 
 
 def checkpoint_of(node: fx.Node) -> Checkpoint | None:
-    """The checkpoint of an operator; None outside of all. A part of a result has that of the operator that gives it."""
+    """The checkpoint around an operator; None outside of all. A part of a result has that of its operator."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    found: Checkpoint | None = node.meta.get(CHECKPOINT)
-    return found
+    checkpoint: Checkpoint | None = node.meta.get(CHECKPOINT)
+    return checkpoint

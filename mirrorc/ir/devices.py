@@ -16,8 +16,8 @@ def parse_devices(devices: int | Sequence[str | torch.device] | None) -> tuple[D
     """The logical devices that ``devices`` names.
 
     Args:
-        devices: a list of names; a number of devices (GPUs where there are enough, else logical CPUs); or None for
-            every visible GPU, else one CPU.
+        devices: a list of names; a number of devices (GPUs if there are enough, else logical CPUs); or None for every visible
+            GPU, else one CPU.
 
     Raises:
         ValueError: no device, an unknown or duplicate name, or a GPU that is not there.
@@ -60,8 +60,8 @@ def _parse_device(name: str | torch.device) -> Device:
         return Device(f"cpu:{index}", torch.device("cpu"))
     count = torch.cuda.device_count()
     if index >= count:
-        found = f"{count} GPU(s)" if count else "no GPU"
-        raise ValueError(f"device {str(name)!r} is absent: torch sees {found} on this machine; {_REMEDY}")
+        visible = f"{count} GPU(s)" if count else "no GPU"
+        raise ValueError(f"device {str(name)!r} is absent: torch sees {visible} on this machine; {_REMEDY}")
     part = f"/{int(match['part'])}" if match["part"] and int(match["part"]) else ""
     return Device(f"cuda:{index}{part}", torch.device("cuda", index))
 
@@ -78,7 +78,7 @@ class Device:
     ``cpu:0`` and ``cpu:1`` share one processor and one memory; ``cuda:0/1`` is the second logical device on GPU 0.
 
     Attributes:
-        name: the name as users write it, unique within a program.
+        name: as users write it, unique within a program.
         torch_device: the torch device that holds its tensors.
     """
 
@@ -87,12 +87,12 @@ class Device:
 
     @property
     def memory(self) -> str:
-        """Names the memory that holds its tensors: logical CPUs have one, and so have logical devices on one GPU."""
+        """The name of the memory of its tensors: logical CPUs share one, and so do logical devices on one GPU."""
         return "cpu" if self.torch_device.type == "cpu" else str(self.torch_device)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a call on this device only queues work and returns before the work is done."""
+        """Whether a call on this device returns before the work is done."""
         return self.torch_device.type == "cuda"
 
     def __str__(self) -> str:

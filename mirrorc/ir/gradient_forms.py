@@ -1,8 +1,8 @@
-"""Forms of gradient: how a gradient is represented by factors, and how the whole gradient is made from them.
+"""Forms of gradient: the representation of a gradient by factors, and its construction from them.
 
-A gradient that is one tensor is whole. A gradient with a form is represented by a few smaller tensors, its factors, until its
-bucket is packed or each device makes its share of it. A gradient that several microbatches make has the factors of each, its
-parts, and is the sum over them. A form has one class here, and one in `mirrorc.runtime.state` that makes the shares.
+A gradient without a form is one whole tensor. With a form, it is a few smaller tensors, its factors, until its bucket is
+packed or each device makes its share of it. Each microbatch gives a part with factors of its own; the gradient is the sum over
+the parts. A form has one class here, and one in `mirrorc.runtime.state` that makes the shares.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class FactoredGradient:
     """A gradient in a region's body, represented by its factors.
 
     Attributes:
-        form: how it is made of them.
         factors: nodes of the body.
-        details: what else the gradient depends on, by the keywords of the form's operation.
+        details: its other parameters, by the keywords of the form's operation.
     """
 
     form: GradientForm
@@ -47,16 +46,13 @@ class GradientForm(ABC):
     """A form of gradient.
 
     Args:
-        operation: the operation of the IR that stands for a gradient of this form. Its arguments are the factors, its
-            keywords ``bucket``, ``variable``, ``replica`` and the form's own details. If it takes any number of arguments,
-            those are the factors of one part after the other.
+        operation: the operation of the IR for it. Its arguments are the factors, its keywords ``bucket``, ``variable``,
+            ``replica`` and the form's details. If it takes any number of arguments, it may have several parts.
 
     Attributes:
-        operation: see above.
-        factor_names: what the factors are called, in the order of the arguments.
-        writes_all: whether all elements of a gradient are written to make it. If most are zero and stay so from step to step, its
-            factors save work on one device, too.
-        description: what a gradient of this form is, for remarks: "a product of two matrices".
+        factor_names: in the order of the arguments.
+        writes_all: whether all elements of a gradient are written to make it. If most stay zero, factors save work on one device.
+        description: a gradient of this form in words, for remarks: "a product of two matrices".
     """
 
     factor_names: ClassVar[tuple[str, ...]]
@@ -75,23 +71,23 @@ class GradientForm(ABC):
 
     @abstractmethod
     def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
-        """Makes the gradient of one part with the operators that the captured graph had, because the verifier compares both.
+        """Makes the gradient of one part with the operators of the captured graph, because the verifier compares both.
 
         Args:
             apply: applies an operator; the verifier's gives an expression in place of a tensor.
             factors: the part's factors.
             shape: the gradient's.
-            details: the form's own keywords, where the gradient has them.
+            details: the form's keywords.
         """
 
     @property
     def takes_parts(self) -> bool:
-        """Whether a gradient of this form may have the factors of several microbatches."""
+        """Whether it may have the factors of several microbatches."""
         declared = operation_of(self.operation)
         return declared is not None and declared.operands is None
 
     def parts(self, factors: Sequence[_T]) -> list[tuple[_T, ...]]:
-        """The factors of each part of a gradient, given all arguments of its operation."""
+        """The arguments of the operation, split into the factors of each part."""
         number = len(self.factor_names)
         return [tuple(factors[i : i + number]) for i in range(0, len(factors), number)]
 
@@ -101,18 +97,18 @@ class GradientForm(ABC):
         return functools.reduce(functools.partial(apply, torch.ops.aten.add.Tensor), wholes)
 
     def to_rows(self, factors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Views, or copies, of one part's factors as rows [count, ...], of which other workers may have another count.
+        """One part's factors as rows [count, ...], views or copies; other workers may have another count.
 
         None if factors of this form cannot be sent to other workers: gradients are then sent whole. Tensors may be fake.
         """
         return None
 
     def from_rows(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The factors of which `to_rows` gave these rows, with all elements that `make_whole` asks for."""
+        """The inverse of `to_rows`: factors for `make_whole`."""
         raise NotImplementedError(f"{type(self).__name__} says by to_rows that its factors are not sent")
 
     def num_multiplications(self, gradient: torch.Tensor, num_rows: int) -> int:
-        """How many numbers are multiplied to make a gradient of so many rows of factors."""
+        """The number of multiplications to make a gradient of so many rows of factors."""
         return 0
 
     @abstractmethod
@@ -120,14 +116,11 @@ class GradientForm(ABC):
         """The printed form, such as ``left @ right``; `factors` are texts such as names or types."""
 
     def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
-        """The number of elements of the factors of all parts, which are held and moved instead of the gradient's.
-
-        Tensors may be fake.
-        """
+        """The number of elements of the factors of all parts. Tensors may be fake."""
         return sum(map(num_elements_now, factors))
 
     def is_worth_it(self, gradient: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-        """Whether the factors are smaller than the gradient, so that it pays to make the gradient by shares."""
+        """Whether the factors are smaller than the gradient."""
         return self.num_elements(factors) < num_elements_now(gradient)
 
 
@@ -136,7 +129,7 @@ FORMS: dict[Any, GradientForm] = {}
 
 
 def register(form: GradientForm) -> None:
-    """Makes a form known, so that passes recognize it and graphs may contain gradients of it.
+    """Registers a form, so that passes recognize it and graphs may contain gradients of it.
 
     Raises:
         ValueError: its operation gives no gradient as factors, or is another form's.
@@ -154,12 +147,11 @@ def register(form: GradientForm) -> None:
 
 
 def unregister(form: GradientForm) -> None:
-    """Makes a form unknown again."""
     del FORMS[form.operation]
 
 
 def form_of(gradient: fx.Node) -> GradientForm:
-    """The form of a factored gradient, which is a call of one of the operations `ops.FACTORED`.
+    """The form of a factored gradient, a call of one of the operations `ops.FACTORED`.
 
     Raises:
         LookupError: no form has its operation.
@@ -184,21 +176,21 @@ def form_named(operation: str) -> GradientForm:
 
 
 def recognize(gradient: fx.Node) -> FactoredGradient | None:
-    """The factors of a result of a region's body, found by the first form that recognizes it; None if no form does."""
+    """The factors of a result of a region's body, by the first form that recognizes it; None if no form does."""
     for form in FORMS.values():
-        found = form.recognize(gradient)
-        if found is not None:
-            return found
+        factored = form.recognize(gradient)
+        if factored is not None:
+            return factored
     return None
 
 
 def details_of(gradient: fx.Node) -> dict[str, Any]:
-    """The details of a factored gradient, by keyword: what it depends on besides its factors."""
+    """The parameters of a factored gradient besides its factors, by keyword."""
     return {key: value for key, value in gradient.kwargs.items() if key not in _TAGS}
 
 
 def matrix_product(gradient: fx.Node) -> fx.Node | None:
-    """The matrix product that a gradient is, or is a view of with the same layout.
+    """The matrix product behind a gradient, up to views of the same layout.
 
     None if the gradient is no matrix product, or if the product has other uses.
     """
@@ -215,7 +207,7 @@ def matrix_product(gradient: fx.Node) -> fx.Node | None:
 
 
 class ProductForm(GradientForm):
-    """A matrix product, as the gradient of a linear layer's weight is: ``left`` [m, k] times ``right`` [k, n]."""
+    """A matrix product, the gradient of a linear layer's weight: ``left`` [m, k] times ``right`` [k, n]."""
 
     factor_names = ("left", "right")
     description = "a product of two matrices"
@@ -253,11 +245,11 @@ class TableForm(GradientForm):
     description = "a table's"
 
     def recognize(self, gradient: fx.Node) -> FactoredGradient | None:
-        is_one = gradient.target is torch.ops.aten.embedding_dense_backward.default and len(gradient.users) == 1
-        if not is_one or not gradient.meta["val"].is_contiguous():
+        is_table = gradient.target is torch.ops.aten.embedding_dense_backward.default and len(gradient.users) == 1
+        if not is_table or not gradient.meta["val"].is_contiguous():
             return None
         rows, indices, _, padding_idx, is_scaled_by_counts = gradient.args
-        if is_scaled_by_counts:  # those of a replica's own batch, which are not the whole batch's
+        if is_scaled_by_counts:  # the counts are those of a replica's own shard, not of the whole batch
             return None
         return FactoredGradient(self, (rows, indices), {"padding_idx": padding_idx} if padding_idx != -1 else {})  # type: ignore[arg-type]
 

@@ -17,14 +17,14 @@ from mirrorc.torch_internals import add_node, is_operator, writes_argument
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """Copies a graph; the names, the order and the metadata (`node.meta`) of its nodes stay."""
+    """A copy of a graph, with the same names, order and metadata (`node.meta`) of nodes."""
     copy = fx.Graph()
     copy.output(copy_into(copy, graph))
     return copy
 
 
 def copy_into(graph: fx.Graph, source: fx.Graph) -> Any:
-    """Copies a graph's nodes to the end of another graph, which has no output yet.
+    """Copies a graph's nodes to the end of another graph without an output.
 
     Returns the output of the source, with the new nodes in place of the old ones.
     """
@@ -46,9 +46,7 @@ def copy_node(
     """Copies a node to a graph's point of insertion.
 
     Args:
-        graph: the graph that gets the node.
-        node: of another graph.
-        values: for each node that it uses, the value in ``graph`` that takes its place.
+        values: the replacement in ``graph`` of each node that it uses.
         name: a new name; by default the name stays.
         more: additional keyword arguments.
     """
@@ -56,26 +54,26 @@ def copy_node(
     kwargs: Any = node.kwargs
     if node.all_input_nodes:
         args, kwargs = fx.node.map_arg(args, values.__getitem__), fx.node.map_arg(kwargs, values.__getitem__)
-    given = {**kwargs, **more} if more else kwargs
+    keywords = {**kwargs, **more} if more else kwargs
     is_valid = name is None or name == node.name
-    copy = add_node(graph, node.op, node.target, args, given, name or node.name, node.type, is_valid=is_valid)
+    copy = add_node(graph, node.op, node.target, args, keywords, name or node.name, node.type, is_valid=is_valid)
     copy.meta.update(node.meta)  # faster than an assignment to the node's attribute
     return copy
 
 
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> fx.Node:
-    """Calls an operation at the graph's point of insertion; the node gets the name that the printed program shows."""
-    given = dict(kwargs or {})
-    return add_node(graph, "call_function", target, args, given, _name(target, args, given))
+    """Calls an operation at the graph's point of insertion; the node gets its printed name."""
+    keywords = dict(kwargs or {})
+    return add_node(graph, "call_function", target, args, keywords, _name(target, args, keywords))
 
 
 def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    found, of_part = operation_of(target), words_of_part(target, args)
-    stem = filled(found.stem, args, kwargs) if found is not None else ""
+    record, of_part = operation_of(target), words_of_part(target, args)
+    stem = filled(record.stem, args, kwargs) if record is not None else ""
     if of_part is not None:
-        found, kwargs = of_part
-        stem = filled(found.called, (), kwargs)
-    if is_operator(target) or (found is not None and found.kind is Kind.COMPUTE):
+        record, kwargs = of_part
+        stem = filled(record.called, (), kwargs)
+    if is_operator(target) or (record is not None and record.kind is Kind.COMPUTE):
         operand = next((a.name for a in args if isinstance(a, fx.Node)), "")
         stem = stem or f"{operand}_{operation_name(target)}"
     return identifier(of_replica(stem or operation_name(target), kwargs.get("replica")))
@@ -84,14 +82,7 @@ def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 def insert(
     program: Program, before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> fx.Node:
-    """Inserts a call before a node, and gives it the type that follows from its arguments.
-
-    Args:
-        program: for its tables of variables, buckets and regions.
-        before: a node of the graph to insert into.
-        target: an operation of `mirrorc.ir.ops`, or an operator of torch that writes nothing.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+    """Inserts a call before a node, with the type inferred from its arguments.
 
     Raises:
         TypeError: the operation cannot take these arguments.
@@ -103,9 +94,9 @@ def insert(
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Removes the operators of torch that have no uses and write nothing, and unused parts of their results.
+    """Removes operators of torch without users and writes, and unused parts of their results.
 
-    Operations of the IR stay: some, such as checks, are there for what they do.
+    Operations of the IR stay, for their effects.
     """
     for node in reversed(list(graph.nodes)):
         if (is_compute(node) or node.target is operator.getitem) and not node.users and not _writes(node):

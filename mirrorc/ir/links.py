@@ -1,4 +1,4 @@
-"""Links: what carries collectives between devices, each declared once, as a record."""
+"""Links: transports of collectives between devices, each declared as a record."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _DEVICE_NAMES = {"cpu": "logical CPUs", "cuda": "GPUs"}
 
 
 class Span(enum.Enum):
-    """What a link joins."""
+    """The ends of a link."""
 
     DEVICES = "devices of one worker"
     WORKERS = "workers"
 
 
 class SumPlace(enum.Enum):
-    """Where the sum of an all_reduce lies when a replica has waited for it."""
+    """The memory of an all-reduced sum after a replica's wait."""
 
     FIRST = "first"  # in replica 0's bucket, for all replicas
-    OWN = "own"  # in each replica's own bucket
+    EACH = "own"  # in each replica's own bucket
     ADDITIONAL = "additional"  # in memory that the wait allocates
 
 
@@ -34,23 +34,20 @@ def _no_objection(devices: Sequence[Device]) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """What carries collectives between devices. Graphs, printed text and files name it; `link_named` looks it up.
+    """A transport of collectives between devices. Graphs, printed text and files name it; `link_named` looks it up.
 
     Attributes:
         name: as users write it.
-        device_type: the type of torch device that it joins; None if it joins any.
-        why_not: takes devices of that type and says why the link cannot join them; returns an empty text if it can.
-        preference: if the user names no link, the link with the highest preference that can join the devices is used. None
-            for a link that is used only if the user names it.
-        reads_one_memory: whether every replica reads the others' buckets directly in their memory. A bucket may then contain
-            gradients that are left as factors, and a wait needs only the launches of the other replicas.
-        moves_by_itself: whether the link moves a bucket between its launch and its wait, while devices compute. Otherwise the
-            wait does all the work.
-        carries: the operations of the IR that it carries: ``all_reduce``, ``reduce_scatter``, ``reduce``, ``all_gather``,
-            ``send`` (with ``recv``); between workers ``exchange``, ``gather_factors``, ``scatter_sums``, ``gather_parameters``.
-        falls_back_to: the name of the link that carries what this one does not.
-        sum_place: where the sum of an all_reduce, or of an exchange, lies.
-        keeps_operands: whether the offered buckets stay allocated until the next step, instead of until the end of this one.
+        device_type: the type of torch device that it joins; None for any.
+        why_not: takes devices of that type and gives the reason why the link cannot join them; an empty text if it can.
+        preference: among the links that can join the devices, the highest is the default. None for a link used only by name.
+        reads_one_memory: whether replicas read the others' buckets in place. A bucket may then contain gradients left as factors,
+            and a wait needs only the launches of the other replicas.
+        moves_by_itself: whether the link moves a bucket while devices compute. Otherwise the wait does all the work.
+        carries: its operations: ``all_reduce``, ``reduce_scatter``, ``reduce``, ``all_gather``, ``send`` (with ``recv``); between
+            workers ``exchange``, ``gather_factors``, ``scatter_sums``, ``gather_parameters``.
+        falls_back_to: the name of the link for all other operations.
+        keeps_operands: whether the operands stay allocated until the next step, instead of until the end of this one.
         spans: whether it joins the devices of one worker, or workers, each with devices of that type.
     """
 
@@ -67,7 +64,7 @@ class Link:
     spans: Span = Span.DEVICES
 
     def objection(self, devices: Sequence[Device], spans: Span = Span.DEVICES) -> str:
-        """Why the link cannot join the devices, or workers with such devices; an empty text if it can."""
+        """The reason why the link cannot join the devices, or workers with such devices; an empty text if it can."""
         if self.spans is not spans:
             return f"it joins {self.spans.value}, not {spans.value}"
         if not self.is_for(devices):
@@ -75,7 +72,6 @@ class Link:
         return self.why_not(devices)
 
     def is_for(self, devices: Sequence[Device]) -> bool:
-        """Whether the devices are of the type that the link joins."""
         return self.device_type is None or all(d.torch_device.type == self.device_type for d in devices)
 
 
@@ -83,7 +79,7 @@ _links: dict[str, Link] = {}
 
 
 def register_link(link: Link) -> None:
-    """Makes a link known by its name; `mirrorc.runtime.communication.register_communicator` says what implements it.
+    """Registers a link by its name; `mirrorc.runtime.communication.register_communicator` registers its implementation.
 
     Raises:
         ValueError: another link has the name.
@@ -93,12 +89,11 @@ def register_link(link: Link) -> None:
 
 
 def unregister_link(name: str) -> None:
-    """Makes a link unknown, so that its name is free again."""
     del _links[name]
 
 
 def link_names(spans: Span = Span.DEVICES) -> tuple[str, ...]:
-    """The names of all links that join devices of one worker, or workers, in the order in which they were registered."""
+    """In the order of registration."""
     return tuple(name for name, link in _links.items() if link.spans is spans)
 
 
@@ -115,22 +110,23 @@ def link_named(name: object) -> Link:
 
 
 def carrier_of(link: str, operation: Any) -> str:
-    """The link that carries an operation when `link` is to be used: `link` itself, or the link that it falls back to.
+    """The link that carries an operation in place of `link`: `link` itself, or a fallback of it.
 
     Raises:
         ValueError: neither carries it.
     """
-    found = link_named(link)
-    if operation in found.carries:
-        return found.name
-    if not found.falls_back_to:
+    chosen = link_named(link)
+    if operation in chosen.carries:
+        return chosen.name
+    if not chosen.falls_back_to:
         raise ValueError(f"link {link!r} does not carry {operation.__name__} and names no link that does: use another")
-    return carrier_of(found.falls_back_to, operation)
+    return carrier_of(chosen.falls_back_to, operation)
 
 
 def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[str, str]:
-    """The link that joins devices, or workers with such devices, if the user names none, and a remark on why faster links cannot;
-    empty if there are none."""
+    """The default link of devices, or of workers with such devices; and a remark on why faster links cannot join them, or an
+    empty text.
+    """
     known = [link for link in _links.values() if link.spans is spans]
     ranked = [(link.preference, link) for link in known if link.preference is not None]
     declined: list[tuple[str, str]] = []
@@ -145,12 +141,11 @@ def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[st
 
 
 def carries_between_workers(devices: Sequence[Device], operation: Any) -> bool:
-    """Whether an operation is carried between workers with such devices."""
     return operation in link_named(best_link(devices, Span.WORKERS)[0]).carries
 
 
 def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> str:
-    """Why a worker with such devices cannot send factors of gradients to others, over whatever joins workers; empty if it can.
+    """The reason why a worker with such devices cannot send factors of gradients to others; empty if it can.
 
     Args:
         link: between the devices, as the user names it; None for the best.
@@ -184,9 +179,9 @@ def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.D
 
 
 def why_memory_is_not_shared(devices: Sequence[Device]) -> str:
-    """Why devices cannot work on one copy of the parameters; an empty text if they can.
+    """The reason why devices cannot work on one copy of the parameters; an empty text if they can.
 
-    They can if they share one memory and a link joins them over which each device reads the others' buckets in this memory.
+    They can if they share one memory, and a link between them lets each device read the others' buckets there.
     """
     if not share_one_memory(devices):
         return "the devices do not share one memory"
@@ -223,7 +218,7 @@ register_link(
         moves_by_itself=True,
         carries=(ops.all_reduce,),
         falls_back_to="copy",
-        sum_place=SumPlace.OWN,
+        sum_place=SumPlace.EACH,
     )
 )
 register_link(Link("copy", preference=0))
@@ -233,7 +228,7 @@ _BETWEEN_WORKERS = Link(
     preference=1,
     moves_by_itself=True,
     carries=tuple(ops.BETWEEN_WORKERS),
-    sum_place=SumPlace.OWN,
+    sum_place=SumPlace.EACH,
     keeps_operands=False,
     spans=Span.WORKERS,
 )

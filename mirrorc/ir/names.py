@@ -1,4 +1,4 @@
-"""Names of nodes: those that can stand in Python code, and those of one node on every replica."""
+"""Names of nodes: Python identifiers, and the suffix of a replica."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mirrorc.ir.operation import operation_of
 
 
 def of_replica(name: str, replica: int | None) -> str:
-    """What a node is called on a replica, where all replicas have one of this name; None where there is but one."""
+    """The name of a replica's copy of a node; the name itself for None."""
     return name if replica is None else f"{name}_r{replica}"
 
 
 def of_all_replicas(name: str, replica: int | None) -> str:
-    """The name that `of_replica` was given for this replica's node. Nothing may follow from it but another name."""
+    """The inverse of `of_replica`. Names are for readers: only another name may be derived from one."""
     return name if replica is None else name.removesuffix(f"_r{replica}")
 
 
@@ -30,13 +30,13 @@ def identifier(path: str) -> str:
 
 
 def unlike(taken: Collection[str], name: str) -> str:
-    """A name that is none of those taken: variables ``a.b`` and ``a_b`` and an argument ``a_b`` have one identifier."""
+    """The name, with a number if it is taken: variables ``a.b`` and ``a_b`` and an argument ``a_b`` have one identifier."""
     others = (f"{name}_{number}" for number in itertools.count(1))
     return name if name not in taken else next(other for other in others if other not in taken)
 
 
 class _Words(dict[str, Any]):
-    """Keywords for a template; a keyword that a malformed node lacks reads as ``None``."""
+    """Keywords for a template. A keyword that a malformed node lacks reads as ``None``."""
 
     def __missing__(self, key: str) -> str:
         return "None"
@@ -45,8 +45,8 @@ class _Words(dict[str, Any]):
 def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Fills a template of an operation with a node's keywords.
 
-    ``{awaited}`` stands for the name of the value that the launch gives. ``{part}`` stands for the chunk and the round of the
-    bucket, which are those of the node or of its launch, and ``{pack}`` for the pack, where buckets are cut.
+    ``{awaited}`` stands for the name of the launch's awaited value. ``{part}`` stands for the chunk and the round of the
+    bucket, of the node or of its launch. ``{pack}`` stands for the pack, if buckets are cut.
     """
     pack = f"_pack{kwargs['pack']}" if kwargs.get("pack") is not None else ""
     if "{part}" not in template and "{awaited}" not in template:

@@ -1,4 +1,4 @@
-"""Answers questions about a node: which operation it calls, and to which replica, region and bucket it belongs."""
+"""Properties of nodes: operation, replica, region and bucket."""
 
 from __future__ import annotations
 
@@ -18,38 +18,35 @@ _VARIANT = re.compile(r"_shard(\d+)$")
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether a node is an operator of torch."""
     return node.op == "call_function" and is_operator(node.target)
 
 
 def is_computed(node: fx.Node) -> bool:
-    """Whether a node computes a value from others without any effect: a torch operator, or an operation of `Kind.COMPUTE`."""
-    found = operation_of(node.target)
-    return found.kind is Kind.COMPUTE if found is not None else is_compute(node)
+    """Whether a node computes a value without any effect: an operator of torch, or an operation of `Kind.COMPUTE`."""
+    record = operation_of(node.target)
+    return record.kind is Kind.COMPUTE if record is not None else is_compute(node)
 
 
 def is_of(node: Any, kind: Kind) -> bool:
-    """Whether a node calls an operation of this kind."""
-    found = operation_of(node.target) if isinstance(node, fx.Node) else None
-    return found is not None and found.kind is kind
+    record = operation_of(node.target) if isinstance(node, fx.Node) else None
+    return record is not None and record.kind is kind
 
 
 def words_of_part(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """For a node that takes one bucket's part of an operation's result: the operation, and its keywords with that bucket."""
+    """For a node that takes one bucket's part of a result: the operation, and its keywords with that bucket. Else None."""
     source, place = args if target is operator.getitem else (None, None)
-    found = operation_of(source.target) if isinstance(source, fx.Node) else None
-    if found is None or not isinstance(found.operands, str):
+    record = operation_of(source.target) if isinstance(source, fx.Node) else None
+    if record is None or not isinstance(record.operands, str):
         return None
-    return found, {**source.kwargs, "bucket": source.kwargs[found.operands][place]}
+    return record, {**source.kwargs, "bucket": source.kwargs[record.operands][place]}
 
 
 def is_known(node: fx.Node) -> bool:
-    """Whether a node calls an operation of the IR, takes a part of a result, or is an operator of torch."""
     return is_compute(node) or node.target is operator.getitem or operation_of(node.target) is not None
 
 
 def replica_of(node: fx.Node) -> int | None:
-    """The replica whose node this is; None for collectives and for graphs of a single device."""
+    """The replica of a node; None for collectives and in graphs of a single device."""
     while True:
         target = node.target
         if target is operator.getitem:
@@ -65,44 +62,41 @@ def replica_of(node: fx.Node) -> int | None:
 
 
 def is_region_call(node: fx.Node) -> bool:
-    """Whether a node calls a region, lowered or not."""
-    found = operation_of(node.target)
-    return found.kind is Kind.REGION if found is not None else node.op == "call_module"
+    record = operation_of(node.target)
+    return record.kind is Kind.REGION if record is not None else node.op == "call_module"
 
 
 def region_of(node: fx.Node) -> str:
-    """The name of the region that a node calls."""
     return str(node.target if node.op == "call_module" else node.kwargs["region"])
 
 
 def region_title(name: str) -> str:
-    """What a region is called in print: ``bwd_0.shard1`` is ``bwd_0`` for the second shape of a shard.
+    """The printed name of a region: ``bwd_0.shard1`` is ``bwd_0`` for the second shape of a shard.
 
-    Its name has no dot, because names of modules in a graph have none.
+    Its name in the program has no dot, because names of modules in a graph have none.
     """
     return _VARIANT.sub(r".shard\1", name)
 
 
 def bucket_of(node: fx.Node) -> int:
-    """The bucket that an operation works on, which is the tag of a collective."""
     index = node.kwargs["bucket"]
     assert isinstance(index, int)
     return index
 
 
 def pack_of(node: fx.Node) -> int:
-    """The number of the pack that an operation works on: that of its bucket, unless buckets are cut."""
+    """The number of an operation's pack: that of its bucket, unless buckets are cut."""
     number = node.kwargs.get("pack")
     return number if isinstance(number, int) else bucket_of(node)
 
 
 def words_of_pack(bucket: Bucket, pack: Pack) -> dict[str, Any]:
-    """The keywords by which an operation on a pack names it."""
+    """The keywords that identify a pack in an operation's node."""
     return {"bucket": bucket.index, **({"pack": pack.number} if bucket.packs else {})}
 
 
 def origin_of(node: fx.Node) -> fx.Node:
-    """Follows the first arguments of computed nodes back to the first node that is not computed: past a cast, for example."""
+    """The first node that is not computed, back through the first arguments of computed nodes: past a cast, for example."""
     while node.target is not operator.getitem and is_computed(node) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -114,18 +108,17 @@ def is_early(commit: fx.Node) -> bool:
 
 
 def users_of_sum(wait: fx.Node) -> list[fx.Node]:
-    """What is computed of a value that is waited for, parts of results included, and what takes it then, in program order."""
-    found: dict[fx.Node, None] = {}
+    """The values computed of an awaited value, parts of results included, and their final users, in program order."""
+    seen: dict[fx.Node, None] = {}
     waiting = [wait]
     while waiting:  # each value once: the ways from one value to another may be as many as 2 to the number of additions
-        users = [user for user in waiting.pop().users if user not in found]
-        found.update(dict.fromkeys(users))
+        users = [user for user in waiting.pop().users if user not in seen]
+        seen.update(dict.fromkeys(users))
         waiting.extend(user for user in users if is_computed(user) or user.target is operator.getitem)
-    return sorted(found)
+    return sorted(seen)
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of a node's operation."""
     return str(getattr(node.target, "__name__", node.target))
 
 
@@ -140,18 +133,18 @@ def target_name(target: Any) -> str:
 
 
 def calls_to(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
-    """The nodes of a graph that call one of these operations, in program order; found by the graph's index of targets."""
-    found = [node for target in targets for node in graph.find_nodes(op="call_function", target=target, sort=False)]
-    return iter(sorted(found))
+    """The calls of these operations, in program order, by the graph's index of targets."""
+    nodes = [node for target in targets for node in graph.find_nodes(op="call_function", target=target, sort=False)]
+    return iter(sorted(nodes))
 
 
 def region_calls(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of a graph that call a region, lowered or not, in program order."""
+    """In program order; lowered or not."""
     return sorted([*calls_to(graph, *_REGION_CALLS), *graph.find_nodes(op="call_module", sort=False)])
 
 
 def names_of_called_regions(graph: fx.Graph) -> list[str]:
-    """The regions that a graph calls, each once, in the order of their first calls."""
+    """Each once, in the order of their first calls."""
     return list(dict.fromkeys(map(region_of, region_calls(graph))))
 
 
@@ -159,7 +152,7 @@ _REGION_CALLS = Selection(lambda operation: operation.kind is Kind.REGION)
 
 
 def owners_of(graph: fx.Graph) -> dict[fx.Node, int | None]:
-    """The replica of each node, see `replica_of`, found in one pass over the graph."""
+    """`replica_of` for each node, in one pass over the graph."""
     owners: dict[fx.Node, int | None] = {}
     for node in graph.nodes:
         target = node.target

@@ -1,15 +1,13 @@
-"""Declares operations of the IR: each is one record, from which all tables of operations are derived.
+"""Declares operations of the IR: each is one record, and all tables of operations are derived from these.
 
-An operation is declared once, by decorating a function. Only the function's signature and docstring are used::
+An operation is declared by decorating a function. Only the function's signature and docstring are used::
 
     @operation(Kind.COMPUTE, since=Stage.REPLICATED, gives=type_of_operand)
     def scale_bucket(value: Any, *, factor: float, replica: int | None = None) -> Any:
         \"\"\"Multiplies a bucket by a number.\"\"\"
 
-The decorator returns a symbol, the target of ``call_function`` nodes. mirrorc's own operations are in `mirrorc.ir.ops`. Each part
-of mirrorc, such as the runtime, registers in a table of `Handlers` how it treats an operation.
-
-It is long, as a record and the tables and selections that are derived from it are one matter.
+The decorator returns a symbol, the target of ``call_function`` nodes. mirrorc's operations are in `mirrorc.ir.ops`. Each part
+of mirrorc, such as the runtime, registers its treatment of an operation in a table of `Handlers`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from mirrorc.ir.value_types import ValueType
 
 Symbol = Callable[..., Any]
 TypeRule = Callable[[Program, fx.Node], ValueType]
-"""A function that returns the type of a node's value, and raises TypeError if the operation cannot take the node's arguments."""
+"""A function that infers the type of a node's value. It raises TypeError if the operation cannot take the node's arguments."""
 
 
 class Kind(enum.Enum):
@@ -50,7 +48,7 @@ class Kind(enum.Enum):
 
 
 class Effect(enum.Enum):
-    """An effect that an operation has besides its value."""
+    """An effect of an operation besides its value."""
 
     CHECKS = "stops the step unless its value is true"
     GATHERS = "hands its value to the step's caller"
@@ -85,23 +83,18 @@ class Operation:
     """An operation of the IR.
 
     Attributes:
-        name: what programs, printed or saved, call it.
+        name: its name in programs, printed or saved.
         symbol: the target of its nodes.
-        kind: what it is for.
-        since: the first stage that has it.
-        until: the last stage that has it; a pass replaces it on the way to the next stage.
-        effects: what it does besides giving a value.
-        gives: infers the type of its value; None if only the type that is recorded on the node is known.
-        operands: how many values it takes: a number, None for any number, or a keyword with a list; then it takes one value
-            for each item of the list.
-        keywords: the keywords that it has in every graph; not ``replica``, which lowered graphs lack, and not optional ones.
-        shown: the keywords that are printed after its operands, in order, if they are set.
+        since, until: the first and the last stage with it.
+        gives: infers the type of its value; None if only the type recorded on the node is known.
+        operands: the number of its operands; None for any number; or a keyword with a list, for one operand per item.
+        keywords: the keywords that it has in every graph, but for ``replica``, which lowered graphs lack.
+        shown: the keywords printed after its operands, in order, if they are set.
         stem: a template for the names of its nodes, see `mirrorc.ir.names`.
         value: the kind of its value in print, see `mirrorc.printing.values`.
         called: a template for the printed name of its value, or of each if it gives one per bucket; empty for the node's name.
-        awaited: for a launch, a template for the printed name of the value that a wait gives.
-        printed: where a program's text shows it.
-        summary: what it does, in a sentence.
+        awaited: for a launch, a template for the printed name of the awaited value.
+        summary: the first paragraph of its docstring.
     """
 
     name: str
@@ -123,7 +116,6 @@ class Operation:
 
     @functools.cached_property
     def required(self) -> frozenset[str]:
-        """The keywords that it has in every graph, as a set."""
         return frozenset(self.keywords)
 
 
@@ -148,7 +140,7 @@ def operation(
     awaited: str = "",
     printed: Printed = Printed.LINE,
 ) -> Callable[[Callable[..., Any]], Symbol]:
-    """Declares an operation: decorates a function whose name, signature and docstring are the operation's.
+    """Declares an operation: decorates a function with the operation's name, signature and docstring.
 
     Args:
         operands_for: the keyword with a list, if the operation takes one value for each item of that list.
@@ -208,7 +200,7 @@ def _symbol(function: Callable[..., Any]) -> Symbol:
 
 
 def withdraw(symbol: Symbol) -> None:
-    """Removes an operation and its registered handlers; for tests, which must not change the state of later ones."""
+    """Removes an operation and its registered handlers; for tests, so that none changes the state of later ones."""
     del _BY_NAME[_BY_SYMBOL.pop(symbol).name]
     for selection in _SELECTIONS:
         selection.look_again()
@@ -217,22 +209,22 @@ def withdraw(symbol: Symbol) -> None:
 
 
 def operations() -> tuple[Operation, ...]:
-    """Every operation, in the order of declaration."""
+    """All, in the order of declaration."""
     return tuple(_BY_NAME.values())
 
 
 def operation_named(name: str) -> Operation | None:
-    """The operation of this name, if there is one."""
+    """The operation of this name; None if there is none."""
     return _BY_NAME.get(name)
 
 
 def operation_of(target: Any) -> Operation | None:
-    """The operation whose symbol is a node's target; None for operators of torch and everything else."""
+    """The operation of a node's target; None for operators of torch and everything else."""
     return _BY_SYMBOL.get(target) if type(target) is FunctionType else None
 
 
 class Selection(Collection[Symbol]):
-    """The symbols of all operations that satisfy a condition; includes operations that are declared later or elsewhere."""
+    """The symbols of all operations that satisfy a condition, those that are declared later included."""
 
     def __init__(self, condition: Callable[[Operation], bool]) -> None:
         self._condition = condition
@@ -249,11 +241,11 @@ class Selection(Collection[Symbol]):
 
     @functools.cached_property
     def _symbols(self) -> dict[Symbol, None]:
-        """The symbols, in the order of declaration."""
-        return {found.symbol: None for found in operations() if self._condition(found)}
+        """In the order of declaration."""
+        return {record.symbol: None for record in operations() if self._condition(record)}
 
     def look_again(self) -> None:
-        """Forgets which operations satisfy the condition, because one was declared or withdrawn."""
+        """Clears the cache, because an operation was declared or withdrawn."""
         self.__dict__.pop("_symbols", None)
 
 
@@ -261,7 +253,9 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class Handlers(Generic[Handler]):
-    """A table of how a part of mirrorc treats each operation (``part``: such as ``run``); a decorator that registers handlers."""
+    """A decorator that registers handlers of operations for a part of mirrorc, such as ``run``; and the table of these
+    handlers.
+    """
 
     def __init__(self, part: str) -> None:
         self.part = part
@@ -269,15 +263,15 @@ class Handlers(Generic[Handler]):
         self._by_selection: list[tuple[Selection, Handler]] = []
         _HANDLERS.append(self)
 
-    def __call__(self, *which: Symbol | Selection) -> Callable[[Handler], Handler]:
+    def __call__(self, *targets: Symbol | Selection) -> Callable[[Handler], Handler]:
         """Registers the decorated function for these operations. A handler of a single operation precedes one of a selection."""
 
         def register(handler: Handler) -> Handler:
-            for one in which:
-                if isinstance(one, Selection):
-                    self._by_selection.append((one, handler))
+            for item in targets:
+                if isinstance(item, Selection):
+                    self._by_selection.append((item, handler))
                 else:
-                    self._by_symbol[one] = handler
+                    self._by_symbol[item] = handler
             return handler
 
         return register
@@ -294,12 +288,13 @@ class Handlers(Generic[Handler]):
         return handler
 
     def forget(self, symbol: Symbol) -> None:
-        """Removes the handler of an operation, if it has one."""
         self._by_symbol.pop(symbol, None)
 
     def __contains__(self, target: Any) -> bool:
         return self._find(target) is not None
 
     def _find(self, target: Any) -> Handler | None:
-        own = self._by_symbol.get(target)
-        return own or next((handler for selection, handler in self._by_selection if target in selection), None)
+        handler_of_symbol = self._by_symbol.get(target)
+        return handler_of_symbol or next(
+            (handler for selection, handler in self._by_selection if target in selection), None
+        )

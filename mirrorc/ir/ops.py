@@ -1,11 +1,8 @@
-"""The operations of mirrored and lowered graphs, each declared once. It is one table, and long for one file.
+"""The table of operations of mirrored and lowered graphs.
 
-Operations are symbols: they are the targets of ``call_function`` nodes, and the runtime runs them. In a mirrored graph every
-operation has the keyword ``replica``, except for collectives, which join the replicas. A collective has its bucket as a tag, so
-that two buckets of equal shape cannot be confused.
-
-A pass may also insert functional ATen operators (`is_compute`), such as a cast of a packed bucket. They belong to the replica
-of their arguments.
+Operations are symbols: targets of ``call_function`` nodes, run by the runtime. In a mirrored graph every operation has the
+keyword ``replica``, except for collectives, which join the replicas and have their bucket as a tag. Passes may also insert
+functional ATen operators (`is_compute`). They belong to the replica of their arguments.
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ from mirrorc.ir.type_rules import (
     of_payload,
     of_product,
     of_region,
+    of_report,
     of_reserved,
     of_rows,
     of_rows_of_replicas,
@@ -45,7 +43,6 @@ from mirrorc.ir.type_rules import (
     of_spread,
     of_stored_rows,
     of_sum_over_replicas,
-    of_told,
     of_unpacked,
     of_update,
     of_variable,
@@ -66,7 +63,7 @@ from mirrorc.ir.value_types import Pending as Pending
     printed=Printed.WHERE_USED,
 )
 def argument(*, name: str, replica: int) -> Any:
-    """An argument of a replica's program (a placeholder, once lowered)."""
+    """An argument of a replica's program; a placeholder, once lowered."""
 
 
 @operation(
@@ -91,14 +88,14 @@ def read(*, variable: str, replica: int | None = None) -> Any:
     printed=Printed.WHERE_USED,
 )
 def slot(*, bucket: int, variable: str, replica: int | None = None) -> Any:
-    """A gradient's place in its bucket; the region that takes it as an argument writes the gradient there."""
+    """A gradient's place in its bucket. A region takes it as an argument and writes the gradient there."""
 
 
 @operation(Kind.SOURCE, since=Stage.OUTLINED, gives=of_reserved, stem="reserved_{number}", value="slot")
 def reserved(*, number: int, shape: tuple[int, ...], dtype: Any, replica: int | None = None) -> Any:
-    """Memory that stays from step to step, for a large result of the region that takes it as an argument.
+    """Memory for a large result of the region that takes it. It stays allocated from step to step.
 
-    Values of a replica that have the same ``number`` lie in the same memory, one after the other.
+    Values of a replica with the same ``number`` share the memory, one after the other.
     """
 
 
@@ -112,24 +109,25 @@ def reserved(*, number: int, shape: tuple[int, ...], dtype: Any, replica: int | 
     printed=Printed.WHERE_USED,
 )
 def loss_scale(*, replica: int) -> Any:
-    """The number by which this step's loss is multiplied before backward, as the user's `GradScaler` has it."""
+    """This step's loss scale, from the user's `GradScaler`."""
 
 
 @operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_microbatch)
 def microbatch(argument: Any, *, index: int, sizes: tuple[int, ...], replica: int | None = None) -> Any:
-    """The examples of one microbatch of an argument, a view of it; ``sizes`` says how many examples each microbatch has."""
+    """The examples of one microbatch of an argument, as a view. ``sizes`` has the number of examples of each microbatch."""
 
 
 @operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_operand)
 def microbatch_seed(seed: Any, *, index: int, replica: int | None = None) -> Any:
-    """The random stream of one microbatch, made from that of its replica."""
+    """The random stream of one microbatch, derived from its replica's."""
 
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))
 def product(*factors: Any, bucket: int, variable: str, replica: int | None = None) -> Any:
-    """A variable's gradient as the factors ``left, right`` of ``left @ right``: `pack` makes it, or each device its share of it.
+    """A variable's gradient as the factors ``left, right`` of ``left @ right``. `pack` multiplies them, or each device its
+    share.
 
-    Microbatches have a pair of factors each, one pair after the other, and the gradient is the sum of the products.
+    Each microbatch has a pair of factors, one pair after the other. The gradient is the sum of the products.
     """
 
 
@@ -137,8 +135,8 @@ def product(*factors: Any, bucket: int, variable: str, replica: int | None = Non
 def index_add(*factors: Any, bucket: int, variable: str, padding_idx: int = -1, replica: int | None = None) -> Any:
     """A table's gradient as factors: ``rows`` [..., width] are added up at ``indices`` [...], and all else is zero.
 
-    Rows for the index ``padding_idx`` are not added. As for `product`, `pack` makes the gradient, or each device its share, and
-    microbatches have a pair of rows and indices each.
+    Rows for ``padding_idx`` are not added. `pack` makes the gradient, or each device its share. Each microbatch has a pair of
+    rows and indices.
     """
 
 
@@ -151,12 +149,12 @@ def index_add(*factors: Any, bucket: int, variable: str, padding_idx: int = -1, 
     hidden=("region", "gradients"),
 )
 def call_region(*args: Any, region: str, gradients: dict[str, int], replica: int | None = None) -> Any:
-    """Runs a region; gives the tuple of its outputs. ``gradients`` maps variables to the outputs that are their gradients."""
+    """Runs a region and gives the tuple of its outputs. ``gradients`` maps variables to the outputs that are their gradients."""
 
 
 @operation(Kind.CHECK, since=Stage.CAPTURED, effects=(Effect.CHECKS,), gives=nothing, stem="check", hidden=("text",))
 def check(condition: Any, *, text: str, replica: int | None = None) -> None:
-    """Stops the step with this text, before anything has changed, unless the condition (one element) is true."""
+    """Stops the step with this text, before any change of state, unless the condition (one element) is true."""
 
 
 @operation(
@@ -167,10 +165,9 @@ def check(condition: Any, *, text: str, replica: int | None = None) -> None:
     stem="gather_{output}",
 )
 def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> None:
-    """Hands a replica's part of an output, which the step returns beside its loss, to the caller.
+    """Hands a replica's part of an output besides the loss to the step's caller.
 
-    ``how`` says what the caller gets: the parts "concatenated" along dim 0, their mean over examples ("averaged"), their sum
-    ("summed"), or each by itself ("apart").
+    ``how`` is how the parts are combined: "concatenated" along dim 0, "averaged" over examples, "summed", or each "apart".
     """
 
 
@@ -178,20 +175,18 @@ def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> 
     Kind.PACK, since=Stage.PACKED, gives=of_pack, stem="b{bucket}{pack}", value="bucket", called="b{bucket}{pack}"
 )
 def pack(*gradients: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Puts gradients, which are in the order of the slots, into their slots of the bucket; gives the bucket.
+    """Puts gradients, in the order of the slots, into their slots of the bucket, and gives the bucket.
 
-    Of a bucket that is cut, it gives the elements of one pack, and takes the gradients that lie in it. A gradient that lies in
-    several packs is put into its slot by the first of them.
-
-    A replica without examples has no gradients: its ``pack()`` fills the bucket with zeros, which is what it adds to the sum.
+    Of a cut bucket, it gives one pack, and takes the gradients inside. The first pack with a part of a gradient puts it into
+    its slot. A replica without examples has no gradients: its ``pack()`` gives zeros.
     """
 
 
 @operation(Kind.COMPUTE, since=Stage.PACKED, gives=of_packed)
 def add_accumulated(packed: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Adds the gradients that earlier calls have accumulated on this replica to those that it has packed, in their memory.
+    """Adds this replica's gradients of earlier calls to those just packed, in the same memory.
 
-    Both get the weights with which the sum is that of one batch with the examples of all calls.
+    Both are weighted so that the sum is that of one batch with the examples of all calls.
     """
 
 
@@ -206,7 +201,9 @@ def add_accumulated(packed: Any, *, bucket: int, pack: int | None = None, replic
     awaited="sum",
 )
 def all_reduce(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket, or of one pack of it, over all replicas; takes every replica's (one, once lowered)."""
+    """Launches the sum of a bucket, or of one pack of it, over all replicas. It takes every replica's bucket; one, once
+    lowered.
+    """
 
 
 @operation(
@@ -220,7 +217,7 @@ def all_reduce(*buckets: Any, bucket: int, pack: int | None = None, op: str, lin
     awaited="share",
 )
 def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all replicas, of which each gets its own share."""
+    """Launches the sum of a bucket over all replicas. Each replica gets its share."""
 
 
 @operation(
@@ -234,11 +231,11 @@ def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str,
     awaited="sum",
 )
 def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches an all_gather of a bucket's factors over all replicas, which is less than the bucket.
+    """Launches an all-gather of a bucket's factors over all replicas, to move less than the bucket.
 
-    It takes the packed bucket of each replica (one, once lowered), all of whose gradients are left as factors. Each replica makes
-    the sum over all replicas, in their order, when it waits. Of a table whose optimizer takes rows, the sum has the rows alone
-    that any replica has looked up, each once.
+    It takes each replica's packed bucket (one, once lowered), with all gradients left as factors. At the wait, each replica
+    makes the sum over all replicas, in their order. The sum for a row-wise optimizer has only the rows looked up by any
+    replica, each once.
     """
 
 
@@ -253,7 +250,7 @@ def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, lin
     awaited="sum",
 )
 def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all replicas, which replica ``root`` alone gets; all others get no element of it."""
+    """Launches the sum of a bucket over all replicas, for replica ``root`` alone. All others get no element of it."""
 
 
 @operation(
@@ -264,11 +261,11 @@ def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = No
     value="reduced",
     called="b{bucket}{pack}_compressed",
 )
-def compress(own: Any, *, dtype: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Rounds what a replica has of its worker's sum to a narrower ``dtype``, which `exchange` sends: this changes numbers.
+def compress(local_sum: Any, *, dtype: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
+    """Rounds a replica's part of its worker's sum to a narrower ``dtype``, for `exchange`. This changes numbers.
 
-    The replicas of a worker write their shares into one memory, apart from the bucket. What is infinite or not a number stays
-    so, and what ``dtype`` is too narrow for becomes infinite.
+    The replicas of a worker write their shares into one memory, apart from the bucket. Infinity and NaN stay. A value outside
+    the range of ``dtype`` becomes infinite.
     """
 
 
@@ -281,7 +278,7 @@ def compress(own: Any, *, dtype: Any, bucket: int, pack: int | None = None, repl
     called="b{bucket}{pack}_wide",
 )
 def decompress(total: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Gives a sum over workers of what `compress` has rounded in the bucket's own dtype, in the bucket's memory."""
+    """Casts a sum over workers of compressed values back to the bucket's dtype, in the bucket's memory."""
 
 
 @operation(
@@ -295,11 +292,11 @@ def decompress(total: Any, *, bucket: int, pack: int | None = None, replica: int
     awaited="total",
 )
 def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches the sum over all workers of the sums of a bucket that each has made over its own replicas.
+    """Launches the sum of a bucket over all workers. Each worker has summed it over its replicas before.
 
-    It takes what each replica of this worker holds of that sum (one, once lowered), its share or all of it, and each gets the
-    same elements of the sum over workers, in the same memory. A worker sends each element once, however many devices it has.
-    What `compress` gives is added up as it is, in its narrower dtype.
+    It takes each replica's part of the worker's sum (one, once lowered): its share, or all of it. Each replica gets the same
+    elements of the sum over workers, in the same memory. A worker sends each element once. Compressed values are added up in
+    their dtype.
     """
 
 
@@ -333,11 +330,11 @@ def add_unsent(own: Any, *, bucket: int, pack: int | None = None, replica: int) 
 def gather_largest(
     *sums: Any, count: int, bucket: int, pack: int | None = None, op: str, link: str | None = None
 ) -> Any:
-    """Launches an all_gather of each worker's ``count`` largest elements of a bucket, by magnitude, with their places.
+    """Launches an all-gather of each worker's ``count`` largest elements of a bucket, by magnitude, with their places.
 
-    It takes what `add_unsent` gives for each replica of this worker (one, once lowered). When it waits, each replica makes its
-    share of the sum over all workers, or all of it, in the order of ranks, in the memory of the bucket; what nobody has sent is
-    zero there. So all workers have the same bits.
+    It takes each replica's result of `add_unsent` (one, once lowered). At the wait, each replica makes its share of the sum,
+    or all of it, in the memory of the bucket, in the order of ranks; unsent elements are zero. So all workers have the same
+    bits.
     """
 
 
@@ -373,11 +370,11 @@ def exchange_payload(
     awaited="total",
 )
 def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches an all_gather of a bucket's factors over all workers, which is less than the bucket.
+    """Launches an all-gather of a bucket's factors over all workers, to send less than the bucket.
 
-    It takes the packed bucket of each replica of this worker (one, once lowered), all of whose gradients are left as factors.
-    Each replica makes its elements of the sum over the replicas of all workers, in their order, when it waits: its share of the
-    bucket, or of its worker's part; or all of them on a worker's only device that updates all.
+    It takes each replica's packed bucket (one, once lowered), with all gradients left as factors. At the wait, each replica
+    makes its share of the sum over all replicas of all workers, in their order: of the bucket, or of its worker's part. The
+    only device of a worker makes all of it.
     """
 
 
@@ -392,10 +389,10 @@ def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str,
     awaited="part",
 )
 def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
-    """Launches the sum over all workers of the sums of a bucket that each has made over its own replicas; each gets a part of it.
+    """Launches the sum of a bucket over all workers. Each worker gets a part of it.
 
-    It takes what `exchange` takes. Each replica gets its share of its worker's part of the sum over workers, in the memory where
-    these elements lie. A worker sends each element once at most, to the worker whose part has it.
+    It takes the operands of `exchange`. Each replica gets its share of its worker's part, in the memory of these elements. A
+    worker sends each element once at most, to the worker that owns it.
     """
 
 
@@ -410,9 +407,9 @@ def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> A
     awaited="parameters",
 )
 def gather_parameters(*, bucket: int, link: str | None = None) -> Any:
-    """Launches an all_gather of a bucket's new parameters, of which each worker has updated a part, over all workers.
+    """Launches an all-gather over all workers of a bucket's new parameters. Each worker has updated a part of them.
 
-    A replica launches it when it has updated its share, and after the wait the whole bucket is new, in the memory of parameters.
+    A replica launches it after updating its share. After the wait the whole bucket is new, in the memory of the parameters.
     """
 
 
@@ -428,7 +425,7 @@ def gather_parameters(*, bucket: int, link: str | None = None) -> Any:
     awaited="parameters",
 )
 def broadcast(value: Any, *, bucket: int, root: int, link: str | None = None) -> Any:
-    """Launches the copy of replica ``root``'s value, which is a part of a bucket, to all replicas."""
+    """Launches the copy of replica ``root``'s value, a part of a bucket, to all replicas."""
 
 
 @operation(
@@ -449,7 +446,7 @@ def send(
     replica: int,
     link: str,
 ) -> None:
-    """Offers a value, which is a part of a bucket, to replica ``destination``, without waiting for it.
+    """Offers a value, a part of a bucket, to replica ``destination``, without waiting for it.
 
     ``chunk`` and ``round`` distinguish several sends of one bucket between the same replicas, see `mirrorc.ir.routes`.
     """
@@ -468,7 +465,7 @@ def send(
 def recv(
     *, bucket: int, pack: int | None = None, source: int, chunk: int = 0, round: int = 0, replica: int, link: str
 ) -> Any:
-    """Launches the receipt of the value that replica ``source`` sends under the same tag."""
+    """Launches the receipt of the value sent by replica ``source`` under the same tag."""
 
 
 @operation(
@@ -493,10 +490,10 @@ def wait(pending: Pending, *, bucket: int, pack: int | None = None, replica: int
     value="computed",
 )
 def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) -> Any:
-    """Gives the sum of a value over all replicas that have examples, for which it waits: what `mirrorc.all_reduce` asks for.
+    """Waits for the sum of a value over all replicas with examples, and gives it. It implements `mirrorc.all_reduce`.
 
-    Each of them meets the others as often, in the same order, and ``number`` tells these meetings apart. The result lies in
-    memory of its own. In a training step of several workers, the replicas of all of them meet.
+    All of them meet in the same order; ``number`` identifies the meeting. The result has memory of its own. In a training step
+    of several workers, the replicas of all of them meet.
     """
 
 
@@ -509,10 +506,9 @@ def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) ->
     value="computed",
 )
 def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
-    """Gives the values of all replicas that have examples, one after the other: what `mirrorc.all_gather` asks for.
+    """Gives the values of all replicas with examples, one after the other. It implements `mirrorc.all_gather`.
 
-    It meets the others as `sum_over_replicas` does; ``rows`` is how many rows all of them have together, of which ``before`` are
-    those of the workers before this one.
+    It meets the others as `sum_over_replicas` does. They have ``rows`` rows together, ``before`` of these on earlier workers.
     """
 
 
@@ -525,10 +521,10 @@ def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, rep
     value="computed",
 )
 def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
-    """Gives so many rows of the sum of a value over all replicas that have examples: the gradient of `rows_of_replicas`.
+    """Gives a replica's rows of the sum of a value over all replicas: the gradient of `rows_of_replicas`.
 
-    It meets the others as `sum_over_replicas` does. A replica's rows come behind those of the replicas before it, and behind
-    ``before`` rows of the workers before this one.
+    It meets the others as `sum_over_replicas` does. A replica's rows come behind those of earlier replicas, and ``before``
+    rows of earlier workers.
     """
 
 
@@ -542,8 +538,8 @@ def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, repl
 def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, replica: int) -> None:
     """Meets the replicas of other workers for a worker none of whose replicas has examples, so that they do not wait for it.
 
-    It gives nothing to the sum, or no rows, and takes nothing. ``meeting`` is the operation that the others have under this
-    ``number``, ``shape`` that of what is added up, or of all rows.
+    It contributes and takes nothing. ``meeting`` is the others' operation under this ``number``, and ``shape`` that of the
+    sum, or of all rows.
     """
 
 
@@ -556,22 +552,19 @@ def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, rep
     called="b{bucket}_whole",
 )
 def unpack(*packs: Any, bucket: int, replica: int) -> Any:
-    """Gives a bucket of which it takes all packs, in order of their elements.
-
-    Packs that lie in the bucket's memory lie side by side, so nothing is copied; others are put together in new memory.
-    """
+    """Joins all packs of a bucket, in order of their elements. It copies only packs outside of the bucket's memory."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_finiteness)
 def is_finite(value: Any, *, replica: int) -> Any:
-    """Whether no element of a value is infinite or not a number; `commit` alone takes it."""
+    """Whether all elements of a value are finite. `commit` alone takes it."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_norm)
 def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     """The norm of all elements of its operands together: the ``norm_type``-th root of the sum of their powers, or the largest.
 
-    Given what `commit` gives, it takes the numbers of all replicas in one ``row``: the norm of norms is the norm of all.
+    If its operand is a `commit`, it takes the numbers of all replicas in one ``row``: the norm of norms is the norm of all.
     """
 
 
@@ -584,36 +577,35 @@ def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     value="computed",
     called="met",
 )
-def commit(*found: Any, otherwise: str | None = None, early: bool = False, replica: int) -> Any:
-    """Waits until every replica has come here: the step is then decided, and nothing stops it any more.
+def commit(*operands: Any, otherwise: str | None = None, early: bool = False, replica: int) -> Any:
+    """A barrier of all replicas: behind it the step is decided, and nothing stops it any more.
 
-    What can fail comes before, what writes variables after. A failure or an interrupt before leaves everything as it was.
-    If a truth value among the operands of any replica is false, no replica goes on: ``otherwise`` says whether the step then
-    raises an error (``raise``) or returns its loss (``skip``). Numbers among the operands are exchanged: the result has a row
-    for each, with the numbers of all replicas in order; of those of all workers, where each has a part of the sums. An ``early``
-    commit comes before sums over several workers, whose buckets are in flight: a lost connection can still fail the step then,
-    and it may have updated a part of its buckets.
+    Operations that can fail come before it, those that write variables behind it. A failure before it leaves everything as it
+    was. If a truth value among the operands of any replica is false, no replica goes on: the step raises
+    (``otherwise="raise"``) or returns its loss (``otherwise="skip"``). The result has a row for each number among the
+    operands, with the numbers of all replicas, or of those of all workers if these have parts of the sums. An ``early`` commit
+    comes before sums over several workers. A lost connection can still fail the step then, with a part of the buckets updated.
     """
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=number)
 def clip_factor(norm: Any, *, max_norm: float, replica: int) -> Any:
-    """The factor by which gradients of this norm are scaled so that their norm is at most ``max_norm``; 1 if it is."""
+    """The factor that scales gradients of this norm to a norm of at most ``max_norm``; 1 if nothing is to be clipped."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
 def scale(gradient: Any, factor: Any, *, replica: int) -> Any:
-    """A reduced gradient times a factor. It may be made in the gradient's memory, which nothing may read afterwards."""
+    """A reduced gradient times a factor. It may be made in the gradient's memory; nothing may read the gradient afterwards."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
 def clip_value(gradient: Any, *, max_value: float, replica: int) -> Any:
-    """A reduced gradient, its elements brought to between ``-max_value`` and ``max_value``; uses memory as `scale` does."""
+    """A reduced gradient with its elements clamped to ``-max_value`` to ``max_value``. It uses memory as `scale` does."""
 
 
-@operation(Kind.GATHER, since=Stage.UPDATED, effects=(Effect.TELLS,), gives=of_told, stem="tell_{what}")
+@operation(Kind.GATHER, since=Stage.UPDATED, effects=(Effect.TELLS,), gives=of_report, stem="tell_{what}")
 def tell(value: Any, *, what: str, replica: int) -> None:
-    """Tells the step's caller a number that is the same on all replicas, such as the norm of the gradients."""
+    """Reports a number that is the same on all replicas, such as the norm of the gradients, to the step's caller."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_update, stem="update_b{bucket}")
@@ -640,7 +632,7 @@ def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket
     called="b{bucket}_parameters",
 )
 def step_optimizer(*gradients: Any, buckets: tuple[int, ...], replica: int) -> Any:
-    """Lets the user's optimizers of these buckets update them by themselves, in order; gives the new parameters, 1-D each."""
+    """Lets the user's optimizers of these buckets update them by themselves, in order, and gives the new parameters, 1-D each."""
 
 
 @operation(
@@ -665,10 +657,10 @@ def updated(*, bucket: int, replica: int) -> Any:
     called="b{bucket}_rows",
 )
 def updated_rows(parameters: Any, gradient: Any, *, bucket: int, replica: int) -> Any:
-    """The rows of a table that its reduced gradient has, of the parameters that `step_optimizer` gives, in memory of their own.
+    """The new rows of a table, for the rows of its reduced gradient, out of the result of `step_optimizer`, in memory of their
+    own.
 
-    They stand in the order of their indices, each once, as in the sum of the gathered rows. No other row is written by an
-    optimizer of which the bucket's rule says so.
+    They are sorted by index, each once. An optimizer whose rule has ``writes_rows`` writes no other row.
     """
 
 
@@ -681,15 +673,15 @@ def store(value: Any, *, bucket: int, replica: int) -> None:
     Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_stored_rows, stem="store_rows_b{bucket}"
 )
 def store_rows(rows: Any, gradient: Any, *, bucket: int, replica: int) -> None:
-    """Writes the rows of a table that its gradient has, of which `updated_rows` has given the new values on another replica.
+    """Writes the rows of a table that another replica has updated (`updated_rows`).
 
-    Of the gradient, which this replica has gathered, it takes alone which rows that has.
+    Of this replica's gathered gradient, only the indices of its rows are used.
     """
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.ACCUMULATES,), gives=nothing, stem="accumulate_b{bucket}")
 def accumulate(packed: Any, *, bucket: int, replica: int) -> None:
-    """Adds the gradients that a replica has packed to its sums of earlier calls, which a later step updates with."""
+    """Adds a replica's packed gradients to its sums of earlier calls, for the update of a later step."""
 
 
 @operation(
@@ -708,12 +700,12 @@ def write(value: Any, *, variable: str, replica: int) -> None:
 FACTORED = Selection(lambda found: found.kind is Kind.FACTORED)
 """Operations that give a gradient as factors."""
 
-REDUCTIONS = Selection(lambda found: Effect.SUMS in found.effects)
-SHARED_OUT = Selection(lambda found: {Effect.SUMS, Effect.SCATTERS} <= found.effects)
-"""Reductions of which each replica gets its share of the sum alone."""
+REDUCTIONS = Selection(lambda record: Effect.SUMS in record.effects)
+SHARED_OUT = Selection(lambda record: {Effect.SUMS, Effect.SCATTERS} <= record.effects)
+"""Reductions that give each replica its share of the sum alone."""
 
-EXCHANGES = Selection(lambda found: Effect.EXCHANGES in found.effects)
-"""Operations that join workers, to add up what they have."""
+EXCHANGES = Selection(lambda record: Effect.EXCHANGES in record.effects)
+"""Operations that add up values of workers."""
 
 EXCHANGES_OF_PARTS = (gather_largest, exchange_payload)
 """Those that send a part of each worker's sum, with what was not sent before: what is left of it is kept."""
@@ -721,35 +713,35 @@ EXCHANGES_OF_PARTS = (gather_largest, exchange_payload)
 EXCHANGES_OF_SUMS = (exchange, *EXCHANGES_OF_PARTS)
 """Those that take the sum of each worker, and give all of the sum over workers, or what is sent of it."""
 
-BETWEEN_WORKERS = Selection(lambda found: bool(found.effects & {Effect.EXCHANGES, Effect.SPREADS}))
+BETWEEN_WORKERS = Selection(lambda record: bool(record.effects & {Effect.EXCHANGES, Effect.SPREADS}))
 """All operations that join workers."""
 
-COLLECTIVES = Selection(lambda found: Effect.JOINS in found.effects)
-LAUNCHES = Selection(lambda found: Effect.LAUNCHES in found.effects)
+COLLECTIVES = Selection(lambda record: Effect.JOINS in record.effects)
+LAUNCHES = Selection(lambda record: Effect.LAUNCHES in record.effects)
 """Operations that give a pending value."""
 
-UPDATES = Selection(lambda found: Effect.UPDATES in found.effects)
+UPDATES = Selection(lambda record: Effect.UPDATES in record.effects)
 """Operations that write the parameters of buckets."""
 
 WRITERS = Selection(
-    lambda found: bool(found.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.WRITES, Effect.SPREADS})
+    lambda record: bool(record.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.WRITES, Effect.SPREADS})
 )
-"""Operations that write what stays from call to call: parameters, other variables, accumulated gradients."""
+"""Operations that write persistent state: parameters, other variables, accumulated gradients."""
 
-GIVEN_MEMORY = Selection(lambda found: found.symbol in (slot, reserved))
+OUTPUT_MEMORY = Selection(lambda record: record.symbol in (slot, reserved))
 """Operations that give a region memory to write into."""
 
-OF_FORWARD = Selection(lambda found: Effect.CHECKS in found.effects or Effect.GATHERS in found.effects)
-"""Operations that come right behind the forward that gives their value, outside of regions."""
+OF_FORWARD = Selection(lambda record: Effect.CHECKS in record.effects or Effect.GATHERS in record.effects)
+"""Operations outside of regions, right behind the forward that gives their value."""
 
-MEETINGS = Selection(lambda found: Effect.MEETS in found.effects)
-"""Operations in forward and backward at which all replicas that have examples meet, each with a value."""
+MEETINGS = Selection(lambda record: Effect.MEETS in record.effects)
+"""Operations in forward and backward at which all replicas with examples meet, each with a value."""
 
-ATTENDED = Selection(lambda found: bool(found.effects & {Effect.MEETS, Effect.ATTENDS}))
-"""Meetings, and what takes part in those of other workers in place of a replica with examples."""
+ATTENDED = Selection(lambda record: bool(record.effects & {Effect.MEETS, Effect.ATTENDS}))
+"""Meetings, and `attend`."""
 
 WAITING = Selection(lambda found: bool(found.effects & {Effect.WAITS, Effect.MEETS, Effect.ATTENDS, Effect.COMMITS}))
 """Operations that may wait for others: for a sum, or for other replicas."""
 
-RESCALING = Selection(lambda found: found.symbol in (scale, clip_value))
-"""Operations that change what an update takes, in the memory where it lies."""
+RESCALING = Selection(lambda record: record.symbol in (scale, clip_value))
+"""Operations that change the operand of an update, in its memory."""

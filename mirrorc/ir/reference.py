@@ -1,4 +1,4 @@
-"""Writes a page with all operations of the IR from their declarations; `python -m mirrorc.ir` prints it."""
+"""Writes a page on all operations of the IR from their declarations; `python -m mirrorc.ir` prints it."""
 
 from __future__ import annotations
 
@@ -20,43 +20,48 @@ may be left out. "Type" is that of the value that an operation gives, and what i
 
 def reference(of: Iterable[Operation] | None = None) -> str:
     """The page, in Markdown: a section for each kind of operation, in order of declaration. ``of``: mirrorc's own by default."""
-    own = [found for found in operations() if found.symbol.__module__ == ops.__name__] if of is None else list(of)
+    records = (
+        [record for record in operations() if record.symbol.__module__ == ops.__name__] if of is None else list(of)
+    )
     sections = [_OPENING]
-    for kind in dict.fromkeys(found.kind for found in own):
+    for kind in dict.fromkeys(record.kind for record in records):
         lines = [f"## {kind.name.capitalize()}", ""]
-        for found in own:
-            if found.kind is kind:
-                lines += [*_entry(found), ""]
+        for record in records:
+            if record.kind is kind:
+                lines += [*_entry(record), ""]
         sections.append("\n".join(lines))
     return "\n".join(sections).rstrip() + "\n"
 
 
-def _entry(found: Operation) -> Iterator[str]:
-    yield f"### `{found.name}`"
+def _entry(record: Operation) -> Iterator[str]:
+    yield f"### `{record.name}`"
     yield ""
-    yield found.summary
+    yield record.summary
     yield ""
     yield "| | |"
     yield "|---|---|"
     for title, text in (
-        ("operands", _operands(found)),
-        ("keywords", _keywords(found)),
-        ("type", (inspect.getdoc(found.gives) or "") if found.gives is not None else "As noted."),
-        ("effects", "; ".join(effect.value for effect in _in_order(found)) or "none"),
-        ("value", f"`{found.called}`" if found.called else ""),
-        ("printed", _printed(found)),
-        ("stages", found.since.name if found.since is found.until else f"{found.since.name} to {found.until.name}"),
+        ("operands", _operands(record)),
+        ("keywords", _keywords(record)),
+        ("type", (inspect.getdoc(record.gives) or "") if record.gives is not None else "As noted."),
+        ("effects", "; ".join(effect.value for effect in _in_order(record)) or "none"),
+        ("value", f"`{record.called}`" if record.called else ""),
+        ("printed", _printed(record)),
+        (
+            "stages",
+            record.since.name if record.since is record.until else f"{record.since.name} to {record.until.name}",
+        ),
     ):
         if text:
             yield f"| {title} | {text} |"
 
 
-def _operands(found: Operation) -> str:
-    parameters = inspect.signature(found.symbol).parameters.values()
+def _operands(record: Operation) -> str:
+    parameters = inspect.signature(record.symbol).parameters.values()
     names = [
         f"`{p}`" for p in (("*" if p.kind is p.VAR_POSITIONAL else "") + p.name for p in parameters if _is_operand(p))
     ]
-    per = f", one for each of `{found.operands}`" if isinstance(found.operands, str) else ""
+    per = f", one for each of `{record.operands}`" if isinstance(record.operands, str) else ""
     return ", ".join(names) + per
 
 
@@ -64,17 +69,17 @@ def _is_operand(parameter: inspect.Parameter) -> bool:
     return parameter.kind is not parameter.KEYWORD_ONLY
 
 
-def _keywords(found: Operation) -> str:
+def _keywords(record: Operation) -> str:
     named = [
-        p for p in inspect.signature(found.symbol).parameters.values() if not _is_operand(p) and p.name != "replica"
+        p for p in inspect.signature(record.symbol).parameters.values() if not _is_operand(p) and p.name != "replica"
     ]
-    return ", ".join(f"`{p.name}`" if p.name in found.keywords else f"[`{p.name}`]" for p in named)
+    return ", ".join(f"`{p.name}`" if p.name in record.keywords else f"[`{p.name}`]" for p in named)
 
 
-def _in_order(found: Operation) -> list[Effect]:
-    return [effect for effect in Effect if effect in found.effects]
+def _in_order(record: Operation) -> list[Effect]:
+    return [effect for effect in Effect if effect in record.effects]
 
 
-def _printed(found: Operation) -> str:
-    shown = ", ".join(f"`{key}`" for key in found.shown)
-    return found.printed.value + (f", with {shown}" if shown and found.printed is Printed.LINE else "")
+def _printed(record: Operation) -> str:
+    shown = ", ".join(f"`{key}`" for key in record.shown)
+    return record.printed.value + (f", with {shown}" if shown and record.printed is Printed.LINE else "")

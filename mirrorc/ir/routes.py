@@ -1,4 +1,4 @@
-"""Routes: the tags by which a send and its receipt are matched."""
+"""Routes: the tags that match a send and its receipt."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from mirrorc.ir.nodes import bucket_of, replica_of
 from mirrorc.ir.operation import Effect, Selection
 from mirrorc.ir.program import Program
 
-_SENDS = Selection(lambda found: Effect.SENDS in found.effects)
+_SENDS = Selection(lambda record: Effect.SENDS in record.effects)
 
 
 class Route(NamedTuple):
     """The tag of a send. It is unique among the sends of a program.
 
     Attributes:
-        bucket: the bucket that the sent value is a part of.
-        source: the replica that sends.
-        destination: the replica that receives.
         chunk: distinguishes the parts of a bucket; 0 if the bucket is sent as a whole.
         round: distinguishes the sends of one chunk between the same replicas.
-        pack: where buckets are cut, the number of the pack that it is a part of.
+        pack: the number of the value's pack, if buckets are cut.
     """
 
     bucket: int
@@ -40,26 +37,25 @@ class Route(NamedTuple):
 
 
 def place_of(program: Program, graph: fx.Graph) -> int:
-    """The replica that runs a lowered graph: the index of its device; -1 for a graph that no single device runs."""
+    """The replica that runs a lowered graph: the index of its device; -1 for a graph of no single device."""
     return next((i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph), -1)
 
 
 def replica_at(program: Program, node: fx.Node) -> int:
-    """The replica that a node of a mirrored or a lowered graph belongs to."""
+    """The replica of a node of a mirrored or a lowered graph."""
     replica = replica_of(node)
     return place_of(program, node.graph) if replica is None else replica
 
 
 def route_of(program: Program, node: fx.Node) -> Route:
-    """The route of a `send` or a `recv`."""
-    own, given = replica_at(program, node), node.kwargs
-    ends: tuple[Any, Any] = (own, given["destination"]) if node.target in _SENDS else (given["source"], own)
-    chunk, pack = given.get("chunk", 0), given.get("pack")
-    return Route(bucket_of(node), *ends, chunk=chunk, round=given.get("round", 0), pack=pack)  # type: ignore[arg-type]
+    place, keywords = replica_at(program, node), node.kwargs
+    ends: tuple[Any, Any] = (place, keywords["destination"]) if node.target in _SENDS else (keywords["source"], place)
+    chunk, pack = keywords.get("chunk", 0), keywords.get("pack")
+    return Route(bucket_of(node), *ends, chunk=chunk, round=keywords.get("round", 0), pack=pack)  # type: ignore[arg-type]
 
 
 def send_to(program: Program, receipt: fx.Node) -> fx.Node | None:
-    """The `send` whose value a `recv` receives; None if there is none."""
+    """The `send` that matches a `recv`; None if there is none."""
     route = route_of(program, receipt)
     graph, graphs = receipt.graph, [module.graph for module in program.device_graphs.values()]
     if graphs:
@@ -71,6 +67,6 @@ def send_to(program: Program, receipt: fx.Node) -> fx.Node | None:
 
 
 def sends_in(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The sends of a graph, in any order; does not look at its other nodes."""
+    """The sends of a graph, in any order, by its index of targets."""
     for send in _SENDS:
         yield from graph.find_nodes(op="call_function", target=send, sort=False)

@@ -19,7 +19,7 @@ from mirrorc.torch_internals import knowledge_of, quiet_fake_tensors, size_of_ke
 
 
 def set_type(program: Program, node: fx.Node) -> None:
-    """Infers a new node's (fake) value from its arguments and records it on the node; for passes that insert nodes.
+    """Infers a new node's (fake) value from its arguments and records it on the node.
 
     Raises:
         TypeError: the operation cannot take these arguments.
@@ -37,7 +37,7 @@ def set_type(program: Program, node: fx.Node) -> None:
 
 
 def find_type_anew(node: fx.Node) -> None:
-    """Infers the type of an operator again, after arguments of its have got another layout in memory.
+    """Infers the type of an operator again, after a change of layout of its arguments.
 
     A view that the new layout does not permit becomes a reshape, which copies the elements.
 
@@ -66,23 +66,23 @@ def _materialized(kind: ValueType, fake_mode: Any) -> Any:
 
 
 def is_inferable(node: fx.Node) -> bool:
-    """Whether a node's type follows from other nodes, which holds for all nodes except arguments and outputs."""
+    """Whether a node's type follows from other nodes: all but arguments and outputs."""
     if node.op in ("placeholder", "output"):
         return False
-    found = operation_of(node.target)
-    return found is None or found.gives is not None
+    record = operation_of(node.target)
+    return record is None or record.gives is not None
 
 
 def is_noted_rightly(program: Program, node: fx.Node) -> bool:
-    """Whether the value that is recorded on a node has the type that `infer_type` infers.
+    """Whether the type recorded on a node is that of `infer_type`.
 
     Raises:
         TypeError: the operation cannot take these arguments.
     """
     noted = node.meta.get("val")
-    found = operation_of(node.target)
-    if found is not None and found.gives is not None and found.kind is not Kind.REGION:
-        return is_same_type(value_type(noted), found.gives(program, node))
+    record = operation_of(node.target)
+    if record is not None and record.gives is not None and record.kind is not Kind.REGION:
+        return is_same_type(value_type(noted), record.gives(program, node))
     if node.target is operator.getitem:
         source, index = node.args
         values = source.meta.get("val") if isinstance(source, fx.Node) else None
@@ -90,21 +90,21 @@ def is_noted_rightly(program: Program, node: fx.Node) -> bool:
             return True
     elif is_region_call(node):
         results = region_results(program, node)
-        own = [result.meta.get("val") for result in results]
-        if isinstance(noted, tuple) and len(noted) == len(own) and all(map(operator.is_, noted, own)):
+        inferred = [result.meta.get("val") for result in results]
+        if isinstance(noted, tuple) and len(noted) == len(inferred) and all(map(operator.is_, noted, inferred)):
             return True
     return is_same_type(value_type(noted), infer_type(program, node))
 
 
 def infer_type(program: Program, node: fx.Node) -> ValueType:
-    """The type that a node has, recomputed from its arguments' types and from the program's tables.
+    """The type of a node, recomputed from its arguments' types and from the program's tables.
 
     Raises:
-        TypeError: the operation cannot take these arguments; says why.
+        TypeError: the operation cannot take these arguments; gives the reason.
     """
-    found = operation_of(node.target)
-    if found is not None and found.gives is not None and found.kind is not Kind.REGION:
-        return found.gives(program, node)
+    record = operation_of(node.target)
+    if record is not None and record.gives is not None and record.kind is not Kind.REGION:
+        return record.gives(program, node)
     if is_compute(node):
         return _operator_type(node)
     if is_region_call(node):
@@ -116,11 +116,11 @@ def infer_type(program: Program, node: fx.Node) -> ValueType:
 
 _MOST_SEEN = 4096
 _seen: dict[Any, ValueType] = {}
-"""A cache: the types that operators give for the types of their arguments. Deep models repeat a few of these many times."""
+"""A cache of operators' types by the types of their arguments: deep models repeat a few of these many times."""
 
 
 _seen_of_symbols: WeakKeyDictionary[Any, dict[Any, ValueType]] = WeakKeyDictionary()
-"""The same for types with symbols, by their environment: what is known of symbols is not the same in every graph."""
+"""The same for types with symbols, by their environment: knowledge of symbols differs from graph to graph."""
 
 
 def _operator_type(node: fx.Node) -> ValueType:
@@ -155,7 +155,7 @@ def _run_fake(node: fx.Node) -> Any:
     args: Any = fx.node.map_arg(node.args, lambda n: _in_mode(n.meta["val"], mode))
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: _in_mode(n.meta["val"], mode))
     try:
-        dispatched = symbols_dispatched(*(given.meta["val"] for given in node.all_input_nodes))
+        dispatched = symbols_dispatched(*(source.meta["val"] for source in node.all_input_nodes))
         with mode, torch.no_grad(), quiet_fake_tensors(), dispatched:
             target: Any = node.target
             return target(*args, **kwargs)
@@ -165,7 +165,7 @@ def _run_fake(node: fx.Node) -> Any:
 
 
 def _in_mode(value: Any, mode: Any) -> Any:
-    """A fake tensor of the mode like this one, which may be of the graph of another shape of a shard."""
+    """A fake tensor of the mode like this one; the original may belong to the graph of another shard shape."""
     if getattr(value, "fake_mode", mode) is mode or has_symbols_in((tuple(value.shape),)):
         return value
     with mode:

@@ -1,7 +1,4 @@
-"""Infers the type of each operation's value from the types of its arguments and from the program's tables.
-
-It is one table, and long for one file.
-"""
+"""The type rules of operations: the type of a value from the types of its arguments and the program's tables."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ from mirrorc.ir.routes import replica_at, route_of, send_to
 from mirrorc.ir.value_types import ValueType, contiguous_strides, is_same_type, say_type, value_type
 
 OTHERWISE = ("raise", "skip")
-"""What a step may do whose losses or gradients are not all finite, see `mirrorc.ir.ops.commit`."""
+"""The ways to end a step with infinite losses or gradients, see `mirrorc.ir.ops.commit`."""
 
 
 WAYS_TO_GATHER = ("concatenated", "averaged", "summed", "apart")
-"""How the replicas' parts of an output make what the caller gets, see `mirrorc.ir.ops.gather`."""
+"""The ways to combine the replicas' parts of an output, see `mirrorc.ir.ops.gather`."""
 
 
 def noted_type(node: Any) -> ValueType:
@@ -34,7 +31,7 @@ def noted_type(node: Any) -> ValueType:
 
 
 def any_value(graph: fx.Graph) -> Any:
-    """Any fake tensor of a graph; its fake mode and its device are those of all values of the graph."""
+    """Any fake tensor of a graph. All values of a graph have the same fake mode and device."""
     for node in graph.nodes:
         value = node.meta.get("val")
         for item in value if isinstance(value, list | tuple) else (value,):
@@ -56,13 +53,13 @@ def region_results(program: Program, node: fx.Node) -> tuple[fx.Node, ...]:
     placeholders = [n for n in body.nodes if n.op == "placeholder"]
     if len(placeholders) != len(node.args):
         raise TypeError(f"{name} takes {len(placeholders)} arguments, but is given {len(node.args)}")
-    for placeholder, given in zip(placeholders, node.args, strict=True):
-        if isinstance(given, fx.Node) and given.meta.get("val") is placeholder.meta.get("val"):
+    for placeholder, argument in zip(placeholders, node.args, strict=True):
+        if isinstance(argument, fx.Node) and argument.meta.get("val") is placeholder.meta.get("val"):
             continue  # the very same fake value
-        wanted, found = noted_type(placeholder), noted_type(given)
-        if not is_same_type(wanted, found):
+        wanted, kind = noted_type(placeholder), noted_type(argument)
+        if not is_same_type(wanted, kind):
             raise TypeError(
-                f"argument {placeholder.name} of {name} is {say_type(wanted)}, but is given {say_type(found)}"
+                f"argument {placeholder.name} of {name} is {say_type(wanted)}, but is given {say_type(kind)}"
             )
     return body.output_node().args[0]  # type: ignore[return-value]
 
@@ -86,7 +83,7 @@ def of_slot(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_reserved(program: Program, node: fx.Node) -> ValueType:
-    """A contiguous tensor of the shape and the dtype that it has as keywords."""
+    """A contiguous tensor with its keywords' shape and dtype."""
     shape, dtype = node.kwargs["shape"], node.kwargs["dtype"]
     if not isinstance(shape, list | tuple) or not all(isinstance(size, int) and size > 0 for size in shape):
         raise TypeError(f"it has the shape {shape}")
@@ -107,7 +104,7 @@ def of_operand(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_sum_over_replicas(program: Program, node: fx.Node) -> ValueType:
-    """A contiguous tensor of its operand's shape, which must have numbers."""
+    """A contiguous tensor of its operand's shape. The operand must have numbers."""
     shape, dtype, device = _met_with(node)
     if dtype == torch.bool:
         raise TypeError("it is given truth values, and adds up numbers")
@@ -115,7 +112,7 @@ def of_sum_over_replicas(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_rows_of_replicas(program: Program, node: fx.Node) -> ValueType:
-    """A contiguous tensor of its operand's shape but for dim 0, whose size is the keyword ``rows``."""
+    """A contiguous tensor of its operand's shape but for dim 0, which is the keyword ``rows``."""
     (shape, dtype, device), rows = _met_with(node), node.kwargs["rows"]
     if not shape:
         raise TypeError("it is given a scalar, which has no rows")
@@ -125,13 +122,13 @@ def of_rows_of_replicas(program: Program, node: fx.Node) -> ValueType:
 
 
 def _met_with(node: fx.Node) -> tuple[tuple[int, ...], Any, Any]:
-    """Shape, dtype and device of what a replica meets the others with."""
-    given, number = noted_type(node.args[0]), node.kwargs["number"]
+    """Shape, dtype and device of a replica's operand."""
+    kind, number = noted_type(node.args[0]), node.kwargs["number"]
     if not isinstance(number, int) or number < 0:
         raise TypeError(f"its keyword number is {number!r}, which is none")
-    if not isinstance(given, tuple) or given[0] != "tensor":
-        raise TypeError(f"it is given {say_type(given)}, and takes tensors")
-    return tuple(given[1]), given[3], given[4]
+    if not isinstance(kind, tuple) or kind[0] != "tensor":
+        raise TypeError(f"it is given {say_type(kind)}, and takes tensors")
+    return tuple(kind[1]), kind[3], kind[4]
 
 
 def _contiguous(shape: tuple[int, ...], dtype: Any, device: Any) -> ValueType:
@@ -139,7 +136,7 @@ def _contiguous(shape: tuple[int, ...], dtype: Any, device: Any) -> ValueType:
 
 
 def of_microbatch(program: Program, node: fx.Node) -> ValueType:
-    """The type of its operand, with as many examples as the microbatch has; the sizes must make up the operand's dim 0."""
+    """The type of its operand, with the microbatch's examples alone. The sizes must make up the operand's dim 0."""
     kind, sizes, index = noted_type(node.args[0]), node.kwargs["sizes"], node.kwargs["index"]
     is_list = isinstance(sizes, list | tuple) and all(isinstance(size, int) and size > 0 for size in sizes)
     if not is_list or not isinstance(index, int) or not 0 <= index < len(sizes):  # type: ignore[arg-type]
@@ -167,12 +164,11 @@ def _bucket(program: Program, node: fx.Node) -> Bucket:
 
 
 def _pack(program: Program, node: fx.Node) -> tuple[Bucket, Pack]:
-    """The pack that a node works on, and its bucket."""
     bucket, number = _bucket(program, node), pack_of(node)
-    found = next((pack for pack in bucket.own_packs if pack.number == number), None)
-    if found is None or bool(bucket.packs) != (node.kwargs.get("pack") is not None):
+    pack = next((pack for pack in bucket.own_packs if pack.number == number), None)
+    if pack is None or bool(bucket.packs) != (node.kwargs.get("pack") is not None):
         raise TypeError(f"it is about pack {node.kwargs.get('pack')} of bucket {bucket.index}, which there is not")
-    return bucket, found
+    return bucket, pack
 
 
 def of_bucket(program: Program, node: fx.Node) -> ValueType:
@@ -182,36 +178,36 @@ def of_bucket(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_pack(program: Program, node: fx.Node) -> ValueType:
-    """A flat tensor of the pack's length, which is the bucket's if that is not cut."""
+    """A flat tensor of the pack's length: the bucket's, if it is not cut."""
     bucket, pack = _pack(program, node)
     return _flat(node, pack.num_elements, bucket.dtype)
 
 
 def of_unpacked(program: Program, node: fx.Node) -> ValueType:
     """A flat tensor of the bucket's length. The operands must be as long as the bucket's packs, and of one dtype."""
-    bucket, given = _bucket(program, node), [noted_type(source) for source in node.args]
-    tensors = [kind for kind in given if isinstance(kind, tuple) and kind[0] == "tensor"]
+    bucket, operands = _bucket(program, node), [noted_type(source) for source in node.args]
+    tensors = [kind for kind in operands if isinstance(kind, tuple) and kind[0] == "tensor"]
     lengths, dtypes = [kind[1] for kind in tensors], {kind[3] for kind in tensors}
-    if lengths != [(pack.num_elements,) for pack in bucket.own_packs] or len(dtypes) != 1 or tensors != given:
-        said = ", ".join(map(say_type, given)) or "nothing"
-        raise TypeError(f"it is given {said}, which are not the packs of bucket {bucket.index}")
+    if lengths != [(pack.num_elements,) for pack in bucket.own_packs] or len(dtypes) != 1 or tensors != operands:
+        texts = ", ".join(map(say_type, operands)) or "nothing"
+        raise TypeError(f"it is given {texts}, which are not the packs of bucket {bucket.index}")
     return _flat(node, bucket.num_elements, dtypes.pop())
 
 
 def pending_operand(program: Program, node: fx.Node) -> ValueType:
-    """The type of its operands, which must all have the same one, as a pending value."""
-    given = [noted_type(source) for source in node.all_input_nodes]
-    if not given:
+    """The type of its operands, as a pending value. All must have the same type."""
+    kinds = [noted_type(source) for source in node.all_input_nodes]
+    if not kinds:
         raise TypeError("it is given no bucket")
-    if not all(is_same_type(given[0], other) for other in given):
+    if not all(is_same_type(kinds[0], other) for other in kinds):
         raise TypeError(
-            f"it joins {' and '.join(sorted({say_type(kind) for kind in given}))}, which are not of one type"
+            f"it joins {' and '.join(sorted({say_type(kind) for kind in kinds}))}, which are not of one type"
         )
-    return ("pending", given[0])
+    return ("pending", kinds[0])
 
 
 def pending_sent(program: Program, node: fx.Node) -> ValueType:
-    """The type of the value that is sent to it, as a pending value."""
+    """The type of the value sent to it, as a pending value."""
     sent = send_to(program, node)
     if sent is None or not sent.args:
         raise TypeError(f"nothing is sent to it: it needs a send of {route_of(program, node)} to receive")
@@ -219,7 +215,7 @@ def pending_sent(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_buckets(program: Program, node: fx.Node) -> ValueType:
-    """A tuple of flat tensors, each as long as one of the buckets that the operation names."""
+    """A tuple of flat tensors, each as long as one of the operation's buckets."""
     buckets: Any = node.kwargs["buckets"]
     return ("tuple", tuple(_flat(node, program.buckets[i].num_elements, program.buckets[i].dtype) for i in buckets))
 
@@ -230,12 +226,12 @@ def awaited(program: Program, node: fx.Node) -> ValueType:
     pending = noted_type(launch)
     if not isinstance(launch, fx.Node) or not isinstance(pending, tuple) or pending[0] != "pending":
         raise TypeError("it waits for something that is not pending")
-    own = awaited_elements(program, launch, replica_at(program, node))
-    return pending[1] if own is None else _flat(node, own[1] - own[0], pending[1][3])
+    elements = awaited_elements(program, launch, replica_at(program, node))
+    return pending[1] if elements is None else _flat(node, elements[1] - elements[0], pending[1][3])
 
 
 def awaited_elements(program: Program, launch: Any, replica: int) -> tuple[int, int] | None:
-    """The elements of a bucket that a wait for a launch gives a replica; None if it gives them all."""
+    """The elements of a bucket that a wait for a launch gives a replica; None for all."""
     launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
     if launched is not None and Effect.EXCHANGES in launched.effects:
         bucket = _bucket(program, launch)
@@ -246,7 +242,7 @@ def awaited_elements(program: Program, launch: Any, replica: int) -> tuple[int, 
 
 
 def gives_shares(program: Program, launch: Any) -> bool:
-    """Whether a launch is about each replica's share of the bucket alone: a wait gives it, or an exchange takes it."""
+    """Whether a launch is about each replica's share of the bucket alone: its wait gives a share, or an exchange takes one."""
     launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
     if launched is None or Effect.EXCHANGES not in launched.effects:
         return launched is not None and Effect.SCATTERS in launched.effects
@@ -255,15 +251,17 @@ def gives_shares(program: Program, launch: Any) -> bool:
 
 def of_exchange(program: Program, node: fx.Node) -> ValueType:
     """The bucket, or pack, as a pending value. Each operand must be its replica's share; all, on a worker's only device."""
-    (bucket, pack), given = _pack(program, node), node.all_input_nodes
-    if not given:
+    (bucket, pack), sources = _pack(program, node), node.all_input_nodes
+    if not sources:
         raise TypeError("it is given no sum")
     whole = (pack.start, pack.stop)
     dtypes = set()
-    for source in given:
+    for source in sources:
         kind = noted_type(source)
-        own = bucket.share(replica_at(program, source), program.num_replicas) if gives_shares(program, node) else whole
-        if not isinstance(kind, tuple) or kind[0] != "tensor" or kind[1] != (own[1] - own[0],):
+        elements = (
+            bucket.share(replica_at(program, source), program.num_replicas) if gives_shares(program, node) else whole
+        )
+        if not isinstance(kind, tuple) or kind[0] != "tensor" or kind[1] != (elements[1] - elements[0],):
             raise TypeError(
                 f"it is given {say_type(kind)}, which is not what {source.name} is to hold of bucket {bucket.index}"
             )
@@ -296,7 +294,7 @@ def of_payload(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_compressed(program: Program, node: fx.Node) -> ValueType:
-    """As many elements as its operand has, in its keyword ``dtype``, which must be a narrower one of real numbers."""
+    """As many elements as its operand has, in its keyword ``dtype``. It must be a narrower floating-point dtype."""
     kind, dtype = noted_type(node.args[0] if node.args else None), node.kwargs.get("dtype")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"its keyword dtype is {dtype!r}, no dtype of real numbers")
@@ -308,7 +306,7 @@ def of_compressed(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_decompressed(program: Program, node: fx.Node) -> ValueType:
-    """As many elements as its operand has, in the bucket's dtype, which must be a wider one."""
+    """As many elements as its operand has, in the bucket's dtype. It must be wider."""
     (bucket, _), kind = _pack(program, node), noted_type(node.args[0] if node.args else None)
     if not isinstance(kind, tuple) or kind[0] != "tensor" or len(kind[1]) != 1:
         raise TypeError(f"it is given {say_type(kind)}, but takes a flat tensor")
@@ -320,7 +318,7 @@ def of_decompressed(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_gathered(program: Program, node: fx.Node) -> ValueType:
-    """The whole bucket as a pending value, which is also the type of each operand."""
+    """The whole bucket as a pending value. Each operand must have the type of the bucket."""
     pending, wanted = pending_operand(program, node), of_bucket(program, node)
     if not is_same_type(pending, ("pending", wanted)):
         raise TypeError(f"it is given {say_type(pending[1])}, but gathers the factors of {say_type(wanted)}")
@@ -333,25 +331,27 @@ def of_spread(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_update(program: Program, node: fx.Node) -> None:
-    """No value. The operand must be as long as the part of the bucket that is updated; after it may come a factor, a number."""
+    """No value. The first operand must be as long as the updated part of the bucket. A second one must be a number, its
+    factor.
+    """
     factors = [noted_type(source) for source in node.args[1:]]
     if len(factors) > 1 or not all(_is_scalar(kind) and kind[3].is_floating_point for kind in factors):
         raise TypeError(
             f"it is given {', '.join(map(say_type, factors))} after the gradient, but takes one number at most"
         )
     bucket = _bucket(program, node)
-    found = noted_type(node.args[0] if node.args else None)
+    gradient = noted_type(node.args[0] if node.args else None)
     num_elements = bucket.num_elements
     if bucket.placement.value.updates_by_shares or bucket.part is not None:
         start, stop = bucket.updated(replica_at(program, node), program.num_replicas)
         num_elements = stop - start
     wanted = _flat(node, num_elements, bucket.dtype)
-    if not is_same_type(found, wanted):
-        raise TypeError(f"bucket {bucket.index} is updated from {say_type(found)}, but needs {say_type(wanted)}")
+    if not is_same_type(gradient, wanted):
+        raise TypeError(f"bucket {bucket.index} is updated from {say_type(gradient)}, but needs {say_type(wanted)}")
 
 
 def of_rows(program: Program, node: fx.Node) -> ValueType:
-    """The type of the bucket, of which the rows alone are there that the gradient has. Both operands must be of that type."""
+    """The type of the bucket, with the gradient's rows alone. Both operands must be of the type of the bucket."""
     wanted = of_bucket(program, node)
     for source in node.args:
         if not is_same_type(noted_type(source), wanted):
@@ -360,36 +360,36 @@ def of_rows(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_stored_rows(program: Program, node: fx.Node) -> None:
-    """No value. Both operands must have the type of the bucket, of which rows alone are there."""
+    """No value. Both operands must have the type of the bucket, with rows alone."""
     of_rows(program, node)
 
 
 def of_packed(program: Program, node: fx.Node) -> ValueType:
-    """The type of the bucket, or pack, which must be that of the operand."""
-    found, wanted = noted_type(node.args[0] if node.args else None), of_pack(program, node)
-    if not is_same_type(found, wanted):
-        raise TypeError(f"it is given {say_type(found)}, but takes the whole bucket, {say_type(wanted)}")
+    """The type of the bucket, or pack. The operand must have the same type."""
+    kind, wanted = noted_type(node.args[0] if node.args else None), of_pack(program, node)
+    if not is_same_type(kind, wanted):
+        raise TypeError(f"it is given {say_type(kind)}, but takes the whole bucket, {say_type(wanted)}")
     return wanted
 
 
 def of_finiteness(program: Program, node: fx.Node) -> ValueType:
     """One truth value. The operand must be a tensor of floating-point or complex numbers."""
-    (given,) = (noted_type(source) for source in node.args)
-    if not isinstance(given, tuple) or given[0] != "tensor" or not (given[3].is_floating_point or given[3].is_complex):
-        raise TypeError(f"it is given {say_type(given)}, which is always finite or no tensor")
-    return ("tensor", (), (), torch.bool, given[4])
+    (kind,) = (noted_type(source) for source in node.args)
+    if not isinstance(kind, tuple) or kind[0] != "tensor" or not (kind[3].is_floating_point or kind[3].is_complex):
+        raise TypeError(f"it is given {say_type(kind)}, which is always finite or no tensor")
+    return ("tensor", (), (), torch.bool, kind[4])
 
 
 def of_commit(program: Program, node: fx.Node) -> ValueType:
     """A row for each number among the operands, with those of all replicas; no value if there is none.
 
-    Where workers deal the optimizer out, these are the replicas of all workers.
-    The operands must be truth values first, then numbers; ``otherwise`` must be given if there are truth values. A replica
-    without examples, or whose shares are empty, may have none, but decides as all do.
+    If workers shard the optimizer, these are the replicas of all workers. Truth values come first among the operands, then
+    numbers; truth values need ``otherwise``. A replica without examples, or with empty shares, may have no operands, but
+    decides as all do.
     """
-    given = [noted_type(source) for source in node.args]
-    truths = [kind for kind in given if _is_scalar(kind) and kind[3] == torch.bool]
-    numbers = given[len(truths) :]
+    kinds = [noted_type(source) for source in node.args]
+    truths = [kind for kind in kinds if _is_scalar(kind) and kind[3] == torch.bool]
+    numbers = kinds[len(truths) :]
     wrong = [kind for kind in numbers if not _is_scalar(kind) or not kind[3].is_floating_point]
     if wrong:
         raise TypeError(
@@ -413,41 +413,43 @@ def _is_scalar(kind: ValueType) -> bool:
 
 
 def of_norm(program: Program, node: fx.Node) -> ValueType:
-    """A number of at least 32 bits, 64 if any operand's elements have as many. The operands must be tensors of such numbers."""
-    given = [noted_type(source) for source in node.args]
+    """A float32 number; float64 if any operand has elements of 64 bits. The operands must be floating-point or complex
+    tensors.
+    """
+    kinds = [noted_type(source) for source in node.args]
     wrong = [
         kind
-        for kind in given
+        for kind in kinds
         if not isinstance(kind, tuple) or kind[0] != "tensor" or not (kind[3].is_floating_point or kind[3].is_complex)
     ]
-    if wrong or not given:
+    if wrong or not kinds:
         raise TypeError(f"it is given {say_type(wrong[0]) if wrong else 'nothing'}, which has no norm")
     if not node.kwargs["norm_type"] > 0:  # type: ignore[operator]
         raise TypeError(f"its keyword norm_type is {node.kwargs['norm_type']!r}, but needs to be positive")
-    dtype = torch.float64 if any(kind[3] in (torch.float64, torch.complex128) for kind in given) else torch.float32
-    return ("tensor", (), (), dtype, given[0][4])
+    dtype = torch.float64 if any(kind[3] in (torch.float64, torch.complex128) for kind in kinds) else torch.float32
+    return ("tensor", (), (), dtype, kinds[0][4])
 
 
 def of_loss_scale(program: Program, node: fx.Node) -> ValueType:
-    """A number of 32 bits, as torch's `GradScaler` keeps it."""
+    """A float32 number, as in torch's `GradScaler`."""
     return ("tensor", (), (), torch.float32, any_value(node.graph).device)
 
 
 def number(program: Program, node: fx.Node) -> ValueType:
     """The type of its operand, which must be a number."""
-    (given,) = (noted_type(source) for source in node.args)
-    if not _is_scalar(given) or not given[3].is_floating_point:
-        raise TypeError(f"it is given {say_type(given)}, but takes a number")
-    return given
+    (kind,) = (noted_type(source) for source in node.args)
+    if not _is_scalar(kind) or not kind[3].is_floating_point:
+        raise TypeError(f"it is given {say_type(kind)}, but takes a number")
+    return kind
 
 
-def of_told(program: Program, node: fx.Node) -> None:
+def of_report(program: Program, node: fx.Node) -> None:
     """No value. The operand must be a number."""
     number(program, node)
 
 
 def of_gather(program: Program, node: fx.Node) -> None:
-    """No value. ``how`` must be a way that the operand's type allows."""
+    """No value. The operand's type must allow ``how``."""
     kind, how = noted_type(node.args[0]), node.kwargs["how"]
     if not isinstance(kind, tuple) or kind[0] != "tensor":
         raise TypeError(f"it is given {say_type(kind)}, but hands over tensors")
@@ -465,13 +467,13 @@ def nothing(program: Program, node: fx.Node) -> None:
 
 
 def of_product(program: Program, node: fx.Node) -> ValueType:
-    """The type of the slot, which must be that of the product of each pair of matrices."""
+    """The type of the slot. The product of each pair of matrices must have the same type."""
     slot = of_slot(program, node)
     for factors in _pairs(node, "multiplies", slot):
         shapes = [kind[1] for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor" and kind[3] == slot[3]]
         if len(shapes) != 2 or [len(shape) for shape in shapes] != [2, 2] or shapes[0][1] != shapes[1][0]:
-            given = " and ".join(say_type(kind) for kind in factors)
-            raise TypeError(f"it multiplies {given}: it needs two matrices of {say_type(slot)} that fit each other")
+            texts = " and ".join(say_type(kind) for kind in factors)
+            raise TypeError(f"it multiplies {texts}: it needs two matrices of {say_type(slot)} that fit each other")
         if (shapes[0][0], shapes[1][1]) != slot[1]:
             raise TypeError(f"its product is {[shapes[0][0], shapes[1][1]]}, but the slot is {say_type(slot)}")
     return slot
@@ -481,19 +483,19 @@ def of_index_add(program: Program, node: fx.Node) -> ValueType:
     """The type of the slot. Each pair must have rows of the slot's width, and then an index for each row."""
     slot = of_slot(program, node)
     for factors in _pairs(node, "adds", slot):
-        given = [kind for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor"]
-        fits = len(given) == 2 and given[1][3] in (torch.int32, torch.int64) and given[0][3] == slot[3]
-        if not fits or given[0][1] != (*given[1][1], *slot[1][1:]) or len(slot[1]) != 2:
-            said = " at ".join(say_type(kind) for kind in factors)
+        tensors = [kind for kind in factors if isinstance(kind, tuple) and kind[0] == "tensor"]
+        fits = len(tensors) == 2 and tensors[1][3] in (torch.int32, torch.int64) and tensors[0][3] == slot[3]
+        if not fits or tensors[0][1] != (*tensors[1][1], *slot[1][1:]) or len(slot[1]) != 2:
+            texts = " at ".join(say_type(kind) for kind in factors)
             raise TypeError(
-                f"it adds {said}: it needs rows of {say_type(slot)}, and as many integers that name their places"
+                f"it adds {texts}: it needs rows of {say_type(slot)}, and as many integers that name their places"
             )
     return slot
 
 
-def _pairs(node: fx.Node, what: str, slot: ValueType) -> Iterator[tuple[ValueType, ValueType]]:
+def _pairs(node: fx.Node, verb: str, slot: ValueType) -> Iterator[tuple[ValueType, ValueType]]:
     kinds = [noted_type(factor) for factor in node.args]
     if not kinds or len(kinds) % 2:
-        given = ", ".join(say_type(kind) for kind in kinds) or "nothing"
-        raise TypeError(f"it {what} {given}: it needs a pair of factors of {say_type(slot)} for each microbatch")
+        texts = ", ".join(say_type(kind) for kind in kinds) or "nothing"
+        raise TypeError(f"it {verb} {texts}: it needs a pair of factors of {say_type(slot)} for each microbatch")
     return zip(kinds[::2], kinds[1::2], strict=True)

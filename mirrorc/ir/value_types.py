@@ -1,4 +1,4 @@
-"""Types of values: what is known of a value without computing it."""
+"""Types of values: static knowledge of shape, strides, dtype and device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mirrorc.torch_internals import is_symbolic, size_key, sizes_key
 
 @dataclass(frozen=True)
 class Pending:
-    """The type of a collective's result while it is in flight; only `wait` turns it into a value.
+    """The type of a collective's result in flight; only `wait` turns it into a value.
 
     Attributes:
-        value: the (fake) tensor that `wait` will give.
+        value: the (fake) result of the `wait`.
     """
 
     value: Any
@@ -30,7 +30,6 @@ A symbolic size is an expression of symbols; expressions are equal if they are w
 
 
 def value_type(value: Any) -> ValueType:
-    """The type of a (fake) value."""
     if isinstance(value, torch.Tensor):
         return ("tensor", sizes_key(value.shape), sizes_key(value.stride()), value.dtype, value.device)
     if isinstance(value, Pending):
@@ -47,9 +46,9 @@ def has_symbols_in(kind: ValueType) -> bool:
     return hasattr(kind, "free_symbols")
 
 
-def is_same_type(one: ValueType, other: ValueType) -> bool:
+def is_same_type(kind: ValueType, other: ValueType) -> bool:
     """Whether two types are equal; strides of dimensions of size 1, and the numbers of devices, are not compared."""
-    return bool(one == other) or bool(_canonical(one) == _canonical(other))
+    return bool(kind == other) or bool(_canonical(kind) == _canonical(other))
 
 
 def _canonical(kind: ValueType) -> ValueType:
@@ -64,7 +63,7 @@ def _canonical(kind: ValueType) -> ValueType:
 
 
 def say_type(kind: ValueType) -> str:
-    """Prints a type for an error message; strides are shown if the tensor is not contiguous."""
+    """A type as text for an error message; strides are shown if the tensor is not contiguous."""
     if not isinstance(kind, tuple):
         return str(kind)
     if kind[0] == "pending":
@@ -78,7 +77,7 @@ def say_type(kind: ValueType) -> str:
 
 
 def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The strides of a contiguous tensor of a shape, of which sizes may be expressions of symbols."""
+    """The strides of a contiguous tensor of a shape; sizes may be expressions of symbols."""
     strides: list[Any] = []
     step: Any = 1
     for size in reversed(shape):

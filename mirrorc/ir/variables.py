@@ -20,7 +20,7 @@ def share_bounds(num_elements: int, num_shares: int, index: int) -> tuple[int, i
 
 
 OUTSIDE = "outside."
-"""What the names of those variables begin with that belong to modules outside of the model."""
+"""The prefix of names of variables of modules outside of the model."""
 
 
 class Role(enum.Enum):
@@ -34,7 +34,7 @@ class Synchronization(enum.Enum):
 
 
 class Aggregation(enum.Enum):
-    """How a per-replica variable is read as one value."""
+    """The aggregation of a per-replica variable to one value."""
 
     NONE = "none"
     MEAN = "mean"
@@ -44,19 +44,18 @@ class Aggregation(enum.Enum):
 
 @dataclass(frozen=True)
 class PlacementFacts:
-    """What is true of a bucket whose parameters have a placement.
+    """The properties of a placement.
 
     Attributes:
-        word: what the placement is called in messages.
-        in_table: what the table of buckets calls it; empty for the placement that the table does not mention.
-        description: a clause that says where parameters are and who updates them.
+        word: its name in messages.
+        in_table: its name in the table of buckets; empty for the default.
+        description: a clause on where parameters are and who updates them.
         owner: the replica in whose memory a replica's parameters are.
-        share: the elements that a replica updates, if the update is element-wise: the first one, and one past the last
-            one. Takes the number of elements, the replica, the number of replicas, and the bucket's owner.
-        updates_by_shares: whether each element is updated by one replica alone, which so needs its share of a sum alone.
+        share: the elements of a replica's element-wise update: the first one, and one past the last one. Takes the number of
+            elements, the replica, the number of replicas, and the bucket's owner.
+        updates_by_shares: whether each element is updated by one replica alone, from its share of a sum.
         is_written_last: whether a device may write parameters only after the last read of every other device in the step.
-        has_owner: whether one replica, the bucket's owner, makes all updates and has the optimizer's state, and each other
-            replica writes what the owner has updated into a copy of its own. The table adds the owner's name.
+        has_owner: whether the bucket's owner makes all updates and has the optimizer's state, and the others copy its result.
     """
 
     word: str
@@ -81,7 +80,7 @@ def _whole(num_elements: int, replica: int, num_replicas: int, owner: int | None
     return 0, num_elements
 
 
-def _own_share(num_elements: int, replica: int, num_replicas: int, owner: int | None) -> tuple[int, int]:
+def _share_of_replica(num_elements: int, replica: int, num_replicas: int, owner: int | None) -> tuple[int, int]:
     return share_bounds(num_elements, num_replicas, replica)
 
 
@@ -90,7 +89,7 @@ def _all_to_owner(num_elements: int, replica: int, num_replicas: int, owner: int
 
 
 class Placement(enum.Enum):
-    """Where the parameters of a bucket are. Saved programs have a member's name; its value says all that others ask."""
+    """Where the parameters of a bucket are. Saved programs have the member's name."""
 
     MIRRORED = PlacementFacts(
         word="mirrored",
@@ -106,7 +105,7 @@ class Placement(enum.Enum):
         in_table="shared",
         description="one copy of the parameters, of which each device updates its share",
         owner=_first_replica,
-        share=_own_share,
+        share=_share_of_replica,
         updates_by_shares=True,
         is_written_last=True,
     )
@@ -129,13 +128,13 @@ class UpdateRule:
     Attributes:
         label: a readable name, such as ``AdamW group 0``.
         group: number of the parameter group, counted through all optimizers; see `mirrorc.user.optimizer_groups.OptimizerGroups`.
-        state_class: a number. Parameters have the same one if their optimizer states have the same entries and equal
-            scalars such as ``step``, which a flat update requires.
+        state_class: a number, equal for parameters whose optimizer states have the same entries and equal scalars such as
+            ``step``. A flat update requires this.
         elementwise: whether the update may run on a whole bucket at once.
-        takes_rows: whether the optimizer gets the gradient, a table's, as a sparse tensor of the rows that were looked up.
-        writes_rows: whether it writes these rows of the table alone then.
-        may_be_unused: whether a step leaves the parameter as it is if no replica has used it, as backward runs in plain PyTorch.
-            The numbers in the optimizer's state then need not be equal for a flat update.
+        takes_rows: whether the optimizer gets a table's gradient as a sparse tensor of the rows that were looked up.
+        writes_rows: whether it then writes these rows of the table alone.
+        may_be_unused: whether a step leaves out the parameter if no replica has used it, as plain PyTorch does. Scalars of the
+            optimizer's state then need not be equal for a flat update.
     """
 
     label: str
@@ -148,7 +147,7 @@ class UpdateRule:
 
     @property
     def why_by_itself(self) -> str:
-        """Why the optimizer updates each parameter by itself, if it is not ``elementwise``; a clause."""
+        """The reason why the optimizer updates each parameter by itself, if it is not ``elementwise``; a clause."""
         return f"{self.label} {'takes rows of a table' if self.takes_rows else 'does not work element by element'}"
 
 
@@ -158,14 +157,12 @@ class Variable:
 
     Attributes:
         name: its name in the user's model.
-        shape: its shape, the same on every replica.
-        strides: how it lies in memory, dense; a parameter in channels-last format stays so.
-        dtype: its dtype.
-        role: parameter or buffer.
+        shape: the same on every replica.
+        strides: its dense layout in memory; a parameter in channels-last format stays so.
         synchronization: mirrored, or per-replica for buffers that the forward writes.
-        aggregation: how a per-replica variable is read as one.
+        aggregation: of a per-replica variable, to one value.
         update: the rule by which the optimizer changes it; None if nothing updates it.
-        is_on_host: whether it is a number in the host's memory where the devices are GPUs, whose operators take one.
+        is_on_host: whether it is a number in the host's memory, although the devices are GPUs.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Workers: the processes that train together, each with devices of its own, and whose program a program is."""
+"""Workers: the processes that train together, each with devices of its own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class World:
-    """Workers that need not be there, to compile the program of one of them for reading and for snapshots.
+    """A description of workers, for compiling the program of one of them without running any.
 
     Attributes:
-        num_workers: how many workers there are.
-        devices_per_worker: how many devices each of them has; a tuple with a number for each worker if they differ.
+        num_workers: the number of workers.
+        devices_per_worker: the number of devices of each; a tuple with a number for each worker if they differ.
 
     Raises:
-        TypeError, ValueError: names what is wrong, and what to give.
+        TypeError, ValueError: names the wrong value, and the remedy.
     """
 
     num_workers: int
@@ -25,20 +25,20 @@ class World:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_workers", _count("num_workers", self.num_workers))
-        given: Any = self.devices_per_worker
-        if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-            object.__setattr__(self, "devices_per_worker", _count("devices_per_worker", given))
+        numbers: Any = self.devices_per_worker
+        if not isinstance(numbers, Sequence) or isinstance(numbers, str | bytes):
+            object.__setattr__(self, "devices_per_worker", _count("devices_per_worker", numbers))
             return
-        own = tuple(_count(f"devices_per_worker[{rank}]", number) for rank, number in enumerate(given))
-        if len(own) != self.num_workers:
+        counts = tuple(_count(f"devices_per_worker[{rank}]", number) for rank, number in enumerate(numbers))
+        if len(counts) != self.num_workers:
             raise ValueError(
-                f"devices_per_worker has {len(own)} numbers, but num_workers is {self.num_workers}: give one for each worker, or "
-                "a single number for all"
+                f"devices_per_worker has {len(counts)} numbers, but num_workers is {self.num_workers}: give one for each worker, "
+                "or a single number for all"
             )
-        object.__setattr__(self, "devices_per_worker", own)
+        object.__setattr__(self, "devices_per_worker", counts)
 
     def worker(self, rank: int) -> Workers:
-        """The world as one of its workers sees it.
+        """The world as seen by one of its workers.
 
         Raises:
             ValueError: there is no such worker.
@@ -47,18 +47,18 @@ class World:
             raise ValueError(
                 f"rank is {rank}, but the world has {self.num_workers} workers: give a number from 0 to {self.num_workers - 1}"
             )
-        own = self.devices_per_worker
-        return Workers((own,) * self.num_workers if isinstance(own, int) else tuple(own), rank)
+        counts = self.devices_per_worker
+        return Workers((counts,) * self.num_workers if isinstance(counts, int) else tuple(counts), rank)
 
 
 def _count(name: str, number: Any) -> int:
     wanted = "give a positive whole number"
     if isinstance(number, bool) or not hasattr(type(number), "__index__"):
         raise TypeError(f"{name} is {number!r:.60}: {wanted}")
-    found = operator.index(number)
-    if found < 1:
-        raise ValueError(f"{name} is {found}: {wanted}")
-    return found
+    count = operator.index(number)
+    if count < 1:
+        raise ValueError(f"{name} is {count}: {wanted}")
+    return count
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ class Workers:
 
     @property
     def are_several(self) -> bool:
-        """Whether there is a worker besides this one."""
         return len(self.devices_per_worker) > 1
 
     @property
@@ -95,12 +94,11 @@ class Workers:
 
     @property
     def first_replica(self) -> int:
-        """The number of this worker's first replica."""
         return sum(self.devices_per_worker[: self.rank])
 
     @property
     def num_all_replicas(self) -> int:
-        """The number of replicas of all workers; 0 if a process trains on its own, and its devices are all there are."""
+        """The number of replicas of all workers; 0 if a process trains on its own."""
         return sum(self.devices_per_worker)
 
 

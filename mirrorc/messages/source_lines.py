@@ -1,4 +1,4 @@
-"""Finds the line of the user's source that a node of a graph comes from, or that is running."""
+"""The user's source line of a node, of an exception, or of the running code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mirrorc.torch_internals import is_users_file
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line that a node comes from, as ``file.py:14  code``, else its module's name; empty if unknown."""
+    """The user's line of a node, as ``file.py:14  code``, else its module's name; empty if unknown."""
     while node.target is operator.getitem and not node.meta.get("stack_trace"):
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -29,7 +29,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """The name of the user's module that a node comes from, as in ``model.named_modules()``; empty if unknown."""
+    """The name of a node's module in the user's model, as in ``model.named_modules()``; empty if unknown."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(modules[-1][0]) if modules else ""
     return path.removeprefix("L['self']").removeprefix(".").removeprefix("model").removeprefix(".")
@@ -39,13 +39,13 @@ _FRAME = re.compile(r'File "(.*?)", line (.*)')
 
 
 def last_users_line(stack_trace: str) -> str:
-    """The innermost line of a printed stack trace that is the user's own, as ``file.py:14  code``; empty if there is none."""
+    """The innermost line of the user in a printed stack trace, as ``file.py:14  code``; empty if there is none."""
     frame = last_users_frame(stack_trace)
     return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip() if frame is not None else ""
 
 
 def last_users_frame(stack_trace: str) -> traceback.FrameSummary | None:
-    """The innermost frame of a printed stack trace that is the user's own; None if there is none."""
+    """The innermost frame of the user in a printed stack trace; None if there is none."""
     lines = [line.strip() for line in stack_trace.splitlines()]
     for i in range(len(lines) - 1, -1, -1):
         frame = _FRAME.match(lines[i])
@@ -57,7 +57,7 @@ def last_users_frame(stack_trace: str) -> traceback.FrameSummary | None:
 
 
 def raising_line(error: BaseException) -> str:
-    """The innermost line of the user's that was running when an exception was raised, as ``file.py:14  code``; or empty."""
+    """The user's innermost line at an exception, as ``file.py:14  code``; or empty."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_users_file(frame.filename):
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip()
@@ -65,7 +65,7 @@ def raising_line(error: BaseException) -> str:
 
 
 def users_stack_level() -> int:
-    """The ``stacklevel`` with which the caller's `warnings.warn` names the innermost running line of the user's."""
+    """The ``stacklevel`` with which the caller's `warnings.warn` names the user's innermost running line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back

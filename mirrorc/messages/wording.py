@@ -1,4 +1,4 @@
-"""Lists and numbers in words, and texts that a terminal shows as they are."""
+"""Lists and numbers in words; printable text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
 
 
 def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
-    """The first sentences; then one that says how many more there are: ``rest``, such as ``... and {} more remarks``."""
+    """The first sentences, then a last one on the number of all others: ``rest``, such as ``... and {} more remarks``."""
     left_out = 0
     for i, sentence in enumerate(sentences):
         if i < most:
@@ -36,12 +36,12 @@ def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
 
 
 def printable(text: str) -> str:
-    """A text in which characters that a terminal would obey or hide are written as ``\\x1b``; line breaks stay."""
+    """The text, with control and invisible characters written as ``\\x1b``; line breaks stay."""
     return text if text.isprintable() else "\n".join(map(on_one_line, text.split("\n")))
 
 
 def on_one_line(text: str) -> str:
-    """The same, with line breaks as ``\\n``."""
+    """`printable`, with line breaks as ``\\n``."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.analysis.buckets.clipping import is_checked, numbers_of
-from mirrorc.analysis.buckets.slots_of_values import given_slots
+from mirrorc.analysis.buckets.slots_of_values import slot_arguments
 from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
 from mirrorc.analysis.gradients.eager_gradients import taken_gradients
 from mirrorc.analysis.gradients.factored_gradients import Maker, maker_of, stays_factored
@@ -268,7 +268,7 @@ def _way_of(gradient: fx.Node, in_place: dict[fx.Node, set[int]]) -> str:
 def _places_in_slots(call: fx.Node) -> set[int]:
     """The places of a region's results that it writes into slots."""
     gradients: Any = call.kwargs.get("gradients") or {}
-    slots = {str(slot.kwargs["variable"]) for _, slot in given_slots(call)}
+    slots = {str(slot.kwargs["variable"]) for _, slot in slot_arguments(call)}
     return {place for name, place in gradients.items() if name in slots}
 
 

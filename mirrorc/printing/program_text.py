@@ -95,7 +95,7 @@ _WIDTH = 40  # of the ranks of workers that have equal numbers of devices; more 
 
 def worker_title(program: Program) -> str:
     """Which worker this is, of how many, and the numbers of its replicas."""
-    workers, own = program.workers, program.own_replicas
+    workers, own = program.workers, program.local_replicas
     replicas = f"replica{'s' if len(own) > 1 else ''} {range_text(own.start, own.stop)}"
     return f"worker {workers.rank} of {workers.num_workers}, {replicas} of {workers.num_all_replicas}"
 

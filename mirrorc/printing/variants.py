@@ -48,7 +48,7 @@ def heading(program: Program, replicas: Sequence[int]) -> list[str]:
     """
     is_first = program.first_present in replicas
     several = len(replicas) > 1
-    numbers = spans(program.own_replicas[replica] for replica in replicas)
+    numbers = spans(program.local_replicas[replica] for replica in replicas)
     who = f"# {spans(device_names(program, replicas))} (replica{'s' if several else ''} {numbers})"
     whose = "this worker's" if program.workers.are_several else "the batch's"
     verb = "run this" if several else "runs this"

@@ -1,4 +1,4 @@
-"""Remembers which graphs were verified after earlier passes, and the last program, so that they are not verified again."""
+"""Records the graphs and the program that were verified after earlier passes, to skip them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from mirrorc.verifier.rules.dataflow import KnownFlows
 class Checked:
     """The graphs and the dataflow that were verified after earlier passes.
 
-    This saves time because most passes leave most regions unchanged, each pass takes the program of the one before, and some
-    passes find nothing to do.
+    This saves time: most passes leave most regions unchanged, and some passes find nothing to do.
     """
 
     def __init__(self) -> None:
         self.flows = KnownFlows()
         self._checked: dict[int, tuple[fx.Graph, list[Any]]] = {}
         self._changed: set[int] = set()
-        self._last: list[Any] = []  # what the last program consists of
+        self._last: list[Any] = []  # the contents of the last program
 
     def look_again(self) -> None:
-        """Finds the checked graphs that were changed since; passes must return new graphs instead of changing these."""
+        """Compares the checked graphs with their records; passes must return new graphs instead of changing these."""
         self._changed = {
             key for key, (graph, parts) in self._checked.items() if not _are_the_same(parts, _parts(graph))
         }
@@ -41,14 +40,14 @@ class Checked:
         return self._is_known(graph) and id(graph) not in self._changed
 
     def is_last(self, program: Program) -> bool:
-        """Whether it is the program that was checked last, but for remarks, and no graph was changed since."""
+        """Whether it is the last checked program, but for remarks, with no graph changed since."""
         return _contents(program) == self._last and all(map(self.has, all_graphs(program)))
 
     def add(self, program: Program) -> None:
         """Records that a program and its graphs were checked."""
         graphs = all_graphs(program)
         parts = [self._checked[id(graph)][1] if self.has(graph) else _parts(graph) for graph in graphs]
-        self._checked = {id(graph): (graph, found) for graph, found in zip(graphs, parts, strict=True)}
+        self._checked = {id(graph): (graph, contents) for graph, contents in zip(graphs, parts, strict=True)}
         self._changed, self._last = set(), _contents(program)
 
     def _is_known(self, graph: fx.Graph) -> bool:
@@ -56,18 +55,18 @@ class Checked:
 
 
 def _parts(graph: fx.Graph) -> list[Any]:
-    """The objects of which a graph consists. Arguments of nodes are immutable, so a changed argument is another object."""
+    """The contents of a graph. Arguments of nodes are immutable, so a changed argument is another object."""
     return [part for node in graph.nodes for part in (node, node.target, node.args, node.kwargs, node.meta.get("val"))]
 
 
 def _contents(program: Program) -> list[Any]:
-    """All that rules may read of a program besides the nodes of its graphs; graphs are compared by identity."""
+    """The tables of a program, as read by rules; graphs are compared by identity."""
     values = (getattr(program, field.name) for field in fields(program) if field.name != "remarks")
     return [dict(value) if isinstance(value, Mapping) else value for value in values]  # a table may be changed in place
 
 
-def _are_the_same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+def _are_the_same(parts: list[Any], other: list[Any]) -> bool:
+    return len(parts) == len(other) and all(map(operator.is_, parts, other))
 
 
 def all_graphs(program: Program) -> list[fx.Graph]:

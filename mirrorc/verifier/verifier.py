@@ -27,12 +27,10 @@ def verify(
     """Checks every rule of a program's stage.
 
     Args:
-        program: at any stage.
         after: name of the pass that made the program, for the message.
-        before: the program that the pass has taken, to check that what is computed has stayed the same.
-        checked: what need not be checked again: graphs, and the program before if the pass has left it as it was. This program
-            is added.
-        keeps_dataflow: whether the pass must not change what is computed.
+        before: the input of the pass, to check that the computation has stayed the same.
+        checked: graphs and a program to skip. This program is added.
+        keeps_dataflow: whether the pass must not change the computation.
 
     Raises:
         VerifyError: names the rule, the node, its source line and the pass, and shows the program around it.

@@ -104,7 +104,7 @@ class _Search:
         return self._checkpoints(chosen, self._trimmed(chosen, its_levels, rank))
 
     def _numbers(self) -> list[int]:
-        most = self._segments.num_kept
+        most = self._segments.num_saved
         fewest = min(most // _MOST_KEPT, _NUMBERS[-1])
         return sorted({max(1, min(number, most)) for number in _NUMBERS if number >= fewest})
 
@@ -146,7 +146,7 @@ class _Search:
         found = dict(self._given)
         for i, (segment, level) in enumerate(zip(segments, levels, strict=True)):
             if level:
-                kept = segment.choices[level - 1].kept
+                kept = segment.choices[level - 1].saved
                 found.update((node, Checkpoint(number + i, _operator(node) in kept)) for node in segment.nodes)
         return found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from mirrorc.analysis.graph.backward import first_of_backward
-from mirrorc.analysis.memory.recomputed_values import kept_values, needed_again, num_bytes_of, recomputed_values
+from mirrorc.analysis.memory.recomputed_values import needed_again, num_bytes_of, recomputed_values, saved_values
 from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
 from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
 from mirrorc.ir.program import Program, Stage
@@ -87,4 +87,4 @@ def _forget_checkpoints(graph: fx.Graph) -> None:
 
 
 def _kept_bytes(nodes: list[fx.Node], backward: dict[fx.Node, None]) -> int:
-    return sum(map(num_bytes_of, kept_values(nodes, backward)))
+    return sum(map(num_bytes_of, saved_values(nodes, backward)))

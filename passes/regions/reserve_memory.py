@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.gradients.region_gradients import calls_by_region
-from mirrorc.analysis.graph.dying_arguments import own_product
+from mirrorc.analysis.graph.dying_arguments import unaliased_product
 from mirrorc.analysis.graph.lifetimes import last_reader
 from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
@@ -85,7 +85,7 @@ class ReserveMemory:
         """The results of a call that may lie in reserved memory."""
         for part in node.users:
             place: Any = part.args[1]
-            product = own_product(body, place) if part.target is operator.getitem else None
+            product = unaliased_product(body, place) if part.target is operator.getitem else None
             if (
                 product is None
                 or product.target not in _INTO
@@ -112,7 +112,7 @@ def _reserving(region: Region, places: list[int]) -> Region:
     """The region with an argument more for each of these results, into which it computes the result's product."""
     graph = copied(region.graph_module.graph)
     for place in places:
-        product: Any = own_product(graph, place)
+        product: Any = unaliased_product(graph, place)
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
             argument = graph.placeholder(f"reserved_{product.name}")
         argument.meta["val"] = product.meta["val"]

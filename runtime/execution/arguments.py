@@ -62,5 +62,5 @@ def replica_arguments(
             values.append(torch.tensor(of_all or len(program.present), dtype=torch.int64))
         else:
             assert seed is not None
-            values.append(torch.tensor(mix(seed, program.own_replicas[replica]), dtype=torch.int64))
+            values.append(torch.tensor(mix(seed, program.local_replicas[replica]), dtype=torch.int64))
     return values

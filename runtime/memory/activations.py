@@ -377,7 +377,7 @@ class _Walk:
             of_tables = self._temporary_bytes(operand, bytes_of_tables) if self._defers_tables(node) else 0
             rows = (Block(of_tables, self.names.name(node), "rows of tables"),) if of_tables else ()
             return rows, self._temporary_bytes(operand)
-        is_own = self.replica == 0 or place is SumPlace.OWN
+        is_own = self.replica == 0 or place is SumPlace.EACH
         return (self._of([operand]) if is_own else ()), 0
 
     def _bytes_to_gather(self, wait: fx.Node) -> int:

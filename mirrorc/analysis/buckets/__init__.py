@@ -1,1 +1,1 @@
-"""Of buckets: parts, slots, norms."""
+"""Parts, slots and norms of buckets."""

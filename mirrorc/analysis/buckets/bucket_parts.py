@@ -1,7 +1,4 @@
-"""Finds which elements of a bucket a value outside of regions holds, and from which replicas they come.
-
-It is long, as it says of every operation what it makes of parts of buckets.
-"""
+"""The elements of buckets in values outside of regions, and the replicas that they come from."""
 
 from __future__ import annotations
 
@@ -33,8 +30,8 @@ class Span:
     Attributes:
         start: the first element.
         stop: one past the last element.
-        replicas: of gradients, the replicas whose gradients are summed here, each once, by their numbers over all workers; of
-            parameters, the replica that has updated them.
+        replicas: of gradients, the replicas summed here, each once, numbered over all workers; of parameters, the replica that
+            has updated them.
     """
 
     start: int
@@ -44,12 +41,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Part:
-    """The elements of a bucket that a 1-D value holds.
+    """The elements of a bucket in a 1-D value.
 
     Attributes:
-        kind: what the elements are: GRADIENTS or PARAMETERS; or ROWS, parameters of those rows alone that the gradient has.
+        kind: GRADIENTS or PARAMETERS; or ROWS, parameters of the gradient's rows alone.
         bucket: the bucket's number.
-        spans: ranges of the bucket's elements, in the order in which the value holds them.
+        spans: ranges of the bucket's elements, in the order of the value.
         steps: the operators of torch that have changed the elements since they were packed, summed or updated.
     """
 
@@ -60,11 +57,10 @@ class Part:
 
     @property
     def num_elements(self) -> int:
-        """How many elements of the bucket the value holds."""
         return sum(span.stop - span.start for span in self.spans)
 
     def holds(self, kind: str, bucket: int, start: int, stop: int, replicas: Iterable[int] | None = None) -> bool:
-        """Whether the value holds exactly the elements from `start` to `stop`, and from exactly `replicas` if they are given."""
+        """Whether the value holds exactly the elements from `start` to `stop`, from exactly `replicas`, unless these are None."""
         if (self.kind, self.bucket) != (kind, bucket) or not self.spans:
             return False
         are_those = replicas is None or all(span.replicas == frozenset(replicas) for span in self.spans)
@@ -72,50 +68,46 @@ class Part:
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for start, stop in spans:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
 class BucketParts:
-    """Finds which part of a bucket each value of a program holds; follows values from replica to replica.
+    """The parts of buckets in a program's values, followed from replica to replica.
 
-    `pack` gives a replica's own gradients, to which `add_accumulated` adds those of the replica's earlier calls. A wait for a
-    reduction gives the sum over all replicas of a worker, and one for an exchange that over the replicas of all workers of what
-    was offered to it; so does one for gathered factors, and one for scattered sums gives a worker's elements of it.
-    `step_optimizer` gives new parameters, `updated` those that a replica has updated, and `updated_rows` rows of them. From these
-    values on, slices, concatenations and sums over different replicas are understood exactly, and so are `unpack` and sums in a
-    wider dtype, which are cast back. The result of any other operator of torch is taken to hold the same elements as its first
-    argument, changed by one step; of rows, none that is known.
+    Waits for reductions give sums over the replicas of a worker; waits for exchanges, or for gathered factors, sums over the
+    replicas of all workers. Slices, concatenations, sums over different replicas, `unpack`, and sums in a wider dtype, cast
+    back, are followed exactly. Any other operator of torch is taken to keep the elements of its first argument, changed by one
+    step; after one on rows, nothing is known.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._found: dict[fx.Node, Part | None] = {}
+        self._part_of: dict[fx.Node, Part | None] = {}
         self._sent = {route_of(program, node): node for graph in program.graphs() for node in sends_in(graph)}
 
     def of(self, value: Any) -> Part | None:
-        """The part of a bucket that a value holds; None if it holds none, or if that cannot be determined."""
+        """The part of a bucket in a value; None if there is none, or if it cannot be determined."""
         if not isinstance(value, fx.Node):
             return None
         waiting, entered = [value], set()
         while waiting:  # depth first, without recursion: the values of a ring are nested as deep as it has rounds
             node = waiting[-1]
-            missing = [n for n in self._sources(node) if n not in self._found and n not in entered]
+            missing = [n for n in self._sources(node) if n not in self._part_of and n not in entered]
             entered.add(node)
-            if missing and node not in self._found:
+            if missing and node not in self._part_of:
                 waiting += missing
             else:
-                self._found.setdefault(node, self._part(node))
+                self._part_of.setdefault(node, self._part(node))
                 waiting.pop()
-        return self._found[value]
+        return self._part_of[value]
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
-        """The values whose parts determine the part of a value."""
         if is_computed(node):
             return list(node.all_input_nodes)
         if node.target is not ops.wait or not node.args or not isinstance(node.args[0], fx.Node):
@@ -127,8 +119,8 @@ class BucketParts:
         if launch.target in (ops.gather_factors, ops.scatter_sums):
             return list(launch.all_input_nodes)
         if launch.target in ops.EXCHANGES:
-            own = replica_at(self._program, node)
-            return [given for given in launch.all_input_nodes if replica_at(self._program, given) == own][:1]
+            replica = replica_at(self._program, node)
+            return [operand for operand in launch.all_input_nodes if replica_at(self._program, operand) == replica][:1]
         return launch.all_input_nodes[:1] if launch.target is ops.broadcast else []
 
     def _part(self, node: fx.Node) -> Part | None:
@@ -152,7 +144,7 @@ class BucketParts:
             return None
         if launch.target in (ops.recv, ops.broadcast):
             (source,) = self._sources(wait) or (None,)
-            return self._found.get(source) if source is not None else None
+            return self._part_of.get(source) if source is not None else None
         if launch.target is ops.gather_factors:
             return self._gathered(wait, self._sources(wait), bucket_of(launch))
         if launch.target is ops.scatter_sums:
@@ -168,25 +160,25 @@ class BucketParts:
         return whole
 
     def _exchanged(self, sources: list[fx.Node], bucket: int) -> Part | None:
-        """The sum over all workers of what each has summed over its replicas; None if this one has offered anything else."""
+        """The sum over all workers; None if this worker has offered anything but its own sum."""
         part = self._exact(sources[0]) if sources else None
-        own, everyone = frozenset(self._program.own_replicas), range(self._program.workers.num_all_replicas)
+        local, everyone = frozenset(self._program.local_replicas), range(self._program.workers.num_all_replicas)
         if part is None or (part.kind, part.bucket) != (GRADIENTS, bucket):
             return None
-        if any(span.replicas != own for span in part.spans):
+        if any(span.replicas != local for span in part.spans):
             return None
         return replace(part, spans=tuple(replace(span, replicas=frozenset(everyone)) for span in part.spans))
 
     def _gathered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        """What a replica makes of the factors of all workers' replicas; None if this worker has offered anything but its own."""
+        """A replica's sum of the factors of all workers; None if this worker has offered anything but its own."""
         first, everyone = self._program.workers.first_replica, range(self._program.workers.num_all_replicas)
         if not 0 <= index < len(self._program.buckets):
             return None
         bucket = self._program.buckets[index]
         for source in sources:
-            own = first + replica_at(self._program, source)
+            replica = first + replica_at(self._program, source)
             part = self._exact(source)
-            if part is None or part.steps or not part.holds(GRADIENTS, index, 0, bucket.num_elements, [own]):
+            if part is None or part.steps or not part.holds(GRADIENTS, index, 0, bucket.num_elements, [replica]):
                 return None
         whole = Part(GRADIENTS, index, (Span(0, bucket.num_elements, frozenset(everyone)),))
         if not bucket.reduces_by_shares and bucket.part is None:
@@ -194,18 +186,18 @@ class BucketParts:
         return _cut(whole, *bucket.updated(replica_at(self._program, wait), self._program.num_replicas))
 
     def _scattered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        """A replica's share of its worker's part of the sum over all; None if the worker has offered anything but its own."""
+        """A replica's share of its worker's part of the sum; None if the worker has offered anything but its own."""
         if not 0 <= index < len(self._program.buckets):
             return None
         bucket, num_replicas = self._program.buckets[index], self._program.num_replicas
-        own, everyone = frozenset(self._program.own_replicas), range(self._program.workers.num_all_replicas)
+        local, everyone = frozenset(self._program.local_replicas), range(self._program.workers.num_all_replicas)
         steps: set[tuple[Any, ...]] = set()
         for source in sources:
             start, stop = 0, bucket.num_elements
             if num_replicas > 1 and bucket.reduces_by_shares:
                 start, stop = bucket.share(replica_at(self._program, source), num_replicas)
             part = self._exact(source)
-            if part is None or (start < stop and not part.holds(GRADIENTS, index, start, stop, own)):
+            if part is None or (start < stop and not part.holds(GRADIENTS, index, start, stop, local)):
                 return None
             steps.add(part.steps)
         if len(steps) != 1:
@@ -214,7 +206,6 @@ class BucketParts:
         return _cut(whole, *bucket.updated(replica_at(self._program, wait), num_replicas))
 
     def _whole(self, kind: str, index: int, replicas: Iterable[int]) -> Part | None:
-        """A bucket, of these replicas of the worker."""
         if not 0 <= index < len(self._program.buckets):
             return None
         bucket: Bucket = self._program.buckets[index]
@@ -222,13 +213,12 @@ class BucketParts:
         return Part(kind, index, (Span(0, bucket.num_elements, frozenset(first + replica for replica in replicas)),))
 
     def _of_pack(self, node: fx.Node, replicas: Iterable[int]) -> Part | None:
-        """The gradients of the pack that an operation names, of these replicas of the worker; None if there is no such pack."""
         whole = self._whole(GRADIENTS, bucket_of(node), replicas)
         if whole is None:
             return None
         packs = self._program.buckets[whole.bucket].own_packs
-        own = next((pack for pack in packs if pack.number == pack_of(node)), None)
-        return _cut(whole, own.start, own.stop) if own is not None else None
+        elements = next((pack for pack in packs if pack.number == pack_of(node)), None)
+        return _cut(whole, elements.start, elements.stop) if elements is not None else None
 
     def _computed(self, node: fx.Node) -> Part | None:
         if node.target in (ops.norm, ops.is_finite):
@@ -240,24 +230,23 @@ class BucketParts:
         if node.target is torch.ops.aten.cat.default:
             return _concatenated([self._exact(source) for source in node.args[0]])  # type: ignore[union-attr, arg-type]
         first, *others = node.args or (None,)
-        part, exact = (find(first) if isinstance(first, fx.Node) else None for find in (self._found.get, self._exact))
+        part, exact = (find(first) if isinstance(first, fx.Node) else None for find in (self._part_of.get, self._exact))
         if part is None or node.target in _SAME_ELEMENTS or node.target is ops.add_accumulated:
             return part
         if part.kind == ROWS:
-            return None  # which elements they are is known in a step alone
+            return None  # their elements are known in a step alone
         if node.target is torch.ops.aten.slice.Tensor and exact is not None:
             return _sliced(exact, *others, **node.kwargs)
         other = self._exact(others[0]) if others and isinstance(others[0], fx.Node) else None
         if node.target is torch.ops.aten.add.Tensor and exact is not None and other is not None and not node.kwargs:
             return _added(exact, other)
-        own = {key: value for key, value in node.kwargs.items() if key not in ("replica", "pack")}
-        if self._narrows_again(part, first, node, own):
+        keywords = {key: value for key, value in node.kwargs.items() if key not in ("replica", "pack")}
+        if self._narrows_again(part, first, node, keywords):
             return replace(part, steps=part.steps[:-1])
-        return replace(part, steps=(*part.steps, said_step(node.target, tuple(others), own)))
+        return replace(part, steps=(*part.steps, named_step(node.target, tuple(others), keywords)))
 
     def _rows(self, node: fx.Node) -> Part | None:
-        """The rows of new parameters that the gradient has, if it is the bucket's sum over all replicas."""
-        parameters, gradient = (self._found.get(source) for source in node.args)  # type: ignore[arg-type]
+        parameters, gradient = (self._part_of.get(source) for source in node.args)  # type: ignore[arg-type]
         index, everyone = bucket_of(node), self._program.reduced_replicas
         if parameters is None or gradient is None or not 0 <= index < len(self._program.buckets):
             return None
@@ -269,39 +258,38 @@ class BucketParts:
         return replace(parameters, kind=ROWS)
 
     def _narrows_again(self, part: Part, value: Any, node: fx.Node, keywords: Mapping[str, Any]) -> bool:
-        """Whether a node casts a value back to a dtype from which it was cast to one that has all its numbers: then sums that
-        were made meanwhile are rounded, and nothing else has changed."""
+        """Whether a node undoes a cast to a wider dtype. Sums in between are rounded then, and nothing else has changed."""
         if node.target is not _CAST or set(keywords) != {"dtype"} or not part.steps:
             return False
         narrow, wide = keywords["dtype"], value.meta["val"].dtype
         *earlier, last = part.steps
         casts = [step for step in earlier if step[0] == target_name(_CAST)]
         is_from_narrow = (
-            casts[-1] == _said_cast(narrow) if casts else narrow == self._program.buckets[part.bucket].dtype
+            casts[-1] == _named_cast(narrow) if casts else narrow == self._program.buckets[part.bucket].dtype
         )
-        return last == _said_cast(wide) and is_from_narrow and torch.promote_types(narrow, wide) == wide
+        return last == _named_cast(wide) and is_from_narrow and torch.promote_types(narrow, wide) == wide
 
     def _exact(self, node: fx.Node) -> Part | None:
-        """The part that a 1-D value holds, if the value has no other elements."""
-        part, value = self._found.get(node), node.meta.get("val")
+        """The part of a 1-D value without other elements; else None."""
+        part, value = self._part_of.get(node), node.meta.get("val")
         if part is None or not isinstance(value, torch.Tensor):
             return None
         return part if value.shape == (part.num_elements,) else None
 
 
-def said_step(target: Any, others: tuple[Any, ...], keywords: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """How the steps of a `Part` name an operator, by its arguments besides the first; nodes among them count as equal."""
+def named_step(target: Any, others: tuple[Any, ...], keywords: Mapping[str, Any] | None = None) -> tuple[str, str]:
+    """The step of an operator in a `Part`: its name and its arguments besides the first; nodes among them count as equal."""
     return target_name(target), repr(fx.node.map_arg((others, dict(keywords or {})), lambda n: "value"))
 
 
-def _said_cast(dtype: torch.dtype) -> tuple[str, str]:
-    return said_step(_CAST, (), {"dtype": dtype})
+def _named_cast(dtype: torch.dtype) -> tuple[str, str]:
+    return named_step(_CAST, (), {"dtype": dtype})
 
 
 def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]]:
-    """The gradients that lie in a value, without the gaps between slots.
+    """The gradients in a value, without the gaps between slots.
 
-    Gives the variable, the place in the bucket where its elements in the value begin, and where they begin and end in the value.
+    Gives the variable, the place in the bucket of its first element in the value, and its start and stop in the value.
     """
     place = 0
     for span in part.spans:
@@ -313,7 +301,7 @@ def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]
 
 
 def _cut(part: Part, start: int, stop: int) -> Part:
-    """The elements of a part from `start` to `stop`, which are counted from the part's first element."""
+    """The elements of a part from `start` to `stop`, counted from the part's first element."""
     spans, place = [], 0
     for span in part.spans:
         length = span.stop - span.start
@@ -339,49 +327,50 @@ def _concatenated(parts: list[Part | None]) -> Part | None:
 
 
 def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
-    """The packs of a bucket, of which workers may send some in part and others whole: if they differ in nothing else, all count
-    as sent in part."""
+    """The packs of a bucket, all as sent in part if workers send some in part and others whole, and they differ in nothing
+    else.
+    """
     name = target_name(ops.add_unsent)
     steps = {part.steps for part in parts if part is not None}
-    in_part = [own for own in steps if any(step[0] == name for step in own)]
+    in_part = [ways for ways in steps if any(step[0] == name for step in ways)]
     if (
         len(steps) != 2
         or len(in_part) != 1
-        or {tuple(s for s in own if s[0] != name) for own in steps} != steps - {*in_part}
+        or {tuple(s for s in ways if s[0] != name) for ways in steps} != steps - {*in_part}
     ):
         return parts
     return [replace(part, steps=in_part[0]) if part is not None else None for part in parts]
 
 
-def _added(one: Part, other: Part) -> Part | None:
-    """The sum of two parts that hold the same elements from different replicas; None if they do not."""
-    if one.kind != GRADIENTS or replace(one, spans=()) != replace(other, spans=()):
+def _added(part: Part, other: Part) -> Part | None:
+    """The sum of two parts with the same elements from different replicas; None for other parts."""
+    if part.kind != GRADIENTS or replace(part, spans=()) != replace(other, spans=()):
         return None
-    spans = list(_pairwise_sums(one, other))
-    return replace(one, spans=tuple(s for s in spans if s is not None)) if None not in spans else None
+    spans = list(_pairwise_sums(part, other))
+    return replace(part, spans=tuple(s for s in spans if s is not None)) if None not in spans else None
 
 
-def _pairwise_sums(one: Part, other: Part) -> Iterator[Span | None]:
+def _pairwise_sums(first: Part, other: Part) -> Iterator[Span | None]:
     cuts = [
         [
             place + offset
             for span, place in zip(part.spans, _places(part), strict=True)
             for offset in (0, span.stop - span.start)
         ]
-        for part in (one, other)
+        for part in (first, other)
     ]
     if cuts[0][-1:] != cuts[1][-1:]:
         yield None
         return
     places = sorted({*cuts[0], *cuts[1]})
     for start, stop in pairwise(places):
-        (left,), (right,) = _cut(one, start, stop).spans, _cut(other, start, stop).spans
+        (left,), (right,) = _cut(first, start, stop).spans, _cut(other, start, stop).spans
         is_sum = (left.start, left.stop) == (right.start, right.stop) and not left.replicas & right.replicas
         yield replace(left, replicas=left.replicas | right.replicas) if is_sum else None
 
 
 def _places(part: Part) -> Iterator[int]:
-    """Where each span begins, counted from the part's first element."""
+    """The start of each span, counted from the part's first element."""
     place = 0
     for span in part.spans:
         yield place

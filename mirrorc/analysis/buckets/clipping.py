@@ -1,4 +1,4 @@
-"""Finds how a program clips gradients: what each update's gradients are scaled by, and whose norm that follows from."""
+"""Clipping in a program: the scaling of each update's gradients, and the norms behind it."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from mirrorc.ir.program import Program
 
 
 def before_rescaling(value: fx.Node) -> fx.Node:
-    """The reduced gradient behind what an update takes: looks through `scale` and `clip_value`."""
+    """The reduced gradient behind an update's operand, without `scale` and `clip_value`."""
     while value.target in ops.RESCALING and value.args and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     return value
 
 
 def rescalings_of(value: fx.Node) -> list[fx.Node]:
-    """The nodes by which a reduced gradient became what an update takes, in order."""
-    found = []
+    """The nodes from a reduced gradient to an update's operand, in order."""
+    rescalings = []
     while value.target in ops.RESCALING and value.args and isinstance(value.args[0], fx.Node):
-        found.append(value)
+        rescalings.append(value)
         value = value.args[0]
-    return found[::-1]
+    return rescalings[::-1]
 
 
 def scaling_factor(node: fx.Node) -> Any:
-    """What a node multiplies a gradient by: a `scale`, or an update that scales by itself. None if it does not."""
+    """The factor of a `scale`, or of an update that scales by itself; None for other nodes."""
     return node.args[1] if node.target in (ops.scale, ops.update) and len(node.args) > 1 else None
 
 
 def rescalings_for(taker: fx.Node, value: fx.Node) -> list[fx.Node]:
-    """The nodes that change a reduced gradient before an optimizer gets it, in order: the update itself is last if it scales."""
+    """The nodes between a reduced gradient and an optimizer, in order: the update itself is last if it scales."""
     return [*rescalings_of(value), *([taker] if scaling_factor(taker) is not None else [])]
 
 
 def gradient_takers(graph: fx.Graph) -> Iterator[fx.Node]:
-    """What takes gradients in the end: the updates, or in a program that accumulates, the sums of each replica.
+    """The final users of gradients: the updates; in a program that accumulates, the sums of each replica.
 
-    A `store` takes parameters, which are made after the commit.
+    A `store` is none: it takes parameters, made after the commit.
     """
     return calls_to(graph, ops.update, ops.step_optimizer, ops.accumulate)
 
 
 def taken_by(taker: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The reduced gradients that an update takes, each with its bucket."""
+    """The reduced gradients of an update, each with its bucket."""
     indices: Any = taker.kwargs.get("buckets") or (taker.kwargs["bucket"],)
     return [(index, value) for index, value in zip(indices, taker.args, strict=False) if isinstance(value, fx.Node)]
 
 
 @dataclass(frozen=True)
 class Factor:
-    """What a gradient is scaled by.
+    """A factor of a gradient.
 
     Attributes:
         clips: the `clip_factor` in it, if there is one.
@@ -71,7 +71,7 @@ class Factor:
 
 
 def factor_of(value: Any) -> Factor | None:
-    """The factor that a node gives; None if it is none that a gradient may be scaled by."""
+    """The factor that a node gives; None if no gradient may be scaled by it."""
     if getattr(value, "target", None) is ops.clip_factor:
         return Factor(value, unscales=False)
     if _is_scale(value, torch.ops.aten.reciprocal.default):
@@ -82,7 +82,7 @@ def factor_of(value: Any) -> Factor | None:
 
 
 def norm_in(value: Any) -> tuple[Any, bool]:
-    """The norm that is told or bounded, and whether it is divided by the scale of the loss first."""
+    """The norm behind a reported or bounded value, and whether it is divided by the scale of the loss."""
     is_unscaled = _is_scale(value, torch.ops.aten.div.Tensor)
     return (value.args[0] if is_unscaled else value), is_unscaled
 
@@ -93,10 +93,10 @@ def _is_scale(value: Any, target: Any) -> bool:
 
 
 def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
-    """The elements of a bucket that a worker's replicas measure together: all of them, or those whose norm other workers need.
+    """The elements of a bucket in a worker's norm: all of them, or the worker's portion of an exchanged norm.
 
-    Workers that deal the optimizer out exchange norms with each other. Of a bucket that each of them updates whole, each then
-    measures as many as another one, so that each element counts once.
+    Workers with a sharded optimizer exchange norms. If each updates all of a bucket, each measures an equal portion, and each
+    element counts once.
     """
     if not (program.deals_out and are_exchanged):
         return Elements(0, bucket.num_elements)
@@ -107,28 +107,27 @@ def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) 
 
 
 def is_checked(commit: fx.Node) -> bool:
-    """Whether a commit depends on what is finite."""
     return commit.kwargs.get("otherwise") is not None
 
 
 def truths_of(commit: fx.Node) -> list[fx.Node]:
-    """The truth values that a commit depends on; the numbers come after them."""
+    """The truth values among a commit's operands; the numbers come after them."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is not ops.norm]
 
 
 def numbers_of(commit: fx.Node) -> list[fx.Node]:
-    """The numbers that a commit exchanges, in the order of the rows of what it gives."""
+    """The numbers among a commit's operands, in the order of the rows of its result."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is ops.norm]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a norm measures.
+    """The operands of a norm.
 
     Attributes:
         norm_type: of the norm.
-        parts: for each operand, of whichever replica, the part of a bucket that it holds; None if it holds none.
-        is_exchanged: whether it is one of numbers that commits have exchanged.
+        parts: for each operand, on any replica, its part of a bucket; None if it has none.
+        is_exchanged: whether it is a norm of numbers exchanged by commits.
     """
 
     norm_type: float
@@ -137,7 +136,7 @@ class Measured:
 
 
 class Norms:
-    """Finds what each norm of a program measures, over all replicas.
+    """The norms of a program, over all replicas.
 
     Args:
         program: an UPDATED program or a later one.
@@ -149,7 +148,7 @@ class Norms:
         self._all_commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit)]
 
     def of(self, node: fx.Node) -> Measured | None:
-        """What a node measures; None if it is no norm, or takes what the replicas do not exchange."""
+        """The operands of a norm; None if the node is no norm, or takes numbers that the replicas do not exchange."""
         if node.target is not ops.norm:
             return None
         norm_type = float(node.kwargs["norm_type"])  # type: ignore[arg-type]
@@ -160,8 +159,8 @@ class Norms:
         row: Any = node.kwargs.get("row", 0)
         parts: list[Part | None] = []
         for commit in self._all_commits:
-            own = numbers_of(commit)
-            part = self.of(own[row]) if row < len(own) and ops.commit not in _targets(own[row]) else None
+            numbers = numbers_of(commit)
+            part = self.of(numbers[row]) if row < len(numbers) and ops.commit not in _targets(numbers[row]) else None
             if part is None or part.norm_type != norm_type:
                 return None
             parts += part.parts
@@ -173,23 +172,22 @@ def _targets(node: fx.Node) -> list[object]:
 
 
 def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
-    """The commit of each replica."""
     return {replica_of(node): node for node in calls_to(graph, ops.commit)}
 
 
 def lies_in_own_memory(value: Any) -> bool:
-    """Whether a reduced gradient of a lowered program lies in memory that no other replica and no other value reads."""
+    """Whether a reduced gradient of a lowered program has memory that no other replica and no other value reads."""
     if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated, ops.decompress):
         return True  # it was made so, or there is one replica
     if value.target is ops.unpack:
         return all(map(lies_in_own_memory, value.all_input_nodes))
     launch = value.all_input_nodes[0] if value.target is ops.wait else None
     if launch is not None and launch.target in ops.EXCHANGES:
-        return True  # it was what the replica alone has of its worker's sum
+        return True  # it was the replica's own part of its worker's sum
     if launch is None or launch.target not in ops.REDUCTIONS:
         return False
-    is_own = launch.target in ops.SHARED_OUT or launch.target is ops.all_gather
-    return is_own or link_named(launch.kwargs["link"]).sum_place is not SumPlace.FIRST
+    is_in_each = launch.target in ops.SHARED_OUT or launch.target is ops.all_gather
+    return is_in_each or link_named(launch.kwargs["link"]).sum_place is not SumPlace.FIRST
 
 
 def is_known_by_rows(wait: fx.Node) -> bool:

@@ -1,1 +1,1 @@
-"""Of what workers exchange."""
+"""Messages between workers."""

@@ -1,4 +1,4 @@
-"""Finds where the replicas of a worker meet those of the others, as the model asks for it, and how many rows they have there."""
+"""Meetings of a worker's replicas with those of other workers, and the rows in them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ NO_CLAIM = -1
 
 @dataclass(frozen=True)
 class WorkerMeeting:
-    """A meeting of the replicas of all workers, as one worker's program has it.
+    """A meeting of the replicas of all workers, in one worker's program.
 
     Attributes:
-        number: tells it from others.
+        number: identifies it.
         name: of the operation.
-        shape: of what is added up, or of all rows.
-        dtype: of the values.
-        rows: those that this worker's replicas have; None if all replicas have values of one shape.
-        before: those of the workers before it, or `NO_CLAIM`.
+        shape: of the sum, or of all rows.
+        rows: the number of this worker's rows; None if all replicas have values of one shape.
+        before: the number of rows of the workers before it, or `NO_CLAIM`.
         first: the first node of it.
     """
 
@@ -41,13 +40,13 @@ class WorkerMeeting:
 
     @property
     def line(self) -> str:
-        """What all workers must have alike of it."""
+        """Its common properties on all workers, as text."""
         shape = list(self.shape) if self.rows is None else ["rows", *self.shape[1:]]
         return f"{self.name} {self.number} {self.dtype} {', '.join(map(str, shape))}"
 
 
 def worker_meetings(program: Program) -> list[WorkerMeeting]:
-    """The meetings of a program with the replicas of other workers, in order; none of a program that meets no others."""
+    """The meetings of a program with the replicas of other workers, in order."""
     if not program.meets_workers:
         return []
     graphs = (
@@ -61,15 +60,15 @@ def worker_meetings(program: Program) -> list[WorkerMeeting]:
 def _meeting(node: fx.Node, everyone: Sequence[fx.Node]) -> WorkerMeeting:
     words: Any = node.kwargs
     if node.target is ops.attend:
-        is_of_rows = words["meeting"] in {operation_name(one) for one in _OF_ROWS}
+        is_of_rows = words["meeting"] in {operation_name(operation) for operation in _OF_ROWS}
         rows = 0 if is_of_rows else None
         return WorkerMeeting(
             _number(node), words["meeting"], tuple(words["shape"]), words["dtype"], rows, NO_CLAIM, node
         )
     value = (node if node.target is ops.rows_of_replicas else node.all_input_nodes[0]).meta["val"]
-    own = sum(map(rows_of_meeting, everyone)) if node.target in _OF_ROWS else None
+    num_rows = sum(map(rows_of_meeting, everyone)) if node.target in _OF_ROWS else None
     before = words.get("before", 0) if node.target in _OF_ROWS else NO_CLAIM
-    return WorkerMeeting(_number(node), name_of(node), tuple(value.shape), value.dtype, own, before, node)
+    return WorkerMeeting(_number(node), name_of(node), tuple(value.shape), value.dtype, num_rows, before, node)
 
 
 def meetings_of_rows(graph: fx.Graph) -> list[fx.Node]:
@@ -78,7 +77,6 @@ def meetings_of_rows(graph: fx.Graph) -> list[fx.Node]:
 
 
 def rows_of_meeting(node: fx.Node) -> int:
-    """How many rows a replica has in a meeting of rows."""
     rows: Any = node.kwargs["rows"]
     return int(rows) if node.target is ops.own_rows_of_sum else len(node.all_input_nodes[0].meta["val"])
 
@@ -91,33 +89,35 @@ def _number(node: fx.Node) -> int:
 # What workers tell each other of them
 
 RowsElsewhere = tuple[tuple[int, int], ...]
-"""For each meeting of rows in program order, how many rows the workers before this one have, and those behind it."""
+"""For each meeting of rows in program order, the numbers of rows of the workers before this one, and of those behind it."""
 
 
 def rows_told(program: Program) -> tuple[int, ...]:
-    """For each meeting of rows: how many this worker has, how many the program takes the workers before it to have, and all."""
-    found = [one for one in worker_meetings(program) if one.rows is not None]
-    return tuple(number for one in found for number in (one.rows or 0, one.before, one.shape[0]))
+    """For each meeting of rows: this worker's number, the number assumed for the workers before it, and the assumed total."""
+    meetings = [meeting for meeting in worker_meetings(program) if meeting.rows is not None]
+    return tuple(number for meeting in meetings for number in (meeting.rows or 0, meeting.before, meeting.shape[0]))
 
 
 def no_rows_told(program: Program) -> tuple[int, ...]:
-    """As `rows_told`, of a worker that has left, which takes the others to have what they will tell."""
-    return (0, NO_CLAIM, NO_CLAIM) * sum(one.rows is not None for one in worker_meetings(program))
+    """`rows_told` of a worker that has left, with no claims about the others."""
+    return (0, NO_CLAIM, NO_CLAIM) * sum(meeting.rows is not None for meeting in worker_meetings(program))
 
 
-def rows_agree(told: Sequence[Sequence[int]]) -> bool:
-    """Whether the programs of all workers, by rank, are those for the rows that all have."""
-    for place in range(0, len(told[0]), 3):
-        own = [one[place] for one in told]
-        for rank, one in enumerate(told):
-            claims = one[place + 1], one[place + 2]
-            true = sum(own[:rank]), sum(own)
-            if any(claim not in (NO_CLAIM, fact) for claim, fact in zip(claims, true, strict=True)):
+def rows_agree(claims: Sequence[Sequence[int]]) -> bool:
+    """Whether the programs of all workers, by rank, assume the true numbers of rows."""
+    for place in range(0, len(claims[0]), 3):
+        rows = [claim[place] for claim in claims]
+        for rank, claim in enumerate(claims):
+            assumed = claim[place + 1], claim[place + 2]
+            true = sum(rows[:rank]), sum(rows)
+            if any(number not in (NO_CLAIM, fact) for number, fact in zip(assumed, true, strict=True)):
                 return False
     return True
 
 
-def rows_elsewhere(told: Sequence[Sequence[int]], rank: int) -> RowsElsewhere:
-    """What the workers besides one have, of what all have told by rank."""
-    places = range(0, len(told[0]), 3)
-    return tuple((sum(one[i] for one in told[:rank]), sum(one[i] for one in told[rank + 1 :])) for i in places)
+def rows_elsewhere(claims: Sequence[Sequence[int]], rank: int) -> RowsElsewhere:
+    """The rows of the workers before and behind ``rank``, by the messages of all workers."""
+    places = range(0, len(claims[0]), 3)
+    return tuple(
+        (sum(claim[i] for claim in claims[:rank]), sum(claim[i] for claim in claims[rank + 1 :])) for i in places
+    )

@@ -1,7 +1,7 @@
-"""Finds what a worker's program exchanges with the others, which must be the same on all of them, and hashes it.
+"""A worker's schedule of communication with the others, and its hash. It must be the same on all workers.
 
-Workers whose programs differ would wait for each other forever, or add up what does not belong together. They have no program in
-common: each has that of its own devices. What they compare is this schedule.
+Workers with different schedules would wait for each other forever, or add up unrelated values. Their programs differ, because
+each has its own devices, so they compare this schedule.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from mirrorc.ir.program import Program
 
 
 def worker_schedule(program: Program) -> tuple[str, ...]:
-    """The worker schedule of a program: a line on who takes part, one for each meeting of all replicas that the model asks for,
-    in their order, and one for each exchange, in the order of their launches.
+    """The worker schedule of a program: a line on the workers, one for each meeting of all replicas, in order, and one for
+    each exchange, in the order of launches.
 
-    A line says all of an exchange that the other workers must have alike: operation, bucket, dtype, the number of elements, the
-    variables with their shapes and places, the link, who updates it, and the rows of factors if these are sent. The devices of a
-    worker and their shares are its own. A line on a meeting says operation, number, dtype and shape, but not how many rows are
-    gathered, of which workers tell each other in each step.
+    A line on an exchange has the common facts of all workers: operation, bucket, dtype, number of elements, variables with
+    shapes and places, link, update rule, and rows of factors. The devices of a worker and their shares are its own. A line on
+    a meeting has operation, number, dtype and shape, without the number of gathered rows: workers exchange these in each step.
     """
     everyone = " ".join(map(str, program.workers.devices_per_worker))
     launches = calls_to(_first_graph(program), *ops.BETWEEN_WORKERS)
-    met = (one.line for one in worker_meetings(program))
+    met = (meeting.line for meeting in worker_meetings(program))
     return (f"devices of workers: {everyone}", *met, *(_line(program, node) for node in launches))
 
 
@@ -38,14 +37,13 @@ def schedule_hash(program: Program) -> str:
 
 
 def _first_graph(program: Program) -> fx.Graph:
-    """The graph of all devices, or that of the first; the verifier checks that all exchange the same."""
+    """The graph of all devices, or of the first one. All exchange the same; the verifier checks this."""
     return program.graphs()[0]
 
 
 def _elements(bucket: Bucket, node: fx.Node) -> str:
-    """The elements of a bucket that an exchange is about, if it is cut."""
-    found = [pack for pack in bucket.packs if pack.number == pack_of(node)]
-    return "".join(f" pack {pack.number} at {pack.start} to {pack.stop}" for pack in found)
+    packs = [pack for pack in bucket.packs if pack.number == pack_of(node)]
+    return "".join(f" pack {pack.number} at {pack.start} to {pack.stop}" for pack in packs)
 
 
 def _line(program: Program, node: fx.Node) -> str:

@@ -1,1 +1,1 @@
-"""Of gradients: factors, rows, which region makes them."""
+"""Factors, rows and origins of gradients."""

@@ -1,4 +1,4 @@
-"""Finds which gradients regions take from backwards that run as plain PyTorch."""
+"""Gradients taken by regions from backwards that run as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from mirrorc.ir.nodes import calls_to
 
 @dataclass(frozen=True)
 class Taken:
-    """What a graph takes from one backward.
+    """The gradients taken by a graph from one backward.
 
     Attributes:
-        call: the number of the call whose backward it is.
-        token, tangent: what says which backward, as in the graph.
-        places: of the parameters, in the order in which their gradients are taken.
-        nodes: which take them.
+        call: the number of its call.
+        token, tangent: the values in the graph that identify the backward.
+        places: of the parameters, in the order of their takes.
     """
 
     call: int
@@ -31,13 +30,13 @@ class Taken:
 
 
 def taken_gradients(graph: fx.Graph) -> list[Taken]:
-    """What a graph takes, a record for each backward, in the order of first takes."""
-    found: dict[Any, list[fx.Node]] = {}
+    """One record for each backward, in the order of first takes."""
+    takes: dict[Any, list[fx.Node]] = {}
     for node in calls_to(graph, take_gradient):
-        found.setdefault(node.args[:3], []).append(node)
+        takes.setdefault(node.args[:3], []).append(node)
     return [
         Taken(call, token, tangent, tuple(cast("int", node.args[4]) for node in nodes), tuple(nodes))
-        for (call, token, tangent), nodes in found.items()
+        for (call, token, tangent), nodes in takes.items()
     ]
 
 
@@ -47,5 +46,5 @@ def places_of_arguments(graph: fx.Graph, values: Sequence[fx.Node]) -> list[int]
     Raises:
         ValueError: one is no argument.
     """
-    given = [node for node in graph.nodes if node.op == "placeholder"]
-    return [given.index(value) for value in values]
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    return [placeholders.index(value) for value in values]

@@ -1,4 +1,4 @@
-"""Finds which gradients stay factors until their bucket is packed, and where the whole gradient is made."""
+"""Gradients left as factors until their bucket is packed, and the places where they become whole."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from mirrorc.ir.program import Program
 
 
 class Maker(Enum):
-    """Where a gradient is made from its factors."""
+    """The place where a gradient is made from its factors."""
 
     SHARES = "by shares at the wait"
-    """When a device waits for the bucket, it makes its share of the sum over all replicas."""
+    """At a device's wait for the bucket, its share of the sum over all replicas."""
     GATHERED = "at the wait"
-    """When a device waits for the bucket, it makes the sum over all replicas for itself; of a table whose optimizer takes rows,
-    those that any of them has looked up."""
+    """At a device's wait for the bucket, the whole sum over all replicas; of a table with a row-wise optimizer, the rows
+    looked up by any replica.
+    """
     PACK = "by pack"
-    """Each replica makes its own whole gradient in its bucket."""
+    """Each replica's own whole gradient, in its bucket."""
     AT_ONCE = "at once"
-    """Each replica makes its own whole gradient early, because an operation other than `pack` uses it."""
+    """Each replica's own whole gradient, early, because an operation other than `pack` uses it."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class FactoredSlot:
 
     Attributes:
         place: its number among the bucket's slots; the slot is contiguous.
-        form: how the gradient is made of the factors.
-        details: what else it depends on, by the keywords of the form's operation.
+        details: its other parameters, by the keywords of the form's operation.
     """
 
     place: int
@@ -47,13 +47,12 @@ class FactoredSlot:
 
 
 def stays_factored(gradient: Any) -> bool:
-    """Whether a gradient stays factors up to its `pack`, which is the only operation that uses it."""
+    """Whether a gradient stays factors up to its `pack`, its only user."""
     return gradient.target in ops.FACTORED and all(user.target is ops.pack for user in gradient.users)
 
 
 def is_left_to_shares(pack: fx.Node) -> bool:
-    """Whether every use of a packed bucket makes its sum, or shares of that, in the memory that the replicas share or from
-    gathered factors."""
+    """Whether every use of a packed bucket makes its sum, or shares of it, in shared memory or from gathered factors."""
     return all(
         user.target in (ops.gather_factors, ops.all_gather)
         or (user.target is ops.reduce_scatter and link_named(user.kwargs["link"]).reads_one_memory)
@@ -72,18 +71,18 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
 
 
 def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
-    """The slots of a bucket whose gradients are packed as factors, in a LOWERED program; this worker may have no examples."""
+    """`factored_slots` of a bucket, in a LOWERED program; this worker may have no examples."""
     sent = program.buckets[bucket].sent_factors
     if not sent:
         return factored_slots(pack_of_gradients(program, bucket))
     return [
-        FactoredSlot(place, form_named(one.operation), {detail.name: detail.value for detail in one.details})
-        for place, one in enumerate(sent)
+        FactoredSlot(place, form_named(factors.operation), {detail.name: detail.value for detail in factors.details})
+        for place, factors in enumerate(sent)
     ]
 
 
 def pack_of_gradients(program: Program, bucket: int) -> fx.Node:
-    """The pack of a bucket on the first device of a LOWERED program that has gradients: all that have any pack the same ones."""
+    """The first device's pack of a bucket with gradients, in a LOWERED program. All packs with gradients have the same ones."""
     graph = list(program.device_graphs.values())[program.first_present].graph
     return next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket)
 
@@ -101,7 +100,7 @@ def factor_values(gradient: fx.Node) -> list[tuple[torch.Tensor, ...]]:
 
 
 def maker_of(gradient: fx.Node) -> Maker | None:
-    """Where a factored gradient is made whole; None as long as the gradient is not packed or no link is chosen."""
+    """The place where a factored gradient is made whole; None before the gradient is packed or a link is chosen."""
     users = list(gradient.users)
     if any(user.op == "output" for user in users):
         return None

@@ -1,4 +1,4 @@
-"""Finds which gradients regions can give as factors, and for which of them the factors are smaller."""
+"""Gradients of regions with smaller factors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from mirrorc.torch_internals import assume_num_elements, num_elements_now
 
 
 class FactorsOfRegions:
-    """The gradients of a program that all of its regions can give as factors which are smaller than the gradients.
+    """The gradients of a program that all of its regions can give as smaller factors.
 
     Args:
         program: an OUTLINED program.
-        graphs: its graphs.
         bodies: the bodies of its regions, by name.
         names: the gradients that may be factored, with their variables.
-        whole: gets the reason why a variable's gradient stays whole, for all others that regions give.
-        due: the variables whose gradients are wanted as factors, whatever their sizes.
+        whole: filled with the reason why a variable's gradient stays whole, for all others.
+        due: the variables whose gradients must be factors, whatever their sizes.
     """
 
     def __init__(
@@ -38,36 +37,35 @@ class FactorsOfRegions:
         due: Collection[str],
     ) -> None:
         self._names, self._calls = names, calls_by_region(graphs)
-        self._found = {
+        self._recognized_in = {
             name: dict(_recognized(program, bodies[name], calls, names, whole)) for name, calls in self._calls.items()
         }
         of_graph: dict[str, dict[fx.Graph, tuple[fx.Node, FactoredGradient]]] = {}
-        for name, own in self._found.items():
+        for name, factored in self._recognized_in.items():
             results: Any = bodies[name].output_node().args[0]
-            for place, gradient in own.items():
+            for place, gradient in factored.items():
                 for part in self._parts(name, place):
                     of_graph.setdefault(names[part], {})[part.graph] = results[place], gradient
         self._chosen = {
             variable
-            for variable, own in of_graph.items()
-            if _are_smaller(program, graphs, variable, own, whole, is_due=variable in due)
+            for variable, factored in of_graph.items()
+            if _are_smaller(program, graphs, variable, factored, whole, is_due=variable in due)
         }
 
     def chosen(self, region: str) -> dict[int, FactoredGradient]:
-        """The factors of each gradient that a region is to give as factors, by the index of the result that is the gradient."""
+        """The factors of each gradient that a region is to give as factors, by the index of the result."""
         return {
             place: gradient
-            for place, gradient in self._found[region].items()
+            for place, gradient in self._recognized_in[region].items()
             if all(self._names[part] in self._chosen for part in self._parts(region, place))
         }
 
     def _parts(self, region: str, place: int) -> list[fx.Node]:
-        """The nodes that take one result of a region, over all its calls."""
         return [part for call in self._calls[region] for part in call.users if part.args[1] == place]
 
 
 def arguments_of(body: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each placeholder of a region's body, the arguments that the calls pass for it."""
+    """For each placeholder of a region's body, the arguments of all calls."""
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     return {p: [node.args[i] for node in calls] for i, p in enumerate(placeholders)}  # type: ignore[misc]
 
@@ -75,49 +73,48 @@ def arguments_of(body: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, list
 def _recognized(
     program: Program, body: fx.Graph, calls: list[fx.Node], names: Mapping[fx.Node, str], whole: dict[str, str]
 ) -> dict[int, FactoredGradient]:
-    """The factors of each gradient that has some, by the index of the region's result that is the gradient."""
     results: Sequence[fx.Node] = body.output_node().args[0]  # type: ignore[assignment]
-    given, viewed_variables = arguments_of(body, calls), ViewedVariables(program)
+    arguments, viewed_variables = arguments_of(body, calls), ViewedVariables(program)
     places = [gradient_places(node, names)[0] for node in calls]
-    found = {}
+    factored = {}
     for place in places[0]:
-        if not all(place in own for own in places):
+        if not all(place in by_place for by_place in places):
             continue
         gradient = recognize(results[place])
-        variables = [own[place] for own in places]
+        variables = [by_place[place] for by_place in places]
         if gradient is None or results.count(results[place]) > 1:
             whole.update(dict.fromkeys(variables, _of_no_form()))
             continue
         shown = set().union(*map(origins, gradient.factors))
-        sources = [source for origin in shown for source in given.get(origin, ())]
+        sources = [source for origin in shown for source in arguments.get(origin, ())]
         if any(map(viewed_variables.of, sources)):
             whole.update(dict.fromkeys(variables, "with a parameter as a factor, which an update writes"))
         else:
-            found[place] = gradient
-    return found
+            factored[place] = gradient
+    return factored
 
 
 def _are_smaller(
     program: Program,
     graphs: Sequence[fx.Graph],
     variable: str,
-    own: Mapping[fx.Graph, tuple[fx.Node, FactoredGradient]],
+    of_graph: Mapping[fx.Graph, tuple[fx.Node, FactoredGradient]],
     whole: dict[str, str],
     *,
     is_due: bool,
 ) -> bool:
-    """Whether a variable's gradient has factors on all replicas, whatever the sizes of their shards, and these are smaller.
+    """Whether a variable's gradient has factors on all replicas, for all shard sizes, and these are smaller.
 
-    The factors of all microbatches of a replica count together. One device has no shares to make: it is given factors of those
-    gradients alone of which it need not write every element. Which factors workers send to each other is decided before, alike on
-    all of them, and which ones an optimizer takes (``is_due``).
+    The factors of all microbatches of a replica count together. One device makes no shares: factors help it only with
+    gradients that it need not write whole. Factors for other workers, or for an optimizer (``is_due``), are decided before,
+    alike on all workers.
     """
-    if len(own) < len(graphs):
+    if len(of_graph) < len(graphs):
         return False
     shards = set(program.shard_of_microbatch) or {(shard,) for shard in range(len(graphs))}
     for shard in shards - {()}:
-        found = [own[graphs[number]] for number in shard]
-        result, (first, *_) = found[0][0], [gradient for _, gradient in found]
+        gradients = [of_graph[graphs[number]] for number in shard]
+        result, (first, *_) = gradients[0][0], [gradient for _, gradient in gradients]
         if program.num_replicas == 1 and first.form.writes_all and not is_due:
             whole[variable] = "of which one device writes every element in any case"
             return False
@@ -129,7 +126,7 @@ def _are_smaller(
             return False
         if is_due:
             continue
-        factors = [factor.meta["val"] for _, gradient in found for factor in gradient.factors]
+        factors = [factor.meta["val"] for _, gradient in gradients for factor in gradient.factors]
         is_worth_it = first.form.is_worth_it(result.meta["val"], factors)
         _keep_to_such_sizes(factors, result.meta["val"], are_chosen=is_worth_it)
         if not is_worth_it:
@@ -142,7 +139,7 @@ _MUCH = 4  # with symbols: how many times larger or smaller factors may become t
 
 
 def _keep_to_such_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:
-    """Has a graph with symbolic sizes be right for those alone with which the choice would be much the same."""
+    """Guards a graph with symbolic sizes: it runs only for sizes with much the same choice."""
     whole = num_elements_now(gradient)
     if are_chosen:
         assume_num_elements(factors, most=whole * _MUCH)

@@ -1,4 +1,4 @@
-"""Finds which results of regions are gradients."""
+"""Gradients among the results of regions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from mirrorc.ir.nodes import calls_to
 
 
 def gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The gradients of an outlined graph, each with its variable; a node that is also another result of the graph is left out."""
+    """The gradients of an outlined graph, each with its variable, without nodes that are also other results of the graph."""
     output: Any = graph.output_node().args[0]
-    found: dict[fx.Node, str] = {}
+    names: dict[fx.Node, str] = {}
     shared: set[fx.Node] = {output["loss"], *output["writes"].values()}
     for name, node in output["gradients"].items():
-        if node in found:
+        if node in names:
             shared.add(node)
-        found[node] = name
-    return {node: name for node, name in found.items() if node not in shared}
+        names[node] = name
+    return {node: name for node, name in names.items() if node not in shared}
 
 
 def calls_by_region(graphs: Sequence[fx.Graph]) -> dict[str, list[fx.Node]]:
-    """The calls of each region."""
     calls: dict[str, list[fx.Node]] = {}
     for graph in graphs:
         for node in calls_to(graph, ops.call_region):
@@ -37,14 +36,14 @@ def gradient_places(call: fx.Node, names: Mapping[fx.Node, str]) -> tuple[dict[i
     """The gradients among a call's results.
 
     Returns:
-        The variables by the index of the result that is their gradient, and the variables whose gradients have other uses too.
+        The variables by the index of the gradient among the results, and the variables whose gradients have other uses too.
     """
-    own: dict[int, str] = {}
+    variables: dict[int, str] = {}
     left = []
     for part in call.users:
         if part.target is operator.getitem and part in names:
             if all(user.op == "output" for user in part.users):
-                own[part.args[1]] = names[part]  # type: ignore[index]
+                variables[part.args[1]] = names[part]  # type: ignore[index]
             else:
                 left.append(names[part])
-    return own, left
+    return variables, left

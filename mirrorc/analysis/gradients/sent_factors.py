@@ -1,4 +1,4 @@
-"""Finds which factors a worker sends to the others, and how many rows they have."""
+"""Factors that a worker sends to the others, and their numbers of rows."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def _recognized(graph: fx.Graph, variables: ViewedVariables) -> dict[str, tuple[
 
 
 def sent_factors(program: Program, variable: str) -> SentFactors:
-    """What workers send of a variable's gradient in a captured program, where it is `sendable`."""
+    """The factors that workers send of a variable's `sendable` gradient in a captured program."""
     gradient = recognize(_gradients(program.shard_graphs[0])[variable])
     assert gradient is not None, "the gradient can be sent as factors"
-    found = _described(gradient.form, fake_rows(gradient), gradient.details)
-    assert found is not None, "the gradient can be sent as factors"
-    return found
+    factors = _described(gradient.form, fake_rows(gradient), gradient.details)
+    assert factors is not None, "the gradient can be sent as factors"
+    return factors
 
 
 def fake_rows(gradient: FactoredGradient) -> list[torch.Tensor] | None:
@@ -103,24 +103,24 @@ def _gradients(graph: fx.Graph) -> dict[str, fx.Node]:
 def _described(
     form: GradientForm, rows: Sequence[torch.Tensor] | None, details: Mapping[str, Any]
 ) -> SentFactors | None:
-    """What workers send of a gradient; None if it cannot be sent as factors."""
+    """The record of a gradient's sent factors; None if it cannot be sent as factors."""
     if rows is None or not all(type(value) is int for value in details.values()):
         return None
-    kinds = tuple(RowType(sizes_key(own.shape[1:]), own.dtype) for own in rows)
-    said = tuple(Detail(name, value) for name, value in sorted(details.items()))
-    return SentFactors(form.operation.__name__, kinds, said)
+    kinds = tuple(RowType(sizes_key(factor.shape[1:]), factor.dtype) for factor in rows)
+    sorted_details = tuple(Detail(name, value) for name, value in sorted(details.items()))
+    return SentFactors(form.operation.__name__, kinds, sorted_details)
 
 
 # In a program with packed buckets
 
 
 def gradients_of(pack: fx.Node) -> list[fx.Node]:
-    """What a replica packs, in order of the slots."""
+    """In order of the slots."""
     return list(pack.args)  # type: ignore[arg-type]
 
 
 def packed_factors(gradient: fx.Node) -> SentFactors | None:
-    """What workers send of a gradient that is left as factors; None if factors of its form are not sent."""
+    """The sent factors of a gradient left as factors; None if factors of its form are not sent."""
     rows = rows_of(gradient)
     return _described(form_of(gradient), rows[0], details_of(gradient)) if rows is not None else None
 
@@ -133,24 +133,24 @@ def rows_of(gradient: fx.Node) -> list[list[torch.Tensor]] | None:
 
 
 def factor_bytes(pack: fx.Node) -> int:
-    """The bytes of all factors of a packed bucket."""
-    found = [rows_of(gradient) or [] for gradient in gradients_of(pack)]
-    return sum(num_bytes_now(rows) for parts in found for part in parts for rows in part)
+    rows_of_gradients = [rows_of(gradient) or [] for gradient in gradients_of(pack)]
+    return sum(num_bytes_now(rows) for parts in rows_of_gradients for part in parts for rows in part)
 
 
 def packs_of(program: Program, bucket: int) -> list[fx.Node]:
-    """The packs of a bucket in a lowered program, of each replica."""
+    """One of each replica, in a lowered program."""
     graphs = (module.graph for module in program.device_graphs.values())
     return [next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket) for graph in graphs]
 
 
 def factors_of_shares(program: Program, bucket: int) -> list[list[list[tuple[torch.Tensor, ...]]]]:
-    """The (fake) factors of which devices make their shares of a bucket, in a LOWERED program: of each replica with examples, of
-    each gradient, of each part. Other workers are taken to have as many as this one."""
+    """The (fake) factors from which devices make their shares of a bucket, in a LOWERED program: of each replica with
+    examples, of each gradient, of each part. Other workers are assumed to have as many as this one.
+    """
     packs = [pack for pack in packs_of(program, bucket) if pack.args]
-    found = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
+    factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
     is_gathered = any(user.target is ops.gather_factors for pack in packs for user in pack.users)
-    return found * program.workers.num_workers if is_gathered else found
+    return factors * program.workers.num_workers if is_gathered else factors
 
 
 def row_counts(program: Program) -> Counts:
@@ -168,7 +168,7 @@ def row_counts(program: Program) -> Counts:
 
 
 def no_rows(program: Program) -> Counts:
-    """As `row_counts`, of the program that is run in place of a lowered one on a batch without examples."""
+    """`row_counts` of the program for a batch without examples."""
     return (0,) * sum(program.num_replicas * len(bucket.sent_factors) for bucket in program.buckets)
 
 
@@ -177,13 +177,13 @@ def split_counts(counts: Counts, num_gradients: Sequence[int], num_replicas: int
 
     Args:
         counts: as `row_counts` gives them.
-        num_gradients: of each bucket that is sent as factors.
-        num_replicas: of the worker that has them.
+        num_gradients: of each bucket sent as factors.
+        num_replicas: of the worker of these counts.
     """
-    given = iter(counts)
-    found = [
-        [[tuple(next(given) for _ in range(next(given))) for _ in range(num_replicas)] for _ in range(number)]
+    remaining = iter(counts)
+    split = [
+        [[tuple(next(remaining) for _ in range(next(remaining))) for _ in range(num_replicas)] for _ in range(number)]
         for number in num_gradients
     ]
-    assert next(given, None) is None, "all workers have one plan"
-    return found
+    assert next(remaining, None) is None, "all workers have one plan"
+    return split

@@ -1,4 +1,4 @@
-"""Says how many rows of a table an optimizer that takes rows writes in a step, at most, and how many bytes they are."""
+"""Bounds on the rows of a table that a row-wise optimizer writes in a step, and their bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mirrorc.torch_internals import size_now
 
 
 def most_rows(program: Program, index: int) -> int:
-    """The rows of a table that a step's gradient has, at most: each lookup of it, but no more than the table has.
+    """The most rows of a table in a step's gradient: one for each lookup, but no more than the table has.
 
-    Other workers are taken to look up as much as this one; if this one has no examples, nothing is known of them.
+    Other workers are assumed to look up as much as this one; if this one has no examples, nothing is known of them.
 
     Args:
         program: a program with packed buckets.
-        index: of the bucket, whose optimizer takes rows.
+        index: of the bucket with the row-wise optimizer.
     """
     bucket = program.buckets[index]
     rows_of_table = bucket.slots[0].shape[0]
@@ -31,13 +31,13 @@ def most_rows(program: Program, index: int) -> int:
 
 
 def bytes_of_rows_sent(program: Program, index: int) -> int:
-    """What those rows have, without indices, which every device has."""
+    """The bytes of those rows, without indices: every device has these."""
     bucket = program.buckets[index]
     return most_rows(program, index) * bucket.slots[0].shape[1] * bucket.dtype.itemsize
 
 
 def bytes_of_sent(program: Program, send: fx.Node) -> int:
-    """The bytes of a value that a `send` gives, at most: of rows, as many as there may be."""
+    """The most bytes of a `send`'s value."""
     value = send.all_input_nodes[0]
     if value.target is ops.updated_rows:
         return bytes_of_rows_sent(program, bucket_of(value))
@@ -46,10 +46,10 @@ def bytes_of_sent(program: Program, send: fx.Node) -> int:
 
 
 def is_of_rows(receipt: fx.Node) -> bool:
-    """Whether a `recv` receives rows, which nothing but `store_rows` takes."""
+    """Whether a `recv` receives rows for `store_rows`."""
     return any(user.target is ops.store_rows for wait in receipt.users for user in wait.users)
 
 
 def gives_indices_alone(wait: fx.Node) -> bool:
-    """Whether of a sum of rows that a device waits for nothing is taken but which rows there are."""
+    """Whether only the indices of an awaited sum of rows are used."""
     return all(user.target is ops.store_rows for user in wait.users)

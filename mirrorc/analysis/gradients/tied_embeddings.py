@@ -1,4 +1,4 @@
-"""Finds gradients that are a product and rows of a table: those of a weight that is an embedding's table and a linear layer's."""
+"""Gradients that are a product plus rows of a table: those of a weight shared by an embedding and a linear layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class AddedRows:
-    """A gradient that a region makes by adding rows to a product that a region before has made for nothing else.
+    """A gradient made in a region by adding rows to a product of an earlier region, used for nothing else.
 
     Attributes:
-        variable: whose gradient it is.
         region: adds the rows.
-        place: the region's result that is the gradient: the sum of an argument and a table's gradient.
-        product: the result of the region before, a node of the program's graph.
+        place: the index of the gradient among the region's results: the sum of an argument and a table's gradient.
+        product: the result of the earlier region, a node of the program's graph.
     """
 
     variable: str
@@ -37,17 +36,10 @@ class AddedRows:
 def added_rows(
     program: Program, graphs: Sequence[fx.Graph], names: Mapping[fx.Node, str], slots: Mapping[str, Slot]
 ) -> list[AddedRows]:
-    """The gradients of this kind whose regions are called once, and whose slots have the product's layout.
-
-    Args:
-        program: an OUTLINED program.
-        graphs: its graphs.
-        names: the gradients in them, with their variables.
-        slots: by variable.
-    """
+    """The gradients of this kind, of regions called once, in slots with the product's layout. ``program`` is OUTLINED."""
     calls = calls_by_region(graphs)
     once = {name: nodes[0] for name, nodes in calls.items() if len(nodes) == 1}
-    found: list[AddedRows] = []
+    added: list[AddedRows] = []
     for name, node in once.items():
         results: Any = program.regions[name].graph_module.graph.output_node().args[0]
         for place, variable in gradient_places(node, names)[0].items():
@@ -57,12 +49,12 @@ def added_rows(
                 continue
             is_alike = product.meta["val"].stride() == slots[variable].strides
             if is_alike and _is_product_for(program, product, node, once):
-                found.append(AddedRows(variable, name, place, product))
-    return found
+                added.append(AddedRows(variable, name, place, product))
+    return added
 
 
 def _argument_with_rows(gradient: fx.Node) -> int | None:
-    """The place of the argument to which a result of a region adds a table's gradient and which nothing else reads; or None."""
+    """The place of the argument to which a result adds a table's gradient, if nothing else reads the argument; or None."""
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs or len(gradient.users) != 1:
         return None
     before, table = gradient.args
@@ -76,7 +68,7 @@ def _argument_with_rows(gradient: fx.Node) -> int | None:
 
 
 def _is_product_for(program: Program, value: fx.Node, reader: fx.Node, once: Mapping[str, fx.Node]) -> bool:
-    """Whether a value is a product that a region makes for one argument of another's call, and for nothing else."""
+    """Whether a region's product has one user, one argument of another region's call."""
     maker: Any = value.args[0] if value.target is operator.getitem else None
     if not isinstance(maker, fx.Node) or not is_region_call(maker) or region_of(maker) not in once:
         return False
@@ -84,5 +76,5 @@ def _is_product_for(program: Program, value: fx.Node, reader: fx.Node, once: Map
         return False
     results: Any = program.regions[region_of(maker)].graph_module.graph.output_node().args[0]
     result = results[value.args[1]]
-    is_one = results.count(result) == 1 and sum(part.args[1] == value.args[1] for part in maker.users) == 1
-    return is_one and matrix_product(result) is not None
+    is_used_once = results.count(result) == 1 and sum(part.args[1] == value.args[1] for part in maker.users) == 1
+    return is_used_once and matrix_product(result) is not None

@@ -1,4 +1,4 @@
-"""Finds which updates make the gradient that they take in parts, and what is in parts of it."""
+"""Updates in parts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
 
 Size = tuple[int, int, int]
-"""Rows and columns of a sum of products, and how many numbers are added up for each element."""
+"""Rows and columns of a sum of products, and the number of addends of each element."""
 
 MOST_INNER = 64
-"""Products of longer sums than this are made as a whole: the time that rows take, one part after the other, is what it saves."""
+"""The largest number of addends of a product made in parts: beyond it, the time for the parts exceeds the gain."""
 _SMALLEST_PART = 8
 
 
 def part_elements_of(wait: fx.Node) -> int | None:
-    """In how many elements at a time a share is made by the update that takes it; None if the wait makes it."""
+    """The number of elements at a time in which an update makes its share; None if the wait makes it."""
     takers = [taker for user in wait.users for taker in (user.users if user.target is ops.clip_value else (user,))]
-    found = [taker.kwargs.get("part_elements") for taker in takers if taker.target is ops.update]
-    return next((number for number in found if isinstance(number, int)), None)
+    numbers = [taker.kwargs.get("part_elements") for taker in takers if taker.target is ops.update]
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def share_behind(update: fx.Node) -> fx.Node:
-    """The share that an update takes: what it is given, or what is bounded before by its elements."""
-    given: Any = update.args[0]
-    return given.all_input_nodes[0] if given.target is ops.clip_value else given
+    """The share behind an update's operand, past a bound by elements."""
+    gradient: Any = update.args[0]
+    return gradient.all_input_nodes[0] if gradient.target is ops.clip_value else gradient
 
 
 def is_made_in_updates(gradient: fx.Node) -> bool:
@@ -63,25 +63,25 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
 
 
 def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
-    """The packs of an update's bucket on all replicas: one without examples packs nothing, and takes part all the same."""
+    """The packs of an update's bucket on all replicas; one without examples packs nothing, and takes part all the same."""
     packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
     return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
 
 
 def has_link(pack: fx.Node) -> bool:
-    """Whether it is known how a packed bucket is reduced, and so, who makes its gradients."""
+    """Whether the reduction of a packed bucket is known, and so the maker of its gradients."""
     return all(user.kwargs.get("link") for user in pack.users)
 
 
 def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: int) -> int:
     """The elements of the largest part of a product, or of some rows of it: whole rows, at most ``part_elements`` elements.
 
-    It is 0 if the product is not made in parts. A small one is not: for each part an optimizer is called, which costs more than
-    to write it where it lies.
+    It is 0 if the product is not made in parts. A small one is not: the optimizer's call for each part costs more than a
+    write.
 
     Args:
         num_rows, width: of the product.
-        num_inner: how many numbers are added up for each element.
+        num_inner: the number of addends of each element.
         part_elements: as the update says.
     """
     is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER

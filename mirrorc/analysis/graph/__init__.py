@@ -1,1 +1,1 @@
-"""Of any graph: aliases, layouts, lifetimes, cuts."""
+"""Aliases, layouts, lifetimes and cuts of any graph."""

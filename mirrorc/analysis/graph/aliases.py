@@ -1,4 +1,4 @@
-"""Finds which values may share memory with one another."""
+"""Memory shared by values."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ _UNDECLARED = frozenset(
         torch.ops.prims.device_put.default,
     }
 )
-"""Operators with kernels of their own whose results may share the memory of an argument, though their schemas say nothing of it.
+"""Operators with kernels of their own whose results may share the memory of an argument, although their schemas do not say so.
 
-These are all that were found by calling the operators of torch. Those that are composed of others are not listed: whether they
-give back an argument follows from what they are called with, as for ``dropout`` and ``sum_to_size``, so all of them may.
+All were found by calling the operators of torch. Composite operators are not listed: aliasing of their results depends on the
+call, as for ``dropout`` and ``sum_to_size``, so all of them may share.
 """
 
 
 @functools.cache
 def _declared(target: Any) -> frozenset[str]:
-    """The arguments whose memory an operator's result may share by the operator's schema."""
     schema = schema_of(target)
     if all(result.alias_info is None for result in schema.returns):
         return frozenset()
@@ -43,14 +42,13 @@ def _declared(target: Any) -> frozenset[str]:
 
 @functools.cache
 def _may_give_any(target: Any) -> bool:
-    """Whether an operator's result may share the memory of any argument."""
     return target in _UNDECLARED or (not _declared(target) and is_composite(target))
 
 
 def shared_by(value: fx.Node) -> list[fx.Node]:
-    """The values of the same graph whose memory a value may share because it is made of them: those that it may be a view of.
+    """The values of the same graph that a value may be a view of.
 
-    Parts of what an operator gives share what its result shares. What a region shares is not told, see `ViewedVariables`.
+    Parts of a result share the memory of the whole. Results of regions are not followed, see `ViewedVariables`.
     """
     while value.target is operator.getitem and isinstance(value.args[0], fx.Node):
         value = value.args[0]
@@ -59,19 +57,18 @@ def shared_by(value: fx.Node) -> list[fx.Node]:
     if not is_compute(value) or _may_give_any(value.target):
         return value.all_input_nodes
     declared: Any = _declared(value.target)
-    return [node for name in declared for node in _given(value, name)] if declared else []
+    return [node for name in declared for node in _nodes_in_argument(value, name)] if declared else []
 
 
-def _given(node: fx.Node, name: str) -> list[fx.Node]:
-    """The values that an operator is given for one of its arguments, which may be a list."""
+def _nodes_in_argument(node: fx.Node, name: str) -> list[fx.Node]:
     names = [argument.name for argument in schema_of(node.target).arguments]
     place = names.index(name)
-    given: Any = node.args[place] if place < len(node.args) else node.kwargs.get(name)
-    return [source for source in (given if isinstance(given, list | tuple) else [given]) if isinstance(source, fx.Node)]
+    value: Any = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+    return [source for source in (value if isinstance(value, list | tuple) else [value]) if isinstance(source, fx.Node)]
 
 
 def viewed(value: fx.Node) -> fx.Node | None:
-    """The value of the same graph that a value is a view of in any case; None if it is no view, or if it may be a copy."""
+    """The value of the same graph that a value is certainly a view of; None if it is no view, or may be a copy."""
     made: Any = value
     while made.target is operator.getitem:
         made = made.args[0]
@@ -83,21 +80,21 @@ def viewed(value: fx.Node) -> fx.Node | None:
 
 
 def origins(value: fx.Node) -> set[fx.Node]:
-    """The values of the same graph from whose memory a value's may come: itself, if it shares that of no other."""
-    found: set[fx.Node] = set()
+    """The possible owners of a value's memory in the same graph: itself, if it is no view."""
+    owners: set[fx.Node] = set()
     waiting, seen = [value], {value}
     while waiting:
         node = waiting.pop()
         sources = shared_by(node)
         if not sources:
-            found.add(node)
+            owners.add(node)
         waiting += (source for source in sources if source not in seen)
         seen.update(sources)
-    return found
+    return owners
 
 
 class ViewedVariables:
-    """Finds the variables whose memory values outside of regions may share.
+    """The variables whose memory values outside of regions may share.
 
     Args:
         program: the program of the values; its graphs do not change while this is in use.
@@ -108,28 +105,28 @@ class ViewedVariables:
         self._shared: dict[str, dict[int, set[int]]] = {}
 
     def of(self, value: fx.Node) -> set[str]:
-        """The variables whose memory a value may share, as a read, a view or a region's result may."""
-        found: set[str] = set()
+        """The variables whose memory a value may share: as a read, a view or a region's result."""
+        variables: set[str] = set()
         waiting, seen = [value], {value}
         while waiting:
             for origin in origins(waiting.pop()):
                 if origin.target is ops.read:
-                    found.add(str(origin.kwargs["variable"]))
+                    variables.add(str(origin.kwargs["variable"]))
                 arguments = [node for node in self._shared_by_part(origin) if node not in seen]
                 seen.update(arguments)
                 waiting += arguments
-        return found
+        return variables
 
     def _shared_by_part(self, part: fx.Node) -> list[fx.Node]:
-        """The arguments of a call of a region whose memory one of its results may share; none for other values."""
+        """The arguments of a region's call whose memory one of its results may share; none for other values."""
         call: Any = part.args[0] if part.target is operator.getitem else None
         if not isinstance(call, fx.Node) or not is_region_call(call):
             return []
         places = self._shared_arguments(region_of(call)).get(part.args[1], set())  # type: ignore[arg-type]
-        return [given for i, given in enumerate(call.args) if i in places and isinstance(given, fx.Node)]
+        return [argument for i, argument in enumerate(call.args) if i in places and isinstance(argument, fx.Node)]
 
     def _shared_arguments(self, region: str) -> dict[int, set[int]]:
-        """The arguments of a region whose memory its results may share: places of arguments by places of results."""
+        """The places of arguments whose memory a region's results may share, by places of results."""
         if region not in self._shared:
             body = self._program.regions[region].graph_module.graph
             results: Any = body.output_node().args[0]

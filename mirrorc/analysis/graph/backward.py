@@ -1,4 +1,4 @@
-"""Finds where the backward of a captured graph begins."""
+"""The beginning of the backward in a captured graph."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 
 
 def first_of_backward(program: Program, graph: fx.Graph) -> fx.Node | None:
-    """The first node that uses the loss's gradient; None in an evaluation, which has no backward.
+    """The first node that uses the loss's gradient; None in an evaluation.
 
-    Forward is what comes before it. What comes after it belongs to backward, whatever it is made of.
+    Forward comes before it. All nodes behind it belong to backward.
     """
     tangents = placeholders_of(graph, program.arguments, ArgumentKind.LOSS_WEIGHT)
     users = {user for tangent in tangents for user in tangent.users}

@@ -1,4 +1,4 @@
-"""Finds operators that are better before a cut of the graph than behind it."""
+"""Operators that are better before a cut of the graph than behind it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import fx
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.torch_internals import num_bytes_now
 
-_MIN_GAIN = 2  # what leaves instead has at most one in so many of its bytes
+_MIN_GAIN = 2  # the value has at least so many times the products' bytes
 
 
 def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[fx.Node, int]:
-    """The nodes of a cut graph that belong before the cut, so that a large value need not pass it, with their new pieces.
+    """The nodes of a cut graph to move before the cut, with their new pieces, so that a large value need not pass it.
 
-    Such a value is read behind the cut by products alone that are much smaller, and that need nothing else from behind it. The
-    gradient of a large vocabulary's logits is one: the product with the head's weight is much smaller.
+    Behind the cut, only much smaller products read such a value, and they need nothing else from there. The gradient of a
+    large vocabulary's logits is one: its product with the head's weight is much smaller.
 
     Args:
         piece_of: the piece of each node of the graph, in its order; piece 0, the forward, is left as it is.
@@ -33,40 +33,40 @@ def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[f
         products = [node for node in readers if viewed(node) is None]
         is_smaller = _MIN_GAIN * sum(_num_bytes(node) for node in products) <= _num_bytes(value)
         needed = _needed(readers, piece, pieces) if readers and is_smaller else None
-        found = dict.fromkeys(needed or (), piece)
-        moved.update(found)
-        pieces.update(found)
+        new_pieces = dict.fromkeys(needed or (), piece)
+        moved.update(new_pieces)
+        pieces.update(new_pieces)
     return moved
 
 
 def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """Who reads a value behind its piece, views of it, and who reads these."""
-    found: set[fx.Node] = set()
+    """The readers of a value behind its piece, its views, and their readers."""
+    readers: set[fx.Node] = set()
     pending = [value]
     for node in pending:
         for user in node.users:
-            if piece_of.get(user) != piece_of[value] and user not in found:
-                found.add(user)
+            if piece_of.get(user) != piece_of[value] and user not in readers:
+                readers.add(user)
                 if viewed(user) is not None:
                     pending.append(user)
-    return found
+    return readers
 
 
 def _needed(readers: set[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]) -> set[fx.Node] | None:
-    """The readers and the views that they need, if nothing else of what they need is behind a piece; otherwise None."""
-    found = set(readers)
+    """The readers and the views for them; None if they need anything else behind the piece."""
+    needed = set(readers)
     pending = list(readers)
     for node in pending:
         if node not in piece_of or not isinstance(node.meta.get("val"), torch.Tensor):
             return None  # the output, or an operator of several results
         for source in node.all_input_nodes:
-            if source in found or piece_of.get(source, 0) <= piece:  # what is in no piece is an argument
+            if source in needed or piece_of.get(source, 0) <= piece:  # arguments are in no piece
                 continue
             if viewed(source) is None:
                 return None
-            found.add(source)
+            needed.add(source)
             pending.append(source)
-    return found
+    return needed
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -25,8 +25,8 @@ def is_tanh_gelu(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a node with a decomposition, in order; an argument that is passed twice is listed twice."""
-    return [given for given in node.args if isinstance(given, fx.Node)]
+    """The tensor arguments of a node with a decomposition, in order, with repetitions."""
+    return [argument for argument in node.args if isinstance(argument, fx.Node)]
 
 
 def decomposition_of(node: fx.Node) -> fx.Graph | None:
@@ -36,7 +36,7 @@ def decomposition_of(node: fx.Node) -> fx.Graph | None:
     """
     if not is_tanh_gelu(node):
         return None
-    return _decomposition(node.target, tuple([given.meta["val"].dtype for given in tensors_of(node)]))
+    return _decomposition(node.target, tuple([tensor.meta["val"].dtype for tensor in tensors_of(node)]))
 
 
 @functools.cache
@@ -67,7 +67,7 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(
         aten.gelu_backward.default: gelu_backward,
     }
 )
-"""For each operator, a function of its tensors that computes the same without tanh; it holds for nodes with `is_tanh_gelu`."""
+"""For each operator, an equivalent function of its tensors without tanh, for nodes with `is_tanh_gelu`."""
 
 
 def _argument(x: torch.Tensor) -> torch.Tensor:

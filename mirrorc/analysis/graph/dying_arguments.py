@@ -1,4 +1,4 @@
-"""Finds arguments of regions' calls that nothing reads afterwards, so that a region may write into their memory."""
+"""Arguments of regions' calls without later reads, so that a region may write into their memory."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ aten = torch.ops.aten
 PRODUCTS = frozenset(
     {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
 )
-"""Operators that always give new memory, and whose result is stored, whatever a backend fuses."""
+"""Operators that always give new memory, with a result stored by all backends."""
 
 
 def dying_places(program: Program, call: fx.Node) -> set[int]:
-    """The places of a call's arguments whose memory is that of no other value and is read by nothing but this call.
+    """The places of a call's arguments with memory of their own, read by nothing but this call.
 
-    These are results of regions, products that no other result of their region may share memory with, and contiguous. What a
-    later call reads, or a caller is handed, is not among them: each call of a region is looked at by itself.
+    These are results of regions: contiguous products, sharing memory with no other result of their region.
     """
-    return {i for i, given in enumerate(call.args) if isinstance(given, fx.Node) and _dies(program, call, given)}
+    return {
+        i for i, argument in enumerate(call.args) if isinstance(argument, fx.Node) and _dies(program, call, argument)
+    }
 
 
-def _dies(program: Program, call: fx.Node, given: fx.Node) -> bool:
-    maker: Any = given.args[0] if given.target is operator.getitem else None
+def _dies(program: Program, call: fx.Node, argument: fx.Node) -> bool:
+    maker: Any = argument.args[0] if argument.target is operator.getitem else None
     if not isinstance(maker, fx.Node) or not is_region_call(maker):
         return False
-    if set(given.users) != {call} or sum(source is given for source in call.args) != 1:
+    if set(argument.users) != {call} or sum(source is argument for source in call.args) != 1:
         return False
-    if not given.meta["val"].is_contiguous():  # elements of an expanded value share their memory
+    if not argument.meta["val"].is_contiguous():  # elements of an expanded value share their memory
         return False
-    same = [part for part in maker.users if part.args[1] == given.args[1]]
-    return same == [given] and _is_own(program, maker, given.args[1])
+    same = [part for part in maker.users if part.args[1] == argument.args[1]]
+    return same == [argument] and _is_unshared(program, maker, argument.args[1])
 
 
-def _is_own(program: Program, maker: fx.Node, place: Any) -> bool:
-    """Whether a result of a region's call lies in memory of its own, or in memory that is reserved for it."""
+def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
+    """Whether a result of a region's call lies in memory of its own, or in memory reserved for it."""
     body = program.regions[region_of(maker)].graph_module.graph
-    if own_product(body, place) is not None:
+    if unaliased_product(body, place) is not None:
         return True
-    given = reserved_argument(body, place)
-    return given is not None and getattr(maker.args[given], "target", None) is ops.reserved
+    argument = reserved_argument(body, place)
+    return argument is not None and getattr(maker.args[argument], "target", None) is ops.reserved
 
 
-def own_product(body: fx.Graph, place: Any) -> fx.Node | None:
-    """The product that a region's result is, if it shares its memory with no other result and no argument."""
+def unaliased_product(body: fx.Graph, place: Any) -> fx.Node | None:
+    """The product behind a region's result, if it shares its memory with no other result and no argument."""
     results: Any = body.output_node().args[0]
     product = stored_product(results[place])
     if product is None or any(origin.op == "placeholder" for origin in origins(results[place])):
@@ -62,17 +63,16 @@ def own_product(body: fx.Graph, place: Any) -> fx.Node | None:
 
 
 def reserved_argument(body: fx.Graph, place: Any) -> int | None:
-    """The place of the argument in whose memory a region's result lies, if it is a view of one and no other result is."""
+    """The place of the argument in whose memory a region's result lies, if no other result lies there."""
     results: Any = body.output_node().args[0]
-    found = origins(results[place])
-    argument = next(iter(found))
-    if len(found) > 1 or argument.op != "placeholder" or _may_be_of_others(body, place, argument):
+    owners = origins(results[place])
+    argument = next(iter(owners))
+    if len(owners) > 1 or argument.op != "placeholder" or _may_be_of_others(body, place, argument):
         return None
     return body.find_nodes(op="placeholder").index(argument)
 
 
 def _may_be_of_others(body: fx.Graph, place: Any, value: fx.Node) -> bool:
-    """Whether another result of a region than this one may lie in a value's memory."""
     results: Any = body.output_node().args[0]
     numbers = _numbers(body)
     others = [
@@ -82,23 +82,25 @@ def _may_be_of_others(body: fx.Graph, place: Any, value: fx.Node) -> bool:
 
 
 def stored_product(value: Any) -> fx.Node | None:
-    """The product that a value is, or that it is a view of."""
-    found = value if isinstance(value, fx.Node) and value.op == "call_function" else None
-    while found is not None and found.target not in PRODUCTS:
-        found = viewed(found)
-    return found
+    """The product behind a value, up to views."""
+    node = value if isinstance(value, fx.Node) and value.op == "call_function" else None
+    while node is not None and node.target not in PRODUCTS:
+        node = viewed(node)
+    return node
 
 
 def _numbers(body: fx.Graph) -> dict[fx.Node, int]:
-    """Equal numbers for values that a backend may keep in the same memory: it may make one operator of equal ones, and leave out
-    one that changes nothing, as may one with a single operand that varies, such as a product with ones.
+    """Equal numbers for values that a backend may keep in the same memory.
+
+    It may merge equal operators, and drop an operator without effect: one with a single varying operand, such as a product
+    with ones.
     """
     numbers: dict[fx.Node, int] = {}
     known: dict[str, int] = {}
     varying: set[fx.Node] = set()
     for node in body.nodes:
-        given = fx.node.map_arg((node.args, node.kwargs), lambda source: f"%{numbers[source]}")
-        key = node.name if node.op == "placeholder" else repr((str(node.target), given))
+        operands = fx.node.map_arg((node.args, node.kwargs), lambda source: f"%{numbers[source]}")
+        key = node.name if node.op == "placeholder" else repr((str(node.target), operands))
         sources = [source for source in node.all_input_nodes if source in varying]
         if node.op == "placeholder" or sources:
             varying.add(node)

@@ -1,4 +1,4 @@
-"""Says which operators a backend that fuses computes together with others: such values need not be in memory."""
+"""Operators fused by backends, so that their values need not be in memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CHEAP = frozenset(
         prims.convert_element_type.default,
     }
 )
-"""Elementwise operators that take less time than writing their result to memory and reading it."""
+"""Elementwise operators that take less time than a write of their result and a read of it."""
 
 _TAKING = frozenset(
     {
@@ -62,12 +62,12 @@ _TAKING = frozenset(
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether a value takes less time to be computed again, from values that are read anyway, than to be stored and read."""
+    """Whether recomputing a value, from values read anyway, takes less time than storing and reading it."""
     return node.target in _CHEAP or (is_compute(node) and tells_places_of_maxima(node.target))
 
 
 def is_fused(user: fx.Node) -> bool:
-    """Whether the use of a value does not make a backend store it; views of it are used likewise."""
+    """Whether a backend need not store a value for its use, also through views."""
     if not is_compute(user):
         return False
     if viewed(user) is not None:

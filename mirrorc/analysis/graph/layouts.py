@@ -1,4 +1,4 @@
-"""Finds operators that change only a value's layout in memory, and operators whose result depends on the layout."""
+"""Operators that change only a value's layout, and operators sensitive to the layout."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LAYOUT_ONLY: Mapping[Any, str] = {
     aten.contiguous.default: "is its argument, or a copy of it in the format that it names",
     aten._to_copy.default: "copies its elements; with a dtype or a device it does more, and is not looked through",
 }
-"""Operators that change only the memory format of their first argument, if ``memory_format`` is their only option; and why.
+"""Operators that change only the memory format, if ``memory_format`` is their only option; and why.
 
-Without a format, such an operator is a copy that is needed as a copy, for example a gradient that nothing else may use.
+Without a format, such an operator is a necessary copy, for example of a gradient.
 """
 
 BY_POSITION = (
@@ -29,7 +29,7 @@ BY_POSITION = (
     aten._reshape_alias.default,
     aten._reshape_alias_copy.default,
 )
-"""Operators that address elements of their first argument by given strides."""
+"""Operators with explicit strides among their arguments."""
 
 _READ_STRIDES = (*BY_POSITION, aten.view.dtype)
 _OF_TORCH = ("aten", "prims")
@@ -43,7 +43,7 @@ def strides_of(value: Any) -> Any:
 
 
 def is_layout_only(node: fx.Node) -> bool:
-    """Whether a node's value has the elements of its first argument and differs only in its layout in memory."""
+    """Whether a node's value differs from its first argument only in its layout."""
     return node.target in LAYOUT_ONLY and len(node.args) == 1 and node.kwargs.keys() == {"memory_format"}
 
 

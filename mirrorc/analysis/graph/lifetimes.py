@@ -1,4 +1,4 @@
-"""Finds when the results of regions' calls are read for the last time."""
+"""Last reads of the results of regions' calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mirrorc.ir.program import Region
 def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
     """The last node that reads a part of a call's result, after which nobody has a view of it.
 
-    It is read by regions, none of which gives a view of it back, and by operators of torch that give none. None if anything else
-    reads it, or nothing. Nodes compare by their places in the graph.
+    None without readers, or if any reader returns a view, or is neither a region nor an operator of torch. Nodes compare by
+    their places in the graph.
     """
     readers: list[Any] = list(part.users)
     return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None
@@ -27,5 +27,5 @@ def _uses_up(reader: fx.Node, part: fx.Node, regions: Mapping[str, Region]) -> b
         return is_compute(reader) and not shared_by(reader)
     body = regions[region_of(reader)].graph_module.graph
     placeholders = body.find_nodes(op="placeholder")
-    given = {placeholders[place] for place, source in enumerate(reader.args) if source is part}
-    return all(given.isdisjoint(origins(result)) for result in body.output_node().all_input_nodes)
+    arguments = {placeholders[place] for place, source in enumerate(reader.args) if source is part}
+    return all(arguments.isdisjoint(origins(result)) for result in body.output_node().all_input_nodes)

@@ -49,7 +49,7 @@ def cut_at_meetings(graph: fx.Graph, forward: Sequence[fx.Node], backward: Seque
 
 
 def source_of_part(node: fx.Node) -> fx.Node:
-    """The value that a part is taken from; the value itself, if it is none."""
+    """The value that a part is taken from; the value itself, if it is no part."""
     while node.target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)

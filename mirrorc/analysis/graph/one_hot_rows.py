@@ -1,8 +1,7 @@
-"""Finds sums of rows with one element that is not zero, and reads of single elements of a row, which need not touch all elements.
+"""Sums of one-hot rows, and reads of single elements of a row: neither needs all elements.
 
-The loss of a classifier reads one logarithm of a probability per example, and its gradient begins as a row per example that is
-zero elsewhere. Both functions work on values of any kind: `RowValues` says how one looks at them and makes new ones, as a pass
-does with nodes and the verifier with expressions.
+The loss of a classifier reads one log-probability per example, and its gradient begins as a one-hot row per example. Both
+functions work on values of any kind, through `RowValues`: nodes in a pass, expressions in the verifier.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Made(Generic[V]):
-    """How a value is made: the operator with its arguments; and what the value is."""
+    """A value's operator with its arguments, its shape and its dtype."""
 
     target: Any
     args: tuple[Any, ...]
@@ -29,10 +28,10 @@ class Made(Generic[V]):
 
 
 class RowValues(Protocol[V]):
-    """Values of one kind, of which some have a known maker."""
+    """Values of one kind, some with a known maker."""
 
     def made(self, value: Any) -> Made[V] | None:
-        """How a value is made, as far as it is known; None for what is no tensor."""
+        """The maker of a value, as far as it is known; None if the value is no tensor."""
 
     def apply(self, target: Any, args: tuple[Any, ...]) -> V:
         """The result of an operator."""
@@ -40,34 +39,34 @@ class RowValues(Protocol[V]):
 
 @dataclass(frozen=True)
 class _OneHot(Generic[V]):
-    """Rows that are zero but for one element each: its place, of size 1 along the rows, and its value."""
+    """One-hot rows: the place of the element, of size 1 along the rows, and its value."""
 
     index: V
     element: Any
 
 
-_MOST_FOLLOWED = 16  # operators that lie between a value and what its rows are made of; a loss has a few
+_MOST_FOLLOWED = 16  # operators between a value and the origin of its rows; a loss has a few
 
 ROW_READERS = frozenset({aten.sum.dim_IntList, aten.gather.default})
-"""Operators that may be computed from one element of each row."""
+"""Operators with a version for one element of each row."""
 
 READ_THROUGH = frozenset({aten.sub.Tensor, torch.ops.prims.convert_element_type.default})
-"""Operators of which an element may be computed from the elements of their operands, so that the whole is not needed."""
+"""Operators whose elements follow from those of their operands, so that the whole is not needed."""
 
 ROW_MAKERS = READ_THROUGH | {aten.full.default, aten.scatter.value, aten.mul.Tensor}
-"""All operators whose arguments count here: rows with one element that is not zero are made of them."""
+"""All operators that matter here."""
 
 
 def by_elements(values: RowValues[V], made: Made[V]) -> V | None:
-    """What an operator of `ROW_READERS` gives, computed from one element of each row; None if it needs them all."""
+    """The result of an operator of `ROW_READERS`, computed from one element of each row; None if it needs them all."""
     return sum_of_one_hot(values, made) if made.target is aten.sum.dim_IntList else element_of_row(values, made)
 
 
 def sum_of_one_hot(values: RowValues[V], made: Made[V]) -> V | None:
-    """What a sum over rows gives if each row has one element that is not zero: that element. None for other operators.
+    """The sum of one-hot rows: their elements. None for other operators.
 
-    It has the bits of the sum where the factors of a row are finite; zeros times other factors would be NaN. Zero is added to
-    it, since a sum that is zero is never negative zero.
+    It has the bits of the sum if the factors of a row are finite; zeros times other factors would be NaN. Zero is added, since
+    a zero sum is never negative zero.
     """
     if made.target is not aten.sum.dim_IntList or made.kwargs or len(made.args) != 3 or made.args[2] is not True:
         return None
@@ -82,7 +81,7 @@ def sum_of_one_hot(values: RowValues[V], made: Made[V]) -> V | None:
 
 
 def element_of_row(values: RowValues[V], made: Made[V]) -> V | None:
-    """What a gather gives, bit for bit, made of elements of the gathered value's operands; None if there is no other way."""
+    """The result of a gather, bit for bit, from elements of the gathered value's operands; None if there is no other way."""
     if made.target is not aten.gather.default or made.kwargs or len(made.args) != 3:
         return None
     source, dim, index = made.args
@@ -90,7 +89,7 @@ def element_of_row(values: RowValues[V], made: Made[V]) -> V | None:
 
 
 def _element(values: RowValues[V], source: V, dim: int, index: V, most: int = _MOST_FOLLOWED) -> V | None:
-    """The elements of a value at an index, with at most so many operators on the way; None if they can only be gathered."""
+    """The elements of a value at an index, through at most ``most`` operators; None if they can only be gathered."""
     made, at = values.made(source), values.made(index)
     if made is None or at is None or made.kwargs or made.target not in READ_THROUGH or not made.shape or not most:
         return None
@@ -102,9 +101,9 @@ def _element(values: RowValues[V], source: V, dim: int, index: V, most: int = _M
         return None
     if made.target is aten.sub.Tensor and not _is_constant_in_rows(values, rest, made, dim, operand):
         return None
-    found = _element(values, whole, dim, index, most - 1)
-    found = values.apply(aten.gather.default, (whole, dim, index)) if found is None else found
-    return values.apply(made.target, (found, *rest))
+    element = _element(values, whole, dim, index, most - 1)
+    element = values.apply(aten.gather.default, (whole, dim, index)) if element is None else element
+    return values.apply(made.target, (element, *rest))
 
 
 def _is_constant_in_rows(
@@ -119,7 +118,9 @@ def _is_constant_in_rows(
 
 
 def _one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHot[V] | None]) -> _OneHot[V] | None:
-    """The element and its place of each row; None for other values. What was found of a value is known by its identity."""
+    """The element and its place of each row; None for other values. Results are cached in ``known`` by the identity of the
+    value.
+    """
     if id(value) not in known:
         if len(known) == _MOST_FOLLOWED:
             return None
@@ -140,8 +141,8 @@ def _made_one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _
             return None
         return _OneHot(row.index, values.apply(made.target, (row.element, *made.args[1:])))
     if made.target is aten.mul.Tensor:
-        one, other = made.args
-        return _scaled(values, made, one, other, dim, known) or _scaled(values, made, other, one, dim, known)
+        left, right = made.args
+        return _scaled(values, made, left, right, dim, known) or _scaled(values, made, right, left, dim, known)
     return None
 
 
@@ -162,15 +163,15 @@ def _scaled(
     if row is None or source is None or source.shape != made.shape or by is None or by.dtype is not made.dtype:
         return None
     if by.shape == made.shape and made.shape[dim] != 1:
-        found = _element(values, factor, dim, row.index)
-        factor = values.apply(aten.gather.default, (factor, dim, row.index)) if found is None else found
+        element = _element(values, factor, dim, row.index)
+        factor = values.apply(aten.gather.default, (factor, dim, row.index)) if element is None else element
     elif not _is_row_of(by.shape, made.shape, dim, size=1):
         return None
     return _OneHot(row.index, values.apply(aten.mul.Tensor, (factor, row.element)))
 
 
 def _is_row_of(shape: tuple[int, ...], whole: tuple[int, ...], dim: int, size: int | None) -> bool:
-    """Whether a shape is that of the whole, but of another size along the rows: the given one, or any."""
+    """Whether a shape is that of the whole, but of another size along the rows: ``size``, or any."""
     if len(shape) != len(whole) or (size is not None and shape[dim] != size):
         return False
-    return all(own == other for i, (own, other) in enumerate(zip(shape, whole, strict=True)) if i != dim)
+    return all(size_there == other for i, (size_there, other) in enumerate(zip(shape, whole, strict=True)) if i != dim)

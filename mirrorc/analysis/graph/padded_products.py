@@ -1,4 +1,4 @@
-"""Products of two matrices, of which the second one may be padded: a column of the result follows from its own one alone."""
+"""Products with a padded second matrix: a column of the result follows from its own column alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FACTORS: dict[Any, tuple[int, int]] = {aten.mm.default: (0, 1), aten.addmm.defau
 
 
 def places_of_columns(node: fx.Node) -> tuple[int, ...]:
-    """The places of the arguments of a product that have its columns: those of what is added, and of the second matrix last."""
+    """The places of a product's arguments with its columns: the addend, and the second matrix last."""
     first, second = FACTORS[node.target]
     columns = node.args[second].meta["val"].shape[1]  # type: ignore[union-attr]
     others = [i for i in range(len(node.args)) if i not in (first, second)]
@@ -30,7 +30,7 @@ def first_columns(node: fx.Node) -> Any:
 
 
 def columns_before_padding(node: fx.Node) -> Any:
-    """The number of columns that a value had if a node pads rows at their ends; None otherwise."""
+    """The number of columns before padding, if a node pads rows at their ends; None otherwise."""
     if node.target is not aten.constant_pad_nd.default or node.kwargs or len(node.args) != 2:
         return None
     value, padding = node.args

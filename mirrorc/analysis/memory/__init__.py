@@ -1,1 +1,1 @@
-"""Of activations: peaks, recomputation, segments."""
+"""Memory of activations: peaks, recomputation, segments."""

@@ -1,4 +1,4 @@
-"""Predicts how many bytes of activations a captured graph holds at its peak, for any choice of what backward computes again."""
+"""Predicts the peak bytes of activations of a captured graph, for any choice of recomputation in backward."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program
 
 MACHINE = Machine(seconds_per_multiplication=2e-11, seconds_per_byte=1e-10)
-"""A processor by which the work of operators is compared. It is no measured one, so that all workers choose alike."""
+"""A reference processor for the work of operators. It is not measured, so that all workers choose alike."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What a choice comes to.
+    """The cost of a choice.
 
     Attributes:
-        num_bytes: the most bytes of activations that are held at one moment.
-        seconds: what the operators take that backward runs again.
+        num_bytes: the most bytes of activations at one moment.
+        seconds: the time of recomputation.
     """
 
     num_bytes: int
@@ -36,20 +36,20 @@ class Peak:
 
 
 class JointTimeline:
-    """A captured graph as it runs, operator by operator: what is held, and until when.
+    """A captured graph in execution order, with the lifetimes of its values.
 
-    Values count as `step.memory()` counts them, except that gradients are taken to lie in buckets, and that nothing is known of
-    regions, updates and what operators take for themselves.
+    Values count as in `step.memory()`. But gradients are assumed to lie in buckets, and regions, updates and temporary memory
+    of operators are unknown.
 
     Args:
-        program, graph: the captured program and its graph, which has a backward.
+        program, graph: the captured program and its graph, with a backward.
 
     Attributes:
         nodes: of the graph, in order.
         forward: those of forward.
         backward: the others.
         first: of backward.
-        seconds: what each operator takes.
+        seconds: the time of each operator.
     """
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
@@ -68,30 +68,30 @@ class JointTimeline:
         self.sizes = self._sizes()
 
     def _sizes(self) -> list[int]:
-        """The bytes that each node takes when it has run: none for views, variables, arguments, and gradients in buckets."""
+        """The bytes of each node's new memory: none for views, variables, arguments, and gradients in buckets."""
         output: Any = self.nodes[-1].args[0]
         gradients: set[fx.Node] = set(output["gradients"].values())
         in_buckets = {self.owner(self._place[node]) for node in gradients}
         sizes = []
         for place, node in enumerate(self.nodes):
             is_new = self._is_operator[place] or node.target in ops.MEETINGS
-            has_own = is_new and self._viewed[place] is None and place not in in_buckets
-            sizes.append(num_bytes_of(node) if has_own else 0)
+            has_memory = is_new and self._viewed[place] is None and place not in in_buckets
+            sizes.append(num_bytes_of(node) if has_memory else 0)
         return sizes
 
     def owner(self, place: int) -> int:
-        """The place of the value in whose memory that of a node lies."""
+        """The place of the owner of a node's memory."""
         while (source := self._viewed[place]) is not None:
             place = source
         return place
 
     def again(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> list[int]:
-        """The places of the values that backward computes again, in order."""
-        found = recomputed_values(self.forward, self.backward, self.first, checkpoints.get)
-        return sorted(self._place[node] for node in found)
+        """The places of the recomputed values, in order."""
+        recomputed = recomputed_values(self.forward, self.backward, self.first, checkpoints.get)
+        return sorted(self._place[node] for node in recomputed)
 
     def peak(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> Peak:
-        """What is held at the peak if backward computes again what these checkpoints say."""
+        """The peak with the recomputation of these checkpoints."""
         again = set(self.again(checkpoints))
         runs, seconds = self._runs(again)
         offset = len(self.nodes)
@@ -113,54 +113,57 @@ class JointTimeline:
                 last.setdefault(owners[source], moment)
         total = most = 0
         for moment, (value, inputs) in enumerate(runs):
-            own = self.sizes[value % offset]
-            if own and value in last:
-                total += own
+            size = self.sizes[value % offset]
+            if size and value in last:
+                total += size
                 most = max(most, total)
-            elif own and value >= len(self.forward):  # what is unused in forward is removed
-                most = max(most, total + own)
+            elif size and value >= len(self.forward):  # unused values of forward are removed
+                most = max(most, total + size)
             for memory in {owners[source] for source in inputs}:
                 if last.get(memory) == moment:
                     total -= self.sizes[memory % offset]
         return Peak(most, seconds)
 
     def _runs(self, again: Set[int]) -> tuple[list[tuple[int, list[int]]], float]:
-        """What runs, in order, with what it takes, and what the copies take; a copy has the number of nodes added to its own."""
+        """The places of all runs, in order, with their inputs; and the seconds of the copies. A copy has the number of nodes
+        added to its own.
+        """
         offset, seconds = len(self.nodes), 0.0
         runs = [(place, self._inputs[place]) for place in range(len(self.forward))]
         copies: set[int] = set()
         for place in range(len(self.forward), offset):
             is_output = place == offset - 1
             for source in [] if is_output else sorted(self._needed(place, again, copies)):
-                taken = [given + offset * (given in again) for given in self._inputs[source]]
+                taken = [operand + offset * (operand in again) for operand in self._inputs[source]]
                 runs.append((source + offset, taken))
                 copies.add(source)
                 seconds += self.seconds[self.nodes[source]]
-            taken = [given + offset * (given in again and not is_output) for given in self._inputs[place]]
+            taken = [operand + offset * (operand in again and not is_output) for operand in self._inputs[place]]
             runs.append((place, taken))
         return runs, seconds
 
     def _needed(self, user: int, again: Set[int], copies: Set[int]) -> set[int]:
-        found: set[int] = set()
+        needed: set[int] = set()
         pending = [user]
         while pending:
-            given = self._inputs[pending.pop()]
-            new = [one for one in given if one in again and one not in found and one not in copies]
-            found.update(new)
+            operands = self._inputs[pending.pop()]
+            new = [
+                operand for operand in operands if operand in again and operand not in needed and operand not in copies
+            ]
+            needed.update(new)
             pending += new
-        return found
+        return needed
 
 
 def predicted_peak(program: Program) -> int:
     """The bytes of activations at the peak of the captured program's largest shard, with its checkpoints."""
     peaks = []
     for graph in program.shard_graphs:
-        given = {node: own for node in graph.nodes if (own := checkpoint_of(node)) is not None}
-        peaks.append(JointTimeline(program, graph).peak(given).num_bytes)
+        checkpoints = {node: checkpoint for node in graph.nodes if (checkpoint := checkpoint_of(node)) is not None}
+        peaks.append(JointTimeline(program, graph).peak(checkpoints).num_bytes)
     return max(peaks)
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The value of which a node is a view, as a part of a split one is."""
     is_value = is_compute(node) or node.target is operator.getitem
     return viewed(node) if is_value else None

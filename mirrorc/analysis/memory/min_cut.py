@@ -1,15 +1,15 @@
-"""Finds the cheapest set of edges that parts the source of a network from its sink."""
+"""The cheapest set of edges that separates the source of a network from its sink."""
 
 from __future__ import annotations
 
 from collections import deque
 
 UNCUTTABLE = 2**62
-"""The capacity of an edge that no cut has."""
+"""The capacity of an edge outside of all cuts."""
 
 
 class Network:
-    """A directed graph of numbered nodes, whose edges have capacities; node 0 is the source, node 1 the sink.
+    """A directed graph of numbered nodes with capacities of edges; node 0 is the source, node 1 the sink.
 
     Args:
         num_nodes: source and sink included.
@@ -18,10 +18,9 @@ class Network:
     def __init__(self, num_nodes: int) -> None:
         self._edges_of: list[list[int]] = [[] for _ in range(num_nodes)]
         self._ends: list[int] = []
-        self._left: list[int] = []  # what may still flow; the edge back is the next one of each pair
+        self._left: list[int] = []  # remaining capacities; the edge back is the next of each pair
 
     def join(self, start: int, end: int, capacity: int) -> None:
-        """Adds an edge."""
         self._edges_of[start].append(len(self._ends))
         self._edges_of[end].append(len(self._ends) + 1)
         self._ends += (end, start)
@@ -36,7 +35,7 @@ class Network:
             self._saturate(levels)
 
     def _levels(self) -> list[int]:
-        """How many edges with something left there are from the source to each node; -1 if there is no way."""
+        """The number of edges with capacity left from the source to each node; -1 if there is no way."""
         levels = [-1] * len(self._edges_of)
         levels[0] = 0
         waiting = deque([0])
@@ -50,7 +49,6 @@ class Network:
         return levels
 
     def _saturate(self, levels: list[int]) -> None:
-        """Sends what can flow along shortest ways."""
         tried = [0] * len(self._edges_of)
         way: list[int] = []
         node = 0

@@ -1,4 +1,4 @@
-"""Finds which values of forward backward computes again, as the checkpoints of their operators say, and what forward keeps."""
+"""Values that backward computes again, by the checkpoints of their operators, and values saved for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirrorc.ir.nodes import is_compute
 from mirrorc.torch_internals import num_bytes_now, storage_bytes_now
 
 CheckpointOf = Callable[[fx.Node], Checkpoint | None]
-"""Tells the checkpoint of an operator; None if it is in none."""
+"""The checkpoint of an operator; None if it is in none."""
 
 
 def recomputed_values(
@@ -25,56 +25,59 @@ def recomputed_values(
     """The values that backward computes again wherever it needs them.
 
     Args:
-        forward, backward: the nodes of a graph.
-        first: that of backward which comes first: what it reads, forward has just made.
-        checkpoint_of: says it for each node of the graph.
+        first: the first node of backward: its operands are still there from forward.
     """
     return {node for node in forward if _is_recomputed(node, backward, first, checkpoint_of)}
 
 
 def _is_recomputed(node: fx.Node, backward: Container[fx.Node], first: fx.Node, checkpoint_of: CheckpointOf) -> bool:
-    own = checkpoint_of(node)
-    if own is None or own.keeps or not (is_compute(node) or node.target is operator.getitem) or first in node.users:
+    checkpoint = checkpoint_of(node)
+    if (
+        checkpoint is None
+        or checkpoint.keeps
+        or not (is_compute(node) or node.target is operator.getitem)
+        or first in node.users
+    ):
         return False
     for user in node.users:
         if user in backward:
-            if is_given_by_forward(user, node):
+            if is_forward_output(user, node):
                 return False
             continue
         other = checkpoint_of(user)
-        if other is None or other.number != own.number:
+        if other is None or other.number != checkpoint.number:
             return False
     return True
 
 
-def is_given_by_forward(output: fx.Node, node: fx.Node) -> bool:
+def is_forward_output(output: fx.Node, node: fx.Node) -> bool:
     """Whether the output of a graph has the node as its loss, or as a buffer's new value."""
-    found: Any = output.args[0] if output.op == "output" else {}
-    return bool(found) and (found["loss"] is node or node in found["writes"].values())
+    results: Any = output.args[0] if output.op == "output" else {}
+    return bool(results) and (results["loss"] is node or node in results["writes"].values())
 
 
 def needed_again(user: fx.Node, again: Set[fx.Node], copies: Container[fx.Node]) -> set[fx.Node]:
-    """The values to be computed again for a user: those that it takes, and what those are made of that have no copy yet."""
-    found: set[fx.Node] = set()
+    """The values to compute again for a user: its operands, and their operands without a copy yet."""
+    needed: set[fx.Node] = set()
     pending = [user]
     while pending:
-        new = [source for source in pending.pop().all_input_nodes if source in again and source not in found]
-        found.update(new)
+        new = [source for source in pending.pop().all_input_nodes if source in again and source not in needed]
+        needed.update(new)
         pending += [node for node in new if node not in copies]
-    return found
+    return needed
 
 
-def kept_values(nodes: Sequence[fx.Node], backward: Container[fx.Node]) -> list[fx.Node]:
-    """What forward computes and backward reads; values that share memory count as one, that in whose memory they lie."""
-    kept: dict[fx.Node, None] = {}
+def saved_values(nodes: Sequence[fx.Node], backward: Container[fx.Node]) -> list[fx.Node]:
+    """The values of forward read by backward. Values with shared memory count as one, the owner of the memory."""
+    owners: dict[fx.Node, None] = {}
     for node in nodes:
         if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
-            kept[owner_of(node)] = None
-    return [node for node in kept if node.op == "call_function" and node.target is not ops.read]
+            owners[owner_of(node)] = None
+    return [node for node in owners if node.op == "call_function" and node.target is not ops.read]
 
 
 def owner_of(node: fx.Node) -> fx.Node:
-    """The value in whose memory another one lies."""
+    """The owner of a value's memory."""
     while is_compute(node) and (source := viewed(node)) is not None:
         node = source
     return node

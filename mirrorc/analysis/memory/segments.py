@@ -1,4 +1,4 @@
-"""Cuts forward into segments, and finds what each of them may leave to be computed again, at which price."""
+"""Segments of forward, with choices of recomputation and their prices."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ from torch import fx
 
 from mirrorc.analysis.memory.activation_peaks import MACHINE, JointTimeline
 from mirrorc.analysis.memory.min_cut import UNCUTTABLE, Network
-from mirrorc.analysis.memory.recomputed_values import is_given_by_forward, num_bytes_of, owner_of
+from mirrorc.analysis.memory.recomputed_values import is_forward_output, num_bytes_of, owner_of
 from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_compute
 from mirrorc.torch_internals import writes_argument
 
 _PRICES = (2.0, 8.0, 32.0, 128.0, 1e7)
-"""Of a byte, in the time that a byte takes to be read: up to it something is computed again, so that the byte is not kept. An
-elementwise operator takes about 3 for each byte of its result, a product of width 1024 about 50."""
+"""Prices of a byte, in the time of reading a byte: operators up to this price are run again, to keep a byte less. An
+elementwise operator takes about 3 for each byte of its result, a product of width 1024 about 50.
+"""
 _NAMESPACES = ("aten", "prims", "mirrorc")
 _SCALE = 1e15  # of seconds, in capacities
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a segment leaves to be computed again.
+    """A choice of recomputation for a segment.
 
     Attributes:
-        kept: the operators whose results are kept for backward if it needs them; all others of the segment are run again.
-        num_bytes: that are kept less than without.
-        seconds: what running these again takes.
+        saved: the operators with results saved for backward, if it needs them; all others of the segment are run again.
+        num_bytes: the bytes saved.
+        seconds: the time of running these again.
     """
 
-    kept: frozenset[fx.Node]
+    saved: frozenset[fx.Node]
     num_bytes: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Operators of forward that follow one another.
+    """Consecutive operators of forward.
 
     Attributes:
         nodes: these, with the parts of their results.
-        choices: from the one that saves least to the one that saves most, each at a higher price for a byte than the one before.
+        choices: by rising savings, each at a higher price for a byte than the one before.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -59,7 +60,7 @@ class Segments:
 
     Args:
         timeline: the graph as it runs.
-        fixed: the nodes that are in no segment, as their checkpoints are given.
+        fixed: the nodes in no segment, because their checkpoints are fixed.
     """
 
     def __init__(self, timeline: JointTimeline, fixed: Mapping[fx.Node, Any]) -> None:
@@ -67,18 +68,17 @@ class Segments:
         free = [node for node in timeline.forward if is_compute(node) or node.target is operator.getitem]
         self._nodes = [node for node in free if node not in fixed]
         self._read = {node for node in self._nodes if any(user in timeline.backward for user in node.users)}
-        kept = {owner_of(node) for node in self._read}
-        self._kept_bytes = {node: num_bytes_of(node) for node in kept if is_compute(node) or node in self._read}
+        owners = {owner_of(node) for node in self._read}
+        self._saved_bytes = {node: num_bytes_of(node) for node in owners if is_compute(node) or node in self._read}
         self._crossing = self._crossing_bytes()
         self._cut: dict[tuple[fx.Node, fx.Node], Segment] = {}
 
     @property
-    def num_kept(self) -> int:
-        """How many values forward keeps for backward."""
-        return len(self._kept_bytes)
+    def num_saved(self) -> int:
+        return len(self._saved_bytes)
 
     def _crossing_bytes(self) -> list[int]:
-        """For each node, the bytes that later nodes of forward read of what is made until then."""
+        """For each node, the bytes of earlier values that later nodes of forward read."""
         place = {node: i for i, node in enumerate(self._nodes)}
         ends: dict[fx.Node, int] = {}
         for node in self._nodes:
@@ -96,15 +96,17 @@ class Segments:
         return crossing
 
     def cut_into(self, number: int) -> list[Segment]:
-        """So many segments at most, which keep about as much for backward each, cut where few bytes are read behind the cut."""
+        """At most ``number`` segments that keep about as much for backward each, cut where few bytes cross."""
         before, total = [], 0
         for node in self._nodes:
-            total += self._kept_bytes.get(node, 0)
+            total += self._saved_bytes.get(node, 0)
             before.append(total)
         cuts: list[int] = []
         for k in range(1, number):
             low, high = (total * (2 * k - 1) / (2 * number), total * (2 * k + 1) / (2 * number))
-            inside = [i for i, own in enumerate(before) if low <= own <= high and (not cuts or i > cuts[-1])]
+            inside = [
+                i for i, num_bytes in enumerate(before) if low <= num_bytes <= high and (not cuts or i > cuts[-1])
+            ]
             if inside:
                 cuts.append(min(inside, key=lambda i: (self._crossing[i], abs(before[i] - (low + high) / 2), i)))
         bounds = [0, *(cut + 1 for cut in cuts), len(self._nodes)]
@@ -114,27 +116,27 @@ class Segments:
     def _segment(self, nodes: Sequence[fx.Node]) -> Segment:
         key = (nodes[0], nodes[-1])
         if key not in self._cut:
-            found = [self._choice(nodes, price) for price in _PRICES] if any(n in self._read for n in nodes) else []
+            priced = [self._choice(nodes, price) for price in _PRICES] if any(n in self._read for n in nodes) else []
             choices: list[Choice] = []
-            for choice in found:
+            for choice in priced:
                 if choice.num_bytes > (choices[-1].num_bytes if choices else 0):
                     choices.append(choice)
             self._cut[key] = Segment(tuple(nodes), tuple(choices))
         return self._cut[key]
 
     def _choice(self, nodes: Sequence[fx.Node], price: float) -> Choice:
-        """The choice for a segment that takes least if each kept byte has this price.
+        """The cheapest choice for a segment at this price of a kept byte.
 
-        It is a cut of least capacity. Each operator is two nodes of a network: whether backward has its result, and whether it
-        is run again for that, which takes the operator's time, and needs what the operator takes.
+        It is a cut of least capacity. Each operator is two nodes of a network: backward has its result, and it is run again
+        for that. The second costs the operator's time, and needs its operands.
         """
         units = dict.fromkeys(_operator_of(node) for node in nodes)
         number = {unit: 2 + 2 * i for i, unit in enumerate(units)}
         inside = set(nodes)
-        given = dict.fromkeys(
+        sources = dict.fromkeys(
             source for unit in units for source in unit.all_input_nodes if _operator_of(source) not in number
         )
-        outside = {source: 2 + 2 * len(units) + i for i, source in enumerate(given)}
+        outside = {source: 2 + 2 * len(units) + i for i, source in enumerate(sources)}
         network = Network(2 + 2 * len(units) + len(outside))
         for unit, has in number.items():
             parts = [unit, *(user for user in unit.users if user in inside and user.target is operator.getitem)]
@@ -150,39 +152,40 @@ class Segments:
             network.join(has, 1, _capacity(self._bytes_from_outside(source) * price * MACHINE.seconds_per_byte))
         reached = network.side_of_source()
         again = {unit for unit, has in number.items() if has + 1 in reached}
-        kept = {unit for unit, has in number.items() if has in reached and unit not in again}
-        own = {owner_of(part) for part in nodes if part in self._kept_bytes or _operator_of(part) in kept}
-        still = {owner_of(part) for part in nodes if _operator_of(part) in kept} & own
-        saved = sum(self._kept_bytes.get(owner, 0) for owner in own - still if owner in inside)
-        saved -= sum(num_bytes_of(owner) for owner in still if owner not in self._kept_bytes and owner in inside)
+        saved_units = {unit for unit, has in number.items() if has in reached and unit not in again}
+        saved_before = {
+            owner_of(part) for part in nodes if part in self._saved_bytes or _operator_of(part) in saved_units
+        }
+        still = {owner_of(part) for part in nodes if _operator_of(part) in saved_units} & saved_before
+        saved = sum(self._saved_bytes.get(owner, 0) for owner in saved_before - still if owner in inside)
+        saved -= sum(num_bytes_of(owner) for owner in still if owner not in self._saved_bytes and owner in inside)
         saved -= sum(self._bytes_from_outside(source) for source, has in outside.items() if has in reached)
         seconds = math.fsum(self._timeline.seconds[unit] for unit in again)  # the same in whatever order
         return Choice(frozenset(units.keys() - again), saved, seconds)
 
     def _bytes_to_keep(self, unit: fx.Node, parts: Sequence[fx.Node]) -> int:
-        """What it takes to keep an operator's results; nothing where the first operator of backward reads them at once."""
+        """The bytes to keep of an operator's results; none if the first operator of backward reads them at once."""
         if any(self._timeline.first in part.users for part in parts):
             return 0
         return sum(num_bytes_of(owner) for owner in {owner_of(part) for part in parts} if not _is_free(owner))
 
     def _bytes_from_outside(self, source: fx.Node) -> int:
         owner = owner_of(source)
-        is_kept = owner in self._kept_bytes or owner in self._fixed
-        return 0 if _is_free(owner) or is_kept else num_bytes_of(owner)
+        is_saved = owner in self._saved_bytes or owner in self._fixed
+        return 0 if _is_free(owner) or is_saved else num_bytes_of(owner)
 
     def _stays(self, node: fx.Node, inside: set[fx.Node]) -> bool:
-        """Whether forward reads a value within the segment alone, and it may be computed again."""
         if self._timeline.first in node.users:
             return False
         backward = self._timeline.backward
-        return all(not is_given_by_forward(user, node) if user in backward else user in inside for user in node.users)
+        return all(not is_forward_output(user, node) if user in backward else user in inside for user in node.users)
 
 
 def is_copied(node: fx.Node) -> bool:
     """Whether an operator may run twice and give the same: one of torch or mirrorc that writes nothing.
 
-    Capture has made all random ones functions of a seed. Operators of others may do what nobody sees, as plain PyTorch may that
-    runs in one of mirrorc's.
+    Capture has made all random ones functions of a seed. Operators of others may have hidden effects, and so may plain PyTorch
+    inside of mirrorc's own (`OPAQUE`).
     """
     target: Any = node.target
     if not is_compute(node) or target in OPAQUE:
@@ -197,7 +200,7 @@ def _operator_of(node: fx.Node) -> fx.Node:
 
 
 def _is_free(owner: fx.Node) -> bool:
-    """Whether a value is there in backward in any case, as arguments and variables are."""
+    """Whether backward has a value in any case, as it has arguments and variables."""
     return owner.op == "placeholder" or owner.target is ops.read
 
 

@@ -1,1 +1,1 @@
-"""Value numbering, by which programs are compared."""
+"""Value numbering, for the comparison of programs."""

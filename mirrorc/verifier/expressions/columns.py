@@ -1,4 +1,4 @@
-"""Numbers the first columns of padded products, which are the products of what was padded."""
+"""Value numbers of padded products: their first columns are the product of the values before padding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mirrorc.verifier.expressions.rows import Number
 
 
 class NumberedColumns:
-    """Remembers which values are padded, and what their first columns are.
+    """The padded values of a program, with the numbers of their first columns.
 
     Args:
-        number: gives the number of what an operator makes of arguments, in which numbers stand for values.
+        number: numbers the result of an operator with numbers as arguments.
     """
 
     def __init__(self, number: Callable[[Any, tuple[Any, ...]], int]) -> None:
@@ -23,14 +23,14 @@ class NumberedColumns:
         self._first: dict[Any, tuple[Any, Any]] = {}  # for a padded value: how many first columns, and their number
 
     def note(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> None:
-        """Looks at a node that has its number, if it pads a value or makes a product of padded ones."""
+        """Records a numbered node that pads a value or multiplies padded ones."""
         if node.target in FACTORS:
             self._note_product(node, numbered)
         elif (columns := columns_before_padding(node)) is not None:
             self._first[numbered[node]] = (columns, numbered[node.args[0]])  # type: ignore[index]
 
     def first_columns(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """The number of a product, if the node takes those columns of a padded one that are its own."""
+        """The number of a product, if the node takes the original columns of a padded one; else None."""
         wanted = first_columns(node)
         if wanted is None:
             return None
@@ -42,9 +42,9 @@ class NumberedColumns:
 
     def _note_product(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> None:
         places = places_of_columns(node)
-        found = {place: self._of(node.args[place], numbered) for place in places}
-        columns = found[places[-1]][0]
-        if columns is None or node.kwargs or any(known != columns for known, _ in found.values()):
-            return  # the first columns of what was not padded have no number
-        given = [found[i][1] if i in found else numbered[one] for i, one in enumerate(node.args)]  # type: ignore[index]
-        self._first[numbered[node]] = (columns, self._number(node.target, tuple(map(Number, given))))
+        known_columns = {place: self._of(node.args[place], numbered) for place in places}
+        columns = known_columns[places[-1]][0]
+        if columns is None or node.kwargs or any(known != columns for known, _ in known_columns.values()):
+            return  # not padded
+        operands = [known_columns[i][1] if i in known_columns else numbered[a] for i, a in enumerate(node.args)]  # type: ignore[index]
+        self._first[numbered[node]] = (columns, self._number(node.target, tuple(map(Number, operands))))

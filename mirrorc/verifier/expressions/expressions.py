@@ -1,4 +1,4 @@
-"""Assigns numbers to the values of a program: two values that are computed in the same way have equal numbers."""
+"""Value numbering: two values of a program that are computed in the same way have equal numbers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from mirrorc.verifier.expressions.rows import Number, NumberedRows
 
 
 class Expressions:
-    """Assigns numbers to expressions, equal ones to equal expressions, over all programs that share the table.
+    """Numbers of expressions, over all programs that share the table.
 
     Args:
-        program: the program.
         numbers: the table, from an operation and the numbers of its arguments to the number of the result.
-        roots: for a view, by its number, shape and strides, those of the value that it is a view of; for the number of a reshaped
-            value, the number and the shape of the original value.
+        roots: for a view, by its number, shape and strides, those of the viewed value; for the number of a reshaped value, the
+            number and the shape of the original value.
         inlined: whether to look into regions.
-        makers: filled with the first node that has each number.
+        makers: filled with the first node of each number.
     """
 
     def __init__(
@@ -50,26 +49,23 @@ class Expressions:
         self.columns = NumberedColumns(lambda target, args: self._number_application(target, args, {}, {}))
 
     def number(self, *key: Any) -> int:
-        """The number of an expression, given its operation and the numbers of its arguments."""
+        """The number of an expression, by its operation and the numbers of its arguments."""
         try:
             return self.numbers.setdefault(key, len(self.numbers))
         except TypeError:  # a part of the key cannot be hashed
             return self.numbers.setdefault(repr(key), len(self.numbers))
 
     def argument(self, name: str, kind: Any) -> int:
-        """The number of an argument of a type."""
         return self.number("argument", name, kind)
 
     def microbatch(self, argument: int, index: Any, sizes: Any) -> int:
-        """The number of a microbatch's part of an argument."""
         return self.number("microbatch", ("value", argument), index, tuple(sizes))
 
     def seed_of_microbatch(self, seed: int, index: Any) -> int:
-        """The number of a microbatch's random stream."""
         return self.number("microbatch_seed", ("value", seed), index)
 
     def applied(self, target: Any, *args: Any) -> int:
-        """The number of what an operator of torch makes of numbers of values (`int`), lists of them, and floats."""
+        """The number of an operator's result. Arguments are numbers of values (`int`), lists of them, and floats."""
         wrapped = [Number(a) if type(a) is int else [Number(i) for i in a] if isinstance(a, list) else a for a in args]
         return self._number_application(target, tuple(wrapped), {}, {})
 
@@ -98,7 +94,6 @@ class Expressions:
         return numbered
 
     def _number_compute(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
-        """Numbers the value of an operator of torch."""
         if _is_plain(node.target):
             columns = self.columns.first_columns(node, numbered)
             numbered[node] = self._number_operator(node, numbered) if columns is None else columns
@@ -107,8 +102,8 @@ class Expressions:
         elif (body := decomposition_of(node)) is not None:
             numbered[node] = self._decomposed(node, body, numbered)
         elif node.target in ROW_READERS:
-            found = self.rows.by_elements(node, numbered)
-            numbered[node] = self._number_operator(node, numbered) if found is None else found
+            number = self.rows.by_elements(node, numbered)
+            numbered[node] = self._number_operator(node, numbered) if number is None else number
         elif node.target in REARRANGEMENTS:
             numbered[node] = self._view(node, numbered)
         elif writes_argument(node.target):
@@ -117,7 +112,6 @@ class Expressions:
             numbered[node] = self._number_operator(node, numbered)
 
     def _number_other(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
-        """The number of an argument or of an operation of the IR."""
         if node.target is ops.read:
             return self.number("read", node.kwargs["variable"])
         if node.op == "placeholder" or node.target is ops.argument:
@@ -136,15 +130,14 @@ class Expressions:
         return self._number_operator(node, numbered)
 
     def _decomposed(self, node: fx.Node, body: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Any:
-        """The number of an operator with a decomposition, which is the number of the decomposition's result."""
-        given = dict(zip(body.find_nodes(op="placeholder"), (numbered[n] for n in tensors_of(node)), strict=True))
+        arguments = dict(zip(body.find_nodes(op="placeholder"), (numbered[n] for n in tensors_of(node)), strict=True))
         makers, self.makers = self.makers, None  # the operators of the decomposition are nodes of no program
-        inside = self.number_graph(body, given)
+        inside = self.number_graph(body, arguments)
         self.makers = makers
         return inside[body.output_node().args[0]]  # type: ignore[index]
 
     def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """The number of a view; that of the viewed value if a chain of views leads back to the value's own shape and strides.
+        """The number of a view; that of the viewed value if a chain of views leads back to the value's shape and strides.
 
         The views of a product that is written into its slot do. The result of `reshape` may be a copy, so it is no view.
         """
@@ -162,7 +155,7 @@ class Expressions:
         return number
 
     def _reshaped(self, node: fx.Node, source: int) -> int:
-        """The number of a value in another shape; it does not depend on the operators by which the shape was changed."""
+        """The number of a value in another shape, independent of the operators in between."""
         first, shape = self.roots.get(source, (source, _shape(node.args[0])))
         if _shape(node) == shape:
             return int(first)
@@ -180,7 +173,7 @@ class Expressions:
         return self.number(*key)
 
     def _whole(self, gradient: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """The number of a factored gradient, which is that of the whole gradient."""
+        """The number of a factored gradient: that of the whole gradient."""
 
         def apply(target: Any, *args: Any, **kwargs: Any) -> Number:
             if target not in RESHAPES:
@@ -194,15 +187,15 @@ class Expressions:
         return whole.number
 
     def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
-        """Handles an operator that writes its first argument: from then on, the argument has the number of the written value."""
+        """Numbers an operator that writes its first argument. The argument has the number of the written value from then on."""
         target, *sources = node.args
         written = numbered[sources[0]] if node.target is torch.ops.aten.copy_.default else None  # type: ignore[index]
         if node.target is out_products.mm_into:
             factors = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
             written = self.number(torch.ops.aten.mm.default, factors, ())
         elif node.target is out_products.linear_into:
-            given = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
-            written = self.number(torch.ops.aten.addmm.default, given, ())
+            operands = tuple(("value", numbered[source]) for source in sources)  # type: ignore[index]
+            written = self.number(torch.ops.aten.addmm.default, operands, ())
         elif node.target is out_products.addmm_into:
             product = self.applied(torch.ops.aten.mm.default, *(numbered[source] for source in sources))  # type: ignore[index]
             written = self.applied(torch.ops.aten.add.Tensor, numbered[target], product)  # type: ignore[index]
@@ -218,23 +211,23 @@ class Expressions:
     def _call(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
         """The results of a region: by its name and the arguments that it reads; if inlined, a tuple of its expressions."""
         nodes = [n for n in node.args if isinstance(n, fx.Node)]
-        given = [self.number("slot") if n.target in ops.GIVEN_MEMORY else numbered[n] for n in nodes]
+        arguments = [self.number("slot") if n.target in ops.OUTPUT_MEMORY else numbered[n] for n in nodes]
         if self.inlined:
-            return self._inline(self.program.regions[region_of(node)], given)
-        read = [("value", number) for number, n in zip(given, nodes, strict=True) if n.target not in ops.GIVEN_MEMORY]
+            return self._inline(self.program.regions[region_of(node)], arguments)
+        read = [("value", a) for a, n in zip(arguments, nodes, strict=True) if n.target not in ops.OUTPUT_MEMORY]
         return self.number("region", region_of(node), *read)
 
-    def _inline(self, region: Region, given: list[Any]) -> tuple[Any, ...]:
+    def _inline(self, region: Region, arguments: list[Any]) -> tuple[Any, ...]:
         body = region.graph_module.graph
         placeholders = [n for n in body.nodes if n.op == "placeholder"]
-        numbered = self.number_graph(body, dict(zip(placeholders, given, strict=False)))
+        numbered = self.number_graph(body, dict(zip(placeholders, arguments, strict=False)))
         results: Any = body.output_node().args[0]
         return tuple(numbered[result] for result in results)
 
 
 @functools.cache
 def _is_plain(target: Any) -> bool:
-    """Whether the value of an operator of torch is always an expression of its own, numbered by its arguments."""
+    """Whether an operator always makes an expression of its own, numbered by its arguments."""
     may_be_other = any(target in some for some in (LAYOUT_ONLY, DECOMPOSITIONS, REARRANGEMENTS, ROW_READERS))
     return not may_be_other and not writes_argument(target)
 
@@ -258,7 +251,6 @@ def _lies(node: fx.Node) -> Any:
 
 
 def _hashable(value: Any, numbered: Mapping[fx.Node, Any] | None = None) -> Any:
-    """Converts an argument to a part of a key; nodes in it are replaced by their numbers."""
     if isinstance(value, fx.Node) and numbered is not None:
         return ("value", numbered[value])
     if isinstance(value, Number):

@@ -1,4 +1,4 @@
-"""What the results of a shard must be, given the graphs of its microbatches: found without the pass that repeats them."""
+"""The expected results of a shard by the graphs of its microbatches, without the pass that joins them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def accumulated_results(program: Program, expressions: Expressions) -> Iterator[
     """The results of each replica over all of its microbatches: the replica, the kind, the name, the number of the expression.
 
     The loss is the sum of the microbatches' losses, each times its part of the shard's examples, unless the loss is a sum. A
-    gradient is the sum over all microbatches, in order; a buffer's value that of the last one, where each begins with what
-    the one before has left, or if all write alike, with what there was. Each microbatch has the checks of its own. Outputs
-    are put together as replicas' parts are.
+    gradient is the sum over all microbatches, in order. A buffer has the last microbatch's value; each microbatch begins with
+    the buffers of the one before, or with the original ones if all write alike. Each microbatch has its checks. Outputs are
+    combined as replicas' parts are.
     """
     for replica, shards in enumerate(program.shard_of_microbatch):
         sizes = program.microbatches[replica]
@@ -33,11 +33,11 @@ def accumulated_results(program: Program, expressions: Expressions) -> Iterator[
         written: dict[str, int] = {}
         for index, shard in enumerate(shards):
             graph = program.shard_graphs[shard]
-            given = dict(_given(program, graph, index, sizes, expressions))
+            values = dict(_arguments(program, graph, index, sizes, expressions))
             for node in calls_to(graph, ops.read):
                 if node.kwargs["variable"] in written:
-                    given[node] = written[str(node.kwargs["variable"])]
-            numbered = expressions.number_graph(graph, given)
+                    values[node] = written[str(node.kwargs["variable"])]
+            numbered = expressions.number_graph(graph, values)
             output: Any = fx.node.map_arg(graph.output_node().args[0], functools.partial(_number, numbered))
             written = {
                 name: number.value
@@ -58,8 +58,6 @@ def accumulated_results(program: Program, expressions: Expressions) -> Iterator[
 
 
 class _Number:
-    """The number of a value in the results of a graph."""
-
     def __init__(self, value: int) -> None:
         self.value = value
 
@@ -68,10 +66,9 @@ def _number(numbered: Mapping[fx.Node, Any], node: fx.Node) -> Any:
     return _Number(numbered[node])
 
 
-def _given(
+def _arguments(
     program: Program, graph: fx.Graph, index: int, sizes: tuple[int, ...], expressions: Expressions
 ) -> Iterator[tuple[fx.Node, int]]:
-    """What a microbatch takes for the arguments of its graph."""
     arguments = {argument.name: argument for argument in program.arguments}
     for node in graph.find_nodes(op="placeholder"):
         argument = arguments[str(node.target)]
@@ -109,8 +106,8 @@ def _joined(
     how = "averaged" if program.loss_reduction == "mean" else "summed"
     yield "loss", "", _put_together([output["loss"].value for output in outputs], how, sizes, expressions)
     for name in outputs[0]["gradients"]:
-        own = [output["gradients"][name].value for output in outputs]
-        yield "gradient of", name, _put_together(own, "summed", sizes, expressions)
+        addends = [output["gradients"][name].value for output in outputs]
+        yield "gradient of", name, _put_together(addends, "summed", sizes, expressions)
     for name, number in outputs[-1]["writes"].items():
         yield "value for", name, number.value
     for name, (how, _) in each[0][1].items():

@@ -1,4 +1,4 @@
-"""Gives equal numbers to a sum or a read of rows and to what `graph.one_hot_rows` makes of one element of each row."""
+"""Equal numbers for reductions or reads of rows and for `graph.one_hot_rows`' versions of them, by one element of each row."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Number:
 
 
 class NumberedRows:
-    """What is known of the expressions of a program: the shape and dtype of each, and how rows are made.
+    """The expressions of a program: the shape and dtype of each, and the origin of rows.
 
     Args:
-        number_application: the number of an operator's result, given the operator and its arguments, among them `Number`.
+        number_application: the number of an operator's result. Arguments may be `Number`.
     """
 
     def __init__(self, number_application: Callable[[Any, tuple[Any, ...]], int]) -> None:
@@ -32,23 +32,22 @@ class NumberedRows:
         self._made: dict[int, Made[Number] | fx.Node] = {}
 
     def note(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> None:
-        """Records the expression of a node, which has its number."""
         number = numbered[node]
         if isinstance(number, int) and number not in self._made:
             is_of_rows = node.target in ROW_MAKERS
             self._made[number] = _made(node, numbered) if is_of_rows else node
 
     def by_elements(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """The number of what a node gives, if one element of each row is enough for it."""
-        found = by_elements(self, _made(node, numbered))
-        return found.number if found is not None else None
+        """The number of a node's value, if it depends on one element of each row alone; else None."""
+        element = by_elements(self, _made(node, numbered))
+        return element.number if element is not None else None
 
     def made(self, value: Any) -> Made[Number] | None:
-        """How an expression is made."""
-        found = self._made.get(value.number) if isinstance(value, Number) else None
-        if not isinstance(found, fx.Node):
-            return found
-        tensor = found.meta.get("val")
+        """The operator, arguments, shape and dtype of an expression; None if unknown."""
+        maker = self._made.get(value.number) if isinstance(value, Number) else None
+        if not isinstance(maker, fx.Node):
+            return maker
+        tensor = maker.meta.get("val")
         if not isinstance(tensor, torch.Tensor):
             return None
         return Made(None, (), {}, sizes_key(tensor.shape), tensor.dtype)

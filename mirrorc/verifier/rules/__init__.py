@@ -1,4 +1,4 @@
-"""The rules of the verifier, a file for each topic; importing this package imports all files, which register their rules."""
+"""The rules of the verifier, a file for each topic. Importing this package imports all files, and so registers their rules."""
 
 import importlib
 import pkgutil

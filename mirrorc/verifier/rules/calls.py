@@ -1,4 +1,4 @@
-"""Rules on what a call takes and gives: examples, symbolic sizes, outputs, evaluations."""
+"""Rules on a call's inputs and outputs: examples, symbolic sizes, outputs, evaluations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _OF_FORWARD_AND_BACKWARD = (ops.argument, ops.slot, ops.check, ops.gather, ops.w
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def some_replica_has_examples(program: Program) -> Iterator[Violation]:
-    """At least one replica has examples, unless those of other workers may have some; and before the graphs are replicated each
-    that has some runs a graph, no other one."""
+    """At least one replica has examples, unless other workers may have some. Before replication, exactly the replicas with
+    examples run a graph.
+    """
     if not program.present and not program.workers.are_several:
         yield Violation(f"the numbers of examples are {program.num_examples}: there is nothing to learn from")
     if program.stage < Stage.REPLICATED:
@@ -34,16 +35,17 @@ def some_replica_has_examples(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED, order=Order.REFERENCES)
 def replicas_without_examples_run_nothing(program: Program) -> Iterator[Violation]:
-    """A replica without examples has no arguments, regions, slots, factors, checks, meetings, outputs, writes of buffers, and no
-    loss; one with examples has a loss. All replicas take part in collectives, commits and updates alike."""
+    """A replica without examples has no arguments, regions, slots, factors, checks, meetings, outputs, writes of buffers, and
+    no loss. A replica with examples has a loss. All replicas take part in collectives, commits and updates alike.
+    """
     for where, graph, _ in scopes(program):
         for node in graph.nodes:
             if node.op == "output" or not _is_of_forward_or_backward(node):
                 continue
-            own = replica_of(node)
-            replica = place_of(program, graph) if own is None else own
+            owner = replica_of(node)
+            replica = place_of(program, graph) if owner is None else owner
             if replica not in program.present:
-                yield Violation(f"{name_of(node)} runs on {where(own)}, which has no examples", node)
+                yield Violation(f"{name_of(node)} runs on {where(owner)}, which has no examples", node)
         output: Any = graph.output_node().args[0]
         here = [place_of(program, graph)] if program.graph is None else range(program.num_replicas)
         losses = output["losses"] if isinstance(output, dict) else [output]
@@ -60,8 +62,9 @@ def _is_of_forward_or_backward(node: fx.Node) -> bool:
 
 @rule(since=Stage.CAPTURED)
 def losses_are_for_training(program: Program) -> Iterator[Violation]:
-    """A program that takes a weight of the loss trains. One that takes none evaluates: it has no bucket, no variable with an
-    update rule and no region of backward, returns no loss and no gradient, and accumulates none."""
+    """A program with a loss weight trains. One without it evaluates: it has no bucket, no variable with an update rule and no
+    region of backward, returns no loss and no gradient, and accumulates none.
+    """
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
         if program.trains is not isinstance(output["loss"], fx.Node):
@@ -102,43 +105,43 @@ _Key = tuple[str, str, object, object]
 
 @rule(since=Stage.CAPTURED, order=Order.OWNERS)
 def outputs_are_gathered_alike(program: Program) -> Iterator[Violation]:
-    """Every replica with examples gathers the same outputs, each once, in the same way and of one dtype; parts of a concatenated
-    one have a row for each example and are alike in all other dimensions, parts of one that is averaged or summed are of one
-    shape."""
+    """Every replica with examples gathers the same outputs, each once, in the same way and of one dtype. Parts of a
+    concatenated output have a row for each example and are alike in all other dimensions. Parts of an averaged or summed
+    output have one shape.
+    """
     each: list[tuple[str, list[fx.Node], int | None]] = []
     sizes = program.num_examples if len(program.num_examples) == program.num_replicas else ()
     for i, graph in enumerate(program.shard_graphs):
         size = next((size for shard, size in _sizes_of_graphs(program) if shard == i), None) if sizes else None
         each.append((f"the graph of shard {i}", list(calls_to(graph, ops.gather)), size))
     for i, (name_of_replica, graph, replicas) in enumerate(scopes(program)):
-        found = list(calls_to(graph, ops.gather))
+        gathers = list(calls_to(graph, ops.gather))
         for r in replicas:
             if (i if r is None else r) not in program.present:
                 continue  # `replicas_without_examples_run_nothing` speaks of it
             size = sizes[i if r is None else r] if sizes else None
-            each.append((name_of_replica(r), [node for node in found if replica_of(node) == r], size))
+            each.append((name_of_replica(r), [node for node in gathers if replica_of(node) == r], size))
     first: dict[str, _Key] | None = None
     for where, nodes, num_examples in each:
-        own: dict[str, _Key] = {}
+        keys: dict[str, _Key] = {}
         for node in nodes:
             name = str(node.kwargs.get("output"))
             if not node.all_input_nodes:
                 continue  # `operations_have_their_arguments` speaks of it
-            if name in own:
+            if name in keys:
                 yield Violation(f"{where} gathers {name} twice", node)
-            own[name] = _key(node)
-            if own[name][0] == "concatenated" and not _has_rows(program, node, num_examples):
+            keys[name] = _key(node)
+            if keys[name][0] == "concatenated" and not _has_rows(program, node, num_examples):
                 yield Violation(f"{where} gathers {name} along the batch, but it has no row for each example", node)
         if first is None:
-            first = own
-        for name in {**first, **own}:
-            if first.get(name) != own.get(name):
+            first = keys
+        for name in {**first, **keys}:
+            if first.get(name) != keys.get(name):
                 at = next((n for n in nodes if str(n.kwargs.get("output")) == name), nodes[0] if nodes else None)
                 yield Violation(f"{where} gathers {name} otherwise than {each[0][0]}, or not at all", at)
 
 
 def _sizes_of_graphs(program: Program) -> Iterator[tuple[int | None, int]]:
-    """The graphs that shards, or their microbatches, run, each with the number of examples."""
     if not program.shard_of_microbatch:
         yield from zip(program.shard_of_replica, program.num_examples, strict=False)
     for shards, sizes in zip(program.shard_of_microbatch, program.microbatches, strict=False):
@@ -156,7 +159,7 @@ def _has_rows(program: Program, node: fx.Node, num_examples: int | None) -> bool
 
 
 def _symbols_of_examples(program: Program, graph: fx.Graph) -> set[Any]:
-    """What counts the examples of a shard whose size is a symbol: dim 0 of the arguments that are split."""
+    """The symbols that count the examples of a shard: dim 0 of split arguments."""
     names = {argument.name for argument in program.arguments if argument.has_examples}
     arguments = [*graph.find_nodes(op="placeholder"), *calls_to(graph, ops.argument)]
     values = [node.meta.get("val") for node in arguments if node.kwargs.get("name", node.target) in names]
@@ -164,7 +167,7 @@ def _symbols_of_examples(program: Program, graph: fx.Graph) -> set[Any]:
 
 
 def _key(node: fx.Node) -> _Key:
-    """What must be the same for all parts of an output."""
+    """The common properties of all parts of an output."""
     how, value = str(node.kwargs.get("how")), node.all_input_nodes[0].meta.get("val")
     if not isinstance(value, torch.Tensor):
         return how, str(node.kwargs.get("output")), None, None
@@ -175,30 +178,32 @@ def _key(node: fx.Node) -> _Key:
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def sizes_are_arguments(program: Program) -> Iterator[Violation]:
-    """A graph of operators takes each symbol in the sizes of its values as an argument, before the graphs are outlined as
-    arguments of the program. Operators are given sizes as values of such arguments, never as symbols."""
+    """A captured graph takes each symbol in the sizes of its values as an argument. The program has the same argument.
+    Operators take sizes as values of such arguments, never as symbols.
+    """
     if program.stage is Stage.CAPTURED:
-        told = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.SIZE}
+        size_names = {argument.name for argument in program.arguments if argument.kind is ArgumentKind.SIZE}
         for i, graph in enumerate(program.shard_graphs):
-            yield from _untold(graph, f"the graph of shard {i}", told)
+            yield from _unknown_sizes(graph, f"the graph of shard {i}", size_names)
 
 
 @rule(since=Stage.OUTLINED, scope=Scope.GRAPH, order=Order.REFERENCES)
 def regions_are_told_sizes(program: Program, graph: fx.Graph) -> Iterator[Violation]:
-    """A region takes each symbol in the sizes of its values as an argument, and gives operators sizes as values of such
-    arguments, never as symbols."""
+    """A region takes each symbol in the sizes of its values as an argument. Its operators take sizes as values of such
+    arguments, never as symbols.
+    """
     name = next((name for name, region in program.regions.items() if region.graph_module.graph is graph), None)
     if name is not None:
-        yield from _untold(graph, f"region {name}", None)
+        yield from _unknown_sizes(graph, f"region {name}", None)
 
 
-def _untold(graph: fx.Graph, what: str, names: set[str] | None) -> Iterator[Violation]:
-    given = [node for node in graph.find_nodes(op="placeholder") if is_symbolic(node.meta.get("val"))]
-    told = {size_key(node.meta["val"]) for node in given if names is None or node.target in names}
+def _unknown_sizes(graph: fx.Graph, where: str, names: set[str] | None) -> Iterator[Violation]:
+    placeholders = [node for node in graph.find_nodes(op="placeholder") if is_symbolic(node.meta.get("val"))]
+    known = {size_key(node.meta["val"]) for node in placeholders if names is None or node.target in names}
     for node in graph.nodes:
         raw = raw_symbols([node.args, node.kwargs])
         if raw:
-            yield Violation(f"{what} gives {node.name} the symbol {raw[0]}, which is known to no device", node)
-        unknown = symbols_in(node.meta.get("val")) - told
+            yield Violation(f"{where} gives {node.name} the symbol {raw[0]}, which is known to no device", node)
+        unknown = symbols_in(node.meta.get("val")) - known
         if unknown:
-            yield Violation(f"{what} is not told {sorted(map(str, unknown))[0]}, a size of {node.name}", node)
+            yield Violation(f"{where} is not told {sorted(map(str, unknown))[0]}, a size of {node.name}", node)

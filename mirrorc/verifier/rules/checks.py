@@ -1,4 +1,4 @@
-"""Rules on checks: they stop a step before it has changed anything, and miss nothing that they are to look at."""
+"""Rules on checks: they stop a step before any change of state, and cover all losses and gradients."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from mirrorc.verifier.rules.rule import Order, rule
 
 @rule(since=Stage.REPLICATED)
 def checks_come_first(program: Program) -> Iterator[Violation]:
-    """On every replica, each check comes before all launches, the commit and all writes, so that nothing has changed when it
-    fails."""
+    """On every replica, each check comes before all launches, the commit and all writes. A failing check leaves everything
+    unchanged.
+    """
     for where, graph, replicas in scopes(program):
         if next(calls_to(graph, ops.check), None) is None:
             continue
@@ -43,8 +44,9 @@ def _changes_something(node: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
-    """If a step is to be checked, each replica's commit is given `is_finite` of the replica's loss (unless that is scaled) and of
-    all that its updates take, nothing else takes these truth values, and all replicas say alike what a step does otherwise."""
+    """If a step is checked, each replica's commit takes `is_finite` of the replica's loss (unless that is scaled) and of all
+    inputs of its updates. Nothing else takes these truth values. All replicas have the same ``otherwise``.
+    """
     commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.is_finite):
@@ -66,7 +68,6 @@ def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
 
 
 def _missed(graph: fx.Graph, replica: int | None, where: str, is_scaled: bool) -> Iterator[Violation]:
-    """What a replica's commit is not given, or is given of others."""
     commit = next((node for node in calls_to(graph, ops.commit) if replica_of(node) == replica), None)
     if commit is None:
         return  # `a_step_commits_once` speaks of it
@@ -82,14 +83,16 @@ def _missed(graph: fx.Graph, replica: int | None, where: str, is_scaled: bool) -
                 f"{commit.name} on {where} is given {flag.name}, which tells of no loss or gradient of it", commit
             )
         looked_at.add(flag.args[0] if flag.args else None)
-    for value, what in wanted.items():
+    for value, description in wanted.items():
         if value not in looked_at:
-            yield Violation(f"{commit.name} on {where} is not told whether {value.name}, {what}, is finite", commit)
+            yield Violation(
+                f"{commit.name} on {where} is not told whether {value.name}, {description}, is finite", commit
+            )
 
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def nothing_is_in_flight_at_a_checked_commit(program: Program) -> Iterator[Violation]:
-    """What is launched or sent before the commit of a checked step is waited for before it, because the step may end there."""
+    """Launches and sends before the commit of a checked step are waited for before it, because the step may end there."""
     commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit) if is_checked(node)]
     ends = {(commit.graph, replica_of(commit)): commit for commit in commits}
 

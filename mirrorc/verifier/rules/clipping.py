@@ -47,14 +47,15 @@ def commits_exchange_norms_alike(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def scaled_losses_are_made_up_for(program: Program) -> Iterator[Violation]:
-    """If the loss is scaled, what each update takes is divided by the scale once, and so is each norm that is told or bounded;
-    otherwise nothing is."""
+    """If the loss is scaled, the input of each update is divided by the scale once, and so is each norm that is reported or
+    bounded. Otherwise nothing is.
+    """
     is_scaled = Property.UNSCALED in program.properties
     for where, graph, _ in scopes(program):
         for taker in gradient_takers(graph):
             for _, value in taken_by(taker):
-                given = [scaling_factor(node) for node in rescalings_for(taker, value)]
-                factors = [factor_of(factor) for factor in given if factor is not None]
+                scalings = [scaling_factor(node) for node in rescalings_for(taker, value)]
+                factors = [factor_of(factor) for factor in scalings if factor is not None]
                 if sum(factor is not None and factor.unscales for factor in factors) != is_scaled:
                     often = "is not divided by the scale of the loss once" if is_scaled else "is divided by a scale"
                     yield Violation(f"what {taker.name} on {where(replica_of(taker))} takes {often}", taker)
@@ -66,10 +67,11 @@ def scaled_losses_are_made_up_for(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
-    """What a step tells or scales gradients by is the norm of whole buckets: each element counts once, summed over all
-    replicas. Where workers have parts of sums, all exchange the norms of their parts. What is told under a name is the norm of
-    the same buckets on all replicas."""
-    norms, told = Norms(program), dict[object, tuple[fx.Node, frozenset[int]]]()
+    """A reported norm, or one behind a scaling factor, is that of whole buckets: each element counts once, summed over all
+    replicas. If workers have parts of sums, all exchange the norms of their parts. A norm reported under a name is that of the
+    same buckets on all replicas.
+    """
+    norms, reported = Norms(program), dict[object, tuple[fx.Node, frozenset[int]]]()
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.tell, ops.clip_factor):
             norm, _ = norm_in(node.args[0])
@@ -86,7 +88,9 @@ def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
                 )
                 continue
             other, others = (
-                told.setdefault(node.kwargs["what"], (node, buckets)) if node.target is ops.tell else (node, buckets)
+                reported.setdefault(node.kwargs["what"], (node, buckets))
+                if node.target is ops.tell
+                else (node, buckets)
             )
             if others != buckets:
                 yield Violation(
@@ -104,14 +108,14 @@ def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
 
 
 def _buckets_of(measured: Measured) -> frozenset[int] | None:
-    """The buckets whose reduced gradients are measured; None if anything else is."""
-    found = [part.bucket if part is not None and part.kind == GRADIENTS else None for part in measured.parts]
-    return frozenset(bucket for bucket in found if bucket is not None) if None not in found else None
+    buckets = [part.bucket if part is not None and part.kind == GRADIENTS else None for part in measured.parts]
+    return frozenset(bucket for bucket in buckets if bucket is not None) if None not in buckets else None
 
 
 def _is_whole(program: Program, bucket: int, measured: Measured) -> bool:
-    """Whether what is measured of a bucket are its elements, or those of them that this worker is to measure, each once, summed
-    over all replicas, and changed alike."""
+    """Whether the norm covers each of a bucket's elements, or of this worker's part, once, summed over all replicas and
+    changed alike.
+    """
     parts = [part for part in measured.parts if part is not None and part.bucket == bucket]
     spans = sorted((span.start, span.stop) for part in parts for span in part.spans)
     are_sums = all(span.replicas == frozenset(program.reduced_replicas) for part in parts for span in part.spans)
@@ -126,16 +130,17 @@ def _is_whole(program: Program, bucket: int, measured: Measured) -> bool:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
-    """A bucket's gradient is scaled by a factor that follows from its own norm, once, and by the same operations on all
-    replicas; all buckets of a norm are scaled by it. All elements have one bound, or none has."""
+    """A bucket's gradient is scaled once, by a factor that follows from its own norm, and by the same operations on all
+    replicas. All buckets of a norm are scaled by it. All elements have one bound, or none has.
+    """
     norms = Norms(program)
-    scaled: dict[int, set[Any]] = defaultdict(set)  # the clipping of each bucket, of which there must be one
+    scaled: dict[int, set[Any]] = defaultdict(set)  # the clippings of each bucket: there must be one
     first: dict[int, fx.Node] = {}
     for where, graph, _ in scopes(program):
         for taker in gradient_takers(graph):
             for bucket, value in taken_by(taker):
                 rescalings = rescalings_for(taker, value)
-                scaled[bucket].add(tuple(_said(norms, node) for node in rescalings))
+                scaled[bucket].add(tuple(_rescaling(norms, node) for node in rescalings))
                 if len(scaled[bucket]) > 1:
                     yield Violation(
                         f"{taker.name} on {where(replica_of(taker))} takes a gradient that is clipped otherwise than on "
@@ -143,13 +148,15 @@ def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
                         taker,
                     )
                 first.setdefault(bucket, taker)
-    bounds = {bucket: {one for way in ways for one in way if one[0] == _CLIP_VALUE} for bucket, ways in scaled.items()}
-    for bucket, found in bounds.items():
-        if found != next(iter(bounds.values())):
+    bounds = {
+        bucket: {step for way in ways for step in way if step[0] == _CLIP_VALUE} for bucket, ways in scaled.items()
+    }
+    for bucket, bound in bounds.items():
+        if bound != next(iter(bounds.values())):
             yield Violation(f"the elements of bucket {bucket} have another bound than those of others", first[bucket])
     for bucket, ways in scaled.items():
         factors = [operation for way in ways for operation in way if operation[0] == ops.scale.__name__]
-        wrong = next((one for one in factors if one[2] is None or bucket not in one[2]), None)
+        wrong = next((factor for factor in factors if factor[2] is None or bucket not in factor[2]), None)
         if wrong is not None or len(factors) > len(ways):
             why = "twice" if wrong is None else "by a factor that does not follow from its norm"
             yield Violation(f"the gradient of bucket {bucket} is scaled {why}", first[bucket])
@@ -164,8 +171,8 @@ def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
                 )
 
 
-def _said(norms: Norms, node: fx.Node) -> tuple[Any, ...]:
-    """What a node does to a gradient: its operation, its bound, the buckets whose norm it follows from, and the norm's type."""
+def _rescaling(norms: Norms, node: fx.Node) -> tuple[Any, ...]:
+    """A node's effect on a gradient: its operation, its bound, the buckets of its norm, and the norm's type."""
     words = {key: value for key, value in node.kwargs.items() if key != "replica"}
     if node.target is ops.clip_value:
         return (_CLIP_VALUE, tuple(words.items()), None, None)
@@ -182,7 +189,7 @@ def _said(norms: Norms, node: fx.Node) -> tuple[Any, ...]:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def rescaled_memory_is_not_read_again(program: Program) -> Iterator[Violation]:
-    """What takes a gradient that is scaled or clipped comes before that, because the memory is written then."""
+    """All readers of a scaled or clipped gradient come before the scaling, because its memory is written then."""
     for where, graph, _ in scopes(program):
         owners = owners_of(graph)
         for node in calls_to(graph, *ops.RESCALING, ops.update):

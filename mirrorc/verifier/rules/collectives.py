@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import GRADIENTS, PARAMETERS, BucketParts, Part
-from mirrorc.analysis.buckets.slots_of_values import given_slots, packed_slots
+from mirrorc.analysis.buckets.slots_of_values import packed_slots, slot_arguments
 from mirrorc.analysis.graph.aliases import origins
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack, are_cut
@@ -32,7 +32,7 @@ from mirrorc.verifier.rules.rule import Order, rule
 
 @rule(since=Stage.REDUCED)
 def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
-    """Each replica that takes part waits for a pending value exactly once, under its own tag; nothing else uses it."""
+    """Each participating replica waits for a pending value exactly once, under its own tag; nothing else uses it."""
     for where, graph, replicas in scopes(program):
         for node in calls_to(graph, *ops.LAUNCHES):
             waits = Counter(replica_of(user) for user in node.users if user.target is ops.wait)
@@ -43,8 +43,8 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
                 if user.target is not ops.wait:
                     yield Violation(f"{say(node)} is in flight but used by {user.name}; wait for it first", user)
                 elif (bucket_of(user), pack_of(user)) != (bucket_of(node), pack_of(node)):
-                    said = say(user).removeprefix("wait of ")
-                    yield Violation(f"{say(node)} is waited for as {said}", user)
+                    other = say(user).removeprefix("wait of ")
+                    yield Violation(f"{say(node)} is waited for as {other}", user)
         for node in calls_to(graph, ops.wait):
             if not isinstance(node.args[0], fx.Node) or node.args[0].target not in ops.LAUNCHES:
                 yield Violation(f"{node.name} waits for {node.args[0]}, which is not in flight", node)
@@ -52,51 +52,50 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
-    """A packed bucket is used only by its reduction, and so are the values that operators of torch compute from it on the way."""
+    """A packed bucket is used only by its reduction. So are the values that operators of torch compute from it on the way."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS, ops.gather_factors):
-            for given in node.all_input_nodes:
-                packed = origin_of(given)
-                own = (bucket_of(node), node.kwargs.get("pack"))
-                if packed.target is not ops.pack or (packed.kwargs.get("bucket"), packed.kwargs.get("pack")) != own:
-                    yield Violation(f"{say(node)} is given {given.name}, which is another bucket", node)
-                for value in _way(packed, given):
-                    others = [user for user in value.users if user is not node and not _leads_to(user, given)]
+            for operand in node.all_input_nodes:
+                packed = origin_of(operand)
+                pack = (bucket_of(node), node.kwargs.get("pack"))
+                if packed.target is not ops.pack or (packed.kwargs.get("bucket"), packed.kwargs.get("pack")) != pack:
+                    yield Violation(f"{say(node)} is given {operand.name}, which is another bucket", node)
+                for value in _way(packed, operand):
+                    others = [user for user in value.users if user is not node and not _leads_to(user, operand)]
                     for user in others:
                         yield Violation(f"bucket {bucket_of(node)} is in flight but used by {user.name}", user)
 
 
-def _way(packed: fx.Node, given: fx.Node) -> Iterator[fx.Node]:
-    """The values between a packed bucket and the argument of its reduction."""
+def _way(packed: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
     while True:
-        yield given
-        if given is packed:
+        yield operand
+        if operand is packed:
             return
-        source = given.args[0]
+        source = operand.args[0]
         assert isinstance(source, fx.Node)
-        given = source
+        operand = source
 
 
-def _leads_to(node: fx.Node, given: fx.Node) -> bool:
-    return any(value is node for value in _way(origin_of(given), given))
+def _leads_to(node: fx.Node, operand: fx.Node) -> bool:
+    return any(value is node for value in _way(origin_of(operand), operand))
 
 
 @rule(since=Stage.REDUCED)
 def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
-    """After a `pack`, no region of that replica writes into slots that lie in it; a sent value is not written any more."""
+    """After a `pack`, no region of that replica writes into its slots. A sent value is not written any more."""
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
-        closed: dict[tuple[int | None, str], str] = {}  # the node from which on a replica's slot must not be written
+        closed: dict[tuple[int | None, str], str] = {}  # by replica and slot, the node behind which no write may come
         sent: dict[tuple[int | None, _Memory], str] = {}
         for node in graph.nodes:
             if node.op == "placeholder" or node.target is operator.getitem:
                 continue
             if node.target is ops.pack:
-                for own in packed_slots(program, node):
-                    closed[replica_of(node), own.variable] = node.name
+                for packed_slot in packed_slots(program, node):
+                    closed[replica_of(node), packed_slot.variable] = node.name
             elif closed and is_region_call(node):
                 replica = replica_of(node)
-                for _, slot in given_slots(node):
+                for _, slot in slot_arguments(node):
                     variable = str(slot.kwargs["variable"])
                     if (replica, variable) in closed:
                         yield Violation(
@@ -108,8 +107,8 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
                 for replica in replicas if node.target in ops.REDUCTIONS else [replica_of(node)]:
                     for memory in _written(node):
                         if (replica, memory) in sent:
-                            what = f"{_say_memory(memory)}, which {sent[replica, memory]} still offers"
-                            yield Violation(f"{node.name} writes {what}", node)
+                            target = f"{_say_memory(memory)}, which {sent[replica, memory]} still offers"
+                            yield Violation(f"{node.name} writes {target}", node)
             if node.target is ops.send:
                 for memory in _memory_of(program, parts, node.args[0]):
                     sent[replica_of(node), memory] = node.name
@@ -120,12 +119,10 @@ _Memory = tuple[str, int, int] | fx.Node
 
 
 def _memory_of(program: Program, parts: BucketParts, value: Any) -> Iterator[_Memory]:
-    """The memory that may be a value's."""
     for origin in origins(value):
         launch: Any = origin.args[0] if origin.target is ops.wait else None
-        is_elsewhere = (
-            launch is not None and launch.target not in ops.REDUCTIONS
-        )  # a received value is in the sender's memory, or in its own
+        # a received value is in the sender's memory, or in its own
+        is_elsewhere = launch is not None and launch.target not in ops.REDUCTIONS
         part: Part | None = None if is_compute(origin) or is_elsewhere else parts.of(origin)
         if part is None:
             yield origin
@@ -138,7 +135,7 @@ def _memory_of(program: Program, parts: BucketParts, value: Any) -> Iterator[_Me
 
 
 def _written(node: fx.Node) -> Iterator[_Memory]:
-    """The memory that a node writes in place; a reduction may write its buckets until it is waited for."""
+    """The memory that a node writes in place. A reduction may write its buckets until it is waited for."""
     yield from ((PARAMETERS, index, 0) for index in written_buckets(node))
     if node.target in (ops.pack, ops.add_accumulated) or node.target in ops.EXCHANGES or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node), pack_of(node)
@@ -155,8 +152,9 @@ def _say_memory(memory: _Memory) -> str:
 
 @rule(since=Stage.REDUCED)
 def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
-    """Reductions compute sums, and a value that is broadcast or sent is a part of the bucket in its tag: gradients that are
-    summed so far, each once, or parameters that the optimizer has made."""
+    """Reductions compute sums. A value broadcast or sent is a part of the bucket in its tag: gradients summed so far, each
+    once, or parameters from the optimizer.
+    """
     parts = BucketParts(program)
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
@@ -179,29 +177,29 @@ def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def all_replicas_take_part(program: Program) -> Iterator[Violation]:
-    """A collective of the mirrored graph joins every replica once, and each bucket, or each pack of it, is reduced once, or by
-    sends, or made of the factors of all workers; none is in a program that accumulates gradients."""
+    """A collective of the mirrored graph joins every replica once. Each bucket, or each pack of it, is reduced once, or by
+    sends, or made of the factors of all workers. A program that accumulates gradients reduces none.
+    """
     if program.graph is None or (program.num_replicas == 1 and not program.accumulates):
         return
     reduced = Counter(pack_of(node) for node in calls_to(program.graph, *ops.REDUCTIONS))
-    sent = {
-        pack_of(node) for node in calls_to(program.graph, ops.send)
-    }  # rules on updates check that the sends make the sum
+    # rules on updates check that the sends make the sum
+    sent = {pack_of(node) for node in calls_to(program.graph, ops.send)}
     gathered = {pack_of(node) for node in calls_to(program.graph, ops.gather_factors)}
     for bucket, pack in program.packs:
         times, is_sent = reduced[pack.number], pack.number in sent or pack.number in gathered
         if times if program.accumulates else times != 1 and (times or not is_sent):
             place = last_of_bucket(program.graph, bucket.index, 0)
             yield Violation(f"{say_pack(bucket, pack)} is reduced {times} times", place)
-    for node in calls_to(program.graph, *ops.REDUCTIONS):  # not broadcasts, to which only the root gives a value
-        found = [replica_of(n) for n in node.all_input_nodes]
-        if found != list(range(program.num_replicas)):
-            yield Violation(f"{say(node)} joins replicas {found}, not each of {program.num_replicas} once", node)
+    for node in calls_to(program.graph, *ops.REDUCTIONS):  # not broadcasts: only the root has an operand
+        joined = [replica_of(n) for n in node.all_input_nodes]
+        if joined != list(range(program.num_replicas)):
+            yield Violation(f"{say(node)} joins replicas {joined}, not each of {program.num_replicas} once", node)
 
 
 @rule(since=Stage.LOWERED)
 def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
-    """Every collective of a lowered program names a link; broadcasts are sends and receipts."""
+    """Every collective of a lowered program names a link. Broadcasts are sends and receipts."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             if not node.kwargs.get("link") or node.target is ops.broadcast:
@@ -210,8 +208,7 @@ def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def links_join_their_devices(program: Program) -> Iterator[Violation]:
-    """A link that a collective names exists, can join the program's devices, or workers with such devices, and carries that
-    collective."""
+    """A collective's link exists, can join the program's devices, or workers with such devices, and carries that collective."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             link = node.kwargs.get("link")
@@ -228,8 +225,9 @@ def links_join_their_devices(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED)
 def packs_make_up_their_buckets(program: Program) -> Iterator[Violation]:
-    """Every element of a bucket that is cut lies in exactly one pack, and no pack is empty. If any bucket is cut, packs number
-    all that is communicated, from 0 on; a pack never mixes dtypes, as its bucket has one. What is sent as factors is not cut."""
+    """Every element of a cut bucket lies in exactly one pack, and no pack is empty. If any bucket is cut, all buckets have
+    packs, numbered from 0 on. Buckets sent as factors are not cut.
+    """
     for bucket in program.buckets:
         place = 0
         for pack in bucket.packs:
@@ -244,15 +242,16 @@ def packs_make_up_their_buckets(program: Program) -> Iterator[Violation]:
         if bucket.is_cut and bucket.is_sent_as_factors:
             yield Violation(f"bucket {bucket.index} is sent as factors, but is cut into {len(bucket.packs)} packs")
     if are_cut(program.buckets):
-        found = sorted(pack.number for bucket in program.buckets for pack in bucket.packs)
-        if found != list(range(len(found))) or not all(bucket.packs for bucket in program.buckets):
-            yield Violation(f"packs have the numbers {found}: they are to number the packs of all buckets, each once")
+        numbers = sorted(pack.number for bucket in program.buckets for pack in bucket.packs)
+        if numbers != list(range(len(numbers))) or not all(bucket.packs for bucket in program.buckets):
+            yield Violation(f"packs have the numbers {numbers}: they are to number the packs of all buckets, each once")
 
 
 @rule(since=Stage.PACKED, order=Order.OWNERS)  # rules on updates explain the same better, once there are some
 def packs_keep_their_order(program: Program) -> Iterator[Violation]:
-    """What the output of the mirrored graph names as packed are the packs of all buckets, by their numbers; and a bucket that is
-    cut is put together of its own packs, in the order of the elements."""
+    """The packed values in the output of the mirrored graph are the packs of all buckets, by their numbers. A cut bucket is
+    put together of its own packs, in the order of the elements.
+    """
     for graph in program.graphs():
         output: Any = graph.output_node().args[0]
         packed = output.get("packed", ()) if isinstance(output, dict) else ()
@@ -267,7 +266,6 @@ def packs_keep_their_order(program: Program) -> Iterator[Violation]:
 
 
 def _wrong_pack(bucket: Bucket, pack: Pack, value: Any, user: str) -> Iterator[Violation]:
-    """What is wrong if a value is of another pack than this one."""
     origin = origin_of(value) if isinstance(value, fx.Node) else None
     number = origin.kwargs.get("pack") if origin is not None else None
     if bucket.packs and number is not None and number != pack.number:

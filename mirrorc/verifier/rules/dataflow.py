@@ -1,4 +1,4 @@
-"""The rule that a pass does not change what is computed; it compares the programs before and after the pass."""
+"""The rule that a pass does not change the computation; it compares the programs before and after the pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.buckets.bucket_parts import BucketParts, said_step
+from mirrorc.analysis.buckets.bucket_parts import BucketParts, named_step
 from mirrorc.analysis.buckets.clipping import scaling_factor
 from mirrorc.analysis.buckets.slots_of_values import packed_slots
 from mirrorc.ir import ops
@@ -26,57 +26,56 @@ _WAYS = ("way to the reduction of", "way to the update of")
 _RESCALING = tuple(target_name(operation) for operation in ops.RESCALING)
 _NARROWING = tuple(map(target_name, (ops.compress, ops.decompress, ops.add_unsent)))
 _MAY_CHANGE = {Property.CLIPPED: _RESCALING, Property.UNSCALED: _RESCALING, Property.COMPRESSED: _NARROWING}
-"""By which operations a pass that establishes a property may change what updates take."""
-_UNCHANGED = -1  # a way on which no operator changes the bucket
+"""The operations that a pass may insert before updates if it establishes a property."""
+_UNCHANGED = -1  # a way without operators that change the bucket
 Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 
 @rule(scope=Scope.PASS, is_about_dataflow=True)
 def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
-    """On every replica, the expressions of the loss, of each gradient, check and gathered output, of each value for a meeting of
-    replicas, of each bucket's way to its update and of each buffer's new value stay the same, unless the pass has the attribute
-    changes_dataflow = True.
+    """On every replica, the expressions of the loss, of each gradient, check and gathered output, of each value for a meeting
+    of replicas, of each bucket's way to its update and of each buffer's new value stay the same, unless the pass has the
+    attribute changes_dataflow = True.
 
-    Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions' operators.
-    A value and its copy in another memory format are equal (`layouts.LAYOUT_ONLY`), except as arguments of an
+    Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions'
+    operators. A value and its copy in another memory format are equal (`layouts.LAYOUT_ONLY`), except as arguments of an
     operator that may read memory in order: its expression includes the strides of the arguments. A pass that clips or unscales
-    gradients may rescale what updates take, as `mirrorc.verifier.rules.clipping` says, and one that compresses sums may make
-    them narrow on their way to other workers, or have a part of each sent, as `mirrorc.verifier.rules.worker_messages` says. A
-    pass that puts microbatches one after the other gives the results of all of them together, as `expressions.repetition`
-    says.
+    gradients may rescale the inputs of updates, see `mirrorc.verifier.rules.clipping`. One that compresses sums may narrow
+    them on their way to other workers, or send a part of each, see `mirrorc.verifier.rules.worker_messages`. A pass that joins
+    microbatches gives the results of all of them together, see `expressions.repetition`.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
         return  # the pass has returned the same graphs, and another rule checks that they are unchanged
     known = known or KnownFlows()
     inlined = before.regions != after.regions
     gained = set(after.properties) - set(before.properties)
-    left_out = tuple(name for one, names in _MAY_CHANGE.items() if one in gained for name in names)
+    left_out = tuple(name for changed, names in _MAY_CHANGE.items() if changed in gained for name in names)
     if is_accumulated(before, after):
         expected = known.accumulated(before)
         inlined = True
     else:
         expected = known.flows(before, inlined, left_out=left_out)
-    found = known.flows(after, inlined, is_new=True, left_out=left_out)
-    for key in [*expected, *(key for key in found if key not in expected)]:
+    actual = known.flows(after, inlined, is_new=True, left_out=left_out)
+    for key in [*expected, *(key for key in actual if key not in expected)]:
         if key[1] in _WAYS and (
-            key not in found or (key not in expected and {n for n, _ in found[key]} == {_UNCHANGED})
+            key not in actual or (key not in expected and {n for n, _ in actual[key]} == {_UNCHANGED})
         ):
             continue  # other rules check results that are missing in one program
-        numbers = [[number for number, _ in flows.get(key, [])] for flows in (expected, found)]
+        numbers = [[number for number, _ in flows.get(key, [])] for flows in (expected, actual)]
         if numbers[0] != numbers[1] and Counter(numbers[0]) != Counter(numbers[1]):
             old, new = map(Counter, numbers)
             replica, kind, name = key
-            node = next((node for number, node in found.get(key, []) if old[number] == 0), None)
-            what = f"the {kind} {name}".strip() + f" on {after.devices[replica]}"
+            node = next((node for number, node in actual.get(key, []) if old[number] == 0), None)
+            result = f"the {kind} {name}".strip() + f" on {after.devices[replica]}"
             if sum(old.values()) != sum(new.values()):
-                yield Violation(f"{what} is given {sum(new.values())} times, not {sum(old.values())}", node)
+                yield Violation(f"{result} is given {sum(new.values())} times, not {sum(old.values())}", node)
                 continue
             maker, why = known.first_difference(before, after, inlined, next(iter(old - new)), next(iter(new - old)))
-            yield Violation(f"{what} is computed in another way than before{why}", maker or node)
+            yield Violation(f"{result} is computed in another way than before{why}", maker or node)
 
 
 class KnownFlows:
-    """The numbers of expressions over a whole pipeline, and the results of the last program, which the next pass takes."""
+    """The numbers of expressions over a whole pipeline, and the results of the last program, for the next pass."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -87,10 +86,9 @@ class KnownFlows:
         """The results of each replica as expressions.
 
         Args:
-            program: whose.
             inlined: whether to look into regions.
             is_new: whether a pass has just made the program.
-            left_out: the names of operations that are left out of how gradients come to the updates that take them.
+            left_out: the names of operations to skip on gradients' ways to updates.
         """
         if left_out:
             self._last = None
@@ -100,13 +98,13 @@ class KnownFlows:
         return self._last[2]
 
     def accumulated(self, program: Program) -> Flows:
-        """The results of each replica over all of its microbatches, looking into regions; the program has the graphs of each."""
-        found: Flows = {}
+        """The results of each replica over all of its microbatches, looking into regions. The program has the graphs of each."""
+        flows: Flows = {}
         for replica, kind, name, number in accumulated_results(
             program, Expressions(program, self._numbers, self._roots, inlined=True)
         ):
-            found.setdefault((replica, kind, name), []).append((number, None))
-        return found
+            flows.setdefault((replica, kind, name), []).append((number, None))
+        return flows
 
     def first_difference(
         self, before: Program, after: Program, inlined: bool, old: int, new: int
@@ -127,11 +125,10 @@ class KnownFlows:
             return None, ""
         if names[0] != names[1] or not differing:
             return node, f": {node.name} is {names[1]}, where {names[0]} was"
-        was, given = (maker.name for maker in (there.get(differing[0][0], node), here.get(differing[0][1], node)))
-        is_inside = all(
-            source.name != given for source in node.all_input_nodes
-        )  # an argument of a region, which a call passes
-        return None if is_inside else node, f": {node.name} is made of {given}, where it was of {was}"
+        was, operand = (maker.name for maker in (there.get(differing[0][0], node), here.get(differing[0][1], node)))
+        # the operand is then an argument of a region, passed by a call
+        is_inside = all(source.name != operand for source in node.all_input_nodes)
+        return None if is_inside else node, f": {node.name} is made of {operand}, where it was of {was}"
 
     def _makers(self, program: Program, inlined: bool) -> dict[int, fx.Node]:
         makers: dict[int, fx.Node] = {}
@@ -140,7 +137,6 @@ class KnownFlows:
 
 
 def _values_in(key: Any) -> Iterator[int]:
-    """The numbers of an expression's operands."""
     for part in key if isinstance(key, tuple) else ():
         if isinstance(part, tuple) and len(part) == 2 and part[0] == "value":
             yield part[1]
@@ -166,34 +162,33 @@ def _say_operation(key: Any) -> str:
 
 
 def _flows(program: Program, expressions: Expressions, left_out: Container[str] = ()) -> Flows:
-    """The expressions of what each replica computes, each with the node that gives it (None: an output).
-
-    ``left_out`` has the names of operations that are left out of buckets' ways.
+    """The expressions of each replica's results, each with its node (None for an output). ``left_out``: see
+    `KnownFlows.flows`.
     """
-    found: Flows = {}
+    flows: Flows = {}
     parts = BucketParts(program)
     if program.stage < Stage.REPLICATED:
         of_shard = [list(_outputs(graph, expressions.number_graph(graph))) for graph in program.shard_graphs]
         for replica in range(program.num_replicas):
             for shard in dict.fromkeys(program.graphs_run_by(replica)):
                 for kind, name, number in of_shard[shard]:
-                    found.setdefault((replica, kind, name), []).append((number, None))
-        return found
+                    flows.setdefault((replica, kind, name), []).append((number, None))
+        return flows
     for replica, (_, graph, replicas) in enumerate(scopes(program)):
         numbered = expressions.number_graph(graph)
-        own = replica if replicas == [None] else None
+        place = replica if replicas == [None] else None
         for kind, name, node, value in _results(program, graph):
-            of = own if own is not None else replica_of(node)
-            found.setdefault((of or 0, kind, name), []).append((numbered[value], node))
+            owner = place if place is not None else replica_of(node)
+            flows.setdefault((owner or 0, kind, name), []).append((numbered[value], node))
         for kind, bucket, node, value in _ways(graph):
-            of = own if own is not None else replica_of(value)
+            owner = place if place is not None else replica_of(value)
             way = _way(parts, expressions, value, left_out, scales=scaling_factor(node) is not None)
-            found.setdefault((of or 0, kind, f"bucket {bucket}"), []).append((way, node))
+            flows.setdefault((owner or 0, kind, f"bucket {bucket}"), []).append((way, node))
         output: Any = graph.output_node().args[0]
         for r, loss in enumerate(output["losses"] if isinstance(output, dict) else [output]):
             if loss is None:
                 continue  # of a replica without examples
-            found.setdefault((own if own is not None else r, "loss", ""), []).append((numbered[loss], None))
+            flows.setdefault((place if place is not None else r, "loss", ""), []).append((numbered[loss], None))
         if isinstance(output, dict):
             is_moved = program.num_replicas > 1 or program.accumulates  # by the step that ends the accumulation
             rows = [
@@ -205,23 +200,23 @@ def _flows(program: Program, expressions: Expressions, left_out: Container[str] 
             for kind, bucket, values in rows:
                 for r, value in enumerate(values):
                     way = _way(parts, expressions, value, left_out)
-                    found.setdefault((r, kind, f"bucket {bucket}"), []).append((way, None))
+                    flows.setdefault((r, kind, f"bucket {bucket}"), []).append((way, None))
             for key, kind in (("gradients", "gradient of"), ("writes", "value for")):
                 for name, values in output.get(key, {}).items():
                     for r, value in enumerate(values):
                         if value is not None:
-                            found.setdefault((r, kind, name), []).append((numbered[value], None))
-    return found
+                            flows.setdefault((r, kind, name), []).append((numbered[value], None))
+    return flows
 
 
 def _way(
     parts: BucketParts, expressions: Expressions, value: fx.Node, left_out: Container[str], *, scales: bool = False
 ) -> int:
-    """What operators make of a packed or a summed bucket, all other values left out; ``scales``: and what takes it scales it."""
+    """The operators on a packed or a summed bucket, without all other values. ``scales``: the taker scales it, too."""
     part = parts.of(value)
     if part is None:  # it leads to nothing that can be told: `collectives` and `updates` speak of it
         return expressions.number("way", value.name)
-    all_steps = (*part.steps, said_step(ops.scale, ("value",))) if scales else part.steps
+    all_steps = (*part.steps, named_step(ops.scale, ("value",))) if scales else part.steps
     steps = [step for step in all_steps if step[0] not in left_out]
     return expressions.number("way", *steps) if steps else _UNCHANGED
 
@@ -270,6 +265,5 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
 
 
 def _began_before(program: Program, pack: fx.Node, slot: Slot) -> bool:
-    """Whether a slot begins in an earlier pack of its bucket than this one."""
-    own = next(one for one in program.buckets[bucket_of(pack)].own_packs if one.number == pack_of(pack))
-    return slot.offset < own.start
+    elements = next(p for p in program.buckets[bucket_of(pack)].own_packs if p.number == pack_of(pack))
+    return slot.offset < elements.start

@@ -37,8 +37,9 @@ from mirrorc.verifier.rules.rule import Scope, rule
 
 @rule(since=Stage.CAPTURED)
 def rows_have_a_bucket_of_their_own(program: Program) -> Iterator[Violation]:
-    """The bucket of a table whose optimizer takes rows has no other gradient, and is not updated element by element: its sum has
-    the rows alone that were looked up."""
+    """The bucket of a table with a row-wise optimizer has no other gradient, and is not updated element by element: its sum
+    has only the rows that were looked up.
+    """
     for bucket in program.buckets:
         if bucket.rule.takes_rows and (
             len(bucket.slots) != 1 or len(bucket.slots[0].shape) != 2 or bucket.slots[0].offset
@@ -71,7 +72,7 @@ def slots_are_disjoint(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED)
 def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
-    """Every gradient that backward makes is in exactly one slot, and no slot is without a gradient."""
+    """Every gradient of backward is in exactly one slot, and no slot is without a gradient."""
     if not program.buckets and program.stage is Stage.CAPTURED:
         return  # not planned yet
     if not program.buckets and any(variable.update is not None for variable in program.variables.values()):
@@ -89,15 +90,16 @@ def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
-    """Each replica packs each bucket, or each pack of it, exactly once, with one gradient for each slot that lies in it, of that
-    slot's shape and dtype; a replica without examples packs none, that is zeros."""
+    """Each replica packs each bucket, or each pack of it, exactly once, with one gradient for each slot in it, of that slot's
+    shape and dtype. A replica without examples packs zeros.
+    """
     for where, graph, replicas in scopes(program):
-        found = Counter((pack_of(node), replica_of(node)) for node in calls_to(graph, ops.pack))
+        times = Counter((pack_of(node), replica_of(node)) for node in calls_to(graph, ops.pack))
         for bucket, pack in program.packs:
             for replica in replicas:
-                if found[(pack.number, replica)] != 1:
+                if times[(pack.number, replica)] != 1:
                     yield Violation(
-                        f"{say_pack(bucket, pack)} is packed {found[(pack.number, replica)]} times on {where(replica)}"
+                        f"{say_pack(bucket, pack)} is packed {times[(pack.number, replica)]} times on {where(replica)}"
                     )
         for node in calls_to(graph, ops.pack):
             bucket = program.buckets[bucket_of(node)]
@@ -108,8 +110,8 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
                 continue
             slots = packed_slots(program, node)
             if len(node.args) != len(slots):
-                what = say_pack(bucket, *(pack for pack in bucket.packs if pack.number == pack_of(node)))
-                yield Violation(f"{what} has {len(slots)} slots but packs {len(node.args)} gradients", node)
+                packed = say_pack(bucket, *(pack for pack in bucket.packs if pack.number == pack_of(node)))
+                yield Violation(f"{packed} has {len(slots)} slots but packs {len(node.args)} gradients", node)
                 continue
             for slot, gradient in zip(slots, node.args, strict=True):
                 value = gradient.meta["val"]  # type: ignore[union-attr]
@@ -123,8 +125,9 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
-    """No gradient is packed twice, but in several packs of its bucket if it lies in them, and nothing but `pack` uses it, so that
-    it cannot be used unreduced."""
+    """No gradient is packed twice, except in the packs of its bucket that it spans. Nothing but `pack` uses it, so it cannot
+    be used unreduced.
+    """
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
             for gradient in node.all_input_nodes:
@@ -139,7 +142,6 @@ def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
 
 
 def _packs_the_rest(pack: fx.Node, user: fx.Node) -> bool:
-    """Whether a node packs other elements of the same bucket."""
     return user.target is ops.pack and bucket_of(user) == bucket_of(pack) and pack_of(user) != pack_of(pack)
 
 
@@ -172,7 +174,8 @@ def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.PACKED)
 def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
     """All replicas with examples pack the same gradients of a bucket as factors, because factors cannot be added to a whole
-    gradient."""
+    gradient.
+    """
     expected: dict[int, tuple[set[str], str]] = {}
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
@@ -180,10 +183,10 @@ def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
                 continue
             index, device = bucket_of(node), where(replica_of(node))
             slots = zip(packed_slots(program, node), node.args, strict=False)
-            found = {slot.variable for slot, gradient in slots if stays_factored(gradient)}
-            others, first = expected.setdefault(pack_of(node), (found, device))
-            if found != others:
-                names = ", ".join(sorted(found ^ others))
+            factored = {slot.variable for slot, gradient in slots if stays_factored(gradient)}
+            others, first = expected.setdefault(pack_of(node), (factored, device))
+            if factored != others:
+                names = ", ".join(sorted(factored ^ others))
                 yield Violation(
                     f"bucket {index}: {names} is left as factors on one of {first} and {device} alone", node
                 )
@@ -204,7 +207,9 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:
-    """A region that takes a variable's slot writes that variable's gradient into it, and belongs to the slot's replica."""
+    """A region with a variable's slot as an argument writes that variable's gradient into it, and belongs to the slot's
+    replica.
+    """
     for graph in program.graphs():
         for call in region_calls(graph):
             yield from _wrong_slots(program, call)
@@ -223,9 +228,9 @@ def regions_hold_operators_alone(program: Program, graph: fx.Graph) -> Iterator[
 
 @rule(since=Stage.CAPTURED)
 def regions_write_only_what_is_theirs(program: Program) -> Iterator[Violation]:
-    """A region writes into nothing but the slots and the reserved memory that it is given, and into arguments that die there:
-    results of other regions, in memory of their own, which no other node reads and the region does not give back. What such an
-    argument was is not read after the write. Operators outside of regions write nothing at all.
+    """A region writes only into its slots, its reserved memory, and arguments that die there: results of other regions in
+    memory of their own, read by no other node and not returned by the region. The old content of such an argument is not read
+    after the write. Operators outside of regions write nothing.
     """
     writes = {name: list(_writes(region.graph_module.graph)) for name, region in program.regions.items()}
     for graph in program.graphs():
@@ -236,22 +241,21 @@ def regions_write_only_what_is_theirs(program: Program) -> Iterator[Violation]:
 
 
 def _writes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes of a graph that call an operator of torch that writes its argument."""
     return (node for node in graph.nodes if is_compute(node) and writes_argument(node.target))
 
 
 def _foreign_writes(program: Program, call: fx.Node, writes: list[fx.Node]) -> Iterator[Violation]:
     placeholders = program.regions[region_of(call)].graph_module.graph.find_nodes(op="placeholder")
-    given_memory = {
+    writable = {
         placeholder
-        for placeholder, given in zip(placeholders, call.args, strict=False)
-        if slot_of(given) is not None or getattr(given, "target", None) is ops.reserved
+        for placeholder, argument in zip(placeholders, call.args, strict=False)
+        if slot_of(argument) is not None or getattr(argument, "target", None) is ops.reserved
     }
-    dying = {placeholders[place] for place in dying_places(program, call)} if len(writes) > len(given_memory) else set()
+    dying = {placeholders[place] for place in dying_places(program, call)} if len(writes) > len(writable) else set()
     body = program.regions[region_of(call)].graph_module.graph
     for node in writes:
         written: Any = node.args[0]
-        if written in given_memory:
+        if written in writable:
             continue
         if written not in dying:
             yield Violation(
@@ -265,7 +269,7 @@ def _foreign_writes(program: Program, call: fx.Node, writes: list[fx.Node]) -> I
 
 
 def _stale_reads(region: str, write: fx.Node) -> Iterator[Violation]:
-    """Reads of what the memory of an argument was, also by an earlier view, behind the write into it."""
+    """Reads, behind a write into an argument's memory, of its old content, also by an earlier view."""
     written: Any = write.args[0]
     nodes = list(write.graph.nodes)
     place = nodes.index(write)
@@ -282,11 +286,11 @@ def _wrong_slots(program: Program, call: fx.Node) -> Iterator[Violation]:
     written = [r.args[0] if r.target is torch.ops.aten.copy_.default else r for r in results]
     placeholders = body.find_nodes(op="placeholder")
     gradients: Any = call.kwargs["gradients"]
-    for placeholder, given in zip(placeholders, call.args, strict=False):
-        if isinstance(given, fx.Node) and (slot := slot_of(given)) is not None:
+    for placeholder, argument in zip(placeholders, call.args, strict=False):
+        if isinstance(argument, fx.Node) and (slot := slot_of(argument)) is not None:
             place = gradients.get(slot.kwargs["variable"])
             if place is None or written[place] is not placeholder:
                 name = slot.kwargs["variable"]
                 yield Violation(f"the slot of {name} is given for another output of {call.name}", call)
-            elif replica_of(given) != replica_of(call):
-                yield Violation(f"{given.name} is a slot of another replica than {call.name}", call)
+            elif replica_of(argument) != replica_of(call):
+                yield Violation(f"{argument.name} is a slot of another replica than {call.name}", call)

@@ -1,4 +1,4 @@
-"""Rules on meetings: where the model asks all replicas for a value, all that have examples take part alike."""
+"""Rules on meetings: all replicas with examples take part alike in the collectives of the model."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _Meetings = dict[int, list[fx.Node]]
 
 
 def tag_of_meeting(node: fx.Node) -> tuple[str, int]:
-    """What tells a meeting from all others, and from collectives of buckets."""
+    """The name and number that identify a meeting."""
     number: Any = node.kwargs["number"]
     return name_of(node), number
 
 
 def say_meeting(node: fx.Node) -> str:
-    """Names a meeting in a message."""
     name, number = tag_of_meeting(node)
     return f"{name} {number}"
 
 
 @rule(since=Stage.REPLICATED, order=Order.OWNERS)
 def replicas_meet_alike(program: Program) -> Iterator[Violation]:
-    """All replicas that have examples meet in the same order, each time under another number, and with values of one type;
-    those that are gathered may have other numbers of rows, which make up what each says, as do the rows dealt out of a sum."""
-    found: _Meetings = {replica: [] for replica in program.present}
+    """All replicas with examples meet in the same order, each time under another number, and with values of one type. Gathered
+    values may differ in their numbers of rows. These add up to the announced total, as do the replicas' rows of a sum.
+    """
+    meetings: _Meetings = {replica: [] for replica in program.present}
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.MEETINGS):
-            found.setdefault(replica_at(program, node), []).append(node)
-    yield from _numbered_twice(program, found)
-    if not found:
+            meetings.setdefault(replica_at(program, node), []).append(node)
+    yield from _numbered_twice(program, meetings)
+    if not meetings:
         return
-    first_replica, first = next(iter(found.items()))
+    first_replica, first = next(iter(meetings.items()))
     names = [str(device) for device in program.devices]
-    for replica, nodes in found.items():
+    for replica, nodes in meetings.items():
         if len(nodes) != len(first):
             yield Violation(
                 f"{names[replica]} meets the others {len(nodes)} times, and {names[first_replica]} {len(first)} times: one would "
@@ -54,13 +54,14 @@ def replicas_meet_alike(program: Program) -> Iterator[Violation]:
             )
             return
     for place, node in enumerate(first):
-        yield from _met_otherwise(program, names, {replica: nodes[place] for replica, nodes in found.items()}, node)
+        yield from _met_otherwise(program, names, {replica: nodes[place] for replica, nodes in meetings.items()}, node)
 
 
 @rule(since=Stage.REPLICATED, order=Order.OWNERS)
 def workers_without_examples_attend(program: Program) -> Iterator[Violation]:
-    """Only a worker none of whose replicas has examples attends the meetings of other workers' replicas, which it does in a
-    training step, on its first device, each under another number."""
+    """Only a worker without examples attends the meetings of other workers' replicas. It does so in a training step, on its
+    first device, each under another number.
+    """
     numbers: Counter[object] = Counter()
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.attend):
@@ -70,15 +71,16 @@ def workers_without_examples_attend(program: Program) -> Iterator[Violation]:
                 why = "whose replicas meet by themselves" if program.present else "which meets no other worker"
                 yield Violation(f"{node.name} attends a meeting in a program {why}", node)
             elif replica or numbers[node.kwargs["number"]] > 1:
-                what = f"attends meeting {node.kwargs['number']}"
+                act = f"attends meeting {node.kwargs['number']}"
                 again = "a second time" if not replica else "besides the first device"
-                yield Violation(f"{where(replica)} {what} {again}", node)
+                yield Violation(f"{where(replica)} {act} {again}", node)
 
 
 @rule(since=Stage.SCHEDULED)
 def workers_meet_before_they_wait(program: Program) -> Iterator[Violation]:
-    """Where the replicas of all workers meet, no device waits for what it exchanges with other workers before its last meeting:
-    these launch that behind the same meeting at the latest, so that no two workers wait for each other."""
+    """If the replicas of all workers meet, no device waits for other workers before its last meeting. The others launch behind
+    the same meeting at the latest, so no two workers wait for each other.
+    """
     if not program.meets_workers:
         return
     for where, graph, _ in scopes(program):
@@ -96,26 +98,29 @@ def workers_meet_before_they_wait(program: Program) -> Iterator[Violation]:
 
 @rule(scope=Scope.PASS, order=Order.REFERENCES)
 def meetings_of_workers_are_kept(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
-    """A pass keeps the meetings of a worker with the others, and their order: all of them wait there. A worker none of whose
-    replicas has examples attends those of the graph that stands in."""
-    kept, found = _met_with_workers(before), _met_with_workers(after)
-    if kept != found:
-        said = [", ".join(f"{name} {number}" for number, name in own) or "none" for own in (kept, found)]
+    """A pass keeps the meetings of a worker with the others, and their order: all of them wait there. A worker without
+    examples attends those of the graph that stands in.
+    """
+    expected, actual = _met_with_workers(before), _met_with_workers(after)
+    if expected != actual:
+        texts = [
+            ", ".join(f"{name} {number}" for number, name in meetings) or "none" for meetings in (expected, actual)
+        ]
         yield Violation(
-            f"this worker met the others in {said[0]} before the pass, and meets them in {said[1]} behind it"
+            f"this worker met the others in {texts[0]} before the pass, and meets them in {texts[1]} behind it"
         )
 
 
 def _met_with_workers(program: Program) -> list[tuple[int, str]]:
-    """The numbers of a worker's meetings with the others, each with the operation that these have, in order."""
+    """The numbers of a worker's meetings with the others, each with the others' operation, in order."""
     if program.shard_graphs and program.meets_workers:
         graph = program.shard_graphs[program.shard_of_replica[program.first_present] or 0]
         return [tag_of_meeting(node)[::-1] for node in calls_to(graph, *ops.MEETINGS)]
-    return [(one.number, one.name) for one in worker_meetings(program)]
+    return [(meeting.number, meeting.name) for meeting in worker_meetings(program)]
 
 
-def _numbered_twice(program: Program, found: _Meetings) -> Iterator[Violation]:
-    for replica, nodes in found.items():
+def _numbered_twice(program: Program, meetings: _Meetings) -> Iterator[Violation]:
+    for replica, nodes in meetings.items():
         for number, times in Counter(node.kwargs["number"] for node in nodes).items():
             if times > 1:
                 last = next(node for node in reversed(nodes) if node.kwargs["number"] == number)
@@ -127,14 +132,13 @@ def _numbered_twice(program: Program, found: _Meetings) -> Iterator[Violation]:
 def _met_otherwise(
     program: Program, names: Sequence[str], met: dict[int, fx.Node], first: fx.Node
 ) -> Iterator[Violation]:
-    """What differs between replicas in one meeting."""
-    own = next(iter(met))
+    first_replica = next(iter(met))
     for replica, node in met.items():
         if _alike(node) != _alike(first):
             yield Violation(
-                f"{names[replica]} meets the others in {say_meeting(node)} with {_said(node)}, where {names[own]} does in "
-                f"{say_meeting(first)} with {_said(first)}: they would wait for each other forever, or put together what does "
-                "not belong together",
+                f"{names[replica]} meets the others in {say_meeting(node)} with {_operand_types(node)}, where "
+                f"{names[first_replica]} does in {say_meeting(first)} with {_operand_types(first)}: they would wait for each "
+                "other forever, or put together what does not belong together",
                 node,
             )
             return
@@ -162,19 +166,19 @@ def _value(node: fx.Node) -> Any:
     return node.all_input_nodes[0].meta["val"]
 
 
-def _said(node: fx.Node) -> str:
+def _operand_types(node: fx.Node) -> str:
     return " and ".join(type_of(source.meta.get("val")) for source in node.all_input_nodes)
 
 
 def _alike(node: fx.Node) -> Any:
-    """What must be the same on all replicas; not the rows of what is gathered, nor how many a replica gets of a sum."""
+    """The properties of a meeting that all replicas share: not the number of gathered rows, nor of a replica's rows of a sum."""
     value = _value(node)
     shape = tuple(value.shape[1:]) if node.target is ops.rows_of_replicas else tuple(value.shape)
     return tag_of_meeting(node), shape, value.dtype
 
 
 def _rows(nodes: Any) -> tuple[list[tuple[fx.Node, int]], list[int]]:
-    """How many rows each replica's whole has, and how many each has of its own."""
+    """The announced total of rows of each replica, and the rows of its own."""
     whole: list[tuple[fx.Node, int]] = []
     parts: list[int] = []
     for node in nodes:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.slots_of_values import given_slots
+from mirrorc.analysis.buckets.slots_of_values import slot_arguments
 from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
@@ -25,25 +25,26 @@ _ADDING = (out_products.addmm_into, out_products.add_rows_into)
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def microbatches_make_up_the_shards(program: Program) -> Iterator[Violation]:
-    """The microbatches of a replica have all of its examples and each has some; before they are put one after the other, each
-    runs a graph, and afterwards no graph is that of a microbatch alone."""
+    """The microbatches of a replica have all of its examples, and each has some. Before they are joined, each runs a graph.
+    Afterwards no graph is that of a microbatch alone.
+    """
     if program.microbatches and len(program.microbatches) != program.num_replicas:
         yield Violation(f"{program.num_replicas} replicas have microbatches of {program.microbatches}")
         return
     for replica, sizes in enumerate(program.microbatches):
-        own = program.num_examples[replica] if replica < len(program.num_examples) else None
-        if sum(sizes) != own or not all(size > 0 for size in sizes):
-            yield Violation(f"replica {replica} has {own} examples, but microbatches of {sizes}")
+        num_examples = program.num_examples[replica] if replica < len(program.num_examples) else None
+        if sum(sizes) != num_examples or not all(size > 0 for size in sizes):
+            yield Violation(f"replica {replica} has {num_examples} examples, but microbatches of {sizes}")
     run = program.shard_of_microbatch
     if not run:
         return
     if program.stage >= Stage.REPLICATED:
         yield Violation("the graphs are still those of microbatches: run 'accumulate-microbatches' before 'replicate'")
-    if [len(own) for own in run] != [len(sizes) for sizes in program.microbatches]:
+    if [len(shards) for shards in run] != [len(sizes) for sizes in program.microbatches]:
         yield Violation(f"the microbatches of {program.microbatches} run the graphs {run}")
-    elif not all(0 <= shard < len(program.shard_graphs) for own in run for shard in own):
+    elif not all(0 <= shard < len(program.shard_graphs) for shards in run for shard in shards):
         yield Violation(f"microbatches run the shard graphs {run} of {len(program.shard_graphs)}")
-    elif [own[0] if own else None for own in run] != list(program.shard_of_replica):
+    elif [shards[0] if shards else None for shards in run] != list(program.shard_of_replica):
         yield Violation(f"the first microbatches run the graphs {run}, but the replicas {program.shard_of_replica}")
 
 
@@ -74,7 +75,7 @@ def each_microbatch_is_taken_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED)
 def each_microbatch_gives_its_factors(program: Program) -> Iterator[Violation]:
-    """A gradient that is left as factors has those of each microbatch of its replica, once."""
+    """A gradient left as factors has those of each microbatch of its replica, once."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *FORMS):
             parts, replica = FORMS[node.target].parts(node.args), replica_at(program, node)
@@ -89,41 +90,42 @@ def each_microbatch_gives_its_factors(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def gradients_are_added_where_they_are(program: Program) -> Iterator[Violation]:
-    """A region that is given a slot does not read what is there. One that is given the gradient of an earlier microbatch, or of
-    an earlier region, which lies in its slot, adds to it, and nothing else uses that gradient any more."""
+    """A region does not read the content of its slot, unless this is the gradient of an earlier microbatch or region. It then
+    adds to that gradient, and nothing else uses it any more.
+    """
     reading = {name: _slots_read(region.graph_module.graph) for name, region in program.regions.items()}
     for graph in program.graphs():
         for call in region_calls(graph):
-            for place, _ in given_slots(call):
-                given: Any = call.args[place]
+            for place, _ in slot_arguments(call):
+                slot: Any = call.args[place]
                 reads = place in reading.get(region_of(call), ())
-                if given.target is ops.slot and reads:
+                if slot.target is ops.slot and reads:
                     yield Violation(
-                        f"{call.name} adds to {given.name}, in which nothing of this step is yet: the first one "
+                        f"{call.name} adds to {slot.name}, in which nothing of this step is yet: the first one "
                         "must write there",
                         call,
                     )
-                elif given.target is not ops.slot and not reads:
+                elif slot.target is not ops.slot and not reads:
                     yield Violation(
-                        f"{call.name} overwrites {given.name}, the gradient that is there already, in place of adding to it",
+                        f"{call.name} overwrites {slot.name}, the gradient that is there already, in place of adding to it",
                         call,
                     )
-                elif given.target is not ops.slot and (other := next((u for u in given.users if u is not call), None)):
+                elif slot.target is not ops.slot and (other := next((u for u in slot.users if u is not call), None)):
                     yield Violation(
-                        f"{other.name} uses {given.name}, to which {call.name} adds: it is no gradient of its own any more",
+                        f"{other.name} uses {slot.name}, to which {call.name} adds: it is no gradient of its own any more",
                         other,
                     )
 
 
 def _slots_read(body: fx.Graph) -> set[int]:
-    """The places of a region's arguments that it writes, and reads before."""
-    found = set()
+    """The places of a region's arguments that it reads, and then writes."""
+    places = set()
     for place, argument in enumerate(body.find_nodes(op="placeholder")):
         writers = [user for user in argument.users if _writes(user, argument)]
         readers = [user for user in argument.users if user not in writers or user.target in _ADDING]
         if writers and any(user.op != "output" and user.target is not operator.getitem for user in readers):
-            found.add(place)
-    return found
+            places.add(place)
+    return places
 
 
 def _writes(user: fx.Node, argument: fx.Node) -> bool:

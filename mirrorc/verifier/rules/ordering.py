@@ -32,12 +32,12 @@ def collectives_have_one_order(program: Program) -> Iterator[Violation]:
     }
     first_name, first = next(iter(orders.items()))
     for name, order in orders.items():
-        for i, (expected, found) in enumerate(zip(first, order, strict=False)):
-            if _signature(expected) != _signature(found):
+        for i, (expected, actual) in enumerate(zip(first, order, strict=False)):
+            if _signature(expected) != _signature(actual):
                 yield Violation(
-                    f"collective {i} is {_describe(expected)} on {first_name} but {_describe(found)} on {name}: the devices "
+                    f"collective {i} is {_describe(expected)} on {first_name} but {_describe(actual)} on {name}: the devices "
                     "would wait for each other forever, or add up what does not belong together",
-                    found,
+                    actual,
                 )
                 break
         if len(order) != len(first):
@@ -50,11 +50,11 @@ def _is_collective(node: fx.Node) -> bool:
 
 
 def _signature(node: fx.Node) -> Any:
-    return (*tag(node), node.kwargs.get("link"), node.kwargs.get("op"), _given(node))
+    return (*tag(node), node.kwargs.get("link"), node.kwargs.get("op"), _operand_types(node))
 
 
-def _given(node: fx.Node) -> tuple[Any, ...]:
-    """The types of a reduction's arguments; a broadcast has none here, because only the root gives it a value."""
+def _operand_types(node: fx.Node) -> tuple[Any, ...]:
+    """The types of a reduction's arguments; none for a broadcast, because only the root has one."""
     if node.target not in ops.REDUCTIONS:
         return ()
     return tuple(value_type(source.meta.get("val"))[:4] for source in node.all_input_nodes)
@@ -70,8 +70,9 @@ def _describe(node: fx.Node) -> str:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def waits_are_on_one_side_of_the_commit(program: Program) -> Iterator[Violation]:
-    """All replicas wait for a collective before their commits, or all after them: a commit waits for all replicas, and a link
-    may need all of them in a wait."""
+    """All replicas wait for a collective before their commits, or all after them. A commit waits for all replicas, and a link
+    may need all of them in a wait.
+    """
     first: dict[tuple[str, int], tuple[bool, str]] = {}
     for where, graph, _ in scopes(program):
         commits = {replica_of(node): node for node in calls_to(graph, ops.commit)}
@@ -92,8 +93,9 @@ def waits_are_on_one_side_of_the_commit(program: Program) -> Iterator[Violation]
 
 @rule(since=Stage.REDUCED)
 def every_send_is_received(program: Program) -> Iterator[Violation]:
-    """Each send has one receipt of the same bucket, chunk and round, by the replica that it names, over its link; each receipt
-    has one send."""
+    """Each send has one receipt of the same bucket, chunk and round, by its destination, over its link. Each receipt has one
+    send.
+    """
     sent: Counter[tuple[Route, Any]] = Counter()
     received: Counter[tuple[Route, Any]] = Counter()
     nodes: dict[tuple[Route, Any], fx.Node] = {}
@@ -117,8 +119,9 @@ def every_send_is_received(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.LOWERED)
 def no_device_waits_forever(program: Program) -> Iterator[Violation]:
-    """Waits form no cycle: a wait comes after the earlier nodes of its own device, and after all launches and sends it needs;
-    a commit, or a meeting, comes after what is before it on all devices."""
+    """Waits form no cycle. A wait comes after the earlier nodes of its own device, and after all launches and sends that it
+    needs. A commit, or a meeting, comes after the earlier nodes of all devices.
+    """
     order: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
     givers: dict[Route | tuple[str, int], list[tuple[str, str]]] = {}
     waits: list[tuple[Any, tuple[str, str]]] = []

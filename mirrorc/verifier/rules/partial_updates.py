@@ -1,4 +1,4 @@
-"""Rules on updates of a part: of a bucket by each worker, or of a shard tile by tile."""
+"""Rules on partial updates: of a bucket's part by each worker, or of a shard tile by tile."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from mirrorc.verifier.rules.rule import rule
 
 @rule(since=Stage.SCHEDULED)
 def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Violation]:
-    """Where workers deal out the optimizer, a bucket that is updated element by element consists of as many equal parts as there
-    are workers, and this worker updates that of its rank, so that each element has one worker. Elsewhere there are no parts."""
+    """If workers shard the optimizer, a bucket with an element-wise update consists of as many equal parts as there are
+    workers, and each worker updates the part of its rank. Elsewhere there are no parts.
+    """
     is_due = program.workers.shards_optimizer and _is_sharded(program)
     for bucket in program.buckets:
         wanted, is_missing = _part_of(program, bucket), is_due and bucket.rule.elementwise and bucket.part is None
@@ -28,18 +29,18 @@ def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Viol
             yield Violation(f"{where} has no part of this worker; run 'shard-optimizer'", at)
             continue
         whose = f"elements {bucket.part.start} to {bucket.part.stop} are updated by worker {program.workers.rank}"
-        told = "there are no parts of it" if wanted is None else f"whose are {wanted.start} to {wanted.stop}"
-        yield Violation(f"{where}: {whose}, but {told}", at)
+        expected = "there are no parts of it" if wanted is None else f"whose are {wanted.start} to {wanted.stop}"
+        yield Violation(f"{where}: {whose}, but {expected}", at)
 
 
 def _is_sharded(program: Program) -> bool:
-    """Whether updates are dealt out by now; a program that accumulates, or evaluates, updates nothing."""
+    """Whether the optimizer is sharded by now; a program that accumulates, or evaluates, updates nothing."""
     is_there = Property.SHARDED in program.properties or program.stage is Stage.LOWERED
     return is_there and program.trains and not program.accumulates
 
 
 def _part_of(program: Program, bucket: Bucket) -> Elements | None:
-    """The part of a bucket that this worker is to have; None for none."""
+    """This worker's part of a bucket; None for none."""
     workers = program.workers
     if not (workers.shards_optimizer and workers.are_several and bucket.rule.elementwise):
         return None
@@ -49,8 +50,9 @@ def _part_of(program: Program, bucket: Bucket) -> Elements | None:
 
 @rule(since=Stage.SCHEDULED)
 def sums_go_to_whom_updates_them(program: Program) -> Iterator[Violation]:
-    """Of a bucket of which each worker updates a part, a worker gets the sum of its part; of any other one, all of the sum. What
-    is sent as factors goes to all, and each makes of it what it updates."""
+    """A worker gets the sum of the elements that it updates: of its part of the bucket, or of all. Factors go to all workers,
+    and each makes its own sum of them.
+    """
     is_there = _is_sharded(program)
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.EXCHANGES_OF_SUMS, ops.scatter_sums):
@@ -64,28 +66,29 @@ def sums_go_to_whom_updates_them(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def new_parameters_are_gathered_once(program: Program) -> Iterator[Violation]:
-    """A bucket of which each worker updates a part is gathered once, in the reverse order of the plan, which is that of all
-    workers; each replica launches it after its own update of the bucket. No other bucket is gathered."""
+    """A bucket updated by parts is gathered once, in the reverse order of the plan, the same for all workers. Each replica
+    launches the gather after its own update of the bucket. No other bucket is gathered.
+    """
     is_there = _is_sharded(program)
     wanted = [bucket.index for bucket in reversed(program.buckets) if bucket.part is not None] if is_there else []
     for where, graph, _ in scopes(program):
         launches = list(calls_to(graph, ops.gather_parameters))
-        found = [bucket_of(node) for node in launches]
+        gathered = [bucket_of(node) for node in launches]
         place = where(None) if program.graph is None else "the mirrored graph"
-        for bucket in sorted({*found, *wanted}):
-            if found.count(bucket) != wanted.count(bucket):
+        for bucket in sorted({*gathered, *wanted}):
+            if gathered.count(bucket) != wanted.count(bucket):
                 at = last_of_bucket(graph, bucket, None if program.graph is None else 0)
-                times = f"{found.count(bucket)} times, not {wanted.count(bucket)}"
+                times = f"{gathered.count(bucket)} times, not {wanted.count(bucket)}"
                 yield Violation(f"{place} gathers the parameters of bucket {bucket} {times}", at)
-        if sorted(found) == sorted(wanted) and found != wanted:
+        if sorted(gathered) == sorted(wanted) and gathered != wanted:
             late = next(node for node, bucket in zip(launches, wanted, strict=True) if bucket_of(node) != bucket)
             yield Violation(
-                f"{place} gathers parameters in the order {found}, not {wanted}: another worker would wait for another bucket",
+                f"{place} gathers parameters in the order {gathered}, not {wanted}: another worker would wait for another bucket",
                 late,
             )
         for node in launches:
-            updates = [one for one in calls_to(graph, *ops.UPDATES) if bucket_of(node) in written_buckets(one)]
-            early = next((one for one in updates if node < one), None)
+            updates = [update for update in calls_to(graph, *ops.UPDATES) if bucket_of(node) in written_buckets(update)]
+            early = next((update for update in updates if node < update), None)
             if early is not None:
                 yield Violation(f"{say(node)} is launched before {early.name}: it would send old parameters", node)
 

@@ -18,20 +18,22 @@ from mirrorc.verifier.rules.rule import rule
 
 @rule(since=Stage.CAPTURED)
 def updates_leave_out_what_is_unused(program: Program) -> Iterator[Violation]:
-    """Where backward runs as plain PyTorch, updates leave out the parameters that no replica has used; in any other program each
-    gradient is there in each step."""
+    """If backward runs as plain PyTorch, updates leave out the parameters that no replica has used. In any other program, each
+    step makes each gradient.
+    """
     runs_plain = any(next(calls_to(graph, take_gradient), None) is not None for graph in _bodies(program))
     for bucket in program.buckets:
         if bucket.rule.may_be_unused is not runs_plain:
             why = "is updated as if each step used all of it" if runs_plain else "may be left out of a step"
-            what = "runs as plain PyTorch" if runs_plain else "makes each gradient in each step"
-            yield Violation(f"bucket {bucket.index} {why}, but backward {what}")
+            backward = "runs as plain PyTorch" if runs_plain else "makes each gradient in each step"
+            yield Violation(f"bucket {bucket.index} {why}, but backward {backward}")
 
 
 @rule(since=Stage.CAPTURED)
 def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
-    """Of a backward that runs as plain PyTorch, each gradient is taken once, by who has it alone then, and all are taken with one
-    gradient of the loss, of the forward that gives the token."""
+    """Each gradient of a backward that runs as plain PyTorch is taken once, and then has one owner. All are taken with the
+    same gradient of the loss, from the forward of their token.
+    """
     for graph in program.graphs():
         taken, begun = set[tuple[Any, ...]](), dict[Any, Any]()
         for node, of in _takes(program, graph):
@@ -47,8 +49,9 @@ def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def who_takes_gradients_says_of_which_backward(program: Program) -> Iterator[Violation]:
-    """A region that takes gradients of a backward that runs as plain PyTorch is given what says of which one: so whoever calls
-    the region can wait until they are there."""
+    """A region takes gradients of a plain PyTorch backward by a token and a tangent among its arguments. So the caller of the
+    region can wait for the gradients.
+    """
     for region in program.regions.values():
         for taken in taken_gradients(region.graph_module.graph):
             if any(value.op != "placeholder" for value in (taken.token, taken.tangent)):
@@ -58,27 +61,27 @@ def who_takes_gradients_says_of_which_backward(program: Program) -> Iterator[Vio
 
 
 def _takes(program: Program, graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
-    """The nodes that take gradients in a graph, the calls of their regions among them, with what each takes."""
+    """The nodes that take gradients in a graph, calls of regions included, with the call, token, tangent and place of each."""
     for node in graph.nodes:
         if node.target is take_gradient:
             call, token, tangent, _, place = node.args
             yield node, (call, _part(token), tangent, place)
         elif is_region_call(node) and region_of(node) in program.regions:
             body = program.regions[region_of(node)].graph_module.graph
-            given = dict(zip(body.find_nodes(op="placeholder"), node.args, strict=True))
+            arguments = dict(zip(body.find_nodes(op="placeholder"), node.args, strict=True))
             for taken in taken_gradients(body):
-                token, tangent = (given.get(value, value) for value in (taken.token, taken.tangent))
+                token, tangent = (arguments.get(value, value) for value in (taken.token, taken.tangent))
                 for place in taken.places:
                     yield node, (taken.call, _part(token), tangent, place)
 
 
 def _part(value: Any) -> Any:
-    """A value, or which part of which result it is."""
+    """A value, or the result and index of which it is a part."""
     return tuple(value.args) if isinstance(value, fx.Node) and value.target is operator.getitem else value
 
 
 def _bodies(program: Program) -> Iterator[fx.Graph]:
-    """The graphs in which operators may stand that run backward."""
+    """The graphs in which operators may run backward."""
     yield from program.shard_graphs
     for region in program.regions.values():
         yield region.graph_module.graph

@@ -1,4 +1,4 @@
-"""What rules share: violations, the graphs to check, and names for places in them."""
+"""Violations, the graphs to check, and names for places in them, for all rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Violation:
     """A violation of a rule.
 
     Attributes:
-        message: says what is wrong.
         node: the node at fault, if there is one.
     """
 
@@ -45,7 +44,6 @@ def losses_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def say(node: fx.Node) -> str:
-    """Names a collective in a message."""
     pack = f", pack {node.kwargs['pack']}" if node.kwargs.get("pack") is not None else ""
     return f"{name_of(node)} of bucket {bucket_of(node)}{pack}"
 
@@ -56,26 +54,25 @@ def say_pack(bucket: Bucket, *packs: Pack) -> str:
 
 
 def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node | None:
-    """The last node of a replica that belongs to a bucket; messages show it as the place where something is missing."""
-    found = None
+    """The last node of a replica that belongs to a bucket; messages show it as the place of a missing node."""
+    last = None
     for node in graph.nodes:
         if node.kwargs.get("bucket") == bucket and (node.target in ops.COLLECTIVES or replica_of(node) == replica):
-            found = node
-    return found
+            last = node
+    return last
 
 
 def tag(node: fx.Node) -> tuple[str, int]:
-    """The tag of a collective: its kind, and the number of its pack, which is its bucket's unless buckets are cut."""
+    """The tag of a collective: its kind, and the number of its pack: that of its bucket, unless buckets are cut."""
     return name_of(node), pack_of(node)
 
 
 def writes_variables(node: fx.Node) -> bool:
-    """Whether a node writes parameters or other variables, or the gradients that are accumulated for their updates."""
     return node.target in ops.WRITERS
 
 
 def written_buckets(node: fx.Node) -> list[int]:
-    """The buckets whose parameters a node writes, in the order in which it takes their gradients."""
+    """The buckets whose parameters a node writes, in the order of their gradients among its arguments."""
     if node.target not in ops.UPDATES:
         return []
     return [bucket_of(node)] if "bucket" in node.kwargs else list(node.kwargs["buckets"])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The rule on memory that stays from step to step for large results of regions."""
+"""The rule on reserved memory for large results of regions."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ _INTO = (out_products.mm_into, out_products.linear_into)
 
 @rule(since=Stage.OUTLINED)
 def reserved_memory_has_one_value_at_a_time(program: Program) -> Iterator[Violation]:
-    """Reserved memory is given to one call of a region, of the same replica, which computes one of its results into all of it
-    before it reads it. Regions and operators read that result, of which none gives back a view, and the last one before the
-    memory's next value is computed.
+    """Reserved memory is an argument of one call of a region, of the same replica. The region computes one of its results into
+    all of it before it reads it. Regions and operators read that result, and none returns a view of it. The last reader comes
+    before the memory's next value.
     """
     for graph in program.graphs():
-        busy_until: dict[
-            Any, tuple[fx.Node, fx.Node]
-        ] = {}  # the last reader of each memory's value, and its memory's node
-        given = [(_user(node), node) for node in calls_to(graph, ops.reserved)]
-        for call, node in sorted(given, key=lambda pair: (pair[0] is not None, pair[0] or pair[1])):
+        # the last reader of each memory's value, and the memory's node
+        busy_until: dict[Any, tuple[fx.Node, fx.Node]] = {}
+        uses = [(_user(node), node) for node in calls_to(graph, ops.reserved)]
+        for call, node in sorted(uses, key=lambda pair: (pair[0] is not None, pair[0] or pair[1])):
             if call is None:
                 yield Violation(f"{node.name} must be given once, to a region of its own replica", node)
                 continue
@@ -49,16 +48,18 @@ def reserved_memory_has_one_value_at_a_time(program: Program) -> Iterator[Violat
 
 
 def _user(node: fx.Node) -> fx.Node | None:
-    """The region's call that alone is given this memory, once; None if that is not so."""
+    """The one region call that takes this memory, once; None if there is none."""
     users = list(node.users)
-    is_one = len(users) == 1 and is_region_call(users[0]) and sum(given is node for given in users[0].args) == 1
-    return users[0] if is_one and replica_of(users[0]) == replica_of(node) else None
+    is_single_call = (
+        len(users) == 1 and is_region_call(users[0]) and sum(argument is node for argument in users[0].args) == 1
+    )
+    return users[0] if is_single_call and replica_of(users[0]) == replica_of(node) else None
 
 
 def _use(program: Program, call: fx.Node, node: fx.Node) -> tuple[str, fx.Node | None]:
-    """What is wrong with what a call does with memory that it is given, and the last reader of the value that lies there."""
+    """The fault in a call's use of memory, and the last reader of the value in it."""
     body = program.regions[region_of(call)].graph_module.graph
-    place = next(i for i, given in enumerate(call.args) if given is node)
+    place = next(i for i, source in enumerate(call.args) if source is node)
     argument = body.find_nodes(op="placeholder")[place]
     users = sorted(argument.users)
     if not users or users[0].target not in _INTO or users[0].args[0] is not argument:
@@ -66,12 +67,12 @@ def _use(program: Program, call: fx.Node, node: fx.Node) -> tuple[str, fx.Node |
     if sum(user.target in _INTO and user.args[0] is argument for user in users) > 1 or argument in users[0].args[1:]:
         return f"{region_of(call)} writes more than one product into {argument.name}, or one of its old content", None
     results: Any = body.output_node().args[0]
-    found = [i for i, result in enumerate(results) if result is not None and argument in origins(result)]
-    if len(found) != 1 or reserved_argument(body, found[0]) != place:
+    indices = [i for i, result in enumerate(results) if result is not None and argument in origins(result)]
+    if len(indices) != 1 or reserved_argument(body, indices[0]) != place:
         return (
             f"{region_of(call)} must have exactly one result in {argument.name}, and nothing else in that result",
             None,
         )
-    parts = [part for part in call.users if part.args[1] == found[0]]
+    parts = [part for part in call.users if part.args[1] == indices[0]]
     last = last_reader(parts[0], program.regions) if len(parts) == 1 else None
     return f"the value in {node.name} is read by nothing, or by what may look at it later", last

@@ -1,4 +1,4 @@
-"""The registry of the verifier's rules: a decorator registers each rule with the stage from which it holds."""
+"""The registry of the verifier's rules: a decorator registers each rule with its first stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrorc.ir.program import Program, Stage
 
 
 class Scope(enum.Enum):
-    """The arguments that a rule takes."""
+    """The arguments of a rule."""
 
     PROGRAM = "a program"
     GRAPH = "a program, and a graph of it or the body of a region"
@@ -20,7 +20,7 @@ class Scope(enum.Enum):
 
 
 class Order(enum.IntEnum):
-    """The order of checking. Rules on which others depend come first; rules come last if others often explain a fault better."""
+    """The order of checking. Rules on which others depend come first. Rules come last if others often explain a fault better."""
 
     FORM = 0  # graphs are well-formed
     REFERENCES = 1  # references of nodes are valid, and operations have their arguments
@@ -37,8 +37,7 @@ class Rule:
         check: yields the violations of the rule; its name and docstring are the rule's name and statement.
         since: the stage from which it holds; None if it holds at every stage.
         scope: the arguments of ``check``.
-        order: its place in the order of checking.
-        is_about_dataflow: whether it does not apply to a pass that declares that it changes what is computed.
+        is_about_dataflow: whether passes with ``changes_dataflow`` are exempt.
     """
 
     check: Callable[..., Any]
@@ -53,15 +52,14 @@ class Rule:
 
     @property
     def statement(self) -> str:
-        """The statement of the rule: the first paragraph of its docstring."""
+        """The first paragraph of its docstring."""
         return " ".join((self.check.__doc__ or "").partition("\n\n")[0].split())
 
     def holds_at(self, stage: Stage) -> bool:
-        """Whether programs of this stage must keep the rule."""
         return self.since is None or self.since <= stage
 
     def when(self, program: Program) -> str:
-        """Says when the rule holds, for an error message."""
+        """The programs on which the rule holds, for an error message."""
         if self.scope is Scope.PASS:
             return "on passes"
         if self.since is None:
@@ -101,12 +99,12 @@ def rule(
 
 
 def withdraw(check: Callable[..., Any]) -> None:
-    """Removes a rule; for tests, which must not change the state of later ones."""
-    _RULES[:] = [found for found in _RULES if found.check is not check]
+    """Removes a rule; for tests, so that none changes the state of later ones."""
+    _RULES[:] = [registered for registered in _RULES if registered.check is not check]
 
 
 def rules() -> list[Rule]:
-    """All rules in the order in which they are checked: by order and stage, with rules on passes last."""
+    """All rules, by order and stage, with rules on passes last."""
     return list(_RULES)
 
 

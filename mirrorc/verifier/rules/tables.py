@@ -22,17 +22,17 @@ from mirrorc.verifier.rules.rule import Order, Scope, rule
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def graphs_are_those_of_the_stage(program: Program) -> Iterator[Violation]:
     """Up to OUTLINED there is a graph per shard shape, up to SCHEDULED the mirrored graph, in LOWERED one per device."""
-    found = (bool(program.shard_graphs), program.graph is not None, bool(program.device_graphs))
+    actual = (bool(program.shard_graphs), program.graph is not None, bool(program.device_graphs))
     expected = (
         program.stage < Stage.REPLICATED,
         Stage.REPLICATED <= program.stage < Stage.LOWERED,
         program.stage is Stage.LOWERED,
     )
-    if found != expected:
+    if actual != expected:
         kinds = ("graphs for shard shapes", "the mirrored graph", "graphs for devices")
         wanted, there = (
-            " and ".join(kind for kind, has in zip(kinds, which, strict=True) if has) or "none"
-            for which in (expected, found)
+            " and ".join(kind for kind, has in zip(kinds, presence, strict=True) if has) or "none"
+            for presence in (expected, actual)
         )
         yield Violation(f"the graphs of a {program.stage.name} program are {wanted}; here they are {there}")
     shards = program.shard_of_replica
@@ -45,7 +45,7 @@ def graphs_are_those_of_the_stage(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def references_lead_somewhere(program: Program) -> Iterator[Violation]:
-    """Variables, buckets, regions and gradients that nodes and slots name are in the program, and no bucket is empty."""
+    """Variables, buckets, regions and gradients named by nodes and slots are in the program, and no bucket is empty."""
     for bucket in program.buckets:
         if not bucket.slots:
             yield Violation(f"bucket {bucket.index} has no slots")
@@ -59,7 +59,6 @@ def references_lead_somewhere(program: Program) -> Iterator[Violation]:
 
 
 def _packs_of(program: Program, index: Any) -> Sequence[Pack]:
-    """The packs of a bucket, if it is cut."""
     is_there = isinstance(index, int) and 0 <= index < len(program.buckets)
     return program.buckets[index].packs if is_there else ()
 
@@ -72,7 +71,8 @@ def _lost_references(program: Program, node: fx.Node) -> Iterator[Violation]:
     for index in buckets:
         if not isinstance(index, int) or not 0 <= index < len(program.buckets):
             yield Violation(f"{node.name} is about bucket {index}, which there is not", node)
-    pack, numbers = node.kwargs.get("pack"), [one.number for index in buckets[:1] for one in _packs_of(program, index)]
+    pack = node.kwargs.get("pack")
+    numbers = [known.number for index in buckets[:1] for known in _packs_of(program, index)]
     if pack is not None and pack not in numbers:
         yield Violation(f"{node.name} is about pack {pack} of bucket {buckets[0]}, which there is not", node)
     if is_region_call(node):
@@ -116,7 +116,7 @@ def _takes_values(operation: Operation) -> bool:
 
 @functools.cache
 def _num_needed(symbol: Callable[..., Any]) -> int:
-    """How many values an operation takes at least."""
+    """The least number of an operation's operands."""
     return sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(symbol).parameters.values())
 
 
@@ -125,16 +125,16 @@ def arguments_are_in_order(program: Program) -> Iterator[Violation]:
     """A replica takes the program's arguments, all of them, in their order."""
     names = [argument.name for argument in program.arguments]
     for graph in program.graphs():
-        found: dict[int | None, list[str]] = {}
+        taken: dict[int | None, list[str]] = {}
         for node in graph.find_nodes(op="placeholder"):
-            found.setdefault(None, []).append(str(node.target))
+            taken.setdefault(None, []).append(str(node.target))
         for node in calls_to(graph, ops.argument):
-            found.setdefault(replica_of(node), []).append(str(node.kwargs["name"]))
-        for replica, own in found.items():
-            is_same = own == names if replica is None else sorted(own) == sorted(names)
+            taken.setdefault(replica_of(node), []).append(str(node.kwargs["name"]))
+        for replica, order in taken.items():
+            is_same = order == names if replica is None else sorted(order) == sorted(names)
             if not is_same:
                 where = "" if replica is None else f" on {program.devices[replica]}"
-                yield Violation(f"the arguments are {', '.join(names)}, but{where} taken as {', '.join(own)}")
+                yield Violation(f"the arguments are {', '.join(names)}, but{where} taken as {', '.join(order)}")
 
 
 @rule(since=Stage.CAPTURED)
@@ -155,8 +155,9 @@ def slots_fit_their_variables(program: Program) -> Iterator[Violation]:
 
 @rule(scope=Scope.PASS, order=Order.REFERENCES)
 def tables_are_kept(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
-    """A pass keeps the devices, the arguments and the variables, how many examples each replica and each microbatch has, and
-    whether gradients are accumulated."""
+    """A pass keeps the devices, the arguments, the variables, the numbers of examples of replicas and microbatches, and the
+    accumulation of gradients.
+    """
     for name in ("devices", "arguments", "variables", "num_examples", "microbatches", "accumulation"):
         if getattr(before, name) != getattr(after, name):
             yield Violation(f"the pass has changed the program's {name}")

@@ -1,4 +1,4 @@
-"""Rules on writes to variables: which nodes may write, and when."""
+"""Rules on writes to variables: the writing nodes, and their order."""
 
 from __future__ import annotations
 
@@ -62,27 +62,26 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
             for index, source in zip(written_buckets(node), node.args, strict=False):
                 assert isinstance(source, fx.Node), "operations_have_their_arguments holds"
                 if not _is_for(program, node, index, parts.of(source)):
-                    what = _WANTED.get(node.target, "is not its sum over all replicas")
-                    yield Violation(f"bucket {index} is updated from {source}, which {what}", node)
+                    fault = _WANTED.get(node.target, "is not its sum over all replicas")
+                    yield Violation(f"bucket {index} is updated from {source}, which {fault}", node)
 
 
-def _is_for(program: Program, node: fx.Node, index: int, given: Part | None) -> bool:
+def _is_for(program: Program, node: fx.Node, index: int, part: Part | None) -> bool:
     """Whether a value fits an update or a store of a bucket.
 
     An update needs the bucket's sum; a store needs its new parameters, or rows of them, from the replica that has made them.
     """
-    if given is None:
+    if part is None:
         return False
     bucket = program.buckets[index]
     if node.target in _STORES:
         owners = [bucket.owner] if bucket.has_owner and bucket.owner is not None else None
         kind = PARAMETERS if node.target is ops.store else ROWS
-        return given.holds(kind, index, 0, bucket.num_elements, owners)
-    share = bucket.updated(
-        replica_at(program, node), program.num_replicas
-    )  # `reductions_fit_the_placement` checks whether it must be a share or the whole
+        return part.holds(kind, index, 0, bucket.num_elements, owners)
+    # `reductions_fit_the_placement` checks whether it must be a share or the whole
+    share = bucket.updated(replica_at(program, node), program.num_replicas)
     elements = [share] if bucket.part is not None else [(0, bucket.num_elements), share]
-    return any(given.holds(GRADIENTS, index, *one, program.reduced_replicas) for one in elements)
+    return any(part.holds(GRADIENTS, index, *span, program.reduced_replicas) for span in elements)
 
 
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
@@ -94,9 +93,10 @@ def _expected_updates(program: Program, bucket: Bucket, replica: int | None, gra
 
 @rule(since=Stage.UPDATED, order=Order.OWNERS)
 def a_step_commits_once(program: Program) -> Iterator[Violation]:
-    """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, exchanges and their waits,
-    operators on variables), and before everything that writes a variable, which gathered parameters do, too. Only waits for sums
-    over workers may follow an early commit; all replicas commit early, or none does, and only where workers exchange sums."""
+    """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, exchanges and their
+    waits, operators on variables), and before every write of a variable, gathered parameters included. Only waits for sums
+    over workers may follow an early commit. All replicas commit early, or none does, and only if workers exchange sums.
+    """
     variables = ViewedVariables(program)
     yield from _early_alike(program)
     is_awaited = any(is_early(node) for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit))
@@ -119,12 +119,11 @@ def a_step_commits_once(program: Program) -> Iterator[Violation]:
             elif committed and _can_fail(variables, node) and not (is_awaited and _is_sum_over_workers(node)):
                 is_of_all = node.target in ops.REDUCTIONS or node.target in ops.EXCHANGES
                 early = committed if is_of_all else committed & {replica}
-                for one in sorted(early, key=str)[:1]:
-                    yield Violation(f"{node.name} on {where(one)} can fail, but comes after the commit", node)
+                for other in sorted(early, key=str)[:1]:
+                    yield Violation(f"{node.name} on {where(other)} can fail, but comes after the commit", node)
 
 
 def _early_alike(program: Program) -> Iterator[Violation]:
-    """What is wrong with which commits are early."""
     commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
     early = [node for node in commits if is_early(node)]
     if early and len(early) < len(commits):
@@ -138,19 +137,19 @@ def _can_fail(variables: ViewedVariables, node: fx.Node) -> bool:
     if is_region_call(node) or node.target in (ops.check, ops.gather, ops.pack) or node.target in ops.REDUCTIONS:
         return True
     if node.target in ops.ATTENDED or node.target in ops.EXCHANGES or _is_sum_over_workers(node):
-        return True  # another replica or worker may be gone, which a wait finds out
+        return True  # another replica or worker may be gone
     return is_compute(node) and any(variables.of(source) for source in node.all_input_nodes)
 
 
 def _is_sum_over_workers(node: fx.Node) -> bool:
-    """Whether a node waits for what workers exchange."""
     return any(source.target in ops.EXCHANGES for source in node.all_input_nodes)
 
 
 @rule(since=Stage.SCHEDULED)
 def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
-    """Shared parameters that are updated element by element get shares of the sum, an owner gets all of it alone, and all others
-    get the whole sum. Rows that an optimizer takes are gathered by all."""
+    """Shared parameters with an element-wise update get shares of the sum, an owner gets all of it alone, and all others get
+    the whole sum. Rows for a row-wise optimizer are gathered by all.
+    """
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
             bucket = program.buckets[bucket_of(node)]
@@ -169,8 +168,9 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def owners_update_alone(program: Program) -> Iterator[Violation]:
-    """A bucket with an owner is updated by its owner alone; all other replicas store what the owner has updated, which is taken
-    behind the update."""
+    """A bucket with an owner is updated by its owner alone. All other replicas store the owner's result, taken behind the
+    update.
+    """
     owned = {bucket.index: bucket for bucket in program.buckets if bucket.has_owner}
     if not owned:
         return
@@ -182,9 +182,9 @@ def owners_update_alone(program: Program) -> Iterator[Violation]:
             for bucket in (owned[index] for index in indices if index in owned):
                 is_owner = replica == bucket.owner
                 if is_owner is (node.target in _STORES):
-                    what = "stores a copy of" if is_owner else "updates"
+                    act = "stores a copy of" if is_owner else "updates"
                     yield Violation(
-                        f"{node.name} on {where(replica_of(node))} {what} bucket {bucket.index}, but {_owner(program, bucket)}",
+                        f"{node.name} on {where(replica_of(node))} {act} bucket {bucket.index}, but {_owner(program, bucket)}",
                         node,
                     )
                 elif node.target is ops.updated and (bucket.index, replica) not in done:
@@ -205,8 +205,9 @@ def _owner(program: Program, bucket: Bucket) -> str:
 
 @rule(since=Stage.UPDATED)
 def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
-    """A replica writes a variable, or lets other workers write it, only after its own uses of the variable and of views of it;
-    its loss is none of these."""
+    """A replica writes a variable, or lets other workers write it, only after its own uses of the variable and of views of it.
+    Its loss is none of these.
+    """
     variables = ViewedVariables(program)
     for where, graph, replicas in scopes(program):
         written_by: dict[int | None, set[str]] = {}
@@ -224,13 +225,12 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
                     yield Violation(f"{early[0]} is written on {where(replica)} before {node.name} reads it", node)
             if node.target is ops.write:
                 written_by.setdefault(replica, set()).add(str(node.kwargs["variable"]))
-            of_all = (
-                [bucket_of(node)] if node.target is ops.gather_parameters else []
-            )  # what other workers have updated
+            # other workers have updated their parts of it
+            of_all = [bucket_of(node)] if node.target is ops.gather_parameters else []
             for index in written_buckets(node) or of_all:
                 names = {slot.variable for slot in program.buckets[index].slots}
-                for one in replicas if of_all else [replica]:
-                    written_by.setdefault(one, set()).update(names)
+                for writer in replicas if of_all else [replica]:
+                    written_by.setdefault(writer, set()).update(names)
         for loss in losses_of(graph):
             for name in sorted(written_by.get(owners[loss], set()) & variables.of(loss))[:1]:
                 yield Violation(
@@ -240,9 +240,9 @@ def variables_are_written_after_reads(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
-    """Before a device writes shared parameters, it waits for a reduction that each device launches after its last use of any, or
-    makes an early commit, to which each device comes after that. Where messages make sums, any commit will do of devices that do
-    not only queue work."""
+    """Before a device writes shared parameters, it waits for a reduction launched by each device after its last use of any, or
+    makes an early commit reached by each device after that. If messages make sums, any commit will do for synchronous devices.
+    """
     shared = {bucket.index for bucket in program.buckets if bucket.is_written_last}
     if not shared:
         return
@@ -250,8 +250,8 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
     for where, graph, replicas in scopes(program):
         owners = owners_of(graph)
         for replica in replicas:
-            own = [node for node, owner in owners.items() if owner == replica or node.target in ops.COLLECTIVES]
-            orders.append((where(replica), own))
+            local_nodes = [node for node, owner in owners.items() if owner == replica or node.target in ops.COLLECTIVES]
+            orders.append((where(replica), local_nodes))
     variables = ViewedVariables(program)
     meets = _sums_by_messages(program) and not any(device.is_asynchronous for device in program.devices)
     late = set.intersection(*(_launched_after_uses(variables, nodes, meets) for _, nodes in orders))
@@ -280,15 +280,16 @@ def _sums_by_messages(program: Program) -> bool:
 
 
 def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node], meets: bool) -> set[tuple[str, int]]:
-    """The reductions that a device launches after its last region and its last operator on a variable or a view of one; and its
-    commit, if that comes after them, and is early or ``meets`` the other devices with all their work done."""
+    """A device's reductions after its last region and its last operator on a variable or a view of one; and its commit, if
+    that comes after them, and is early or ``meets`` the other devices with all their work done.
+    """
     last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
     for i, node in enumerate(nodes[last + 1 :], last + 1):
         if node.op != "output" and node.target is not operator.getitem:
             is_use = any(variables.of(source) for source in node.all_input_nodes)
             last = i if is_use else last
-    found = {
+    launches = {
         tag(node) for node in nodes[last + 1 :] if node.target in ops.REDUCTIONS or node.target is ops.gather_factors
     }
     commits = any(node.target is ops.commit and (meets or is_early(node)) for node in nodes[last + 1 :])
-    return found | {_COMMIT} if commits else found
+    return launches | {_COMMIT} if commits else launches

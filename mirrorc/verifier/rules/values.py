@@ -1,4 +1,4 @@
-"""Rules on single values: where they are defined, which type they have, to which replica they belong."""
+"""Rules on single values: definition, type, replica."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def graphs_are_well_formed(program: Program, graph: fx.Graph) -> Iterator[Violat
 
 @rule(scope=Scope.GRAPH, order=Order.TYPES)
 def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Violation]:
-    """Every value has the shape, strides and dtype that its operation gives, recomputed from its arguments with fake tensors."""
+    """Every value has the shape, strides and dtype of its operation's result, recomputed from its arguments with fake tensors."""
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or not is_inferable(node):
             continue
         try:
             if not is_noted_rightly(program, node):
-                found, noted = infer_type(program, node), value_type(node.meta.get("val"))
+                inferred, noted = infer_type(program, node), value_type(node.meta.get("val"))
                 is_bare = noted is None and node.meta.get("val") is None
-                given = (
+                fault = (
                     "no type is noted: make nodes with mirrorc.ir.graph_edits.insert, or note it with "
                     "mirrorc.ir.type_inference.set_type"
                     if is_bare
                     else f"is noted as {say_type(noted)}"
                 )
-                yield Violation(f"{node.name} is {say_type(found)}, but {given}", node)
+                yield Violation(f"{node.name} is {say_type(inferred)}, but {fault}", node)
         except TypeError as error:
             yield Violation(f"{node.name}: {error}", node)
 
@@ -70,7 +70,8 @@ def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.REPLICATED)
 def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
     """The mirrored graph's result for a replica belongs to that replica, and its result for a bucket is that bucket. A replica
-    without examples has None in place of a loss, of gradients and of written values."""
+    without examples has None in place of a loss, of gradients and of written values.
+    """
     output: Any = program.graph.output_node().args[0] if program.graph is not None else {}
     rows: list[tuple[str, int | None, Any]] = (
         [("loss", None, output.get("losses", ()))] if program.trains and output else []
@@ -81,24 +82,24 @@ def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
     rows += [(f"bucket {i}", i, values) for i, values in enumerate(output.get("reduced", ()))]
     for key in ("gradients", "writes"):
         rows += [(name, None, values) for name, values in output.get(key, {}).items()]
-    for what, bucket, values in rows:
+    for result, bucket, values in rows:
         wanted = [r if bucket is not None or r in program.present else None for r in range(program.num_replicas)]
         if [replica_of(value) if value is not None else None for value in values] != wanted:
-            yield Violation(f"the results for {what} are not those of {_replicas(wanted)} in order")
+            yield Violation(f"the results for {result} are not those of {_replicas(wanted)} in order")
         elif bucket is not None and any(origin_of(value).kwargs.get("bucket") != bucket for value in values):
-            yield Violation(f"the results for {what} are of another bucket")
+            yield Violation(f"the results for {result} are of another bucket")
 
 
 def _replicas(wanted: list[int | None]) -> str:
     present = [replica for replica in wanted if replica is not None]
-    absent = [replica for replica, own in enumerate(wanted) if own is None]
-    said = f"replicas {present[0]} to {present[-1]}" if not absent else numbered("replica", present)
-    return f"{said}, with None for {numbered('replica', absent)}," if absent else said
+    absent = [replica for replica, owner in enumerate(wanted) if owner is None]
+    text = f"replicas {present[0]} to {present[-1]}" if not absent else numbered("replica", present)
+    return f"{text}, with None for {numbered('replica', absent)}," if absent else text
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def every_operation_is_known(program: Program) -> Iterator[Violation]:
-    """Outside of regions there are only operations of mirrorc and operators of torch, which the runtime can run."""
+    """Outside of regions there are only operations of mirrorc and operators of torch."""
     for _, graph, _ in scopes(program):
         for node in graph.nodes:
             if node.op == "get_attr" or (node.op == "call_function" and not is_known(node)):

@@ -24,8 +24,9 @@ _ADDS_WHOLE = (ops.all_reduce, ops.reduce_scatter, *ops.EXCHANGES_OF_SUMS, ops.s
 
 @rule(since=Stage.PACKED)
 def rows_stay_rows(program: Program) -> Iterator[Violation]:
-    """Of a table whose optimizer takes rows, replicas pack rows and indices. These are gathered, and never added up whole: a row
-    whose gradients cancel each other, or that is zero, is updated, too."""
+    """Replicas pack the gradient of a table with a row-wise optimizer as rows and indices. These are gathered, and never added
+    up whole: rows that are zero, or cancel each other, are updated, too.
+    """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack, *_ADDS_WHOLE):
             if not program.buckets[bucket_of(node)].rule.takes_rows:
@@ -47,26 +48,28 @@ def rows_stay_rows(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def devices_gather_their_own_factors(program: Program) -> Iterator[Violation]:
-    """A bucket is gathered as the plan says. An all_gather takes each replica's own packed bucket, all of whose gradients are
-    left as factors; a replica without examples packs none."""
+    """A bucket is gathered if the plan says so. An all_gather takes each replica's own packed bucket, with all gradients left
+    as factors; a replica without examples packs none.
+    """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS):
             if (node.target is ops.all_gather) != program.buckets[bucket_of(node)].is_gathered:
-                said = "added up whole" if node.target is ops.all_gather else "gathered as factors"
-                yield Violation(f"{say(node)} is of a bucket that is planned to be {said}", node)
+                plan = "added up whole" if node.target is ops.all_gather else "gathered as factors"
+                yield Violation(f"{say(node)} is of a bucket that is planned to be {plan}", node)
         for node in calls_to(graph, ops.all_gather):
             for source in node.all_input_nodes:
-                given = f"{say(node)} is given {source.name} on {where(replica_of(source))}"
+                place = f"{say(node)} is given {source.name} on {where(replica_of(source))}"
                 if source.target is not ops.pack or bucket_of(source) != bucket_of(node):
-                    yield Violation(f"{given}, which is not that bucket as it was packed", node)
+                    yield Violation(f"{place}, which is not that bucket as it was packed", node)
                 elif whole := [gradient for gradient in source.all_input_nodes if not _is_left(gradient)]:
-                    yield Violation(f"{given}, in which {whole[0].name} is not left as factors", node)
+                    yield Violation(f"{place}, in which {whole[0].name} is not left as factors", node)
 
 
 @rule(since=Stage.UPDATED)
 def stored_rows_are_what_the_step_has_written(program: Program) -> Iterator[Violation]:
-    """Where the optimizer writes no other rows of a table than those of the gradient, rows may be taken of what its step has made
-    of the bucket, by the gradient that it was given. Who stores them has gathered it, which says which they are."""
+    """If the optimizer writes only the gradient's rows of a table, rows may be taken of its step's result, by the step's own
+    gradient. Every replica that stores them has gathered that gradient, and so their indices.
+    """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.updated_rows, ops.store_rows):
             index, (value, gradient) = bucket_of(node), cast("tuple[fx.Node, fx.Node]", node.args)
@@ -96,7 +99,6 @@ def _step_of(value: fx.Node, index: int) -> fx.Node | None:
 
 
 def _is_gathered(value: fx.Node, index: int) -> bool:
-    """Whether a value is a device's sum of the rows that all have of a bucket."""
     launch = value.all_input_nodes[0] if value.target is ops.wait and bucket_of(value) == index else None
     return launch is not None and launch.target in (ops.all_gather, ops.gather_factors)
 
@@ -107,8 +109,9 @@ def _is_left(gradient: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED)
 def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
-    """What a worker compresses goes into the exchange of that bucket, or pack, alone; all its replicas compress theirs. The sum
-    over workers is decompressed before anything else takes it, and nothing else is."""
+    """A compressed sum goes into the exchange of its bucket, or pack, alone. All replicas of a worker compress theirs. The sum
+    over workers is decompressed before anything else takes it, and nothing else is.
+    """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.compress):
             place = where(replica_of(node))
@@ -121,11 +124,11 @@ def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
             if not node.users:
                 yield Violation(f"{say(node)} on {place} is sent to nobody", node)
         for node in calls_to(graph, ops.exchange):
-            given = [source.target is ops.compress for source in node.all_input_nodes]
-            if any(given) and not all(given):
-                odd = node.all_input_nodes[given.index(False)]
+            are_compressed = [source.target is ops.compress for source in node.all_input_nodes]
+            if any(are_compressed) and not all(are_compressed):
+                odd = node.all_input_nodes[are_compressed.index(False)]
                 yield Violation(f"{say(node)} is given {odd.name}, and what other replicas have compressed", node)
-            for wait in node.users if any(given) else ():
+            for wait in node.users if any(are_compressed) else ():
                 for user in wait.users:
                     if user.target is not ops.decompress:
                         yield Violation(
@@ -167,7 +170,7 @@ def parts_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
 
 
 def _is_total(value: Any) -> bool:
-    """Whether a value is a sum over workers of what they have compressed."""
+    """Whether a value is a compressed sum over workers."""
     launch = value.args[0] if isinstance(value, fx.Node) and value.target is ops.wait else None
     return (
         isinstance(launch, fx.Node)

@@ -1,4 +1,4 @@
-"""Rules on programs of several workers: each bucket is exchanged once, in the order that all workers have, and as what it is."""
+"""Rules on programs of several workers: each bucket is exchanged once, in one order, and in one form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mirrorc.verifier.rules.rule import Order, rule
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def a_program_is_one_workers(program: Program) -> Iterator[Violation]:
-    """A program of several workers is that of one of them, and has as many devices as that worker; each worker has a device."""
+    """A program of several workers is that of one of them, and has as many devices as that worker. Each worker has a device."""
     workers = program.workers
     if not workers.devices_per_worker and not workers.rank:
         return
@@ -35,36 +35,38 @@ def a_program_is_one_workers(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def buckets_are_exchanged_in_the_order_of_the_plan(program: Program) -> Iterator[Violation]:
-    """A worker exchanges each bucket, or each pack, once, in the order of the bucket plan, which all workers share; so no two
-    wait for each other's next exchange. Nothing is exchanged without other workers, nor in a program that updates nothing."""
+    """A worker exchanges each bucket, or each pack, once, in the order of the bucket plan. All workers share the plan, so no
+    two wait for each other's next exchange. Nothing is exchanged without other workers, nor in a program that updates nothing.
+    """
     is_exchanged = Property.EXCHANGED in program.properties or program.stage is Stage.LOWERED
     updates = program.workers.are_several and program.trains and not program.accumulates
     wanted = [pack.number for _, pack in program.packs] if updates and is_exchanged else []
-    what = "pack" if are_cut(program.buckets) else "bucket"
+    unit = "pack" if are_cut(program.buckets) else "bucket"
     for where, graph, _ in scopes(program):
         launches = list(calls_to(graph, *ops.EXCHANGES))
-        found = [pack_of(node) for node in launches]
-        if found == wanted:
+        numbers = [pack_of(node) for node in launches]
+        if numbers == wanted:
             continue
         place = where(None) if program.graph is None else "the mirrored graph"
-        if sorted(found) == wanted:
+        if sorted(numbers) == wanted:
             late = next(node for node, number in zip(launches, wanted, strict=True) if pack_of(node) != number)
-            message = f"{place} exchanges the {what}s in the order {found}: another worker would wait for another one, forever"
+            message = f"{place} exchanges the {unit}s in the order {numbers}: another worker would wait for another one, forever"
             yield Violation(message, late)
             continue
-        for number in sorted({*found, *wanted}):
-            times, expected = found.count(number), wanted.count(number)
+        for number in sorted({*numbers, *wanted}):
+            times, expected = numbers.count(number), wanted.count(number)
             if times != expected:
-                remedy = "; run 'reduce-over-workers'" if not found else ""
+                remedy = "; run 'reduce-over-workers'" if not numbers else ""
                 bucket = program.packs[number][0].index if number < len(program.packs) else number
                 at = last_of_bucket(graph, bucket, None if program.graph is None else 0)
-                yield Violation(f"{place} exchanges {what} {number} {times} times, not {expected}{remedy}", at)
+                yield Violation(f"{place} exchanges {unit} {number} {times} times, not {expected}{remedy}", at)
 
 
 @rule(since=Stage.SCHEDULED)
 def workers_exchange_their_sums(program: Program) -> Iterator[Violation]:
-    """An exchange adds up what each replica of a worker has of the bucket's sum over that worker: its share where it gets one,
-    all of it on the only device. Nothing else uses that any more."""
+    """An exchange takes from each replica of a worker its part of the bucket's sum over that worker: its share, or all of it
+    on the only device. Nothing else uses this value.
+    """
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
         for node in calls_to(graph, *ops.EXCHANGES):
@@ -85,33 +87,33 @@ def workers_exchange_their_sums(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def workers_send_their_own_factors(program: Program) -> Iterator[Violation]:
-    """What gathers factors takes each replica's own packed bucket, all of whose gradients are left as the factors that all
-    workers send; a replica without examples packs none."""
+    """A gather of factors takes each replica's own packed bucket, with all gradients left as the factors that all workers
+    send. A replica without examples packs none.
+    """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.gather_factors):
             sent = program.buckets[bucket_of(node)].sent_factors
             for source in node.all_input_nodes:
-                given = f"{say(node)} is given {source.name} on {where(replica_of(source))}"
+                place = f"{say(node)} is given {source.name} on {where(replica_of(source))}"
                 if source.target is not ops.pack or bucket_of(source) != bucket_of(node):
-                    yield Violation(f"{given}, which is not that bucket as it was packed", node)
+                    yield Violation(f"{place}, which is not that bucket as it was packed", node)
                     continue
-                for gradient, said in zip(source.all_input_nodes, sent, strict=False):
-                    if gradient.target not in ops.FACTORED or packed_factors(gradient) != said:
+                for gradient, factors in zip(source.all_input_nodes, sent, strict=False):
+                    if gradient.target not in ops.FACTORED or packed_factors(gradient) != factors:
                         yield Violation(
-                            f"{given}, in which {gradient.name} is not left as the factors that are sent", node
+                            f"{place}, in which {gradient.name} is not left as the factors that are sent", node
                         )
 
 
 def _offered(program: Program, parts: BucketParts, node: fx.Node, source: fx.Node, where: str) -> Iterator[Violation]:
-    """What is wrong with what a replica offers to an exchange."""
     bucket, part = program.buckets[bucket_of(node)], parts.of(source)
-    own = next((pack for pack in bucket.own_packs if pack.number == pack_of(node)), None)
-    start, stop = (own.start, own.stop) if own is not None else (0, 0)
+    pack = next((pack for pack in bucket.own_packs if pack.number == pack_of(node)), None)
+    start, stop = (pack.start, pack.stop) if pack is not None else (0, 0)
     if gives_shares(program, node):
         start, stop = bucket.share(replica_at(program, source), program.num_replicas)
     is_of_bucket = part is not None and (part.kind, part.bucket) == (GRADIENTS, bucket.index)
     is_sum = (
-        is_of_bucket and part is not None and part.holds(GRADIENTS, bucket.index, start, stop, program.own_replicas)
+        is_of_bucket and part is not None and part.holds(GRADIENTS, bucket.index, start, stop, program.local_replicas)
     )
     if not is_sum and (start < stop or not is_of_bucket):  # an empty share holds nothing
         yield Violation(

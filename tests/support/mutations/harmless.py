@@ -224,7 +224,7 @@ def repeat_a_region_for_nobody(program: Program) -> Iterator[Edit]:
         for call in region_calls(graph.nodes):
             given = call.all_input_nodes
             takes = taken_gradients(program.regions[region_of(call)].graph_module.graph)
-            if not takes and not any(one.target in ops.GIVEN_MEMORY or slot_of(one) is not None for one in given):
+            if not takes and not any(one.target in ops.OUTPUT_MEMORY or slot_of(one) is not None for one in given):
                 yield partial(_repeat, call)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from mirrorc.analysis.buckets.slots_of_values import given_slots
+from mirrorc.analysis.buckets.slots_of_values import slot_arguments
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import form_of
 from mirrorc.ir.nodes import region_calls, region_of
@@ -37,7 +37,12 @@ def overwrite_an_earlier_microbatch(program: Program) -> Iterator[Edit]:
     for graph in program.graphs():
         for call in region_calls(graph):
             own = region_of(call).replace("_adding", "")
-            if call.op == "call_function" and own != region_of(call) and own in program.regions and given_slots(call):
+            if (
+                call.op == "call_function"
+                and own != region_of(call)
+                and own in program.regions
+                and slot_arguments(call)
+            ):
                 yield partial(with_keywords, call, region=own)
 
 
@@ -48,7 +53,7 @@ def add_to_an_empty_slot(program: Program) -> Iterator[Edit]:
         for call in region_calls(graph):
             name, _, shard = region_of(call).partition("_shard")
             own = f"{name}_adding{f'_shard{shard}' if shard else ''}"
-            if call.op == "call_function" and own in program.regions and given_slots(call):
+            if call.op == "call_function" and own in program.regions and slot_arguments(call):
                 yield partial(with_keywords, call, region=own)
 
 
