@@ -116,8 +116,10 @@ def _no_factors_for_workers(request: Request) -> str:
     return why_no_factors_for_workers(request["link"], request.devices)
 
 
-_NAMES = {"kinds": (Sequence, Set), "allowed": "give a sequence of names, such as ('replicate',)", "default": ()}
-_FLAG = {"kinds": (bool,), "default": False}
+def _names(option: str) -> Option:
+    return Option(option, "give a sequence of names, such as ('replicate',)", (), kinds=(Sequence, Set))
+
+
 _SIZE_PASSES = NeededPasses((), "give mirrorc.passes.PlanBuckets its numbers there")
 _CLIP_PASSES = NeededPasses(("clip-gradients",), "put mirrorc.passes.ClipGradients() there, after ShareParameters")
 
@@ -134,15 +136,17 @@ OPTIONS = Options(
         ),
         Option("backend", default="inductor"),
         Option("dump", "give the path of a directory, or None", kinds=(str, os.PathLike, NoneType)),
-        Option("print_after", **_NAMES),
-        Option("print_after_all", "say True, to print the program after each pass, or False", **_FLAG),
+        _names("print_after"),
+        Option(
+            "print_after_all", "say True, to print the program after each pass, or False", default=False, kinds=(bool,)
+        ),
         Option(
             "passes",
             "give a list of passes, or None for mirrorc.passes.default_pipeline()",
             kinds=(Sequence, NoneType),
         ),
         Option("add_passes", "give a list, such as [mirrorc.after('pack-gradients', it)]", (), kinds=(Sequence,)),
-        Option("disable_passes", **_NAMES),
+        _names("disable_passes"),
         Option(
             "bucket_cap_mb",
             "give a positive number of MiB (0 for one bucket), or None for the default",
@@ -183,7 +187,7 @@ OPTIONS = Options(
             ),
         ),
         Option("communication_options"),
-        Option("exact_order", "say True, to leave out passes that change bits, or False", **_FLAG),
+        Option("exact_order", "say True, to leave out passes that change bits, or False", default=False, kinds=(bool,)),
         Option("capture", default="auto"),
         Option(
             "timeout_seconds",
@@ -196,7 +200,8 @@ OPTIONS = Options(
         Option(
             "cuda_graphs",
             "say True, for one GPU, or False",
-            **_FLAG,
+            default=False,
+            kinds=(bool,),
             excludes=(
                 Exclusion(
                     f"{_OVER_WORKERS} yet", _over_workers("a graph does not replay what joins workers"), _LEAVE_OUT
@@ -216,7 +221,7 @@ OPTIONS = Options(
                 Exclusion("check_finite", _finite_check_in_a_graph, needs_pipeline=True),
             ),
         ),
-        Option("return_outputs", "say True, for loss, outputs = step(...), or False", **_FLAG),
+        Option("return_outputs", "say True, for loss, outputs = step(...), or False", default=False, kinds=(bool,)),
         Option(
             "microbatches",
             "give a number of parts, 1 to run each shard at once",
@@ -375,7 +380,8 @@ OPTIONS = Options(
         Option(
             "shard_optimizer",
             "say True, to deal the optimizer's state out to the workers, or False",
-            **_FLAG,
+            default=False,
+            kinds=(bool,),
             passes=NeededPasses(
                 ("shard-optimizer",),
                 "put mirrorc.passes.ShardOptimizer() behind ReduceOverWorkers() there",
