@@ -158,7 +158,7 @@ def test_what_is_no_plan_is_refused(make: Callable[[], object], error: type[Exce
         (
             {"packing": 2, "shard_optimizer": True},
             ValueError,
-            "packing= as it is given cannot be used with shard_optimizer",
+            "shard_optimizer=True cannot be used with packing=2: packs end within gradients",
         ),
     ],
 )

@@ -63,7 +63,7 @@ def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
         _part(leaf, sizes, workers) if splits else leaf.tensor if leaf.split else replicated(leaf.tensor)
         for leaf, splits in zip(call.leaves, is_split, strict=True)
     ]
-    made: _T = rebuild(structure, parts, {})
+    made: _T = rebuild(structure, parts, call.plain)
     return made
 
 

@@ -215,7 +215,7 @@ class Options:
                     raise ValueError(
                         f"{option.text(value)} asks for the pass {name!r}, which disable_passes leaves out: leave out one of them"
                     )
-            is_there = passes is not None and {*names} & {getattr(one, "name", "") for one in passes}
+            is_there = passes is not None and {*names} <= {getattr(one, "name", "") for one in passes}
             if passes is not None and not (option.passes.may_be_in_passes and is_there):
                 raise ValueError(
                     f"{option.text(value)} has no part in a pipeline given with passes=: {option.passes.remedy_for(value)}, or "

@@ -53,6 +53,10 @@ SENDING = ("reduce-to-one", "round-robin", *REORDERING)
 OWNED = (*PLACEMENTS[2:], NAMED)
 REFUSED: tuple[tuple[Mapping[str, Sequence[Any]], str], ...] = (
     (
+        {"packing": CUTTING, "placement": OWNED},
+        "placement={placement!r} cannot be used with packing={packing!r}: packs end within gradients there",
+    ),
+    (
         {"all_reduce": REORDERING, "exact_order": (True,)},
         "all_reduce={all_reduce!r} as it is given cannot be used with exact_order=True: replicas' gradients are added up",
     ),
@@ -61,12 +65,8 @@ REFUSED: tuple[tuple[Mapping[str, Sequence[Any]], str], ...] = (
         "all_reduce={all_reduce!r} cannot be used with placement={placement!r}: gradients are reduced to the device",
     ),
     (
-        {"packing": CUTTING, "placement": OWNED},
-        "placement={placement!r} cannot be used with packing= as it is given: packs end within gradients there",
-    ),
-    (
         {"exchange": ("factors",), "exact_order": (True,)},
-        "exchange='factors' needs the pass 'factor-gradients', which this pipeline leaves out",
+        "exchange='factors' cannot be used with this pipeline: the pass 'factor-gradients' is not in it",
     ),
 )
 """Which values are refused together, and how the sentence begins; of several the first is said. All else trains."""

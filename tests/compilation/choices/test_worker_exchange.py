@@ -132,7 +132,10 @@ def test_devices_that_read_no_others_memory_have_whole_sums_to_send() -> None:
 
 
 def test_factors_need_what_makes_them() -> None:
-    with pytest.raises(ValueError, match=r"exchange='factors' needs the pass 'factor-gradients'.*exact_order=True"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot be used with this pipeline: the pass 'factor-gradients'.*exact_order=True",
+    ):
         prepared(exchange="factors", exact_order=True)
     with pytest.raises(ValueError, match="exchange='factors' cannot be used over workers that have different numbers"):
         net = model()

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc import api
 from mirrorc.compilation import step_compiler
+from mirrorc.options.table import OPTIONS
 from mirrorc.runtime.devices.host_copies import HostCopies
 from mirrorc.runtime.execution import arguments, executor, losses
 from mirrorc.runtime.execution.cuda_graphs import NUM_WARM_UP_STEPS
@@ -67,7 +67,7 @@ def test_batches_of_captured_steps_are_copied_on_a_stream_of_their_own(monkeypat
 
     recorder = CallRecorder()
     monkeypatch.setattr(executor, "HostCopies", Recorded)
-    monkeypatch.setattr(api, "check_cuda_graphs", lambda *_: None)
+    monkeypatch.setattr(OPTIONS, "check_exclusions", lambda request: None)
     monkeypatch.setattr(step_compiler, "CudaCapturer", lambda device, seconds: recorder)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
