@@ -36,6 +36,7 @@ def test_a_pipeline_that_cannot_run_is_refused_by_an_error_of_mirrorc(name: str)
         compiled(nn.Linear(3, 2), disable_passes=[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["place-gradients", "share-parameters", "schedule-overlap"])
 def test_a_pipeline_without_a_pass_that_only_makes_it_faster_gives_the_same_bits(name: str) -> None:
     found = []
@@ -91,6 +92,7 @@ class OnlyLoss(nn.Module):
         return x.mean() + self.loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SharedGradient, UsedGradient, OnlyScale])
 @pytest.mark.parametrize("num_buckets", ["one", "many"])
 def test_models_with_unusual_gradients_train_as_on_one_device(kind: type[nn.Module], num_buckets: str) -> None:
@@ -174,6 +176,7 @@ def test_what_is_no_such_object_is_refused_where_it_is_given(call: Callable[[], 
         call()
 
 
+@pytest.mark.slow
 def test_a_log_tells_what_is_compiled_and_how_long_it_took(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mirrorc"), compiled(nn.Linear(3, 2)) as step:
         for _ in range(2):

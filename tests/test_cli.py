@@ -98,6 +98,7 @@ def test_diff_takes_printed_programs(tmp_path: Path) -> None:
     assert run(app, ["diff", str(tmp_path / "saved.json"), str(printed)]).exit_code == 1
 
 
+@pytest.mark.slow
 def test_diff_compares_what_regions_compute(tmp_path: Path) -> None:
     for name, activation in (("tanh", nn.Tanh()), ("sigmoid", nn.Sigmoid())):
         model = nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 3))

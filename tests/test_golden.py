@@ -65,6 +65,7 @@ def assert_golden(file: str, text: str) -> None:
     assert not found, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
     [pytest.param(file, marks=[pytest.mark.slow] if file.startswith(("bert", "gpt2")) else []) for file in FILES],
@@ -89,6 +90,7 @@ def test_every_file_has_a_model() -> None:
     assert sorted(path.name for path in GOLDEN.iterdir()) == expected, f"{UPDATE} does not remove files: do it"
 
 
+@pytest.mark.slow
 def test_compile_makes_the_same_program() -> None:
     golden = MODELS["digits"]
     model = golden.make().train()

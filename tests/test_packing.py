@@ -172,6 +172,7 @@ def test_options_that_contradict_each_other_are_refused(
         mirrorc.compile(model, ["cpu:0"], optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **world, **options)
 
 
+@pytest.mark.slow
 def test_a_wrong_plan_is_refused_when_it_is_asked_and_nothing_has_changed() -> None:
     model = make_mlp(torch.float64)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -62,6 +62,7 @@ def errors(own: list[Any]) -> list[str]:
     return [each["error"] for each in own if each is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "ranks"), [("torchrun", [0, 1, 2]), ("TF_CONFIG", [2, 0, 1]), ("group", [0, 1, 2])])
 def test_workers_join(found: dict[str, Any], case: str, ranks: list[int]) -> None:
     assert [own["rank"] for own in found[case]] == ranks == [own["local_rank"] for own in found[case]]

@@ -68,6 +68,7 @@ def test_all_get_all_by_rank() -> None:
     assert called([Place(rank, 4, hosts_store=rank == 0) for rank in (3, 1, 0, 2)]) == [[0, 1, 2, 3]] * 4
 
 
+@pytest.mark.slow
 def test_those_that_do_not_come_are_named_by_all() -> None:
     came = called([Place(rank, 5) for rank in (0, 3)], seconds=0.3)
     assert len(set(came)) == 1 and "workers 1, 2 and 4 of 5 did not come in time" in came[0]

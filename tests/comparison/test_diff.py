@@ -46,6 +46,7 @@ def sentences(found: str) -> list[str]:
     return words.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "models",
     [["mlp", "conv"], *slow((sorted({*SMALL_MODELS, *LARGE_MODELS} - {"mlp", "conv"}),))],
@@ -72,6 +73,7 @@ def test_what_a_dump_says_of_a_pass_does_not_count() -> None:
             assert "# the" not in text and diff_texts(text, after.to_text(regions=regions)) == ""
 
 
+@pytest.mark.slow
 def test_source_lines_and_where_they_are_do_not_count() -> None:
     for name, program in stages_of("mlp").items():
         text = program.to_text(regions=True)
@@ -401,6 +403,7 @@ def test_gradients_that_move_are_grouped_and_counted() -> None:
     assert not [sentence for sentence in found if "merged" in sentence or "split" in sentence]
 
 
+@pytest.mark.slow
 def test_a_plan_that_changes_altogether_is_said_in_few_words() -> None:
     weights = [Weight(f"w{i}", (16,)) for i in range(100)]
     one, many = (lowered(handmade(2, weights), **options) for options in ({}, SMALL_BUCKETS))
@@ -427,6 +430,7 @@ def test_lines_are_those_of_the_two_texts() -> None:
     assert sum(line.startswith("+ ") for line in found) == 3
 
 
+@pytest.mark.slow
 def test_a_long_comparison_is_cut_and_says_how_much_is_left_out() -> None:
     weights = [Weight(f"w{i}", (16,)) for i in range(400)]
     old, new = (lowered(handmade(2, [Weight(w.name, shape) for w in weights])) for shape in ((16,), (17,)))
@@ -451,6 +455,7 @@ def long_text(*, statements: int = 300, changed: frozenset[int] = frozenset()) -
     return "\n".join([*head, *bodies]) + "\n"
 
 
+@pytest.mark.slow
 def test_lines_of_equal_regions_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     matcher = difflib.SequenceMatcher
@@ -467,6 +472,7 @@ def test_lines_of_equal_regions_are_not_compared(monkeypatch: pytest.MonkeyPatch
     assert len(compared) == 2 and sum(compared) <= 2 * 2 * 5  # the lines that differ, and two before and after each
 
 
+@pytest.mark.slow
 def test_a_huge_region_that_changes_altogether_is_compared_from_where_it_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -497,6 +503,7 @@ def mutated(lines: list[str], kind: str, i: int, j: int) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @fuzzed(300)
 @given(
     st.sampled_from(["drop", "double", "swap", "digit"]), st.integers(0, len(LINES) - 1), st.integers(0, len(LINES) - 1)
@@ -544,6 +551,7 @@ def test_hyperparameters_at_compilation_are_compared() -> None:
     assert program.buckets == other.buckets
 
 
+@pytest.mark.slow
 def test_gradients_that_are_left_as_factors_are_named() -> None:
     def program(min_elements: int) -> Program:
         torch.manual_seed(0)

@@ -80,6 +80,7 @@ def compiled(action: Callable[[], object], size: int = 4, **options: Any) -> mir
     return step
 
 
+@pytest.mark.slow
 def test_a_line_on_a_terminal_says_what_is_done_and_goes_away(
     terminal: Terminal, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_line_on_a_terminal_says_what_is_done_and_goes_away(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_the_line_counts_the_regions_that_are_compiled(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_one, done = RegionCompiler.compile, []
 
@@ -104,6 +106,7 @@ def test_the_line_counts_the_regions_that_are_compiled(terminal: Terminal, monke
     assert sorted(done) == ["bwd_0", "bwd_0", "fwd_0", "fwd_0"]  # forward and backward, on two devices
 
 
+@pytest.mark.slow
 def test_a_later_call_says_what_is_new(terminal: Terminal) -> None:
     is_waiting = threading.Event()
     step = compiled(lambda: is_waiting.is_set() and until(lambda: "(another shape)" in terminal.getvalue()))
@@ -112,6 +115,7 @@ def test_a_later_call_says_what_is_new(terminal: Terminal) -> None:
     assert "(another shape)" in terminal.getvalue()
 
 
+@pytest.mark.slow
 def test_elsewhere_one_line_of_the_log_says_it(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,6 +127,7 @@ def test_elsewhere_one_line_of_the_log_says_it(
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.slow
 def test_without_progress_and_where_nobody_listens_there_is_no_thread(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

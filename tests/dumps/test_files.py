@@ -318,6 +318,7 @@ def test_the_report_of_a_region_that_came_or_went() -> None:
     assert not PassReport("keeps", program, program).is_changed
 
 
+@pytest.mark.slow
 def test_files_go_into_a_folder_per_program(tmp_path: Path) -> None:
     with step_with(dump=tmp_path / "deep" / "dump") as step:
         step.prepare(torch.randn(6, 4), target=torch.zeros(6, dtype=torch.int64))
@@ -346,6 +347,7 @@ def trained_with_a_dump(directory: Path) -> list[str]:
     return [str(warning.message) for warning in caught if warning.filename == __file__]
 
 
+@pytest.mark.slow
 def test_a_dump_that_cannot_be_written_does_not_stop_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file_in_its_place = tmp_path / "dump"
     monkeypatch.setattr(step_options, "checked_directory", lambda option, path: Path(path))
@@ -371,6 +373,7 @@ def test_without_a_directory_and_a_trace_there_are_no_sinks(monkeypatch: pytest.
     assert dump_sinks(None) == []
 
 
+@pytest.mark.slow
 def test_print_after_prints_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     step_with(print_after=("pack-gradients", "lower-devices")).close()
     out, err = capfd.readouterr()

@@ -112,6 +112,7 @@ OTHERS = [(1, adamw, {}), (3, sgd, {}), (4, asgd, {}), (3, adamw, MIRRORED)]
 RARE = [(4, sgd, {}), (2, adamw, MIRRORED), (1, asgd, {}), (2, sgd, {}), (4, adamw, {}), (4, sgd, MIRRORED)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "make", "options"), [*CASES, *selections.slow(*OTHERS), *selections.exhaustive(*RARE)]
 )
@@ -127,6 +128,7 @@ def test_a_step_updates_with_the_mean_over_all_examples_since_the_last_update(
         assert_same_state(both.optimizer, both.plain_optimizer, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_losses_that_are_sums_are_added_up() -> None:
     with Both(loss_fn=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum") as both:
         both.train(*batches(4, 3, 6))
@@ -141,6 +143,7 @@ def test_inductor_gives_the_same_update() -> None:
         both.check()
 
 
+@pytest.mark.slow
 def test_clipping_and_its_norm_are_of_the_mean_over_all_calls() -> None:
     with Both(clip_grad_norm=0.05, clip_grad_value=0.02) as both:
         norms: list[torch.Tensor] = []
@@ -170,6 +173,7 @@ def test_scales_that_change_between_calls_are_made_up_for() -> None:
         assert scaler.get_scale() == 16.0
 
 
+@pytest.mark.slow
 def test_float16_overflows_where_it_does_in_a_loop_that_divides_losses() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=1) for _ in range(2)]
@@ -206,6 +210,7 @@ def test_an_update_that_is_skipped_uses_accumulated_gradients_up() -> None:
         both.check()
 
 
+@pytest.mark.slow
 def test_a_call_that_is_not_finite_adds_nothing() -> None:
     with Both(check_finite=True) as both:
         first, last = batches(4, 3)
@@ -222,6 +227,7 @@ def test_a_call_that_is_not_finite_adds_nothing() -> None:
         both.check()
 
 
+@pytest.mark.slow
 def test_what_is_kept_survives_all_that_comes_between() -> None:
     """Evaluations, other shapes, failed calls, loaded state, and parameters that were given other memory."""
     with Both(make=adamw) as both:
@@ -246,6 +252,7 @@ def test_what_is_kept_survives_all_that_comes_between() -> None:
         both.check()
 
 
+@pytest.mark.slow
 def test_gradients_of_parameters_that_are_frozen_for_a_while_are_kept() -> None:
     with Both() as both:
         own = batches(4, 3, 5)
@@ -259,6 +266,7 @@ def test_gradients_of_parameters_that_are_frozen_for_a_while_are_kept() -> None:
         both.check()
 
 
+@pytest.mark.slow
 def test_parameters_that_are_added_begin_with_nothing() -> None:
     with Both(make=lambda parameters: sgd(list(parameters)[2:])) as both:
         own = batches(4, 4)
@@ -274,6 +282,7 @@ def test_parameters_that_are_added_begin_with_nothing() -> None:
         both.check()
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_train_what_was_accumulated_is_refused() -> None:
     with Both() as both:
         x, y = batches(4)[0]
@@ -289,6 +298,7 @@ def test_a_step_that_does_not_train_what_was_accumulated_is_refused() -> None:
         both.step(x, target=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", selections.slow_but(["step", "part"], ["step", "optimizer", "model", "part"]))
 def test_zero_grad_drops_what_is_kept(how: str) -> None:
     with Both() as both:
@@ -309,6 +319,7 @@ def test_zero_grad_drops_what_is_kept(how: str) -> None:
         both.check()
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_while_it_is_added_is_told_of_until_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: AccumulatedGradients, bucket: int, replica: int, packed: torch.Tensor) -> None:
         raise MemoryError("no memory")
@@ -328,6 +339,7 @@ def test_a_call_that_fails_while_it_is_added_is_told_of_until_it_is_dropped(monk
         both.check()
 
 
+@pytest.mark.slow
 def test_buffers_and_random_numbers_go_on_from_call_to_call() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
@@ -362,6 +374,7 @@ class DoubleBuckets:
         return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", selections.slow_but([2], [1, 2]))
 def test_what_a_pass_does_to_buckets_is_done_once_with_the_sum(num_devices: int) -> None:
     with Both(num_devices, add_passes=[mirrorc.after("pack-gradients", DoubleBuckets())]) as both:
@@ -374,6 +387,7 @@ def test_what_a_pass_does_to_buckets_is_done_once_with_the_sum(num_devices: int)
         both.check()
 
 
+@pytest.mark.slow
 def test_large_gradients_and_tables_are_added_whole() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(8, 3)).double()
@@ -388,6 +402,7 @@ def test_large_gradients_and_tables_are_added_whole() -> None:
         both.check()
 
 
+@pytest.mark.slow
 def test_the_program_says_what_is_kept_and_the_report_counts_it() -> None:
     with Both() as both:
         x, y = batches(4)[0]
@@ -410,6 +425,7 @@ def test_the_program_says_what_is_kept_and_the_report_counts_it() -> None:
             sums.sums_of(0)  # their memory is free
 
 
+@pytest.mark.slow
 def test_habits_beside_accumulated_gradients_are_told_of() -> None:
     with Both() as both:
         x, y = batches(4)[0]
@@ -423,6 +439,7 @@ def test_habits_beside_accumulated_gradients_are_told_of() -> None:
         both.step.close()
 
 
+@pytest.mark.slow
 def test_a_step_does_not_leave_out_what_another_has_kept_of_its_parameters() -> None:
     model, x, y = nn.Linear(3, 2), torch.ones(4, 3), torch.ones(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -135,6 +135,7 @@ def peaks(model: nn.Module, bound: float | None, rows: int = 256, **options: Any
         return [device.own.activations for device in step.memory().devices]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -166,6 +167,7 @@ def test_a_bound_that_is_kept_anyway_changes_nothing() -> None:
     assert names[0] == names[1] == names[2]
 
 
+@pytest.mark.slow
 def test_what_was_chosen_is_in_the_program_and_in_the_figures() -> None:
     (batch,) = batches(256)
     with compiled(Deep(), 0.6) as step:

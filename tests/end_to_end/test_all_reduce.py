@@ -57,6 +57,7 @@ ALL = [*product(ALGORITHM_NAMES, [1, 2, 3, 4, 8], HOW)]
 THINNED = [case.values for case in thinned(ALGORITHM_NAMES, [1, 2, 3, 4, 8], HOW) if not case.marks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "num_devices", "how"),
     [
@@ -77,6 +78,7 @@ def test_training_agrees_with_one_device(algorithm: str, num_devices: int, how: 
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_sums_in_the_order_of_replicas_have_the_bits_of_native_ones() -> None:
     expected = trained(3)
     for algorithm in ("reduce-to-one{device=2}", "round-robin"):
@@ -84,6 +86,7 @@ def test_sums_in_the_order_of_replicas_have_the_bits_of_native_ones() -> None:
     assert torch.equal(trained(2, all_reduce="ring"), trained(2))  # the sum of two does not depend on their order
 
 
+@pytest.mark.slow
 def test_two_replicas_with_gradients_of_ones_take_a_quarter_twice() -> None:
     """A weight of ones, gradients of ones on each replica, and a learning rate of 0.25: half of it is left."""
     for algorithm in ALGORITHM_NAMES:
@@ -103,6 +106,7 @@ def test_two_replicas_with_gradients_of_ones_take_a_quarter_twice() -> None:
         assert torch.equal(model.weight, torch.full((1, 10), 0.5)), algorithm
 
 
+@pytest.mark.slow
 def test_pack_sizes_do_not_change_the_result() -> None:
     found = [
         trained(
@@ -125,6 +129,7 @@ class Wide(nn.Module):
         return self.head(torch.tanh(self.wide(self.table(x))))
 
 
+@pytest.mark.slow
 def test_gradients_that_would_be_factors_are_sent_whole() -> None:
     torch.manual_seed(0)
     model = Wide().double()
@@ -147,6 +152,7 @@ def test_gradients_that_would_be_factors_are_sent_whole() -> None:
         torch.testing.assert_close(parameters(found), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ring", *slow(("reduce-to-one",))])
 def test_clipping_checks_and_microbatches_work_with_sums_of_messages(algorithm: str) -> None:
     for shares in (True, False):
@@ -156,6 +162,7 @@ def test_clipping_checks_and_microbatches_work_with_sums_of_messages(algorithm: 
         torch.testing.assert_close(trained(2, all_reduce=algorithm, **options), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_that_were_accumulated_are_in_the_sum() -> None:
     found = []
     for algorithm in ("native", "ring"):

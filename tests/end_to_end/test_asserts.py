@@ -26,6 +26,7 @@ def compiled(model: nn.Module, devices: int, **options: Any) -> tuple[mirrorc.St
     return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.mse_loss, **options), optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
@@ -92,6 +93,7 @@ def test_checks_of_torch_are_asserts() -> None:
     assert_same_model(model, twin, 1e-10)
 
 
+@pytest.mark.slow
 def test_asserts_stay_in_the_program_before_everything_that_leaves_the_replica() -> None:
     step, _ = compiled(Asserting(), 2)
     with step:

@@ -121,6 +121,7 @@ class Reverses(Layers):
         return super().branch(number, Comes.apply(h, self.layers[1]) if number != 1 else h)  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_devices"),
     [
@@ -154,6 +155,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", slow_but(WAYS[:2], WAYS), ids=str)
 def test_options_that_wait_and_send_between_regions(options: dict[str, Any]) -> None:
     data, own = batches(8, 6), {} if "packing" in options else ONE_EACH
@@ -222,6 +224,7 @@ def test_a_parameter_that_a_call_does_not_use_holds_up_nothing(monkeypatch: pyte
         assert found[:3] == ["layer 2", "launch 0", "launch 1"]
 
 
+@pytest.mark.slow
 def test_replicas_that_draw_wait_for_nobody_meanwhile() -> None:
     """One at a time draws from the generators of the process, so that the others could not come."""
 
@@ -241,6 +244,7 @@ def test_replicas_that_draw_wait_for_nobody_meanwhile() -> None:
     torch.testing.assert_close(found.losses, first.losses, rtol=1e-12, atol=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [2, 1, 0])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_backward_that_fails_in_the_middle_changes_nothing(devices: int, where: int) -> None:
@@ -261,6 +265,7 @@ def test_a_backward_that_fails_in_the_middle_changes_nothing(devices: int, where
         assert step(**batch).item() < before.item()
 
 
+@pytest.mark.slow
 def test_a_replica_that_fails_alone_stops_the_others_in_their_backward() -> None:
     model, batch = Layers(), batches(6)[0]
     failing = threading.Event()
@@ -278,6 +283,7 @@ def test_a_replica_that_fails_alone_stops_the_others_in_their_backward() -> None
         step(**batch)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_added_to_behind_the_others_is_refused() -> None:
     """The first call has used the layer once, in the graph itself."""
 

@@ -134,6 +134,7 @@ REFUSED: dict[Callable[[Any, torch.Tensor], torch.Tensor], tuple[list[Callable[[
 }
 
 
+@pytest.mark.slow
 def test_a_change_of_a_container_among_the_arguments_is_refused_with_its_line() -> None:
     for does, (kinds, name, line) in REFUSED.items():
         for made in kinds:
@@ -151,6 +152,7 @@ def test_a_list_of_plain_values_among_the_arguments_is_refused_where_its_change_
     assert given == before
 
 
+@pytest.mark.slow
 def test_arguments_that_are_only_read_or_copied_are_taken() -> None:
     for does in (read_only, pop_from_its_own, change_a_copy, put_back):
         assert step_once(does, {"h": hidden()}) == []

@@ -58,6 +58,7 @@ def assert_trained(model: nn.Module) -> None:
         torch.testing.assert_close(parameter.detach(), wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", slow_but(["cut packs in a tree", "owners"], PLANS))
 def test_ragged_batches_are_those_of_one_device(plan: str) -> None:
     model, optimizer = made()

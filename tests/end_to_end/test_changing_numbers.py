@@ -58,6 +58,7 @@ def distance(model: nn.Module, twin: nn.Module) -> float:
     return max(float((p - q).detach().abs().max()) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, *selections.slow((1,), (3,)), *selections.exhaustive((4,))])
 def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> None:
     torch.manual_seed(0)
@@ -94,6 +95,7 @@ def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> No
     assert kinds.count(ArgumentKind.NUMBER) == 7 and kinds.count(ArgumentKind.SEED) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, *selections.slow((1,), (3,)), *selections.exhaustive((4,))])
 def test_numbers_computed_with_the_size_of_a_microbatch(num_devices: int) -> None:
     torch.manual_seed(0)
@@ -194,6 +196,7 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Sequence[Any], int]] = {
 FAST = ("a schedule", "branches")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAST, *selections.slow(*((name,) for name in CASES if name not in FAST))])
 def test_what_is_done_with_numbers(name: str) -> None:
     body, values, most = CASES[name]
@@ -233,6 +236,7 @@ def test_a_number_that_cannot_be_computed_with_is_the_users_error() -> None:
         assert "2 compiled programs" in repr(step)
 
 
+@pytest.mark.slow
 def test_float32_and_autocast_have_the_bits_of_plain_pytorch() -> None:
     torch.manual_seed(0)
     model = Applied(lambda y, v: (y * v + v / (y * y + 1.0)).sum(0, keepdim=True) * v)
@@ -263,6 +267,7 @@ class Returning(nn.Module):
         return {"loss": y.square().mean(), "step": step, "half": step / 2, "y": y}
 
 
+@pytest.mark.slow
 def test_numbers_that_forward_returns_are_those_of_the_step() -> None:
     model = Returning().double()
     _, optimizers = pair_of(model)
@@ -289,6 +294,7 @@ def test_an_attribute_that_nothing_reads_compiles_once_more() -> None:
         assert "2 compiled programs" in repr(step)
 
 
+@pytest.mark.slow
 def test_a_program_with_numbers_is_saved_and_read_back(tmp_path: Path) -> None:
     model = Applied(lambda y, v: y * v)
     _, optimizers = pair_of(model)

@@ -106,6 +106,7 @@ def ways(*usual: str) -> list[Any]:
     return [pytest.param(way, marks=() if way in usual else marks[way]) for way in WAYS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ways("threads"))
 def test_a_step_that_is_not_finite_raises_and_changes_nothing(way: str) -> None:
     both, num_devices = lockstep(way, True), WAYS[way][1]
@@ -125,6 +126,7 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(way: str) -> None:
         assert both.disturbed.step.num_skipped == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ways("one thread"))
 def test_a_skipped_step_returns_its_loss_and_changes_the_random_stream_alone(way: str) -> None:
     both = lockstep(way, "skip")
@@ -149,6 +151,7 @@ def test_a_skipped_step_returns_its_loss_and_changes_the_random_stream_alone(way
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["threads", "by itself, copies"])
 def test_a_first_step_may_be_skipped(way: str) -> None:
     optimizer, devices, options, _ = WAYS[way]
@@ -173,6 +176,7 @@ def test_checks_change_no_bit(way: str) -> None:
     assert not differences(found[1], found[0]) and not differences(found[2], found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["copies", *(pytest.param(way, marks=pytest.mark.slow) for way in ("threads", "one thread"))]
 )
@@ -211,6 +215,7 @@ class Tables(nn.Module):
         return self.last(self.table(x) + self.padded(x) + noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, *slow((1,), (3,))])
 def test_gradients_of_factors_are_looked_at_where_they_are_made(devices: int) -> None:
     """What a skipped step leaves in the memory of gradients, of which some is never written whole, does not come back."""
@@ -241,6 +246,7 @@ def hooked(optimizer: torch.optim.Optimizer, calls: list[str]) -> torch.optim.Op
     return optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_finite", [True, "skip"])
 def test_hooks_of_the_optimizer_are_not_called(check_finite: Any) -> None:
     calls: list[str] = []
@@ -255,6 +261,7 @@ def test_hooks_of_the_optimizer_are_not_called(check_finite: Any) -> None:
         assert calls == ["before", "after"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.complex64, *slow((torch.bfloat16,), (torch.float32,), (torch.float64,))]
 )
@@ -323,6 +330,7 @@ def test_what_contradicts_check_finite_is_refused() -> None:
         passes.CheckFinite("stop")
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_ones_own_may_check() -> None:
     sizes = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
     left = dict.fromkeys(sizes)  # to the passes

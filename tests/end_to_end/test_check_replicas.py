@@ -46,6 +46,7 @@ def flip_a_bit(tensor: torch.Tensor) -> None:
     tensor.detach().view(-1).view(torch.uint8).numpy()[-1] ^= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "replica", "who"),
     [(3, 1, "cpu:1 differs from cpu:0 and cpu:2 \\(\\d bytes?\\)"), (2, 0, "none has a majority")],
@@ -74,6 +75,7 @@ def test_a_parameter_gone_bad_is_named_until_a_checkpoint_is_loaded(devices: int
             assert all(torch.equal(value, step.variables[name].value) for value in step.variables[name].values)
 
 
+@pytest.mark.slow
 def test_bad_state_of_the_optimizer_is_named() -> None:
     for optimizer, entry in ((torch.optim.AdamW, "exp_avg_sq"), (torch.optim.RMSprop, "square_avg")):
         step, _, own = compiled(2, 1, optimizer, **UNSHARED)
@@ -100,6 +102,7 @@ def test_copies_of_what_an_optimizer_by_itself_updates_are_compared_too() -> Non
         assert torch.equal(*step.variables["first.bias"].values)
 
 
+@pytest.mark.slow
 def test_what_replicas_have_of_their_own_is_not_compared() -> None:
     step, model, _ = compiled(3, 1, **UNSHARED)
     with step:
@@ -110,6 +113,7 @@ def test_what_replicas_have_of_their_own_is_not_compared() -> None:
         assert not torch.equal(values[0], values[1])
 
 
+@pytest.mark.slow
 def test_devices_that_share_their_parameters_are_said_to_have_nothing_to_compare() -> None:
     for devices, options, why in (
         (1, {}, "there is one device"),

@@ -75,6 +75,7 @@ class Pair:
         return norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "num_devices", "norm_type"),
     [
@@ -141,6 +142,7 @@ def test_a_group_that_is_added_needs_a_bound_of_its_own() -> None:
         step(x, target=target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [(2, SMALL), *slow((3, UNSHARED | SMALL)), *exhaustive((1, {}), (2, {"check_finite": "skip"}))],
@@ -201,6 +203,7 @@ def test_fused_updates_scale_gradients_as_they_read_them(name: str, num_devices:
     assert ["scale(" in text for text in texts] == ["disable_passes" in options and num_devices > 1, True]
 
 
+@pytest.mark.slow
 def test_a_norm_is_measured_without_a_bound() -> None:
     with (pair := Pair(SGD, 2, clip_grad_norm=math.inf)).step as step:
         with pytest.raises(ExecutionError, match="no norm was measured: it is after the first step"):
@@ -227,6 +230,7 @@ def test_what_is_not_finite_spreads_as_in_a_plain_loop_and_the_table_recovers(nu
             pair.train(5, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
 
 
+@pytest.mark.slow
 def test_a_check_comes_before_the_clipping() -> None:
     x, bad = torch.randint(0, 3000, (5,)), torch.full((5, 3), math.inf, dtype=torch.float64)
     with (pair := Pair(SGD, 2, clip_grad_norm=1.0, check_finite=True)).step as step:
@@ -268,6 +272,7 @@ def test_other_dtypes_and_tiny_models() -> None:
                     torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_small_steps_clip_in_one_thread_with_the_same_bits() -> None:
     def trained(is_interleaved: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -144,6 +144,7 @@ def every_pair(axes: Sequence[Sequence[Any]]) -> Iterator[Combination]:
         yield Combination(*(axis[place] for axis, place in zip(axes, best, strict=True)))
 
 
+@pytest.mark.slow
 def test_packings_algorithms_and_placements_together() -> None:
     rows = list(zip(itertools.cycle(PACKINGS), ALGORITHMS, strict=False))[::2]  # every other algorithm once
     check(Combination(packing, name, devices=3) for packing, name in rows)
@@ -263,6 +264,7 @@ def one_steps(seeds: Iterable[int]) -> None:
             raise
 
 
+@pytest.mark.slow
 def test_options_that_are_drawn_together() -> None:
     one_steps(range(8))
 

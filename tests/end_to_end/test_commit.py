@@ -89,6 +89,7 @@ def lockstep(way: str) -> Lockstep:
 MARKS = {way: [] if way in ("threads", "one thread") else [pytest.mark.slow] for way in WAYS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "how", "stride"),
     [
@@ -146,6 +147,7 @@ def alarm(frame: Any) -> None:
     too_long(signal.SIGTERM, frame)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [293, pytest.param(19, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("way", [pytest.param("threads", marks=pytest.mark.slow), "one thread"])
 def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> None:
@@ -245,6 +247,7 @@ def test_a_first_step_that_cannot_make_the_optimizers_state_is_undone(
             both.go_on()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replica", "options"), [(1, {}), *slow((0, COPIES), (1, COPIES))])
 def test_a_step_that_cannot_make_state_for_momentum_turned_on_later_is_undone(
     replica: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -283,6 +286,7 @@ class Careless(torch.optim.Adadelta):
 TORN = r"test_commit.py.*half-way.*had committed\. .*in part, so load a checkpoint\. Check the optimizer's step\(\)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, COPIES], ids=["shared", "copies"])
 def test_an_optimizer_that_fails_half_way_is_said_to_be_torn(options: dict[str, Any]) -> None:
     step, model, optimizer = maker(Careless, **options)()
@@ -300,6 +304,7 @@ def test_an_optimizer_that_fails_half_way_is_said_to_be_torn(options: dict[str, 
         assert all(torch.equal(*step.variables[name].values) for name, _ in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_handler_of_the_users_is_called_and_put_back() -> None:
     """One that raises nothing stops nothing."""
     both, interrupter, calls = lockstep("threads"), Interrupter(), []

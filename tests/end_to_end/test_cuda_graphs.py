@@ -116,6 +116,7 @@ def assert_same_bits(found: list[Any], expected: list[Any]) -> None:
 # The same numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [OPTIMIZERS["adamw"], *slow(*((OPTIMIZERS[kind],) for kind in OPTIMIZERS if kind != "adamw"))]
 )
@@ -168,6 +169,7 @@ CHANGES: list[tuple[Change, int]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "change", "num_graphs"),
     [
@@ -187,6 +189,7 @@ def test_what_changes_between_steps_is_taken_over(
     assert recorder.num_waits == num_graphs, "nothing is freed while it may be running"
 
 
+@pytest.mark.slow
 def test_a_scheduler_changes_the_rate(recorder: CallRecorder) -> None:
     runs = []
     for cuda_graphs in (False, True):
@@ -204,6 +207,7 @@ def test_a_scheduler_changes_the_rate(recorder: CallRecorder) -> None:
     assert len(recorder.graphs) == 1
 
 
+@pytest.mark.slow
 def test_two_shapes_in_turn_have_a_graph_each(recorder: CallRecorder) -> None:
     kind = OPTIMIZERS["adamw"]
     expected = train(kind, 14, cuda_graphs=False, sizes=(5, 7))
@@ -283,6 +287,7 @@ def test_expanded_and_transposed_inputs(recorder: CallRecorder) -> None:
     assert_same_bits(*runs)
 
 
+@pytest.mark.slow
 def test_the_rate_has_32_bits(recorder: CallRecorder) -> None:
     """As torch's fused CUDA kernels demand of a rate that is a tensor; from the first step, not from the first replay on."""
     model, twin = make_net(), make_net()

@@ -49,6 +49,7 @@ def compiled(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[mirrorc.Ste
     return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", capture="dynamo"), optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [policy, likelihood, positive], ids=lambda loss_fn: loss_fn.__name__)
 def test_losses_of_distributions_are_captured(loss_fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(D.Distribution, "_validate_args", True)  # torch.compile sets it to False for good

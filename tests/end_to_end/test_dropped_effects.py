@@ -135,6 +135,7 @@ SAID: list[tuple[Callable[[Any, torch.Tensor], object], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_what_is_not_done_again_is_said_once_at_its_line() -> None:
     for does, words in SAID:
         model = Net(does)
@@ -153,6 +154,7 @@ def test_a_hook_that_stores_activations_is_spoken_of() -> None:
     assert activations == []
 
 
+@pytest.mark.slow
 def test_what_a_hook_or_a_loss_keeps_in_a_local_variable_is_spoken_of_by_its_name() -> None:
     acts: list[torch.Tensor] = []
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
@@ -168,6 +170,7 @@ def test_what_a_hook_or_a_loss_keeps_in_a_local_variable_is_spoken_of_by_its_nam
     assert "Linear changes acts in loss_fn (acts.append(output))" in str(warning.message) and acts == []
 
 
+@pytest.mark.slow
 def test_what_leaves_nothing_behind_is_not_spoken_of() -> None:
     assert train(Net(add_auxiliary_losses)) == [] == train(Net(find_out))
     if not IS_OLD:
@@ -198,6 +201,7 @@ def kept(kind: str) -> torch.Tensor:
     return torch.ones(3) if kind == "constant" else torch.rand(3) if kind == "drawn" else torch.empty(3).bernoulli_(0.5)
 
 
+@pytest.mark.slow
 def test_random_numbers_that_a_function_keeps_are_refused() -> None:
     for kind in ("drawn", "drawn in place"):
         model = Net(lambda net, y: y * kept(kind))  # noqa: B023
@@ -301,6 +305,7 @@ def test_a_change_that_the_next_step_would_read_is_refused_though_nothing_was_th
     assert not missed and not log and not cache and not found and not recent and not vars(notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", [lambda y: y, lambda y: {"of": [y, 1], "shape": (y.shape, None)}])
 def test_what_is_only_collected_is_spoken_of(entry: Any) -> None:
     model = Net(lambda net, y: log.append(entry(y)))
@@ -324,6 +329,7 @@ class Statistics(nn.Module):
         return self.layer(x - self.mean)
 
 
+@pytest.mark.slow
 def test_a_buffer_that_an_assignment_writes_in_place_is_written_in_each_step() -> None:
     torch.manual_seed(0)
     model = Statistics().double()

@@ -56,6 +56,7 @@ class LossIsParameter(nn.Module):
         return self.give(self.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_a_loss_that_is_a_view_of_a_parameter_is_that_before_the_update(backend: str) -> None:
     for give in (
@@ -113,6 +114,7 @@ class Holds(nn.Module):
         return self.layer(hold_until_released(x)).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_rows", [[0, 2], [2]], ids=["every-replica", "one-replica"])
 @pytest.mark.parametrize("release_first", [True, *slow((False,))])
 def test_after_a_timeout_no_call_gives_an_old_loss(held_rows: list[int], release_first: bool) -> None:
@@ -243,6 +245,7 @@ def channels_last_net() -> nn.Module:
         return nn.Sequential(*layers).double().to(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("disable_passes", "backend"),
     [
@@ -289,6 +292,7 @@ class HasEmptyParameter(nn.Module):
         return (x * self.before).mean() ** 2 * 0 + (x * self.before * self.after).mean() + self.empty.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "backend"),
     [(3, "eager"), *slow((1, "eager"), (2, "inductor")), *exhaustive((2, "eager"), (1, "inductor"), (3, "inductor"))],
@@ -318,6 +322,7 @@ class TakesAnything(nn.Module):
         return self.layer(sum(values.values())).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("class", "class_"), ("seed", "args"), *slow((("from",),), (("lambda", "None"),))])
 def test_keywords_of_python_are_names_of_arguments(names: tuple[str, ...]) -> None:
     model = TakesAnything()
@@ -337,6 +342,7 @@ class Chooses(nn.Module):
         return (self.a if layer == "a" else self.b)(x).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
 def test_variables_of_a_second_program_that_has_not_run(disable_passes: tuple[str, ...]) -> None:
     model = Chooses()
@@ -360,6 +366,7 @@ def as_array(tensor: torch.Tensor) -> Any:
     return tensor.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x", "target"])
 def test_an_array_of_numpy_is_refused(name: str) -> None:
     model = make_mlp()
@@ -414,6 +421,7 @@ def test_a_call_without_gradients_enabled_trains_all_the_same() -> None:
     assert_same_model(model, twin, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_call", [True, False])
 def test_a_call_in_inference_mode(first_call: bool) -> None:
     model = make_mlp()
@@ -483,6 +491,7 @@ class MeanByHand(nn.Module):
         return (self.linear(x).square().sum(1) * rows).sum() + self.linear(x).sum() / torch.tensor(float(len(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "backend"),
     [(3, "eager"), *slow((1, "eager"), (2, "inductor")), *exhaustive((2, "eager"), (1, "inductor"), (3, "inductor"))],
@@ -511,6 +520,7 @@ class ScaledBySize(nn.Module):
         return (self.linear(x) * self.scales[len(x) % 2]).square().mean()
 
 
+@pytest.mark.slow
 def test_constants_that_are_only_equal_stay_two() -> None:
     model = ScaledBySize()
     twin = copy.deepcopy(model)

@@ -200,6 +200,7 @@ def test_a_model_without_a_trainable_parameter() -> None:
         compile_mlp(model)
 
 
+@pytest.mark.slow
 def test_no_cpp_compiler_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirrorc.runtime.codegen.inductor.has_cpp_compiler", lambda: False)
     model, batch = make_mlp(), mlp_batch(5)
@@ -266,6 +267,7 @@ WRONG_BATCHES: list[tuple[Any, Any, tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_wrong_batches() -> None:
     """Before the first step, between steps and after them."""
     model = make_mlp()
@@ -342,6 +344,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "words"), FAULTS, ids=[fault for fault, _ in FAULTS])
 def test_what_cannot_be_captured(fault: str, words: tuple[str, ...]) -> None:
     model = Bad(fault)
@@ -390,6 +393,7 @@ class Embedder(nn.Module):
         return self.layer(self.table(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [ADAMW, partial(torch.optim.Adadelta, lr=1.0)], ids=["adamw", "adadelta"])
 @pytest.mark.parametrize("bad_example", [0, 3], ids=["first shard", "second shard"])
 def test_a_failure_in_one_replica(make_optimizer: Callable[..., torch.optim.Optimizer], bad_example: int) -> None:
@@ -449,6 +453,7 @@ def test_after_a_failure_nothing_of_the_step_is_left_running(monkeypatch: pytest
             step(torch.tensor([0, 1, 2, 3]), target=y)
 
 
+@pytest.mark.slow
 def test_a_failure_leaves_batch_norms_statistics_as_they_were() -> None:
     class Normalized(nn.Module):
         def __init__(self) -> None:
@@ -470,6 +475,7 @@ def test_a_failure_leaves_batch_norms_statistics_as_they_were() -> None:
         assert torch.allclose(model.norm.running_mean, (replicas[0] + replicas[1]) / 2)
 
 
+@pytest.mark.slow
 def test_a_step_after_close() -> None:
     model = make_mlp()
     optimizer = ADAMW(model.parameters())
@@ -521,6 +527,7 @@ class Held(nn.Module):
         return self.layer(torch.ops.mirrorc_tests.hold(x))
 
 
+@pytest.mark.slow
 def test_a_call_within_a_step() -> None:
     model, batch = make_mlp(), mlp_batch(4)
     optimizer = ADAMW(model.parameters())
@@ -569,6 +576,7 @@ def test_a_call_from_a_second_thread() -> None:
     assert_same_model(model, twin, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_parameter_replaced_by_another() -> None:
     model = make_mlp()
     optimizer = ADAMW(model.parameters())
@@ -579,6 +587,7 @@ def test_a_parameter_replaced_by_another() -> None:
             step(**mlp_batch(4))
 
 
+@pytest.mark.slow
 def test_a_parameter_that_changed_its_shape() -> None:
     model = make_mlp()
     with compile_mlp(model) as step:

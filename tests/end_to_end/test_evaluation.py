@@ -101,6 +101,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "reduction", "backend"),
     [
@@ -144,6 +145,7 @@ def test_an_evaluation_is_that_of_one_device(num_devices: int, reduction: str, b
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param(COPIES, marks=pytest.mark.slow)], ids=["shared", "copies"])
 def test_training_goes_on_as_if_nothing_were_evaluated(options: dict[str, Any]) -> None:
     """Steps in train mode and evaluations take turns: the same programs run in the same memory, and the random stream goes on."""
@@ -175,6 +177,7 @@ def test_training_goes_on_as_if_nothing_were_evaluated(options: dict[str, Any]) 
         assert step.explain().num_steps == 3  # without the first one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", selections.slow_but([2], [1, 2]))
 def test_in_train_mode_statistics_are_written_and_dropout_draws(num_devices: int) -> None:
     """As under ``torch.no_grad()``: each shard has statistics of its own, as in a training step."""
@@ -202,6 +205,7 @@ def test_in_train_mode_statistics_are_written_and_dropout_draws(num_devices: int
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [COPIES, pytest.param({}, marks=pytest.mark.slow)], ids=["copies", "shared"])
 def test_what_the_user_writes_is_seen(options: dict[str, Any]) -> None:
     """A loaded state, averages that are swapped in, other memory, steps of the user's own; and training goes on from it."""
@@ -260,6 +264,7 @@ def test_what_the_user_writes_is_seen(options: dict[str, Any]) -> None:
         assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [torch.inference_mode, *(pytest.param(m, marks=pytest.mark.slow) for m in (torch.no_grad, torch.enable_grad))],
@@ -280,6 +285,7 @@ def test_modes_of_the_caller_change_nothing(mode: Callable[[], contextlib.Abstra
     assert not any(tensor.is_inference() for tensor in model.state_dict().values())
 
 
+@pytest.mark.slow
 def test_a_step_follows_an_evaluation_in_inference_mode() -> None:
     model, optimizer = make()
     reference, other = make()
@@ -294,6 +300,7 @@ def test_a_step_follows_an_evaluation_in_inference_mode() -> None:
         assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape_outputs",
     [
@@ -329,6 +336,7 @@ def loss_in(found: Any) -> torch.Tensor:
     return found[0] if isinstance(found, tuple) else found["loss"] if isinstance(found, dict) else found.loss
 
 
+@pytest.mark.slow
 def test_without_outputs_only_the_loss_is_kept() -> None:
     """And a loss is not computed where there is no target."""
     model, optimizer = make()
@@ -355,6 +363,7 @@ def test_what_each_replica_gives_is_given_apart() -> None:
     assert isinstance(counts, PerReplica) and int(sum(counts.values)) == int(expected[1])
 
 
+@pytest.mark.slow
 def test_a_program_of_an_evaluation_is_kept_printed_and_read(tmp_path: Path) -> None:
     model, optimizer = make()
     model.train()
@@ -380,6 +389,7 @@ def test_a_program_of_an_evaluation_is_kept_printed_and_read(tmp_path: Path) -> 
     assert any("evaluation" in path.read_text() for path in (tmp_path / "dump").rglob("*.txt"))
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_changes_nothing() -> None:
     model, optimizer = make(lambda: nn.Sequential(Asserting(), nn.Dropout(0.5)))
     model.train()
@@ -434,6 +444,7 @@ def test_what_is_no_loss_is_refused(shape_outputs: Callable[..., Any], options: 
         step.evaluate(x, **given)
 
 
+@pytest.mark.slow
 def test_arguments_that_forward_reads_and_modes_are_evaluated_anew() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -459,6 +470,7 @@ def test_arguments_that_forward_reads_and_modes_are_evaluated_anew() -> None:
         assert step._specializer.num_programs == 4
 
 
+@pytest.mark.slow
 def test_an_evaluation_works_with_a_captured_optimizers_options() -> None:
     """An optimizer that runs by itself, and replicas that are compared: neither has a part in an evaluation."""
     model, _ = make()

@@ -70,6 +70,7 @@ def check(step: mirrorc.Step, found: Explanation, num_steps: int) -> None:
     assert max(len(line) for line in lines if not line.endswith(behind)) <= 110
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", slow_but([(SHARE,)], [(), (SHARE,)]), ids=["shared", "mirrored"])
 @pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_figures_of_real_runs_hold_together(num_devices: int, without: tuple[str, ...], tmp_path: Path) -> None:
@@ -97,6 +98,7 @@ def test_one_step_is_explained_though_it_warmed_up() -> None:
         check(step, step.explain(), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", slow_but([2], [1, 2, 3]))
 @pytest.mark.parametrize("without", slow_but([()], [(), (SHARE,)]), ids=["shared", "mirrored"])
 def test_an_optimizer_that_runs_by_itself(num_devices: int, without: tuple[str, ...]) -> None:
@@ -109,6 +111,7 @@ def test_an_optimizer_that_runs_by_itself(num_devices: int, without: tuple[str, 
         assert len(found.buckets) == per_bucket * len(step.program.buckets)
 
 
+@pytest.mark.slow
 def test_buffers_that_are_written() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
     with compiled(2, model=model, **SMALL) as step:
@@ -117,6 +120,7 @@ def test_buffers_that_are_written() -> None:
         check(step, step.explain(), 2)
 
 
+@pytest.mark.slow
 def test_what_is_explained_is_the_program_of_the_last_call() -> None:
     with compiled(2, **SMALL) as step:
         for _ in range(4):
@@ -192,6 +196,7 @@ def test_record_is_a_bool(record: Any) -> None:
         compiled(record=record)
 
 
+@pytest.mark.slow
 def test_recording_changes_no_bit() -> None:
     found = []
     for record in (True, False):

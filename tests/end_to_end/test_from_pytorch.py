@@ -192,6 +192,7 @@ class Around(nn.Module):
 # The batch and its arguments
 
 
+@pytest.mark.slow
 def test_training_step() -> None:
     with Pair() as pair:
         pair.train(3, size=5)
@@ -225,6 +226,7 @@ def test_process_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_sharded_optimizer() -> None:
     model = net()
     options = {"world": mirrorc.World(2, 2), "rank": 1, "shard_optimizer": True}
@@ -254,6 +256,7 @@ def test_torch_compile() -> None:
     assert not torch.equal(before, model[0].weight)
 
 
+@pytest.mark.slow
 def test_dict_batch() -> None:
     model = Around(lambda own, x, labels: {"loss": F.cross_entropy(own.net(x), labels)})
     with compiled(model, loss_fn=None) as step:
@@ -289,6 +292,7 @@ def test_numpy_batch() -> None:
         step(X.numpy(), target=Y)
 
 
+@pytest.mark.slow
 def test_other_shape() -> None:
     with Pair(loss_fn=lambda output, y: (output - y[:, None]).square().mean()) as pair:
         for size in (5, 8, 5):
@@ -296,6 +300,7 @@ def test_other_shape() -> None:
         assert "2 compiled programs" in repr(pair.step)
 
 
+@pytest.mark.slow
 def test_changing_number() -> None:
     model = Around(lambda own, x, beta: own.net(x) * beta)
     with compiled(model, SGD(model.parameters(), lr=0.0)) as step:
@@ -343,6 +348,7 @@ def test_loss_backward() -> None:
             loss.backward()
 
 
+@pytest.mark.slow
 def test_sum_loss() -> None:
     with Pair(loss_fn=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum") as pair:
         pair.train(2)
@@ -362,11 +368,13 @@ def test_loss_of_each_example() -> None:
         step(X, target=Y)
 
 
+@pytest.mark.slow
 def test_auxiliary_loss() -> None:
     with Pair(loss_fn=lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1) + 0.1 * o.square().mean()) as pair:
         pair.train(2)
 
 
+@pytest.mark.slow
 def test_penalty() -> None:
     model = net()
     plain = copy.deepcopy(model)
@@ -395,6 +403,7 @@ def test_ignore_index() -> None:
         step(X, target=torch.tensor([-100, -100, 0, 1]))
 
 
+@pytest.mark.slow
 def test_contrastive_loss() -> None:
     def loss_fn(o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(o @ o.T, torch.arange(len(o)))
@@ -407,6 +416,7 @@ def test_contrastive_loss() -> None:
         torch.testing.assert_close(step(X, target=Y), ((shards[0] + shards[1]) / 2).detach())
 
 
+@pytest.mark.slow
 def test_gradient_penalty() -> None:
     def penalty(own: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
@@ -429,6 +439,7 @@ def test_gradient_penalty() -> None:
     assert_same_model(own, plain, 1e-10)
 
 
+@pytest.mark.slow
 def test_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.distributions.Distribution, "_validate_args", True
@@ -446,6 +457,7 @@ def test_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
             pair.step(X * math.nan, target=Y)
 
 
+@pytest.mark.slow
 def test_accuracy() -> None:
     with compiled(net(), return_outputs=True) as step:
         _, logits = step(X, target=Y)
@@ -468,6 +480,7 @@ def test_loss_and_metrics() -> None:
 # Gradients and clipping
 
 
+@pytest.mark.slow
 def test_zero_grad() -> None:
     with Pair() as pair:
         for _ in range(3):
@@ -475,6 +488,7 @@ def test_zero_grad() -> None:
             pair.train()
 
 
+@pytest.mark.slow
 def test_read_gradients() -> None:
     model, norms = net(), []
     optimizer = SGD(model.parameters())
@@ -490,11 +504,13 @@ def test_read_gradients() -> None:
         assert norms == [pytest.approx(plain[0].weight.grad.norm().item())]
 
 
+@pytest.mark.slow
 def test_clip_grad_norm() -> None:
     with Pair(clip_grad_norm=0.1) as pair:
         pair.train(2, lambda: nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1))
 
 
+@pytest.mark.slow
 def test_clip_after_the_step() -> None:
     with Pair() as pair, warned("clip-after-the-step"):
         pair.train()
@@ -507,6 +523,7 @@ def test_clip_grad_value() -> None:
         pair.train(2, lambda: nn.utils.clip_grad_value_(pair.plain.parameters(), 0.01))
 
 
+@pytest.mark.slow
 def test_log_grad_norm() -> None:
     with Pair(clip_grad_norm=math.inf) as pair:
         norms: list[torch.Tensor] = []
@@ -514,6 +531,7 @@ def test_log_grad_norm() -> None:
         assert pair.step.grad_norm.item() == pytest.approx(norms[-1].item())
 
 
+@pytest.mark.slow
 def test_change_gradients() -> None:
     def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter in optimizer.param_groups[0]["params"]:
@@ -532,6 +550,7 @@ def test_hook_on_a_gradient() -> None:
         compiled(model)(X, target=Y)
 
 
+@pytest.mark.slow
 def test_own_backward() -> None:
     with Pair() as pair:
         pair.train()
@@ -540,6 +559,7 @@ def test_own_backward() -> None:
             pair.train()
 
 
+@pytest.mark.slow
 def test_microbatches() -> None:
     with Pair(microbatches=4) as pair:
         x, y = batch(8, 0)
@@ -550,6 +570,7 @@ def test_microbatches() -> None:
         pair.check()
 
 
+@pytest.mark.slow
 def test_accumulation() -> None:
     (x, y), (u, v) = batch(6, 0), batch(4, 1)
     with Pair() as pair:
@@ -561,6 +582,7 @@ def test_accumulation() -> None:
         pair.check()
 
 
+@pytest.mark.slow
 def test_drop_accumulated() -> None:
     (x, y), (u, v) = batch(6, 0), batch(4, 1)
     with Pair() as pair:
@@ -584,6 +606,7 @@ def test_optimizer_step() -> None:
         pair.train()
 
 
+@pytest.mark.slow
 def test_groups() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         found = list(parameters)
@@ -593,6 +616,7 @@ def test_groups() -> None:
         pair.train(2)
 
 
+@pytest.mark.slow
 def test_add_group() -> None:
     with Pair(make=lambda parameters: SGD(list(parameters)[2:])) as pair:
         pair.train()
@@ -621,6 +645,7 @@ def test_plateau() -> None:
         assert pair.optimizer.param_groups[0]["lr"] < 0.1
 
 
+@pytest.mark.slow
 def test_write_lr() -> None:
     with Pair() as pair:
         for lr in (0.1, 0.0, 0.3):
@@ -642,6 +667,7 @@ class Signs(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
 
 
+@pytest.mark.slow
 def test_own_optimizer() -> None:
     with Pair(make=Signs) as pair:
         pair.train(2)
@@ -683,6 +709,7 @@ class Down(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.slow
 def test_two_evaluations() -> None:
     model, plain = net(), net()
     up, plain_up = Up(model.parameters()), Up(plain.parameters())
@@ -699,6 +726,7 @@ def test_two_evaluations() -> None:
     assert_same_model(model, plain, 1e-10)
 
 
+@pytest.mark.slow
 def test_several_optimizers() -> None:
     model, plain = net(), net()
     own, other = ([torch.optim.Muon([m[0].weight]), ADAMW([m[0].bias, *m[2].parameters()])] for m in (model, plain))
@@ -808,6 +836,7 @@ def test_scaler_of_two() -> None:
         compiled(models[1], scaler=scaler)
 
 
+@pytest.mark.slow
 def test_bfloat16_model() -> None:
     model = net(torch.bfloat16)
     with compiled(model, ADAMW(model.parameters())) as step:
@@ -841,6 +870,7 @@ def test_sync_batch_norm() -> None:
         torch.testing.assert_close(model[1].running_var, plain[1].running_var)
 
 
+@pytest.mark.slow
 def test_manual_seed() -> None:
     losses = []
     for _ in range(2):
@@ -851,6 +881,7 @@ def test_manual_seed() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_write_a_buffer() -> None:
     def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -874,6 +905,7 @@ def test_count_in_forward() -> None:
         step(X, target=Y)
 
 
+@pytest.mark.slow
 def test_python_random() -> None:
     model = Around(lambda own, x: own.net(x) * random.uniform(0.5, 1.0) if random.random() < 0.5 else own.net(x))
     with Pair(model) as pair:
@@ -886,6 +918,7 @@ def test_python_random() -> None:
         pair.check()
 
 
+@pytest.mark.slow
 def test_layerdrop() -> None:
     class Drops(nn.Module):
         def __init__(self) -> None:
@@ -932,6 +965,7 @@ def test_ema() -> None:
         assert_same_model(averages[0], averages[1], 1e-10)
 
 
+@pytest.mark.slow
 def test_freeze() -> None:
     with Pair() as pair:
         for flag in (True, False, True):
@@ -940,6 +974,7 @@ def test_freeze() -> None:
             pair.train()
 
 
+@pytest.mark.slow
 def test_tie_weights() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     model[2].weight = model[0].weight
@@ -955,6 +990,7 @@ def test_tie_by_data() -> None:
         compiled(model)
 
 
+@pytest.mark.slow
 def test_clamp_weights() -> None:
     with Pair() as pair:
         for _ in range(2):
@@ -981,6 +1017,7 @@ def test_new_head() -> None:
             step(X, target=Y)
 
 
+@pytest.mark.slow
 def test_reset_a_layer() -> None:
     with Pair() as pair:
         pair.train()
@@ -990,6 +1027,7 @@ def test_reset_a_layer() -> None:
         pair.train()
 
 
+@pytest.mark.slow
 def test_module_attribute() -> None:
     with Pair(Around(lambda own, x: own.net(x) * own.count)) as pair:
         for count in (1, 2, 1):
@@ -1009,6 +1047,7 @@ def test_deepcopy() -> None:
 # Evaluation
 
 
+@pytest.mark.slow
 def test_evaluate() -> None:
     with Pair(nn.Sequential(net(), nn.Dropout(0.0))) as pair:
         pair.train()
@@ -1048,6 +1087,7 @@ def test_inference_mode() -> None:
 # Checkpoints and resuming
 
 
+@pytest.mark.slow
 def test_resume() -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(net(), nn.Dropout(0.5))
@@ -1076,6 +1116,7 @@ def test_resume() -> None:
     of_plain.load_state_dict(states["optimizer"])
 
 
+@pytest.mark.slow
 def test_early_state_dict() -> None:
     model = net()
     state = model.state_dict()
@@ -1104,6 +1145,7 @@ def test_save_the_step() -> None:
 # DataLoader and ragged batches
 
 
+@pytest.mark.slow
 def test_data_loader() -> None:
     loader = DataLoader(TensorDataset(*batch(9)), batch_size=4)
     with Pair() as pair:
@@ -1163,6 +1205,7 @@ def test_packed_sequence() -> None:
 # Progress, printing, logging, profiling and hooks
 
 
+@pytest.mark.slow
 def test_progress(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert progress.PATIENCE_SECONDS == 2.0
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.0)
@@ -1187,6 +1230,7 @@ def test_print_in_forward() -> None:
         step(X, target=Y)
 
 
+@pytest.mark.slow
 def test_self_log() -> None:
     class Logging(Around):
         """What Lightning's module does in `log` before it has a Trainer; test_lightning.py has the real one."""
@@ -1228,6 +1272,7 @@ def test_self_log() -> None:
     assert not model.logged
 
 
+@pytest.mark.slow
 def test_store_activations() -> None:
     model, stored = net(), []
     model[0].register_forward_hook(lambda module, given, output: stored.append(output))
@@ -1236,6 +1281,7 @@ def test_store_activations() -> None:
     assert not stored
 
 
+@pytest.mark.slow
 def test_forward_hook() -> None:
     with Pair() as pair:
         for model, _ in pair.sides:
@@ -1259,6 +1305,7 @@ def test_profiler() -> None:
     assert {"aten::tanh", "mirrorc::fwd_0 cpu:0", "mirrorc::bwd_0 cpu:1"} <= names
 
 
+@pytest.mark.slow
 def test_activation_checkpointing() -> None:
     with Pair(Around(lambda own, x: checkpoint(own.net, x, use_reentrant=False))) as pair:
         pair.train(2)
@@ -1298,6 +1345,7 @@ def test_item_in_forward() -> None:
         pair.train(2)
 
 
+@pytest.mark.slow
 def test_assert_in_forward() -> None:
     model = Asserting().eval()
     x = torch.randn(4, 4)
@@ -1307,6 +1355,7 @@ def test_assert_in_forward() -> None:
             step(x * math.nan, target=torch.zeros(4, 3))
 
 
+@pytest.mark.slow
 def test_skip_a_nan() -> None:
     model = net()
     with compiled(model, check_finite="skip") as step:
@@ -1316,12 +1365,14 @@ def test_skip_a_nan() -> None:
         assert step.num_skipped == 1
 
 
+@pytest.mark.slow
 def test_stop_at_a_nan() -> None:
     model = net()
     with compiled(model, check_finite=True) as step, refused("stop-at-a-nan", model, mirrorc.NonFiniteError):
         step(X * math.nan, target=Y)
 
 
+@pytest.mark.slow
 def test_ctrl_c() -> None:
     model = net()
     with python_handles_interrupts(), compiled(model) as step:

@@ -30,6 +30,7 @@ def play_runs(number: int, runs: int, **kinds: Any) -> None:
             raise
 
 
+@pytest.mark.slow
 def test_events_between_steps() -> None:
     play_runs(0, 12, max_events=3)
 

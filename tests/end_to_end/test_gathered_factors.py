@@ -76,6 +76,7 @@ def gathered(program: Program) -> set[str]:
     return found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "is_tied", "options"),
     [
@@ -94,6 +95,7 @@ def test_devices_train_as_one(devices: int, is_tied: bool, options: dict[str, An
         assert_same_training(found, whole, 1e-12)
 
 
+@pytest.mark.slow
 def test_what_moves_fewer_bytes_is_chosen_and_can_be_asked_for() -> None:
     program = prepared()
     assert gathered(program) == {"table.weight", "wide.weight"}
@@ -155,6 +157,7 @@ NOTHING = "devices share their parameters, and read gradients in the memory that
 OWNED = "each gradient is added up whole, by the device that owns its variable"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "dense", "factors"),
     [

@@ -174,6 +174,7 @@ def train(devices: int, num_examples: int) -> dict[str, float]:
         return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "num_examples"), [(1, 4), *slow((2, 5))])
 def test_what_changes_is_seen_by_the_next_step(num_devices: int, num_examples: int) -> None:
     expected, found = train(0, num_examples), train(num_devices, num_examples)
@@ -199,6 +200,7 @@ def batch(num_examples: int = 4) -> dict[str, torch.Tensor]:
     return {"x": torch.ones(num_examples, 3), "target": torch.zeros(num_examples, 3)}
 
 
+@pytest.mark.slow
 def test_values_that_come_back_are_not_compiled_again() -> None:
     with kept(), compiled(nn.Linear(3, 3), Loss()) as step:
         programs = []
@@ -264,6 +266,7 @@ def test_what_changes_whenever_it_is_read_is_an_error_and_not_compiled_in_every_
         step(batch()["x"], target=batch()["target"])
 
 
+@pytest.mark.slow
 def test_plain_arguments_differ_by_the_sign_of_zero_and_agree_in_nan() -> None:
     class Signed(nn.Module):
         def __init__(self) -> None:
@@ -290,6 +293,7 @@ READS: dict[str, Callable[[], float]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_environment_is_seen_however_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, read in READS.items():
         monkeypatch.delenv("MIRRORC_TEST_BETA", raising=False)
@@ -313,6 +317,7 @@ def test_the_environment_is_seen_however_it_is_read(monkeypatch: pytest.MonkeyPa
                 assert abs(step(x, target=target).item() - expected) < 1e-12, f"{name}, {value}"
 
 
+@pytest.mark.slow
 def test_a_hook_on_all_modules_is_seen() -> None:
     model = nn.Linear(3, 3)
     with compiled(model) as step:

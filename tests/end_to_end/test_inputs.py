@@ -116,6 +116,7 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[nn.Module, 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, *slow((1,))])
 def test_what_forward_gets_is_what_was_passed(devices: int) -> None:
     for i, (name, (make, body)) in enumerate(CONTAINERS.items()):
@@ -210,6 +211,7 @@ def test_keyword_arguments() -> None:
     check_parity(weighted, (), {"weights": WEIGHTS, "x": X})
 
 
+@pytest.mark.slow
 def test_positional_and_keyword_arguments() -> None:
     check_parity(weighted, (X,), {"weights": WEIGHTS})
 
@@ -234,6 +236,7 @@ def test_tensors_that_are_lazily_negated_or_conjugated(backend: str) -> None:
             assert found == pytest.approx(loss.item(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_one_device() -> None:
     check_parity(weighted, (X, WEIGHTS), num_devices=1)
 
@@ -262,6 +265,7 @@ def test_a_dataclass() -> None:
     check_parity(body, (Example(X, KEEP, power=2),))
 
 
+@pytest.mark.slow
 def test_an_ordered_dict() -> None:
     def body(mlp: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         first, second = batch.values()
@@ -270,6 +274,7 @@ def test_an_ordered_dict() -> None:
     check_parity(body, (OrderedDict(x=X, weights=WEIGHTS),))
 
 
+@pytest.mark.slow
 def test_integers_and_booleans() -> None:
     def body(mlp: nn.Module, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         losses = F.cross_entropy(mlp(x), y, reduction="none")
@@ -278,6 +283,7 @@ def test_integers_and_booleans() -> None:
     check_parity(body, (X, Y, KEEP))
 
 
+@pytest.mark.slow
 def test_arguments_that_are_no_tensors_are_specialized_on() -> None:
     def body(mlp: nn.Module, x: torch.Tensor, scale: float, name: str, flag: bool, nothing: None) -> torch.Tensor:
         hidden = mlp(x) if flag else -mlp(x)
@@ -299,6 +305,7 @@ def test_arguments_that_are_no_tensors_are_specialized_on() -> None:
         assert step.program is first
 
 
+@pytest.mark.slow
 def test_equal_numbers_of_different_types_are_different_constants() -> None:
     def body(mlp: nn.Module, x: torch.Tensor, k: Any) -> torch.Tensor:
         return mlp(x).mean() * (2.0 if isinstance(k, bool) else 1.0)
@@ -310,6 +317,7 @@ def test_equal_numbers_of_different_types_are_different_constants() -> None:
             assert step(X, k).item() == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_replicated_arguments() -> None:
     def body(mlp: nn.Module, x: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
         return (mlp(x) * scales["rows"] * scales["all"]).square().mean()
@@ -320,12 +328,14 @@ def test_replicated_arguments() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1, 3), *slow(((1, 4),), ((3, 2),))])
 def test_per_replica_values_of_uneven_sizes(sizes: tuple[int, ...]) -> None:
     split = mirrorc.PerReplica(X.split(sizes)), mirrorc.PerReplica(WEIGHTS.split(sizes))
     check_parity(weighted, split, num_devices=len(sizes), plain=lambda value: torch.cat(value.values))
 
 
+@pytest.mark.slow
 def test_per_replica_values_of_nested_tensors() -> None:
     def body(mlp: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return weighted(mlp, batch["x"], batch["w"])
@@ -343,6 +353,7 @@ def test_per_replica_and_split_must_agree() -> None:
         step(mirrorc.PerReplica(X.split((1, 4))), WEIGHTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*slow(("tensor",), ("dict",)), "object"])
 def test_kinds_of_output(kind: str) -> None:
     def body(mlp: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -353,6 +364,7 @@ def test_kinds_of_output(kind: str) -> None:
     check_parity(body, (X, Y))
 
 
+@pytest.mark.slow
 def test_outputs_into_a_loss_function() -> None:
     def body(mlp: nn.Module, x: torch.Tensor) -> Output:
         return Output(mlp(x))
@@ -363,6 +375,7 @@ def test_outputs_into_a_loss_function() -> None:
     check_parity(body, (X,), {"target": {"classes": Y, "weights": WEIGHTS}}, loss_fn=loss_fn)
 
 
+@pytest.mark.slow
 def test_a_loss_module_with_a_buffer() -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
@@ -375,10 +388,12 @@ def test_a_loss_module_with_a_buffer() -> None:
     check_parity(lambda mlp, x: mlp(x), (X,), {"target": Y}, loss_fn=Weighted())
 
 
+@pytest.mark.slow
 def test_a_scalar_loss_of_one_element() -> None:
     check_parity(lambda mlp, x: mlp(x).mean().reshape(1).sum(), (X,))
 
 
+@pytest.mark.slow
 def test_a_logger_inside_forward() -> None:
     def body(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
         logger.warning("a batch of %d", x.size(0))
@@ -387,11 +402,13 @@ def test_a_logger_inside_forward() -> None:
     check_parity(body, (X,))
 
 
+@pytest.mark.slow
 def test_inputs_that_are_not_contiguous() -> None:
     check_parity(weighted, (X.t().contiguous().t(), WEIGHTS.repeat_interleave(2)[::2]))
     check_parity(weighted, (X[:1].expand(5, 6), WEIGHTS))
 
 
+@pytest.mark.slow
 def test_inputs_that_require_gradients_are_refused() -> None:
     """A loop of one's own would give them gradients, and those of the model that has computed them."""
     before, model = nn.Linear(6, 6).double(), OnAnything(weighted)
@@ -431,6 +448,7 @@ class Twins:
         return self.step.program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_new_shapes_are_specializations_over_the_same_variables(backend: str) -> None:
     twins = Twins(make_mlp(), backend=backend)
@@ -453,6 +471,7 @@ class Switched(nn.Module):
         return y if self.training else y + 1.0 * x[:, :3]
 
 
+@pytest.mark.slow
 def test_modes_and_plain_attributes_are_specialized_on() -> None:
     twins = Twins(Switched())
     with twins.step:
@@ -471,6 +490,7 @@ def test_modes_and_plain_attributes_are_specialized_on() -> None:
     assert_same_model(twins.model, twins.twin, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_dropout_is_off_in_eval() -> None:
     model = make_mlp(dropout=0.5)
     with mirrorc.compile(
@@ -492,6 +512,7 @@ def dtypes_in(program: mirrorc.Program) -> set[torch.dtype]:
     return {node.meta["val"].dtype for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_autocast_around_the_call(backend: str) -> None:
     model, batch = make_mlp(torch.float32), mlp_batch(6, torch.float32)
@@ -535,6 +556,7 @@ def test_example_inputs_compile_at_once(form: str) -> None:
     assert_same_model(model, twin, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_example_inputs_as_a_tuple() -> None:
     model = OnAnything(weighted)
     with mirrorc.compile(
@@ -556,11 +578,13 @@ def test_the_batch_is_not_changed() -> None:
     assert all(torch.equal(batch[key], value) for key, value in before.items())
 
 
+@pytest.mark.slow
 def test_a_constant_tensor_made_in_the_model() -> None:
     table = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
     check_parity(lambda mlp, x: (mlp(x) * table).square().mean(), (X,))
 
 
+@pytest.mark.slow
 def test_devices_by_name() -> None:
     model = make_mlp()
     with mirrorc.compile(

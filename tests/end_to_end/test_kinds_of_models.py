@@ -99,6 +99,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
         return make().double()
 
 
+@pytest.mark.slow
 def test_kinds_of_models_train_as_on_one_device() -> None:
     for name, make in TRAINED.items():
         model, batches = seeded(make), [batch(seed=seed) for seed in range(2)]

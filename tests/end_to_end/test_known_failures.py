@@ -170,6 +170,7 @@ def test_torchs_assert_is_refused_or_stops_the_step() -> None:
             step(torch.full((4, 2), 1e6), target=torch.zeros(4, 2))
 
 
+@pytest.mark.slow
 def test_causes_that_the_tracer_does_not_name() -> None:
     for make, (reason, remedy) in cases():
         model = make()

@@ -27,6 +27,7 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step
     return mirrorc.compile(model, devices, optimizer=SGD(model.parameters()), **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_what_dynamo_cannot_read_trains(num_devices: int) -> None:
     data = batches(7, 6, 8, 2)
@@ -36,6 +37,7 @@ def test_what_dynamo_cannot_read_trains(num_devices: int) -> None:
     assert_same_training(found, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_remark_and_one_warning_say_which_front_end_it_was_and_why() -> None:
     data = batches(6, 8)
     with compiled(Net()) as step:
@@ -58,6 +60,7 @@ def test_a_remark_and_one_warning_say_which_front_end_it_was_and_why() -> None:
         assert "autograd" not in step.program.to_text()
 
 
+@pytest.mark.slow
 def test_each_shape_has_the_first_front_end_that_takes_it_and_all_its_shards_the_same() -> None:
     data = batches(7, 12, 7, 11)  # shards of 3 and 4 branch, those of 5 and 6 do not
     expected = train_shard_by_shard(Net(most=4), SGD, data, 2, F.cross_entropy)
@@ -68,6 +71,7 @@ def test_each_shape_has_the_first_front_end_that_takes_it_and_all_its_shards_the
     assert_same_training(found, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_numbers_of_the_model_and_plain_arguments_count_in_each_step() -> None:
     class Scales(Net):
         def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:  # type: ignore[override]

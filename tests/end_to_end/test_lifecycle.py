@@ -272,6 +272,7 @@ def test_closing_before_the_first_step() -> None:
         step(**mlp_batch(4))
 
 
+@pytest.mark.slow
 def test_two_steps_have_threads_of_their_own() -> None:
     with compile_mlp(make_mlp()) as first, compile_mlp(make_mlp()) as second:
         losses = [step(**mlp_batch(4)).item() for step in (first, second)]
@@ -365,6 +366,7 @@ def before_the_last_job(step: mirrorc.Step, do: Callable[[], None]) -> None:
     step._pool._inboxes[1] = Inbox(step._pool._inboxes[1], do)  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 def test_closing_while_jobs_are_handed_out_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that was told to end before it got its job would let the others wait for it."""
     model = make_mlp()
@@ -391,6 +393,7 @@ def test_closing_while_jobs_are_handed_out_stops_the_step(monkeypatch: pytest.Mo
     assert all(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.slow
 def test_closing_in_the_callers_thread_lets_the_step_end() -> None:
     """As the handler of a signal may."""
     model = make_mlp()
@@ -402,6 +405,7 @@ def test_closing_in_the_callers_thread_lets_the_step_end() -> None:
     assert device_threads() == [] and not any(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest_seconds", slow_but([TIMEOUT_SECONDS], [TIMEOUT_SECONDS, 0.0]))
 def test_closing_while_the_step_is_compiled_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch, longest_seconds: float
@@ -427,6 +431,7 @@ def test_closing_while_the_step_is_compiled_leaves_no_thread(
     assert not closing[0].is_alive() and device_threads() == []
 
 
+@pytest.mark.slow
 def test_a_step_is_neither_copied_nor_pickled() -> None:
     model = make_mlp()
     with mirrorc.compile(

@@ -161,6 +161,7 @@ def on_devices(num_devices: list[int], also: dict[str, int], rare: int) -> list[
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_devices"), on_devices([1, 2, 3], {"conv": 2}, rare=2))
 def test_what_is_told_agrees_with_what_is_measured(name: str, num_devices: int) -> None:
     check(*compare(name, num_devices))
@@ -177,6 +178,7 @@ def test_fusion_takes_less() -> None:
     assert fused.activations < 0.99 * plain.activations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "state_per_parameter"),
     [
@@ -197,12 +199,14 @@ def test_updates_take_memory_too(kind: Any, state_per_parameter: int) -> None:
     assert told.optimizer_state == pytest.approx(state_per_parameter * told.parameters, rel=0.001)
 
 
+@pytest.mark.slow
 def test_an_update_that_takes_the_most_is_named() -> None:
     told, _ = compare("mlp", 1, partial(torch.optim.NAdam, lr=1e-3))
     assert told.devices[0].peak.call.startswith("update b")
     assert told.devices[0].peak.largest[0].name == "temporaries of update"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [3, *slow((2,))])
 def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_devices: int) -> None:
     told, measured = compare("mlp", num_devices, disable_passes=["update-in-parts"])
@@ -212,6 +216,7 @@ def test_gradients_that_stay_factors_are_in_the_first_devices_bucket_alone(num_d
     assert measured.gradients == pytest.approx(told.gradients, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, *slow((3,))])
 def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> None:
     whole, _ = compare("mlp", num_devices, disable_passes=["update-in-parts"])
@@ -221,6 +226,7 @@ def test_products_that_are_made_in_parts_are_in_no_bucket(num_devices: int) -> N
     assert told.devices[0].own.reserved > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "without"),
     [
@@ -283,6 +289,7 @@ def test_devices_with_other_shards_have_their_own_peaks() -> None:
     assert told.devices[0].own.activations > 1.1 * told.devices[1].own.activations
 
 
+@pytest.mark.slow
 def test_what_is_shared_is_counted_once() -> None:
     told, _ = compare("mlp", 2)
     (shared,) = told.shared
@@ -328,6 +335,7 @@ class Sign(torch.optim.Optimizer):
                 p.add_(p.grad.sign(), alpha=-0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_state_of_an_unknown_optimizer_is_not_guessed(num_devices: int) -> None:
     model, (x, y) = mlp(), vectors(8)
@@ -361,6 +369,7 @@ def test_there_is_no_memory_before_there_is_a_program() -> None:
         step.memory()
 
 
+@pytest.mark.slow
 def test_memory_is_told_after_the_step_is_closed() -> None:
     model, (x, y) = mlp(), vectors(8)
     with mirrorc.compile(

@@ -49,6 +49,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict
     return {} if request.param == "shared" else COPIES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who_is_compiled", slow_but(["both"], ["both", "generator"]))
 def test_what_another_step_trains_is_read_as_it_is(way: dict[str, Any], who_is_compiled: str) -> None:
     """A generator and a critic in turn, each with a step of its own, or one with a fused optimizer of the user's."""
@@ -119,6 +120,7 @@ def restart_count(_: nn.Module, optimizer: torch.optim.Optimizer, __: list[Any])
         state["step"].numpy()[...] = 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("events", "options"),
     [
@@ -157,6 +159,7 @@ def holders(model: nn.Module) -> Iterator[Any]:
     yield model.second.weight.data.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", slow_but([0], range(5)))
 def test_memory_of_parameters_that_others_hold_is_told_before_they_move(index: int) -> None:
     model = make_mlp()
@@ -174,6 +177,7 @@ def test_memory_of_parameters_that_others_hold_is_told_before_they_move(index: i
     del held
 
 
+@pytest.mark.slow
 def test_nothing_is_told_where_nobody_holds_the_memory_of_parameters() -> None:
     model = make_mlp()
     twin = copy.deepcopy(model)
@@ -210,6 +214,7 @@ def test_nothing_is_told_where_parameters_and_buffers_lie_in_one_memory() -> Non
             step(torch.ones(4, 3), target=torch.zeros(4, 2))
 
 
+@pytest.mark.slow
 def test_parameters_in_memory_that_processes_share_are_refused() -> None:
     """Other processes would keep the values of before the first step."""
     model = make_mlp().share_memory()

@@ -82,6 +82,7 @@ def train_part_by_part(model: nn.Module, num_devices: int, microbatches: int) ->
     return Trained(home, optimizer, losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "microbatches"),
     [(2, 2), *slow((1, 3), (2, 4), (3, 2), (4, 3)), *exhaustive(*product((1, 2, 3, 4), (2, 3, 4)))],
@@ -126,6 +127,7 @@ class Factored(nn.Module):
         return self.head(torch.tanh(self.wide(self.table(words).sum(1))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "microbatches"), [(2, 3), *slow((1, 2), (4, 3)), *exhaustive((2, 2), (3, 2))])
 def test_factors_of_all_microbatches_make_the_gradient(num_devices: int, microbatches: int) -> None:
     torch.manual_seed(0)
@@ -138,6 +140,7 @@ def test_factors_of_all_microbatches_make_the_gradient(num_devices: int, microba
     assert_same_training(found, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -175,6 +178,7 @@ class TakesMore(nn.Module):
         return h.square().mean(), {"rows": h, "mean": h.mean(), "count": mirrorc.summed((h > 0).sum())}
 
 
+@pytest.mark.slow
 def test_whole_arguments_numbers_outputs_and_checks_of_each_microbatch() -> None:
     model = TakesMore().double()
     reference = copy.deepcopy(model)
@@ -197,6 +201,7 @@ def test_whole_arguments_numbers_outputs_and_checks_of_each_microbatch() -> None
             step(x, mirrorc.replicated(shift), indices, scale)
 
 
+@pytest.mark.slow
 def test_each_microbatch_draws_masks_of_its_own_again_and_again() -> None:
     def masks() -> torch.Tensor:
         torch.manual_seed(3)
@@ -217,6 +222,7 @@ def test_each_microbatch_draws_masks_of_its_own_again_and_again() -> None:
     assert len({tuple(row.tolist()) for row in first}) == 4  # each row is that of another microbatch
 
 
+@pytest.mark.slow
 def test_a_per_replica_argument_is_run_in_parts_of_its_own_size() -> None:
     model, reference = make_net(), make_net()
     (batch,) = batches((9,))
@@ -236,6 +242,7 @@ def test_a_per_replica_argument_is_run_in_parts_of_its_own_size() -> None:
         assert step.program.microbatches == ()
 
 
+@pytest.mark.slow
 def test_activations_of_one_microbatch_are_in_memory() -> None:
     def activations(microbatches: int) -> int:
         model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])

@@ -86,6 +86,7 @@ def test_a_scaled_step_is_that_of_one_device_also_where_it_is_skipped(
         assert step.num_skipped == len(BAD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "options"), [(1, {}), (3, UNSHARED), *slow((2, {}))])
 def test_bounds_are_of_unscaled_gradients(num_devices: int, options: dict[str, Any]) -> None:
     def clip(net: nn.Module) -> None:
@@ -109,6 +110,7 @@ def test_a_first_step_that_is_skipped_has_a_norm_that_is_not_a_number(bound: Any
         assert norm > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "num_devices"),
     [(torch.float16, 2), *slow((torch.bfloat16, 2), (torch.float16, 1), (torch.bfloat16, 1))],
@@ -146,6 +148,7 @@ def test_autocast_by_name_and_by_context_are_the_same() -> None:
     assert all(map(torch.equal, plain, trained(autocast=False)))
 
 
+@pytest.mark.slow
 def test_a_scaler_stays_the_users() -> None:
     """It is saved and loaded, its scale changed; one that is not enabled does nothing."""
     with (pair := Pair(SGD, 2)).step:
@@ -182,6 +185,7 @@ def test_a_scale_stops_growing_before_infinity() -> None:
         assert pair.scaler.get_scale() == 2.0**127 and step.num_skipped == 0
 
 
+@pytest.mark.slow
 def test_a_failed_step_leaves_the_scaler_alone() -> None:
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         torch._assert_async((target < 5).all(), "too large")

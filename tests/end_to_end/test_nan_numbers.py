@@ -58,6 +58,7 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (torch.nan_to_num(output, nan=0.5) - target).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", selections.slow_but(["an argument", "an attribute", "a part of a tuple"], PLACES))
 def test_nan_again_is_no_new_program_and_outputs_are_nan(place: str) -> None:
     give, num_programs = PLACES[place]

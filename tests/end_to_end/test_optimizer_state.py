@@ -98,6 +98,7 @@ def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS_OF_STATE)
 def test_state_of_a_single_device_run_goes_on(name: str) -> None:
     model = make_mlp()
@@ -110,6 +111,7 @@ def test_state_of_a_single_device_run_goes_on(name: str) -> None:
     pair.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS_OF_STATE)
 def test_state_of_a_mirrored_run_goes_on_on_a_single_device(name: str) -> None:
     pair = Pair(make_mlp(), STATEFUL[name], num_devices=3)
@@ -128,6 +130,7 @@ def test_state_of_a_mirrored_run_goes_on_on_a_single_device(name: str) -> None:
     pair.step.close()
 
 
+@pytest.mark.slow
 def test_state_moves_between_numbers_of_devices() -> None:
     pair = Pair(make_mlp(), ADAMW, num_devices=2)
     pair.train(2)
@@ -138,6 +141,7 @@ def test_state_moves_between_numbers_of_devices() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_has_stepped_before_compile_goes_on() -> None:
     model = make_mlp()
     pair = Pair(model, ADAMW)
@@ -188,6 +192,7 @@ def test_hyperparameters_change_between_steps(make_optimizer: OptimizerMaker, ch
     pair.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nadam", *slow(("adamw",), ("sgd",))])
 def test_parameters_with_different_step_counts(name: str) -> None:
     def load(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -206,6 +211,7 @@ def test_parameters_with_different_step_counts(name: str) -> None:
     pair.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_optimizer", [ADAMW, *slow((STATEFUL["adadelta"],), (MOMENTUM,))], ids=["adamw", "adadelta", "sgd"]
 )
@@ -240,6 +246,7 @@ def test_optimizer_state_written_in_place_is_honored() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 def test_step_counts_written_in_place_are_honored() -> None:
     def write(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
@@ -273,6 +280,7 @@ def exchange_data(model: nn.Module, _: torch.optim.Optimizer) -> None:
     model.first.bias.data, model.second.bias.data = model.second.bias.data, model.first.bias.data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "make_optimizer"),
     [
@@ -295,6 +303,7 @@ def test_weights_written_between_steps_are_mirrored(
     pair.check()
 
 
+@pytest.mark.slow
 def test_a_frozen_and_a_trained_parameter_exchange_their_memory() -> None:
     model = make_mlp()
     model.first.bias.requires_grad_(False)
@@ -305,6 +314,7 @@ def test_a_frozen_and_a_trained_parameter_exchange_their_memory() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 def test_buffers_written_between_steps_are_mirrored() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -324,6 +334,7 @@ def test_buffers_written_between_steps_are_mirrored() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_optimizer", [ADAMW, *slow((STATEFUL["adadelta"],), (MOMENTUM,))], ids=["adamw", "adadelta", "sgd"]
 )
@@ -366,6 +377,7 @@ def test_frozen_and_unused_parameters_are_untouched(make_optimizer: OptimizerMak
     pair.check()
 
 
+@pytest.mark.slow
 def test_a_frozen_parameter_outside_the_optimizer_is_readable() -> None:
     pair = Pair(WithUnused(), ADAMW, select=lambda model: model.inner.parameters())
     pair.train(2)
@@ -412,6 +424,7 @@ class MixedPrecision(nn.Module):
         return self.last(hidden.double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_optimizer", "small", "tolerance"),
     [
@@ -462,6 +475,7 @@ def test_optimizer_over_some_of_the_parameters() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_optimizer", [ADAMW, *slow((STATEFUL["adadelta"],), (MOMENTUM,))], ids=["adamw", "adadelta", "sgd"]
 )
@@ -473,6 +487,7 @@ def test_a_group_added_later_is_trained(make_optimizer: OptimizerMaker) -> None:
     pair.check()
 
 
+@pytest.mark.slow
 def test_two_steps_in_turn_over_one_model() -> None:
     pair = Pair(make_mlp(), ADAMW)
     pair.train(2)
@@ -493,6 +508,7 @@ def test_training_by_hand_between_steps_is_honored() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 def test_step_hooks_run_with_every_step() -> None:
     calls: list[int] = []
     pair = Pair(make_mlp(), ADAMW)
@@ -573,6 +589,7 @@ CHANGES_OF_STATE = [
 ]
 
 
+@pytest.mark.slow
 def test_any_change_of_the_state_is_honored() -> None:
     for change in CHANGES_OF_STATE:
         pair = Pair(make_mlp(), ADAMW)
@@ -600,6 +617,7 @@ def renamed_momentum(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         state["of_old"] = state.pop("momentum_buffer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [popped_momentum, *slow((momentum_of_none,), (renamed_momentum,))])
 def test_momentum_that_was_removed_begins_afresh(change: Callable[..., None]) -> None:
     pair = Pair(make_mlp(), MOMENTUM)
@@ -609,6 +627,7 @@ def test_momentum_that_was_removed_begins_afresh(change: Callable[..., None]) ->
     pair.check()
 
 
+@pytest.mark.slow
 def test_a_dict_of_state_that_the_user_holds_stays_the_optimizers() -> None:
     pair = Pair(make_mlp(), ADAMW)
     pair.on_both(lambda model, own: own.state[model.first.weight])  # makes an empty one
@@ -634,6 +653,7 @@ INCOMPLETE: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_hyperparameters_that_need_other_state_are_refused_until_it_is_there() -> None:
     for name, change, entry, switch in INCOMPLETE:
         make = {**STATEFUL, "rmsprop": partial(torch.optim.RMSprop, lr=0.001)}[name]
@@ -657,6 +677,7 @@ def test_hyperparameters_that_need_other_state_are_refused_until_it_is_there() -
         pair.check()
 
 
+@pytest.mark.slow
 def test_state_that_lacks_an_entry_or_has_another_shape_is_refused() -> None:
     changes: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         (lambda state: state.pop("exp_avg"), "'second.weight' has no 'exp_avg', which it needs once there is state"),
@@ -681,6 +702,7 @@ def test_state_that_lacks_an_entry_or_has_another_shape_is_refused() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_its_dtype_needs_its_optimizers_state_cast() -> None:
     """torch's own update would fail half-way."""
     pair = Pair(make_mlp(), ADAMW)

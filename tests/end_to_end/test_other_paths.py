@@ -102,6 +102,7 @@ def _made(uses: Callable[[Any, torch.Tensor], torch.Tensor], loss: Callable[[Net
     return net, loss(net), torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, *slow((1,))])
 def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read(devices: int) -> None:
     ordinary: Callable[[Net], Loss] = lambda net: F.mse_loss  # noqa: E731
@@ -149,6 +150,7 @@ def test_statistics_that_are_reached_by_another_path_are_each_replicas_own() -> 
         torch.testing.assert_close(ordinary, other, rtol=1e-12, atol=0.0)
 
 
+@pytest.mark.slow
 def test_statistics_stay_each_replicas_own_where_other_weights_are_loaded() -> None:
     """BatchNorm loads its counter from itself where a state_dict lacks it: that counts a write, but nothing was written."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
@@ -172,6 +174,7 @@ class Teacher(nn.Module):
         return self.layer(y)
 
 
+@pytest.mark.slow
 def test_what_requires_a_gradient_and_is_not_the_models_is_spoken_of() -> None:
     """Where backward leads to it, and only there."""
     teacher, weight, made = Teacher().double(), nn.Parameter(torch.ones(4).double()), torch.ones(4).double()

@@ -131,6 +131,7 @@ SLOW = [*EACH[4:], *[(kind, 1 + (i + 1) % 4) for i, kind in enumerate(KINDS)][::
 OTHERS = [(kind, devices) for kind in KINDS for devices in range(1, 5) if (kind, devices) not in (*FAST, *SLOW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "devices"), [*FAST, *slow(*SLOW), *exhaustive(*OTHERS)])
 def test_outputs_are_those_of_one_device(kind: str, devices: int) -> None:
     model, optimizer = make(SHAPES[kind])
@@ -151,6 +152,7 @@ def test_outputs_are_those_of_one_device(kind: str, devices: int) -> None:
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_integers_truth_values_and_short_floats_along_the_batch(backend: str) -> None:
     model, optimizer = make(lambda logits, hidden, loss: (logits, *SHAPES["integers"](logits, hidden, loss)))
@@ -196,6 +198,7 @@ def test_such_a_model_trains_without_outputs_too(kind: str) -> None:
         assert not any(list(calls_to(graph, ops.gather)) for graph in step.program.graphs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_what_loss_fn_returns_beside_the_loss(devices: int) -> None:
     model, optimizer = make(SHAPES["tensor"])
@@ -251,6 +254,7 @@ def test_what_happens_to_be_as_long_as_a_shard_is_no_batch(size: int) -> None:
             torch.testing.assert_close(own, part.T @ part)
 
 
+@pytest.mark.slow
 def test_arguments_parameters_and_plain_values_are_returned_as_they_are() -> None:
     class Echo(nn.Module):
         def __init__(self) -> None:
@@ -284,6 +288,7 @@ def test_arguments_parameters_and_plain_values_are_returned_as_they_are() -> Non
         assert isinstance(outputs["x"], PerReplica) and outputs["y"].shape == (5, 4)
 
 
+@pytest.mark.slow
 def test_outputs_of_a_step_stay_as_they_are_in_later_steps() -> None:
     model, optimizer = make(lambda logits, hidden, loss: (logits, hidden.mean(), hidden.sum(0)))
     with compiled(model, optimizer, 2, loss_fn=loss_of_outputs) as step:
@@ -359,6 +364,7 @@ def test_tensors_that_cannot_be_found_are_refused(kind: str) -> None:
         step(x, target=target)
 
 
+@pytest.mark.slow
 def test_objects_are_looked_into_at_any_depth_and_made_anew_in_each_step() -> None:
     def deep(logits: torch.Tensor, hidden: torch.Tensor, loss: Any) -> Any:
         inner: Any = hidden
@@ -380,6 +386,7 @@ def test_objects_are_looked_into_at_any_depth_and_made_anew_in_each_step() -> No
         assert step(x, target=target)[1]["sizes"].unit == "nats"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", [lambda t: t.T, lambda t: t.mT, lambda t: t.data])
 @pytest.mark.parametrize("of", slow_but(["argument"], ["argument", "target", "parameter"]))
 def test_views_that_no_operator_makes_are_refused_and_copies_of_them_given(of: str, view: Callable[..., Any]) -> None:
@@ -426,6 +433,7 @@ def test_numbers_and_arrays_made_of_tensors_are_refused(make_number: Callable[..
         step(x, target=target)
 
 
+@pytest.mark.slow
 def test_the_mark_of_a_sum_follows_conversions_and_nothing_else() -> None:
     model, optimizer = make(
         lambda logits, hidden, loss: (
@@ -447,6 +455,7 @@ def test_the_mark_of_a_sum_follows_conversions_and_nothing_else() -> None:
         step(x, target=target)
 
 
+@pytest.mark.slow
 def test_counts_made_of_the_size_of_a_shard_are_added_up() -> None:
     def with_count(logits: torch.Tensor, target: torch.Tensor) -> Any:
         return F.cross_entropy(logits, target), {"n": mirrorc.summed(torch.tensor(len(target)))}
@@ -506,6 +515,7 @@ def test_summed_is_the_identity_elsewhere(backend: str) -> None:
         assert step(a, target=target).shape == ()
 
 
+@pytest.mark.slow
 def test_a_skipped_step_gives_outputs_and_a_failed_one_leaves_nothing() -> None:
     model, optimizer = make(lambda logits, hidden, loss: logits)
     x, target = batch(8)
@@ -520,6 +530,7 @@ def test_a_skipped_step_gives_outputs_and_a_failed_one_leaves_nothing() -> None:
         assert step(x, target=target)[1].shape == (8, 3)
 
 
+@pytest.mark.slow
 def test_the_printed_program_shows_what_is_gathered_and_a_saved_one_keeps_it(tmp_path: Any) -> None:
     model, optimizer = make(lambda logits, hidden, loss: {"logits": logits, "mean": hidden.mean()})
     x, target = batch(8)

@@ -99,6 +99,7 @@ def assert_same(own: Game, plain: Game) -> None:
                 assert all(torch.equal(value, variable.value) for value in variable.values), variable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [
@@ -126,6 +127,7 @@ def test_a_game_over_closures_has_one_set_of_variables(num_devices: int, options
     own.close()
 
 
+@pytest.mark.slow
 def test_what_is_done_to_a_critic_between_turns_is_seen_by_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     separate_memories(monkeypatch)
     own, plain = Game(2, **COPIES), Game()
@@ -268,6 +270,7 @@ def test_a_teacher_is_a_variable_by_whatever_path_it_is_reached(way: str, monkey
         torch.testing.assert_close(evaluated, loss(own(x + 1), x).detach())
 
 
+@pytest.mark.slow
 def test_features_in_a_list_of_the_model_are_read_and_one_that_has_changed_its_type_is_read_anew() -> None:
     class Perceptual(nn.Module):
         def __init__(self) -> None:
@@ -375,6 +378,7 @@ def test_steps_that_have_run_become_one_when_a_loss_reaches_both() -> None:
         step.close()
 
 
+@pytest.mark.slow
 def test_what_another_step_trains_is_not_warned_of() -> None:
     x = torch.randn(4, 3).double()
     with warnings.catch_warnings():
@@ -487,6 +491,7 @@ def interrupted_in_state(number: int) -> Callable[..., Any]:
     return trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [30, *slow((70,), (130,), (210,)), *exhaustive(*((number,) for number in range(10, 250, 20)))]
 )
@@ -530,6 +535,7 @@ def test_steps_that_are_interrupted_while_they_become_one_go_on(number: int, mon
     own.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [(0, 1), *slow(((1, 0),))])
 def test_what_holds_the_critics_memory_is_warned_of_in_any_order(turns: tuple[int, ...]) -> None:
     game, x = Game(2), torch.randn(4, 3).double()

@@ -93,6 +93,7 @@ class Continued(nn.Module):
         return torch.cat([*last, output.sum(1 if batch_first else 0)], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "batch_first", "is_sorted", "is_packed", "num_devices"),
     [
@@ -136,6 +137,7 @@ def test_padding_that_is_no_number_has_no_effect() -> None:
     assert_same_training(mirrored, train_on_one_device(model, SGD, given[:1], F.mse_loss), 1e-12)
 
 
+@pytest.mark.slow
 def test_a_list_of_sequences_is_packed() -> None:
     class Direct(nn.Module):
         def __init__(self) -> None:
@@ -161,6 +163,7 @@ def test_one_compilation_serves_all_lengths() -> None:
     assert programs[0] is programs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "text"),
     [
@@ -252,6 +255,7 @@ def loss_of_first(output: tuple[torch.Tensor, PackedSequence], target: torch.Ten
     return F.mse_loss(output[0], target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "is_sorted", "num_devices"),
     [("LSTM", True, 4), *slow(("GRU", False, 3), ("GRU", False, 1), ("LSTM", False, 2))],
@@ -279,6 +283,7 @@ def test_packed_sequences_come_back_as_such_and_few_shapes_are_compiled() -> Non
         assert "1 compiled program" in repr(step)
 
 
+@pytest.mark.slow
 def test_packed_sequences_of_replicas_and_whole_ones() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -332,6 +337,7 @@ class Last(nn.Module):
         return (last[0] if isinstance(last, tuple) else last)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["LSTM"], KINDS))
 def test_under_autocast_values_have_the_types_of_plain_pytorch(kind: str) -> None:
     torch.manual_seed(0)

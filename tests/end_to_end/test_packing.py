@@ -94,6 +94,7 @@ def trained(options: dict[str, Any], num_devices: int, optimizer: OptimizerMaker
     assert_same_training(mirrored, train_on_one_device(model, optimizer, batches, tiny.loss_fn), TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "num_devices", "optimizer", "link"),
     [
@@ -212,6 +213,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", slow_but(["shared"], ["shared", "copies"]))
 @pytest.mark.parametrize("feature", slow_but(["clipped", "microbatches"], [*FEATURES]))
 def test_packs_go_together_with_what_else_a_step_does(feature: str, link: str) -> None:
@@ -269,6 +271,7 @@ def test_compiled_regions_write_into_the_slots_of_packs() -> None:
     assert_same_training(mirrored, train_on_one_device(model, OPTIMIZERS["adamw"], batches, tiny.loss_fn), 1e-10)
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_one_pack() -> None:
     tiny = MODELS["mlp"]
     model, batches = tiny.make(torch.float64), tiny.batches(7, torch.float64, steps=3)
@@ -308,6 +311,7 @@ def explained(**options: Any) -> Any:
         return step.explain(), str(step.explain())
 
 
+@pytest.mark.slow
 def test_the_explanation_shows_packs_in_flight_before_the_last_gradient_is_made() -> None:
     early, text = explained()
     late, _ = explained(add_passes=[mirrorc.after("schedule-overlap", LaunchLast())])
@@ -320,6 +324,7 @@ def test_the_explanation_shows_packs_in_flight_before_the_last_gradient_is_made(
     assert all(row.launched_ms >= last_ready[1] for row in late.buckets)
 
 
+@pytest.mark.slow
 def test_a_cut_program_is_printed_read_saved_and_told_of(tmp_path: Path) -> None:
     tiny = MODELS["mlp"]
     model = tiny.make(torch.float64)

@@ -84,6 +84,7 @@ def both(
     return mirrored, train_on_one_device(model, optimizer, batches, tiny.loss_fn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices", "num_examples"),
     [
@@ -105,6 +106,7 @@ def test_double_precision_agrees_with_one_device(name: str, num_devices: int, nu
     assert mirrored.losses[0] != mirrored.losses[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices", "num_examples"),
     [("conv", 3, 7), *slow(("bert", 3, 4), ("gpt2-own-loss", 2, 5)), *exhaustive(("vit", 2, 7), ("gpt2", 4, 5))],
@@ -130,6 +132,7 @@ def test_adams_losses_agree_in_single_precision(make_optimizer: OptimizerMaker) 
 FAST_OPTIMIZERS = ("sgd-nesterov", "adam-amsgrad", "adamw", "radam", "user-defined")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAST_OPTIMIZERS, *slow(*((n,) for n in OPTIMIZERS if n not in FAST_OPTIMIZERS))])
 def test_every_optimizer_agrees_with_itself(name: str) -> None:
     mirrored, single = both("mlp", torch.float64, 3, 6, OPTIMIZERS[name])
@@ -137,6 +140,7 @@ def test_every_optimizer_agrees_with_itself(name: str) -> None:
     assert_same_state(mirrored.optimizer, single.optimizer, DOUBLE_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "optimizer", "num_devices", "num_examples"),
     [
@@ -185,6 +189,7 @@ def test_every_optimizer_agrees_on_any_number_of_devices(name: str, num_devices:
     assert_same_state(mirrored.optimizer, single.optimizer, DOUBLE_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "num_examples"), [(4, 9), *slow((1, 4), (2, 7)), *exhaustive((3, 6))])
 def test_batch_norm_agrees_with_training_shard_by_shard(num_devices: int, num_examples: int) -> None:
     tiny = MODELS["resnet"]
@@ -203,6 +208,7 @@ def test_batch_norm_agrees_when_compiled() -> None:
     assert_same_training(mirrored, train_shard_by_shard(model, SGD, batches, 2, F.cross_entropy), DOUBLE_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_batch_norms_statistics_are_each_replicas_own() -> None:
     tiny = MODELS["resnet"]
     model = tiny.make(torch.float64)
@@ -213,6 +219,7 @@ def test_batch_norms_statistics_are_each_replicas_own() -> None:
         assert torch.equal(model.stem_norm.running_mean, (first + second) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_examples", [*slow((4,)), 7])
 def test_loss_that_is_a_sum(num_examples: int) -> None:
     loss_fn = partial(F.cross_entropy, reduction="sum")
@@ -229,6 +236,7 @@ def make_groups(optimizer_class: type[torch.optim.Optimizer], parameters: Iterab
     return optimizer_class(groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adadelta, *slow((torch.optim.SGD,))])
 def test_parameter_groups_and_a_scheduler(optimizer_class: type[torch.optim.Optimizer]) -> None:
     tiny = MODELS["mlp"]
@@ -276,6 +284,7 @@ def train_with_dropout(seed: int, num_devices: int = 3, **options: Any) -> Train
     return train_mirrored(model, SGD, batches, num_devices, F.cross_entropy, **options)
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal_bit_for_bit() -> None:
     first, second = train_with_dropout(seed=5), train_with_dropout(seed=5)
     assert_same_bits(first, second)
@@ -288,6 +297,7 @@ def test_two_compiled_runs_are_equal_bit_for_bit() -> None:
     assert_same_bits(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -326,6 +336,7 @@ FACTORED_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "dtype", "disabled", "caps"),
     [
@@ -372,6 +383,7 @@ class ProductsOfParts(nn.Module):
         return torch.cat(columns, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "optimizer", "caps"),
     [
@@ -424,6 +436,7 @@ OPTIMIZERS_OF_TABLES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "optimizer", "backend"),
     [
@@ -509,6 +522,7 @@ TIED_SLOW: list[tuple[int, dict[str, Any]]] = [
 TIED_RARE: list[tuple[int, dict[str, Any]]] = [(2, {}), (4, {}), (1, {"backend": "inductor"})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options", "padding_idx"),
     [
@@ -533,6 +547,7 @@ def test_a_tied_table_is_trained_as_on_one_device(
     assert_same_training(mirrored, expected, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", *slow(("adadelta",))])
 def test_copies_and_shared_memory_give_the_same_bits(optimizer: str) -> None:
     runs = [
@@ -577,12 +592,14 @@ def test_dropout_masks_differ_between_replicas_and_steps() -> None:
     assert not torch.equal(first_1, second_1)
 
 
+@pytest.mark.slow
 def test_both_backends_draw_the_same_masks() -> None:
     for eager, compiled in zip(masks_of("eager"), masks_of("inductor"), strict=True):
         assert torch.equal(eager[0], compiled[0])
         assert torch.equal(eager[1], compiled[1])
 
 
+@pytest.mark.slow
 def test_replicas_with_the_same_shard_draw_for_themselves() -> None:
     class Noise(nn.Module):
         def __init__(self) -> None:
@@ -600,6 +617,7 @@ def test_replicas_with_the_same_shard_draw_for_themselves() -> None:
     assert model.weight.count_nonzero() == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_the_model_stays_usable_while_the_step_is_open(backend: str) -> None:
     model = make_mlp()

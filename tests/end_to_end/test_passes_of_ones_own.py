@@ -104,6 +104,7 @@ STANDS: list[tuple[str, tuple[str, ...], int]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "place", "disabled"),
     [
@@ -137,6 +138,7 @@ class EarlyBfloat16(custom_pass.Bfloat16OnTheWire):  # type: ignore[misc, name-d
         return super().run(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [3, *slow((1,), (2,))])
 def test_an_operator_of_torch_may_stand_between_wait_and_update(num_devices: int) -> None:
     clip = mirrorc.after("insert-update", ClipBuckets(0.01))
@@ -148,6 +150,7 @@ def test_an_operator_of_torch_may_stand_between_wait_and_update(num_devices: int
     assert largest_difference(found, expected) < 1e-12 and "aten.clamp.default" in str(program)
 
 
+@pytest.mark.slow
 def test_the_clamp_goes_with_the_update_and_keeps_the_overlap() -> None:
     options = {"first_bucket_mb": 1e-3, "bucket_cap_mb": 1e-3, "disable_passes": ("share-parameters",)}
     _, program = trained(2, add_passes=[mirrorc.after("insert-update", ClipBuckets(1.0))], **options)
@@ -162,6 +165,7 @@ def test_a_change_of_what_is_computed_must_be_declared() -> None:
         trained(2, add_passes=[mirrorc.after("pack-gradients", ScaleGradients())])
 
 
+@pytest.mark.slow
 def test_a_declared_change_of_what_is_computed_is_run() -> None:
     added = [mirrorc.after("pack-gradients", ScaleGradients(changes_dataflow=True))]
     found, program = trained(2, steps=1, dtype=torch.float64, add_passes=added)
@@ -179,6 +183,7 @@ def test_a_pipeline_of_ones_own_and_added_passes_go_together() -> None:
     assert "bf16" in str(program)
 
 
+@pytest.mark.slow
 def test_added_passes_stand_where_they_were_placed(tmp_path: Path) -> None:
     first = mirrorc.after("insert-update", ClipBuckets(1.0))
     second = mirrorc.before("clip-buckets", ClipBuckets(2.0))

@@ -69,6 +69,7 @@ def assert_same_state_bits(one: Trained, other: Trained) -> None:
             assert torch.equal(torch.as_tensor(found[number][key]), torch.as_tensor(value)), (number, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "num_devices", "link"),
     [
@@ -122,6 +123,7 @@ def test_so_it_does_with_other_options(placement: Placement, options: dict[str, 
         assert_same_state_bits(trained[1], trained[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["least-loaded", *slow(("central",), ("cpu:2",))])
 def test_so_it_does_where_devices_have_memories_of_their_own(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one device sends is a copy on another one, and the optimizer's state may lie elsewhere than the user's parameters."""
@@ -135,6 +137,7 @@ def test_so_it_does_where_devices_have_memories_of_their_own(placement: str, mon
     run.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "num_devices", "link"),
     [("least-loaded", 3, "copy"), *slow(("central", 3, None), ("central", 4, "copy"), ("least-loaded", 4, None))],
@@ -171,11 +174,13 @@ class NormalizedSgd(torch.optim.Optimizer):
                     p.sub_(p.grad / (1 + p.grad.norm()), alpha=group["lr"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "num_devices"), [("least-loaded", 2), *slow(("central", 3))])
 def test_an_optimizer_that_is_not_element_wise_runs_on_the_first_device(placement: str, num_devices: int) -> None:
     assert_means_the_same(placement, num_devices, partial(NormalizedSgd, lr=0.1))
 
 
+@pytest.mark.slow
 def test_two_optimizers_of_both_kinds_over_one_model() -> None:
     trained = []
     for placement in ("mirrored", "least-loaded"):
@@ -191,6 +196,7 @@ def test_two_optimizers_of_both_kinds_over_one_model() -> None:
     assert_same_bits(trained[1], trained[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "num_devices"), [("least-loaded", 2), *slow(("central", 3))])
 def test_buffers_are_each_replicas_own(placement: str, num_devices: int) -> None:
     torch.manual_seed(0)
@@ -299,6 +305,7 @@ def test_only_the_owner_has_the_optimizers_state() -> None:
     assert first and second and abs(first - second) < 0.2 * (first + second)
 
 
+@pytest.mark.slow
 def test_a_step_says_what_it_moves() -> None:
     run = Run("least-loaded", num_devices=3)
     run.train()
@@ -314,6 +321,7 @@ def test_a_step_says_what_it_moves() -> None:
         assert sum(1 for _ in calls_to(graph, ops.store)) == len(program.buckets) - len(own)
 
 
+@pytest.mark.slow
 def test_a_first_step_whose_owner_cannot_update_is_undone_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("least-loaded", num_devices=3)
     before = copy.deepcopy(run.model.state_dict())

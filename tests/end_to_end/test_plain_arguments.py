@@ -108,6 +108,7 @@ def plain(given: Any) -> Any:
     return getattr(given, "value", given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but([*CASES][::5], CASES))
 def test_only_what_is_read_compiles_anew(name: str) -> None:
     body, values, expected = CASES[name]

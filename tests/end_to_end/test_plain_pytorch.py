@@ -146,6 +146,7 @@ class HooksBackward(Net):
 MODELS = [Branches, Indexes, UsesNumpy, OwnFunction, Penalized, Tied, HooksBackward]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 @pytest.mark.parametrize("model", MODELS, ids=lambda kind: kind.__name__)
 def test_what_dynamo_cannot_read_equals_one_device(model: Callable[[], nn.Module], num_devices: int) -> None:
@@ -163,6 +164,7 @@ def test_options_of_a_step_are_those_of_any_other(options: dict[str, Any]) -> No
     assert_same_training(found, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_batches_smaller_than_the_number_of_devices() -> None:
     data = batches(7, 2, 1, 5)
     expected = train_on_one_device(Branches(), SGD, data, F.cross_entropy)
@@ -201,6 +203,7 @@ class Mixture(Net):
         return self.last(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"link": "copy"}], ids=str)
 def test_what_one_replica_alone_uses_has_zeros_on_the_others(options: dict[str, Any]) -> None:
     data = batches(8, 8, 8)
@@ -252,6 +255,7 @@ def assert_same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimi
             torch.testing.assert_close(own[key][entry], value, rtol=1e-11, atol=1e-13, check_dtype=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"), [*LEAVING_OUT[::3], *slow(*LEAVING_OUT[1::3], *LEAVING_OUT[2::3])], ids=str
 )
@@ -267,6 +271,7 @@ def test_what_no_replica_uses_is_not_updated(kind: Any, options: dict[str, Any])
         assert_same_state(found.optimizer, expected.optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "options"), [*WAYS[1:4], *slow(WAYS[0], *WAYS[4:])], ids=str)
 def test_what_is_not_updated_stays_so_in_every_kind_of_step(num_devices: int, options: dict[str, Any]) -> None:
     expected = train_on_one_device(Mixture(), ADAM, of_experts(), F.cross_entropy)
@@ -295,6 +300,7 @@ def test_an_optimizer_that_is_loaded_goes_on_with_the_numbers_of_each_parameter(
     assert_same_state(optimizer, expected)
 
 
+@pytest.mark.slow
 def test_what_an_earlier_call_has_used_is_updated() -> None:
     data, model, whole = of_experts(), Mixture(), Mixture()
     optimizer, expected = ADAM(model.parameters()), ADAM(whole.parameters())
@@ -442,6 +448,7 @@ class Passes(Net):
         return self.hidden * self.scale
 
 
+@pytest.mark.slow
 def test_attributes_that_are_assigned_before_they_are_read_pass_values_within_a_call() -> None:
     model, data = Passes(), batches(5, 4, 6)
     single = train_on_one_device(model, SGD, data, F.cross_entropy)
@@ -506,6 +513,7 @@ class Reads(nn.Module):
         return self.last(self.layer(x[..., None])[0].mean(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but([nn.LSTM], [nn.LSTM, nn.GRU, nn.RNN]))
 def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     model, data = Reads(kind(1, 4, 2, batch_first=True, bidirectional=True)), batches(5, 4)
@@ -754,6 +762,7 @@ def test_a_closure_over_the_model_is_refused() -> None:
         step(**batches(6)[0])
 
 
+@pytest.mark.slow
 def test_modules_outside_are_named_if_they_are_trained_or_written() -> None:
     teacher = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
     model, batch = Does(lambda own, h: h + teacher(h)), batches(6)[0]

@@ -28,6 +28,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [(3, {}), (2, {"microbatches": 2}), *slow((1, {}), (2, {}), (2, {"backend": "inductor"}))],
@@ -42,6 +43,7 @@ def test_outputs_are_those_of_the_whole_batch(num_devices: int, options: dict[st
             close(loss, F.cross_entropy(before(batch["x"]), batch["target"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_evaluations_run_forward_alone(num_devices: int) -> None:
     model, data = Net(), batches(8, 7)
@@ -95,6 +97,7 @@ class Returns(Net):
         )
 
 
+@pytest.mark.slow
 def test_what_a_model_returns_is_put_together_again() -> None:
     model = Returns()
     with compiled(model, loss_fn=None) as step:

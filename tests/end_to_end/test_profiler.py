@@ -32,6 +32,7 @@ def counts(profiled: profile) -> dict[str, int]:
     return {event.key: event.count for event in profiled.key_averages()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaves", [False, True])
 @pytest.mark.parametrize("devices", slow_but([2], [1, 2, 3]))
 def test_regions_collectives_and_operators_of_all_devices_are_seen(devices: int, interleaves: bool) -> None:

@@ -83,6 +83,7 @@ WAYS: dict[str, dict[str, Any]] = {
 OF_WAY = {"ring": (ADAMW, SGD)}  # that pass does not take the sends of an optimizer that runs by itself
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "way", "optimizer"),
     [
@@ -116,6 +117,7 @@ def test_a_sum_over_examples() -> None:
     assert_same_training(mirrored, train_on_one_device(model, ADAMW, batches((2, 2)), loss_fn), TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "disabled"),
     [
@@ -151,6 +153,7 @@ class Whitened(nn.Module):
 NORM = partial(nn.BatchNorm1d, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "norm", "last"),
     [
@@ -183,6 +186,7 @@ def test_five_examples_on_four_devices_are_three_and_two() -> None:
         assert step.prepare(**batch).num_examples == (2, 1, 1, 1), "statistics that are fixed need no other example"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [Whitened, *slow((NORM,))])
 def test_only_a_batch_of_one_has_no_statistics(norm: Callable[[], nn.Module]) -> None:
     model = make_net(norm())
@@ -210,6 +214,7 @@ def test_images_have_statistics_of_one_example() -> None:
     assert_same_training(mirrored, train_on_one_device(model, SGD, [one] * 2, F.mse_loss), TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_data_loader_needs_no_drop_last() -> None:
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(*(torch.randn(10, n, generator=generator, dtype=torch.float64) for n in (6, 3)))
@@ -226,6 +231,7 @@ def test_a_data_loader_needs_no_drop_last() -> None:
     assert_same_model(model, twin, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "optimizer"),
     [((0, 2, 1), MUON_LIKE), *slow(((2, 0, 1), ADAMW), ((0, 0, 3), ADAMW), ((0, 0, 3), MUON_LIKE))],
@@ -256,6 +262,7 @@ class Several(nn.Module):
         }
 
 
+@pytest.mark.slow
 def test_outputs_are_those_of_the_replicas_that_have_examples() -> None:
     torch.manual_seed(0)
     model = Several().double()
@@ -278,6 +285,7 @@ def test_outputs_are_those_of_the_replicas_that_have_examples() -> None:
             assert found["number"].values == (1,) * n
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_the_replica() -> None:
     """Two runs give the same bits, and a replica draws the same whether or not another one has an example."""
     model, found = make_net(nn.Dropout(0.5)), []
@@ -307,6 +315,7 @@ def test_what_is_not_finite_is_found_on_the_replicas_that_have_examples(otherwis
         assert step(**good).isfinite()
 
 
+@pytest.mark.slow
 def test_a_step_that_runs_in_the_callers_thread_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, few = make_net(), batches((5, 2, 5, 2))
     by_threads = train_mirrored(model, ADAMW, few, 3, F.mse_loss)
@@ -321,6 +330,7 @@ def test_a_step_that_runs_in_the_callers_thread_gives_the_same_bits(monkeypatch:
     assert_same_bits(train_mirrored(model, ADAMW, few, 3, F.mse_loss), by_threads)
 
 
+@pytest.mark.slow
 def test_a_program_says_which_devices_have_no_examples(tmp_path: Path) -> None:
     model = make_net()
     with mirrorc.compile(model, 4, optimizer=ADAMW(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:

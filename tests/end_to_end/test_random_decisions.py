@@ -66,6 +66,7 @@ def states() -> tuple[Any, ...]:
     return random.getstate(), str(np.random.get_state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "backend"), [(2, "eager"), *slow((4, "eager")), *exhaustive((1, "eager"), (2, "inductor"))]
 )

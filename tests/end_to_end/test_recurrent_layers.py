@@ -57,6 +57,7 @@ SLOW = [case for case in list(product(KINDS, OPTIONS, (2,)))[::2] if case not in
 OTHERS = [case for case in product(KINDS, OPTIONS, (1, 2, 3)) if case not in [*FAST, *SLOW]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options", "num_devices"), [*FAST, *slow(*SLOW), *exhaustive(*OTHERS)])
 def test_training_is_that_of_one_device(kind: str, options: str, num_devices: int) -> None:
     torch.manual_seed(0)
@@ -65,6 +66,7 @@ def test_training_is_that_of_one_device(kind: str, options: str, num_devices: in
     assert_same_training(mirrored, train_on_one_device(model, SGD, batches(), F.mse_loss), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"), [("LSTM", {"proj_size": 2, "num_layers": 2}), *slow(("RNN", {"nonlinearity": "relu"}))]
 )
@@ -88,6 +90,7 @@ def targets(program: Program) -> list[str]:
     return [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["LSTM"], KINDS))
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_layers_are_one_operator_however_long_the_sequences_are(kind: str, dropout: float) -> None:
@@ -143,6 +146,7 @@ def test_autocast(kind: str) -> None:
     assert all(found == plain for found in dtypes)
 
 
+@pytest.mark.slow
 def test_last_states_lie_with_their_examples_in_dim_1() -> None:
     model = nn.LSTM(3, 4, num_layers=2, batch_first=True)
     options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "backend": "eager", "return_outputs": True}
@@ -167,6 +171,7 @@ def test_sequences_without_items_are_refused() -> None:
         step(torch.randn(2, 0, 3), target=torch.randn(2, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GRU", *slow(("LSTM",), ("RNN",))])
 def test_time_is_never_split(kind: str) -> None:
     """Time in dim 0 of an argument is refused, wherever the way to the layer keeps dim 0; one device takes it."""

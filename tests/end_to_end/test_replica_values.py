@@ -70,6 +70,7 @@ def assert_same(one: Any, other: Any) -> None:
         torch.testing.assert_close(value, other[1][name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_values_of_the_whole_batch_train_as_on_one_device(num_devices: int) -> None:
     expected = trained(None, SIZES, Normalized, coupled_loss)
@@ -104,6 +105,7 @@ def labelled_loss(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tens
     return F.cross_entropy(one @ mirrorc.all_gather(torch.cat([other, other], 1)).chunk(2, 1)[0].T / 0.1, labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [pytest.param(contrastive_loss, marks=pytest.mark.slow), labelled_loss])
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_contrastive_losses_over_the_whole_batch(num_devices: int, loss: Any) -> None:
@@ -125,6 +127,7 @@ class Convolutions(nn.Module):
         return self.again(self.last(torch.tanh(self.norm(self.first(x[:, None]))).flatten(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, *slow(({"affine": False, "momentum": None},))])
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
 def test_synchronized_statistics_are_those_of_the_whole_batch(num_devices: int, options: dict[str, Any]) -> None:
@@ -144,6 +147,7 @@ def reduced_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return total / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_options_of_a_step_mean_the_same(backend: str) -> None:
     """A norm, several buckets, a loss that is the same on all replicas, both backends."""
@@ -172,6 +176,7 @@ def test_evaluations_and_calls_that_accumulate() -> None:
         torch.testing.assert_close(own.detach(), (other - 0.1 * other.grad).detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_numbers_of_replicas() -> None:
     class Numbered(nn.Module):
         def __init__(self) -> None:
@@ -219,6 +224,7 @@ def test_a_replica_that_fails_wakes_those_that_wait_for_it() -> None:
         assert step(x, target=x[:, :3]).item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_one_value_per_channel_has_no_statistics() -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double()
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 5).double()

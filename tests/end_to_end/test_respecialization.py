@@ -82,6 +82,7 @@ def compiled(model: nn.Module, make_optimizer: Any = SGD, **options: Any) -> Ite
 # Programs that train different parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
 @pytest.mark.parametrize("make_optimizer", [ADAM, *slow((partial(SGD, momentum=0.9),))], ids=["adam", "momentum"])
 def test_two_heads_take_turns(make_optimizer: Any, disable_passes: tuple[str, ...]) -> None:
@@ -98,6 +99,7 @@ def test_two_heads_take_turns(make_optimizer: Any, disable_passes: tuple[str, ..
     assert_same_state(optimizer, single.optimizer, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", slow_but(["aab"], ["ab", "ba", "aab"]))
 def test_a_head_without_a_step_has_no_state(order: str) -> None:
     """Until its own program has run, as on one device."""
@@ -113,6 +115,7 @@ def test_a_head_without_a_step_has_no_state(order: str) -> None:
     assert_same_model(model, twin, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_frozen_for_a_while() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))).double()
     twin = copy.deepcopy(model)
@@ -214,6 +217,7 @@ def test_what_is_added_is_refused_by_name_if_it_is_read() -> None:
                 assert "new optimizer over model.parameters()" in str(why.value)
 
 
+@pytest.mark.slow
 def test_what_is_added_without_a_new_variable_is_obeyed() -> None:
     added: list[Callable[[Any], object]] = [
         lambda model: model.layers.append(model.layers[0]),
@@ -301,6 +305,7 @@ def test_a_hook_after_a_gradients_accumulation_is_refused() -> None:
         step(**mlp_batch(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_on_a_gradient_that_comes_later_is_refused(register: str) -> None:
     model = make_mlp()
@@ -313,6 +318,7 @@ def test_a_hook_on_a_gradient_that_comes_later_is_refused(register: str) -> None
         step(**mlp_batch(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
 def test_a_step_hook_that_comes_later_is_not_ignored(register: str) -> None:
     model = make_mlp()
@@ -329,6 +335,7 @@ def test_a_step_hook_that_comes_later_is_not_ignored(register: str) -> None:
             assert len(called) == 1
 
 
+@pytest.mark.slow
 def test_a_forward_hook_that_comes_later_is_not_ignored() -> None:
     model = seeded(Scaled)
     x = torch.ones(4, 2)
@@ -343,6 +350,7 @@ def test_a_forward_hook_that_comes_later_is_not_ignored() -> None:
 # Plain state that a graph is specialized on
 
 
+@pytest.mark.slow
 def test_an_attribute_of_another_type_respecializes() -> None:
     model = seeded(Scaled)
     x = torch.ones(4, 2)
@@ -352,6 +360,7 @@ def test_an_attribute_of_another_type_respecializes() -> None:
             assert step(x).item() == pytest.approx(model(x).item()), repr(value)
 
 
+@pytest.mark.slow
 def test_an_attribute_that_is_first_set_after_compile() -> None:
     model = seeded(Scaled)
     x = torch.ones(4, 2)
@@ -364,6 +373,7 @@ def test_an_attribute_that_is_first_set_after_compile() -> None:
         assert step(x).item() == pytest.approx(model(x).item())
 
 
+@pytest.mark.slow
 def test_an_attribute_may_become_anything() -> None:
     """A plain value may be replaced by what has no truth value, and by what cannot be hashed."""
 
@@ -458,6 +468,7 @@ def test_deterministic_algorithms_respecialize() -> None:
 # Dtypes of variables
 
 
+@pytest.mark.slow
 def test_another_dtype_of_the_model_is_not_taken_back() -> None:
     model = seeded(lambda: nn.Linear(2, 1))
 
@@ -557,6 +568,7 @@ def test_the_warning_about_settings_of_torch_says_what_to_do() -> None:
     assert "mirrorc.replicated" not in message
 
 
+@pytest.mark.slow
 def test_a_step_keeps_the_programs_that_were_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_cache, "MOST_SPECIALIZATIONS", 2)
     model = seeded(TakesANumber).double()
@@ -575,6 +587,7 @@ def test_a_step_keeps_the_programs_that_were_used_last(monkeypatch: pytest.Monke
     assert_same_model(model, single.model, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_few_programs_do_not_warn() -> None:
     with compiled(TakesANumber()) as step, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

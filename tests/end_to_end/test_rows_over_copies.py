@@ -141,6 +141,7 @@ ROWS_OF = {"SparseAdam": 2, "SGD": 2, "momentum": 0, "Adagrad": 2, "two": 2}
 """Of how many tables each other device writes rows."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     selections.slow_but(
@@ -170,6 +171,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", selections.slow_but(["bound"], list(OPTIONS)))
 def test_rows_go_with_all_that_gradients_go_through(name: str) -> None:
     options = {key: value() if callable(value) else value for key, value in OPTIONS[name].items()}
@@ -180,6 +182,7 @@ def test_rows_go_with_all_that_gradients_go_through(name: str) -> None:
     assert_same([model.state_dict(), states], [other.state_dict(), others])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["mirrored", *selections.slow(("least-loaded",))])
 def test_devices_with_memories_of_their_own_get_rows(monkeypatch: pytest.MonkeyPatch, placement: str) -> None:
     separate_memories(monkeypatch)
@@ -204,6 +207,7 @@ def compiled(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any)
     return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **COPIES, **options)
 
 
+@pytest.mark.slow
 def test_what_changes_the_rows_that_a_step_writes_is_seen_between_steps() -> None:
     """Momentum writes rows of earlier steps, and a hook any row: the copies are equal after each step, with and without."""
     model, y = Table(), torch.ones(2, 2)
@@ -284,6 +288,7 @@ def test_rows_are_counted_where_bytes_are() -> None:
     assert all(row.activations < 2048 for row in memory.rows)
 
 
+@pytest.mark.slow
 def test_where_rows_may_be_a_large_part_of_the_table_it_is_sent_whole() -> None:
     model = Table()
     with compiled(torch.optim.SGD(model.parameters(), lr=0.5), model) as step:

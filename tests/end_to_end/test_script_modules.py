@@ -167,6 +167,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices", "backend"),
     [
@@ -182,6 +183,7 @@ def test_training_is_that_of_one_device(name: str, num_devices: int, backend: st
     assert_same_training(found, Trained(alone, optimizer, losses), TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, *slow(({"microbatches": 2},), ({"bucket_cap_mb": 1e-4, "link": "copy"},))])
 def test_masks_and_statistics_are_those_of_the_modules_of_python(options: dict[str, Any]) -> None:
     data = batches(7, 6, 7, 8)
@@ -190,6 +192,7 @@ def test_masks_and_statistics_are_those_of_the_modules_of_python(options: dict[s
     assert_same_bits(found, expected)
 
 
+@pytest.mark.slow
 def test_what_the_user_does_between_steps_is_seen() -> None:
     model, data = scripted(Looping(0.5)), batches(6, 6, 6, 6)
     plain = Looping(0.5)
@@ -257,6 +260,7 @@ def test_one_with_an_object_of_a_class_is_refused() -> None:
         compiled(model)
 
 
+@pytest.mark.slow
 def test_one_that_was_loaded_trains_once_its_parameters_are_such() -> None:
     written = io.BytesIO()
     torch.jit.save(scripted(Looping()), written)  # type: ignore[no-untyped-call]
@@ -271,6 +275,7 @@ def test_one_that_was_loaded_trains_once_its_parameters_are_such() -> None:
     assert_same_bits(train(model, data, 2), train(scripted(Looping()), data, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [scripted, traced])
 def test_bits_do_not_depend_on_what_torchscript_has_optimized_before(make: Callable[[nn.Module], nn.Module]) -> None:
     """It optimizes by its first runs, and runs of one module count for all of its class."""

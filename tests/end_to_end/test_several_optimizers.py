@@ -78,6 +78,7 @@ class Pair:
             assert_same_state(own, other, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("makes", "num_devices", "options"),
     [
@@ -128,6 +129,7 @@ def clear(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     optimizers[1].state.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "makes", [(torch.optim.Muon, ADAMW), *slow(((SGD, ADAM),), ((ADAMW, ADADELTA),))], ids=["muon", "flat", "mixed"]
 )
@@ -139,6 +141,7 @@ def test_what_the_user_does_to_one_of_them_is_seen(makes: Makes) -> None:
         pair.train(3)
 
 
+@pytest.mark.slow
 def test_groups_that_are_added_keep_the_numbers_of_others() -> None:
     """Here the first optimizer gets another group, while the second one's keeps its number, under which its norm is told."""
 
@@ -167,6 +170,7 @@ def test_groups_that_are_added_keep_the_numbers_of_others() -> None:
             step(torch.ones(2, 5).double(), target=torch.ones(2, 3).double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("makes", "num_devices", "options"),
     [
@@ -256,6 +260,7 @@ def test_each_keeps_its_state_in_its_own_object() -> None:
         assert "Muon runs by itself" in str(step.memory())
 
 
+@pytest.mark.slow
 def test_lists_that_are_no_several_optimizers_are_refused() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, both = SGD(net[0].parameters()), ADAM(net.parameters())

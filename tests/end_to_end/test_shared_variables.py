@@ -168,6 +168,7 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     yield {"two memories": COPIES, "one memory": {}, "with Inductor": {"backend": "inductor"}}[request.param]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "options"),
     [
@@ -226,6 +227,7 @@ def test_what_the_user_does_between_turns_reaches_both() -> None:
             turns.train(1, 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["two memories", *slow(["one memory"])], indirect=True)
 def test_optimizers_over_a_part_of_the_same_parameters_keep_memory_of_their_own(options: dict[str, Any]) -> None:
     with Turns(in_part, **options) as turns:
@@ -254,12 +256,14 @@ def test_a_failure_in_one_leaves_the_optimizer_of_the_other_whole() -> None:
         turns.train(1, 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [games, *slow([in_part])])
 def test_two_threads_cannot_run_them_at_once(way: Callable[[nn.ModuleList], list[Any]]) -> None:
     with Turns(way) as turns:
         assert_one_at_a_time(turns.steps[0], turns.steps[1], turns.own[0][1], torch.randn(6, 3).double())
 
 
+@pytest.mark.slow
 def test_what_a_loss_reads_in_its_closure_is_not_trained_meanwhile() -> None:
     """Whichever step is compiled first, and whichever is called first."""
     nets = [nn.Linear(3, 3).double() for _ in range(2)]
@@ -284,6 +288,7 @@ def test_what_a_loss_reads_in_its_closure_is_not_trained_meanwhile() -> None:
             assert_one_at_a_time(again, reader, optimizers[0], x, target=target)
 
 
+@pytest.mark.slow
 def test_parameters_that_nobody_trains_bind_no_steps_together() -> None:
     """Such as those of a teacher: its students train at once, and on other devices."""
     teacher, x = nn.Linear(3, 2).requires_grad_(False), torch.randn(6, 3)
@@ -329,6 +334,7 @@ def assert_one_at_a_time(one: mirrorc.Step, other: mirrorc.Step, optimizer: Any,
     other(x, **more)
 
 
+@pytest.mark.slow
 def test_each_replica_keeps_statistics_of_its_own_over_the_turns() -> None:
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
     optimizers = [SGD(net.parameters(), lr=0.0), ADAMW(net.parameters(), lr=0.0)]
@@ -346,6 +352,7 @@ def test_each_replica_keeps_statistics_of_its_own_over_the_turns() -> None:
         step.close()
 
 
+@pytest.mark.slow
 def test_steps_on_other_devices_are_refused_while_one_is_open() -> None:
     net, x = nn.Linear(3, 2), torch.randn(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -374,6 +381,7 @@ def test_steps_on_other_devices_are_refused_while_one_is_open() -> None:
     step.close()
 
 
+@pytest.mark.slow
 def test_steps_that_nobody_closed_hold_nothing() -> None:
     """As when a cell of a notebook is run again: each step joins the last one, which is dropped then."""
     net, x = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), torch.randn(6, 3)
@@ -417,6 +425,7 @@ def test_a_forgotten_step_keeps_no_gradients() -> None:
         other(x, target=torch.ones(6, 2))
 
 
+@pytest.mark.slow
 def test_variables_that_no_open_step_has_any_more_are_let_go() -> None:
     """Those of a closed step or a forgotten one, and teachers whose program was dropped; the model keeps what they were."""
     nets = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)]
@@ -455,6 +464,7 @@ def test_variables_that_no_open_step_has_any_more_are_let_go() -> None:
     steps[0].close()
 
 
+@pytest.mark.slow
 def test_what_is_kept_when_a_step_is_closed_is_followed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics that a program reads and does not write have a copy on each other device."""
     separate_memories(monkeypatch)

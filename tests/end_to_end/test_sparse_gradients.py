@@ -141,6 +141,7 @@ def check(devices: int, name: str, most: float | None = None, **options: Any) ->
     assert_alike(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     selections.slow_but(
@@ -167,12 +168,14 @@ OTHERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but(["bound", "microbatches"], list(OTHERS)))
 def test_rows_go_through_all_that_gradients_do(case: str) -> None:
     devices, name, options = OTHERS[case]
     check(devices, name, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", selections.slow_but([3], [1, 3]))
 def test_bags_train_as_on_one_device(devices: int) -> None:
     alone, model = seeded(Largest), seeded(Largest)
@@ -348,6 +351,7 @@ def test_gradients_of_several_calls_are_refused() -> None:
         step(x, target=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True, "clip_grad_norm": 1.0}])
 def test_workers_send_each_other_rows(options: dict[str, Any]) -> None:
     def prepared(**others: Any) -> Any:

@@ -60,6 +60,7 @@ def assert_alike(step: mirrorc.Step, prefix: str = "") -> None:
     assert all(torch.equal(value, v.value) for v in vectors for value in v.values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "sizes", "options", "memories"),
     [
@@ -150,6 +151,7 @@ class Game:
         return loss.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "turns"),
     [(2, [(0, 4), (1, 1)]), *slow((3, LONG)), *exhaustive((1, LONG), (2, LONG))],

@@ -71,6 +71,7 @@ def in_place(model: Normed) -> None:
 CHANGES = [forward, functional_forward, functional_forward_of_a_module, in_place]
 
 
+@pytest.mark.slow
 def test_what_is_written_between_steps_goes_to_all_replicas() -> None:
     for change in CHANGES:
         model = make()
@@ -93,6 +94,7 @@ def test_what_is_written_between_steps_goes_to_all_replicas() -> None:
                     assert is_sibling or all(torch.equal(a, b) for a, b in kept), (change, name)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_statistics_of_the_users_forward() -> None:
     """Between steps on one shard's worth of examples for each replica, as if each had trained alone."""
     for change in CHANGES:
@@ -124,6 +126,7 @@ def test_a_statistic_that_is_not_a_number_is_not_taken_for_written() -> None:
         assert step.variables["mean"].values[1].eq(1.0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "norm-only"])
 def test_steps_in_eval_mode_use_what_the_model_shows(is_whole: bool) -> None:
     model = make()
@@ -149,6 +152,7 @@ def test_steps_in_eval_mode_use_what_the_model_shows(is_whole: bool) -> None:
         step(**batch(5, size=9))
 
 
+@pytest.mark.slow
 def test_written_statistics_keep_their_bits_in_eval_mode_on_three_devices() -> None:
     """The mean of three equal numbers may be another number."""
     model = make()

@@ -89,6 +89,7 @@ def new_memory(net: Any, optimizer: Any) -> None:
     net[0].weight.data = 2 * net[0].weight.data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "num_devices", "options"),
     [
@@ -108,6 +109,7 @@ def test_each_goes_on_from_what_the_other_has_written(make: Any, num_devices: in
     turns.close()
 
 
+@pytest.mark.slow
 def test_nothing_is_laid_out_or_copied_between_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, laid = Turns(), []
     turns.train(0, 1)
@@ -119,6 +121,7 @@ def test_nothing_is_laid_out_or_copied_between_turns(monkeypatch: pytest.MonkeyP
     turns.close()
 
 
+@pytest.mark.slow
 def test_closing_one_leaves_the_other() -> None:
     """Which still notices what the user does, and whose state a third step finds."""
     turns = Turns()
@@ -164,6 +167,7 @@ def test_a_failure_in_one_leaves_the_other_whole() -> None:
     turns.close()
 
 
+@pytest.mark.slow
 def test_two_threads_cannot_run_them_at_once() -> None:
     entered, released = threading.Event(), threading.Event()
     turns = Turns()

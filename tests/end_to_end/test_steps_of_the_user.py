@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_value_ as early_clip_grad_value_
 import mirrorc
 
 
+@pytest.mark.slow
 def test_a_step_that_is_patched_on_the_optimizer_is_obeyed() -> None:
     def patched(optimizer: torch.optim.Optimizer, calls: list[int]) -> Any:
         original = optimizer.step
@@ -56,6 +57,7 @@ def test_a_step_that_is_patched_on_the_optimizer_is_obeyed() -> None:
 FUSED = functools.partial(torch.optim.AdamW, lr=0.05, fused=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
 @pytest.mark.parametrize("momentum", slow_but([None], [None, 0.9]), ids=["adamw", "sgd"])
 def test_fused_steps_of_the_user_count(options: dict[str, Any], momentum: float | None) -> None:
@@ -93,6 +95,7 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [*slow(({},)), {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
 @pytest.mark.parametrize("is_wrapped", slow_but([True], [False, True]), ids=["adamw", "wrapped"])
 def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
@@ -120,6 +123,7 @@ def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
     assert_same_state(getattr(optimizer, "inner", optimizer), getattr(of_twin, "inner", of_twin), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, *slow(({"disable_passes": ("share-parameters",)},))], ids=["shared", "copies"])
 def test_fused_steps_of_another_optimizer_over_what_the_step_does_not_train_count(options: dict[str, Any]) -> None:
     """First over other parameters than the step's optimizer holds, then over its own, as many as it held before."""
@@ -153,6 +157,7 @@ def clipping(maximum: float) -> Any:
     return clip
 
 
+@pytest.mark.slow
 def test_clipping_after_a_step_warns_once_whatever_the_import_style(recwarn: pytest.WarningsRecorder) -> None:
     calls = [
         lambda p: early_clip_grad_norm_(p, 0.1),
@@ -189,6 +194,7 @@ def test_clipping_after_a_step_warns_once_whatever_the_import_style(recwarn: pyt
         assert not recwarn.list
 
 
+@pytest.mark.slow
 def test_clipping_is_as_before_for_those_who_have_gradients(recwarn: pytest.WarningsRecorder) -> None:
     model = make_mlp()
     with mirrorc.compile(
@@ -258,6 +264,7 @@ def test_the_tail_of_a_librarys_loop_is_answered_by_two_warnings(recwarn: pytest
     assert_same_model(model, twin, 1e-10)
 
 
+@pytest.mark.slow
 def test_an_enabled_scaler_fails_with_torchs_words_and_changes_nothing(recwarn: pytest.WarningsRecorder) -> None:
     """Its calls lead to no function of mirrorc's; the optimizer's step, to which it gets with a fused optimizer only, does."""
     for make_optimizer in (FUSED, functools.partial(torch.optim.AdamW, lr=0.05)):
@@ -287,6 +294,7 @@ def test_an_enabled_scaler_fails_with_torchs_words_and_changes_nothing(recwarn: 
         assert_same_state(optimizer, of_twin, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
 def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
     make_optimizer: Any, recwarn: pytest.WarningsRecorder
@@ -328,6 +336,7 @@ def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
         assert all(own.grad is one for own, one in zip(model.parameters(), kept, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
 def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_the_users_own(
     make_optimizer: Any, recwarn: pytest.WarningsRecorder
@@ -351,6 +360,7 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_the_users_
     assert not recwarn.list
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
 def test_gradients_are_clipped_by_a_hook_of_the_optimizer(
     make_optimizer: Any, recwarn: pytest.WarningsRecorder
@@ -379,6 +389,7 @@ def penalize(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         p.grad.add_(gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
 def test_hooks_of_the_optimizer_may_use_autograd(make_optimizer: Any) -> None:
     model = make_mlp()
@@ -393,6 +404,7 @@ def test_hooks_of_the_optimizer_may_use_autograd(make_optimizer: Any) -> None:
     assert_same_model(model, twin, 1e-10)
 
 
+@pytest.mark.slow
 def test_parameters_stay_plain() -> None:
     model = make_mlp()
     with mirrorc.compile(

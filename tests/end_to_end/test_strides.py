@@ -82,6 +82,7 @@ class Dropping(nn.Module):
         return (self.dropout(self.lay(x) * self.weight) ** 2).sum()
 
 
+@pytest.mark.slow
 def test_dropout_takes_values_in_any_layout() -> None:
     lays: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: x.transpose(1, 2),
@@ -105,6 +106,7 @@ def test_dropout_takes_values_in_any_layout() -> None:
             assert model.weight.item() == pytest.approx(1.0 - 0.1 * 8.0 * kept)
 
 
+@pytest.mark.slow
 def test_models_with_dropout_on_values_in_another_layout_train() -> None:
     encoder = seeded(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True))
     convolution = seeded(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Dropout(0.2), nn.Flatten()))
@@ -121,6 +123,7 @@ def test_models_with_dropout_on_values_in_another_layout_train() -> None:
 # Operators whose results lie otherwise than those of their fake versions
 
 
+@pytest.mark.slow
 def test_no_view_depends_on_the_layout_of_a_normalization() -> None:
     """The operator that normalizes gives its result in the layout of its argument; its fake version gives it contiguous."""
     model = seeded(TimeSeriesLayer)
@@ -132,6 +135,7 @@ def test_no_view_depends_on_the_layout_of_a_normalization() -> None:
         assert_same_training(train_mirrored(model, SGD, batches, devices, F.cross_entropy), single, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_operators_that_need_a_layout_get_it() -> None:
     shapes: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
         lambda x, y: torch.view_as_real(torch.view_as_complex(y.reshape(-1, 3, 2, 2).contiguous()) * (1 + 1j)).flatten(
@@ -153,6 +157,7 @@ def assert_trains_alike(model: nn.Module) -> None:
     assert_same_training(train_mirrored(model, SGD, batches, 2, F.cross_entropy), single, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_as_strided_addresses_the_elements_of_its_own_shard() -> None:
     shapes: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
         lambda x, y: x.as_strided((len(x), 3, 4), (12, 4, 1)),
@@ -181,6 +186,7 @@ def test_a_view_of_another_value_is_addressed_from_its_own_first_element() -> No
         assert offsets and set(offsets) <= {0, 4}
 
 
+@pytest.mark.slow
 def test_what_as_strided_cannot_address_is_refused() -> None:
     shapes: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
         lambda x, y: x.as_strided((len(x), 3, 4), (12, 4, 1), 1),  # one past the end

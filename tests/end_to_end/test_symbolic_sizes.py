@@ -160,6 +160,7 @@ OTHERS = [(model, 2) for model in MODELS if (model, 2) not in QUICK]
 RARE = [(model, count) for model in MODELS for count in (1, 3) if (model, count) not in QUICK]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make_model", "num_devices"), [*QUICK, *slow(*OTHERS), *exhaustive(*RARE)])
 def test_a_step_is_that_of_plain_pytorch_whatever_the_sizes(
     make_model: Callable[[], nn.Module], num_devices: int, quiet: None
@@ -167,6 +168,7 @@ def test_a_step_is_that_of_plain_pytorch_whatever_the_sizes(
     trained_beside_plain_pytorch(make_model, random_sizes(6, num_devices), num_devices)
 
 
+@pytest.mark.slow
 def test_thirty_lengths_and_five_batch_sizes_are_three_compilations() -> None:
     lengths = random.Random(1).sample(range(2, 60), 30)
     sizes = [([8, 12, 6, 4, 10][i % 5], length) for i, length in enumerate(lengths)]
@@ -175,12 +177,14 @@ def test_thirty_lengths_and_five_batch_sizes_are_three_compilations() -> None:
     assert "x: i64[s0, s1]" in program.to_text()
 
 
+@pytest.mark.slow
 def test_symbols_from_the_first_call_on() -> None:
     step, program = trained_beside_plain_pytorch(Classifier, random_sizes(6, 3), 2, dynamic=True)
     assert num_programs(step) == 1
     assert "x: i64[s0, s1]" in program.to_text()
 
 
+@pytest.mark.slow
 def test_no_symbols(quiet: None) -> None:
     sizes = [(4, 5), (4, 6), (4, 7)]
     step, program = trained_beside_plain_pytorch(Classifier, sizes, dynamic=False)
@@ -188,18 +192,21 @@ def test_no_symbols(quiet: None) -> None:
     assert "x: i64[4, 7]" in program.to_text()
 
 
+@pytest.mark.slow
 def test_uneven_shards_and_a_last_short_batch_leave_numbers() -> None:
     step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), (8, 5), (7, 5), (8, 5), (7, 5)], 2)
     assert num_programs(step) == 2
     assert "s0" not in program.to_text()
 
 
+@pytest.mark.slow
 def test_a_size_of_one_leaves_numbers() -> None:
     step, program = trained_beside_plain_pytorch(Classifier, [(4, 5), (4, 1), (1, 5), (4, 5)])
     assert num_programs(step) == 3
     assert "s0" not in program.to_text()
 
 
+@pytest.mark.slow
 def test_a_branch_on_a_size_is_taken_anew() -> None:
     """`Convolutions` has another graph for more than 20 words: a guard keeps the two apart."""
     step, _ = trained_beside_plain_pytorch(
@@ -208,6 +215,7 @@ def test_a_branch_on_a_size_is_taken_anew() -> None:
     assert num_programs(step) == 3
 
 
+@pytest.mark.slow
 def test_a_size_that_the_model_fixes_stays_a_number() -> None:
     step, program = trained_beside_plain_pytorch(lambda: Sized(6), [(4, 6), (6, 6), (8, 6)], dynamic=True)
     assert num_programs(step) <= 2  # one for views with gaps, one for tensors without
@@ -225,6 +233,7 @@ class Sized(nn.Module):
         return F.cross_entropy(self.head(self.tokens(x).flatten(1)), y[:, 0] % 5)
 
 
+@pytest.mark.slow
 def test_a_size_that_python_counts_with_is_compiled_anew(quiet: None) -> None:
     step, _ = trained_beside_plain_pytorch(Looping, [(4, 3), (4, 4), (4, 5), (4, 6), (4, 4)])
     assert num_programs(step) == 4
@@ -257,6 +266,7 @@ class Returning(nn.Module):
         return {"loss": loss, "logits": logits, "last": logits[:, -1], "mean": logits.mean()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [*slow((1,), (2,)), 3])
 def test_outputs_have_the_sizes_of_the_call(num_devices: int) -> None:
     torch.manual_seed(0)
@@ -274,6 +284,7 @@ def test_outputs_have_the_sizes_of_the_call(num_devices: int) -> None:
                 torch.testing.assert_close(found[name], value, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_marked_dimension_is_a_symbol_from_the_first_call_on() -> None:
     step, _ = step_of(Classifier)
     x, y = text(4, 6)
@@ -320,6 +331,7 @@ def test_symbols_are_refused_with_factors_that_workers_are_to_send() -> None:
         step_of(Classifier, dynamic=True, exchange="factors", **world)
 
 
+@pytest.mark.slow
 def test_numbers_that_stay_are_remarked_on() -> None:
     step, _ = step_of(Classifier, microbatches=2)
     step(*text(5, 6))
@@ -330,6 +342,7 @@ def test_numbers_that_stay_are_remarked_on() -> None:
     assert f"sizes of arguments are numbers: {why}" in step.explain().capture
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_model", "num_devices"), [(Classifier, 2), *slow((Wide, 1), (Tagger, 2), (Recurrent, 1))]
 )
@@ -344,6 +357,7 @@ def test_lengths_of_microbatches_are_symbols(
     assert f"x: i64[{8 // num_devices}, s0]" in program.to_text()
 
 
+@pytest.mark.slow
 def test_lengths_of_microbatches_are_symbols_from_the_first_call_on(quiet: None) -> None:
     step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), (8, 9), (8, 4)], 2, microbatches=4, dynamic=True)
     assert num_programs(step) == 1
@@ -353,6 +367,7 @@ def test_lengths_of_microbatches_are_symbols_from_the_first_call_on(quiet: None)
 CUT_BY_EXAMPLES = "microbatches are cut by numbers of examples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, *slow((1,))])
 def test_numbers_of_examples_beside_microbatches_are_remarked_on(num_devices: int, quiet: None) -> None:
     sizes = [(8, 5), (8, 9), (12, 4), (12, 7), (16, 6)]
@@ -365,6 +380,7 @@ def test_numbers_of_examples_beside_microbatches_are_remarked_on(num_devices: in
     assert not told(program, "sizes of arguments are numbers")
 
 
+@pytest.mark.slow
 def test_microbatches_of_which_only_numbers_of_examples_change_leave_numbers_and_a_remark(quiet: None) -> None:
     """Two numbers of examples may be all batches and the last one: none would be a symbol before the third."""
     sizes = [(8, 5), (12, 5), (16, 5), (20, 5)]
@@ -380,6 +396,7 @@ def test_microbatches_of_which_only_numbers_of_examples_change_leave_numbers_and
     assert remark in program.to_text() and remark in step.explain().capture
 
 
+@pytest.mark.slow
 def test_lengths_of_microbatches_alone_leave_no_remark(quiet: None) -> None:
     step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), (8, 9), (8, 4)], 2, microbatches=2)
     assert num_programs(step) == 2
@@ -387,6 +404,7 @@ def test_lengths_of_microbatches_alone_leave_no_remark(quiet: None) -> None:
     assert not told(program, CUT_BY_EXAMPLES)
 
 
+@pytest.mark.slow
 def test_evaluations_beside_microbatches_have_symbols_for_numbers_of_examples() -> None:
     step, model = step_of(Classifier, microbatches=2, dynamic=True)
     for batch, length in [(8, 5), (12, 7), (16, 5), (7, 4)]:
@@ -397,6 +415,7 @@ def test_evaluations_beside_microbatches_have_symbols_for_numbers_of_examples() 
     assert num_programs(step) == 1
 
 
+@pytest.mark.slow
 def test_another_dtype_is_another_program() -> None:
     step, _ = step_of(Classifier)
     for length in (5, 6, 7):
@@ -407,6 +426,7 @@ def test_another_dtype_is_another_program() -> None:
     assert num_programs(step) == 3
 
 
+@pytest.mark.slow
 def test_the_printed_form_has_symbols_and_is_read_back() -> None:
     _, program = trained_beside_plain_pytorch(Tagger, [(4, 5), (6, 9)], 2, dynamic=True)
     read = read_program_text(program.to_text(regions=True))
@@ -416,6 +436,7 @@ def test_the_printed_form_has_symbols_and_is_read_back() -> None:
     assert "size[s0*s1]" in types.values()
 
 
+@pytest.mark.slow
 def test_a_program_with_symbols_is_saved_and_loaded(tmp_path: Path) -> None:
     _, program = trained_beside_plain_pytorch(CausalAttention, [(4, 5), (6, 9)], 2, dynamic=True)
     program.save(tmp_path / "program.json")
@@ -459,6 +480,7 @@ def test_so_it_is_of_factors_that_updates_multiply() -> None:
     assert "temporaries of update" in told[0] and told[0] == told[1]
 
 
+@pytest.mark.slow
 def test_no_guard_is_made_while_steps_run() -> None:
     """What looks at a symbol in a step would take the size of the compilation for that of the step."""
     step, _ = trained_beside_plain_pytorch(Wide, [(4, 5), (4, 8)], 2)
@@ -483,6 +505,7 @@ class Random(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten() % 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [*slow((1,)), 2])
 @pytest.mark.filterwarnings("error:Raw SymInt")
 def test_random_numbers_are_those_of_programs_for_each_size(num_devices: int) -> None:
@@ -498,6 +521,7 @@ def test_random_numbers_are_those_of_programs_for_each_size(num_devices: int) ->
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_model_is_the_models() -> None:
     step, _ = step_of(Tagger, dynamic=True)
     step(*text(4, 6))
@@ -510,6 +534,7 @@ def test_compiled_regions_take_all_sizes(make_model: Callable[[], nn.Module], qu
     trained_beside_plain_pytorch(make_model, random_sizes(10, 4), 2, backend="inductor")
 
 
+@pytest.mark.slow
 def test_a_compiled_region_takes_all_sizes() -> None:
     step, _ = trained_beside_plain_pytorch(
         Classifier, [(4, 5), (4, 17), (6, 9), (8, 30)], 2, backend="inductor", dynamic=True

@@ -114,6 +114,7 @@ def test_every_operation_is_known_to_every_part() -> None:
         assert found.summary.endswith("."), f"{found.name} does not say what it does"
 
 
+@pytest.mark.slow
 def test_operations_stand_at_their_stages_with_their_keywords() -> None:
     seen = set()
     for program in programs():

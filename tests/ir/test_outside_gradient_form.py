@@ -184,6 +184,7 @@ class ClipGradients:
         return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", slow_but([3], [2, 3]))
 @pytest.mark.parametrize("way", ["shares", "pack", "at once"])
 def test_it_runs(row_sum: Symbol, num_devices: int, way: str) -> None:

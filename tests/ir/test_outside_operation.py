@@ -91,6 +91,7 @@ def test_it_is_saved_and_loaded(scale_bucket: Symbol, tmp_path: Path) -> None:
         assert_same(reload(program, tmp_path), program)
 
 
+@pytest.mark.slow
 def test_the_verifier_knows_it(scale_bucket: Symbol) -> None:
     pipeline = add_passes(default_pipeline(), [mirrorc.after("insert-update", ScaleBuckets(scale_bucket))])
     for at in (ops.all_reduce, ops.update):
@@ -123,6 +124,7 @@ def trained(add: list[Any], learning_rate: float) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_it_runs(scale_bucket: Symbol) -> None:
     expected = trained([], learning_rate=0.05)
     for at in (ops.all_reduce, ops.update):

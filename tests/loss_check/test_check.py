@@ -56,6 +56,7 @@ def test_means_over_examples_are_the_same(name: str) -> None:
     assert "BatchNorm normalize by the statistics of each replica's shard" in str(found) or found.same
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 4),
     st.integers(4, 13),
@@ -139,6 +140,7 @@ def test_what_couples_examples_is_found_and_named(name: str) -> None:
     assert check(make(), loss_fn, num_replicas=1, **more).same, "one device is what the others are compared with"
 
 
+@pytest.mark.slow
 def test_it_says_what_a_step_does() -> None:
     """The loss of a step on as many devices is the one that it computes from shards."""
     for name in ("batch norm", "left out", "a sum and a term once"):
@@ -186,6 +188,7 @@ def test_nothing_changes() -> None:
     assert np.random.get_state()[1].tolist() == streams[2]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_after_steps_and_within_a_step_s_life() -> None:
     model = net(nn.BatchNorm1d(8))
     twin = copy.deepcopy(model)

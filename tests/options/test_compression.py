@@ -42,6 +42,7 @@ def prepared(**options: Any) -> mirrorc.Program:
     return step_of(**options).prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_the_printed_program_says_what_is_compressed_and_is_read_back(tmp_path: Path) -> None:
     program = prepared(exchange="dense")
     text = program.to_text(fold=False)
@@ -50,6 +51,7 @@ def test_the_printed_program_says_what_is_compressed_and_is_read_back(tmp_path: 
     assert_same(program, reload(program, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_is_sent_is_counted_in_memory(devices: int) -> None:
     told = {}
@@ -68,6 +70,7 @@ def test_factors_are_sent_as_they_are() -> None:
     assert any("not compressed: sent as factors" in str(remark) for remark in program.remarks)
 
 
+@pytest.mark.slow
 def test_whole_gradients_are_weighed_against_factors_by_the_bytes_that_are_sent() -> None:
     """The layer's gradient has 60 x 60 elements, and its factors 60 + 60 of each of 20 examples."""
 
@@ -183,6 +186,7 @@ def test_a_pipeline_of_ones_own_may_compress() -> None:
     assert CompressExchange("float16").changes_bits
 
 
+@pytest.mark.slow
 def test_a_part_of_gradients_is_printed_and_read_back(tmp_path: Path) -> None:
     program = prepared(compression=TopK(0.02), exchange="dense")
     text = program.to_text(fold=False)
@@ -193,6 +197,7 @@ def test_a_part_of_gradients_is_printed_and_read_back(tmp_path: Path) -> None:
     assert_same(program, reload(program, tmp_path))
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_gradients_is_counted_in_memory() -> None:
     told = []
     for compression in (TopK(0.02), None):
@@ -283,6 +288,7 @@ def test_a_size_that_is_no_number_of_bytes_is_refused() -> None:
         prepared(compression=Fractional(), exchange="dense")
 
 
+@pytest.mark.slow
 def test_workers_whose_payloads_differ_differ_in_what_they_exchange() -> None:
     hashes = {schedule_hash(prepared(compression=FirstElements(n), exchange="dense")) for n in (10, 11)}
     assert len(hashes) == 2

@@ -37,6 +37,7 @@ def prepared(**options: Any) -> tuple[mirrorc.Step, Program]:
     return step, step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_all_workers_exchange_and_gather_the_same_whatever_their_devices() -> None:
     hashes = set()
     for rank in range(3):
@@ -50,6 +51,7 @@ def test_all_workers_exchange_and_gather_the_same_whatever_their_devices() -> No
     assert whole.schedule_hash not in hashes
 
 
+@pytest.mark.slow
 def test_memory_has_the_state_of_one_part() -> None:
     held = {}
     for is_sharded in (True, False):
@@ -62,6 +64,7 @@ def test_memory_has_the_state_of_one_part() -> None:
     assert held[True] < 0.6 * held[False], "buckets are padded to parts of whole cache lines"
 
 
+@pytest.mark.slow
 def test_the_printed_program_says_whose_part_it_is_and_is_read_back(tmp_path: Path) -> None:
     _, program = prepared()
     text = program.to_text(fold=False)
@@ -96,6 +99,7 @@ def test_small_gradients_are_sent_whole() -> None:
     assert not program.workers.sent_as_factors
 
 
+@pytest.mark.slow
 def test_factors_are_made_in_parts_also_by_workers_with_different_numbers_of_devices() -> None:
     schedules = set()
     for rank in range(3):
@@ -126,6 +130,7 @@ def test_one_commit_point_is_refused() -> None:
         step_of(world=World(2), rank=0, early_update=False)
 
 
+@pytest.mark.slow
 def test_every_worker_has_the_norms_of_all_parts() -> None:
     for rank, parts in ((0, ["0 … 383"]), (1, ["384 … 575", "576 … 767"])):
         _, program = prepared(rank=rank, clip_grad_norm=1.0)
@@ -137,6 +142,7 @@ def test_every_worker_has_the_norms_of_all_parts() -> None:
         assert "nothing stops the step" not in text and "only a lost connection stops the step any more" in text
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_on_any_worker_ends_the_step() -> None:
     _, program = prepared(scaler=torch.amp.GradScaler("cpu"), clip_grad_norm=1.0)
     text = program.to_text(fold=False)

@@ -44,6 +44,7 @@ def owners(placement: Any, **options: Any) -> dict[str, int | None]:
     return {slot.variable: bucket.owner for bucket in program.buckets for slot in bucket.slots}
 
 
+@pytest.mark.slow
 def test_each_placement_has_its_program() -> None:
     assert owners("central") == {"table.weight": 0, "body.weight": 0, "body.bias": 0}
     assert owners("least-loaded") == {"table.weight": 0, "body.weight": 1, "body.bias": 1}
@@ -59,6 +60,7 @@ def test_each_placement_has_its_program() -> None:
     assert words == {"auto": "SHARED", "mirrored": "MIRRORED", "shared": "SHARED", "central": "OWNED"}
 
 
+@pytest.mark.slow
 def test_a_dict_names_owners_and_tied_parameters_have_all_their_names() -> None:
     assert owners({"head.weight": "cpu:1", "*": "central"}) == {"table.weight": 1, "body.weight": 0, "body.bias": 0}
     assert owners({"table.weight": "cpu:1"}) == {"table.weight": 1, "body.weight": 0, "body.bias": 0}
@@ -172,6 +174,7 @@ def test_what_steps_by_itself_cannot_be_given_away() -> None:
         step.prepare(torch.tensor([0, 1]), target=torch.tensor([0, 1]))
 
 
+@pytest.mark.slow
 def test_passes_with_owners_can_be_put_into_a_pipeline_of_ones_own() -> None:
     from mirrorc.passes import UpdateAtOwner
 

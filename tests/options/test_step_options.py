@@ -147,6 +147,7 @@ def fault(option: str, name: str, value: Any) -> str:
     return "" if name in TAKEN[option] else "accepted"
 
 
+@pytest.mark.slow
 def test_values_of_a_wrong_kind_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert set(TAKEN) == set(inspect.signature(mirrorc.compile).parameters) - {"declared"}

@@ -45,6 +45,7 @@ def worker(rank: int = 1, world: World = UNEVEN, **options: Any) -> dict[str, Pr
     return every_stage(captured, over_workers=True, **SMALL_BUCKETS, **options)
 
 
+@pytest.mark.slow
 def test_the_program_of_one_worker_is_compiled_where_no_other_is() -> None:
     with compiled() as step:
         program = step.prepare(**batch())
@@ -59,6 +60,7 @@ def test_the_program_of_one_worker_is_compiled_where_no_other_is() -> None:
     assert [step.program.num_replicas, step.program.num_examples] == [2, (4, 4)]
 
 
+@pytest.mark.slow
 def test_compile_makes_the_golden_program() -> None:
     golden = MODELS["digits"]
     model = golden.make().train()
@@ -67,6 +69,7 @@ def test_compile_makes_the_golden_program() -> None:
         assert step.program.to_text(slots=True, sources=False) == worker_text(), WORKER
 
 
+@pytest.mark.slow
 def test_early_updates_are_said_and_can_be_left_out() -> None:
     with compiled() as step:
         text = str(step.prepare(**batch()))
@@ -107,6 +110,7 @@ def test_buckets_are_smaller_over_several_workers(
     assert f"over {cap:g} MiB (bucket 0: 1 MiB) opens the next" in str(program)
 
 
+@pytest.mark.slow
 def test_all_workers_exchange_the_same_whatever_their_devices() -> None:
     hashes = set()
     for rank, num_examples in enumerate((4, 6, 2)):
@@ -131,6 +135,7 @@ def test_workers_that_are_alike_have_one_program_but_for_their_numbers() -> None
     assert one == other
 
 
+@pytest.mark.slow
 def test_a_comparison_tells_workers_from_a_process_on_its_own() -> None:
     alone, other = golden_program("digits", 2), golden_program("digits", 2, workers=World(2, 2).worker(0))
     assert diff_programs(alone, other).startswith(
@@ -140,6 +145,7 @@ def test_a_comparison_tells_workers_from_a_process_on_its_own() -> None:
     assert "of the workers it is said: all 3 have 2 devices" in diff_programs(other, more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_programs_of_every_stage_are_read_and_loaded_again(rank: int, tmp_path: Path) -> None:
     for name, program in worker(rank, max_grad_value=1.0).items():
@@ -162,6 +168,7 @@ def test_a_text_whose_heading_and_workers_do_not_fit_is_no_program() -> None:
     assert workers
 
 
+@pytest.mark.slow
 def test_a_dump_has_the_program_of_the_worker_after_each_pass(tmp_path: Path) -> None:
     with compiled(dump=tmp_path, example_inputs=batch()):
         (file,) = (tmp_path / "program-0").glob("*-reduce-over-workers.txt")
@@ -183,6 +190,7 @@ def test_a_step_of_a_world_is_for_reading(tmp_path: Path) -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.slow
 def test_a_scaler_and_equal_workers_norms_are_compiled() -> None:
     scaler = torch.amp.GradScaler("cpu")
     options = {"scaler": scaler, "clip_grad_norm": 1.0, "microbatches": 2, "return_outputs": True}
@@ -210,6 +218,7 @@ def test_what_several_workers_cannot_do_yet_is_refused(options: dict[str, Any], 
         compiled(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [World(2), World(2, 2)])
 def test_what_looks_at_all_workers_is_compiled(world: World, tmp_path: Path) -> None:
     """An optimizer that runs by itself takes sums over all workers, whose norm and finiteness are known before the commit."""
@@ -234,6 +243,7 @@ def test_what_looks_at_all_workers_is_compiled(world: World, tmp_path: Path) -> 
     assert any(remark in one.text for one in program.remarks)
 
 
+@pytest.mark.slow
 def test_a_step_without_other_workers_has_no_schedule() -> None:
     with compiled(World(1, 2), rank=0) as step:
         assert "worker" not in str(step.prepare(**batch())).splitlines()[0]
@@ -295,6 +305,7 @@ def test_devices_that_cannot_work_together_are_refused_by_all(names: list[str], 
         joined_workers(SaidAlready(*others), devices, 1.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_norms_over_unlike_workers_are_exchanged_by_all() -> None:
     """Also by a worker with one device, which otherwise measures by itself; whole gradients cannot be measured so."""
     for rank in range(2):

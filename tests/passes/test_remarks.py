@@ -1,5 +1,6 @@
 """Every pass says what it did and why, or why it did nothing."""
 
+import pytest
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, captured_two_layers, handmade
 
 from mirrorc.ir.program import Program, Remark
@@ -16,6 +17,7 @@ def remarks_of(program: Program, **options: object) -> dict[str, list[str]]:
     return said
 
 
+@pytest.mark.slow
 def test_every_pass_says_what_it_did() -> None:
     mixed = [Weight("a"), Weight("b", rule=MUON), Weight("c", (5, 5))]
     for program, options in (

@@ -84,6 +84,7 @@ def wide_sums(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in targets(graph, aten.sum.dim_IntList) if node.args[1] == [1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_sum_of_one_hot_rows_is_left_out_and_others_stay(loss: str) -> None:
     loss_fn, is_known = LOSSES[loss]
@@ -92,6 +93,7 @@ def test_a_sum_of_one_hot_rows_is_left_out_and_others_stay(loss: str) -> None:
     assert len(wide_sums(before.shard_graphs[0])) - len(wide_sums(after)) == is_known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", slow_but(("mean", "by hand", "images", "soft"), LOSSES))
 def test_training_is_that_of_one_device(loss: str) -> None:
     torch.manual_seed(0)
@@ -133,6 +135,7 @@ def test_numbers_that_are_not_finite_are_those_of_torch(target: list[int], worst
     torch.testing.assert_close([p.detach() for p in ours.parameters()], updated, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_short_numbers_are_summed_in_float32_as_before(dtype: torch.dtype) -> None:
     x, target = torch.randn(6, 3).to(dtype), torch.arange(6)
@@ -168,6 +171,7 @@ def _is_backward(node: fx.Node) -> bool:
     return nodes.index(node) > nodes.index(weight)
 
 
+@pytest.mark.slow
 def test_what_forward_stores_in_any_case_is_not_recomputed() -> None:
     """Logarithms that forward multiplies with a matrix."""
     assert not any(node.name.endswith("_again") for node in changed(captured(with_logits)).nodes)

@@ -41,6 +41,7 @@ def num_calls(num_nodes: int, bucket_cap_mb: float) -> int:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_cap_mb", [25, *slow((0.02,))], ids=["one bucket", "a bucket for each layer"])
 def test_twice_the_layers_take_twice_the_calls(bucket_cap_mb: float) -> None:
     num_calls(50, bucket_cap_mb)  # fills caches

@@ -129,6 +129,7 @@ def test_every_pass_has_its_name() -> None:
     assert {name for own in names for name in own} == set(PASSES)
 
 
+@pytest.mark.slow
 @given(
     st.floats(min_value=1e-6, allow_nan=False),
     st.floats(min_value=1e-6, allow_nan=False),
@@ -166,6 +167,7 @@ def test_a_plain_option_survives_as_text(value: object) -> None:
     assert plan == PlanBuckets() and isinstance(keeping, Keeping) and (keeping.factor, keeping.power) == (3, 2)
 
 
+@pytest.mark.slow
 @given(
     st.recursive(st.none() | st.floats() | st.text() | st.integers(), lambda inner: st.tuples(inner) | st.lists(inner))
 )

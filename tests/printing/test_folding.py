@@ -68,6 +68,7 @@ def deep(num_layers: int) -> Program:
     return handmade(3, [Weight("first"), *weights, Weight("last")], uneven=True)
 
 
+@pytest.mark.slow
 def test_a_deep_model_fits_on_a_screen_at_every_stage_with_buckets_and_nothing_is_lost() -> None:
     caps = {"bucket_cap_mb": 2 * 40 * 8 * 4 / 2**20, "first_bucket_mb": 1e-6}
     for name, program in every_stage(deep(32), **caps).items():
@@ -115,6 +116,7 @@ LAYER_BUCKETS = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb"), (64 * 64 + 6
 """Options that give each linear layer of 64 features a bucket of its own."""
 
 
+@pytest.mark.slow
 def test_a_stretch_is_made_of_whole_blocks() -> None:
     half = dict.fromkeys(LAYER_BUCKETS, 8192 / 2**20)  # of a layer: what its norm has is not too little for a bucket
     program = every_stage(captured_model(Blocks(10), columns=64), **half)["lower-devices"]
@@ -140,6 +142,7 @@ def test_a_block_that_goes_on_after_the_stretch_is_printed_whole() -> None:
     assert [text for _, text in unfolded(short)] == lines
 
 
+@pytest.mark.slow
 def test_layers_that_are_named_by_numbers_alone_are_folded() -> None:
     layers = (nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(24))
     program = every_stage(captured_model(nn.Sequential(*layers, nn.Linear(64, 64)), columns=64), **LAYER_BUCKETS)

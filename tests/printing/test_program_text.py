@@ -278,6 +278,7 @@ def imported(path: Path, source: str) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_without_sources_the_text_is_the_same_when_code_moves(tmp_path: Path) -> None:
     files = [
         imported(tmp_path / "one" / "model.py", SOURCE),
@@ -298,6 +299,7 @@ def code_of(text: str) -> list[str]:
     return [line for line in lines if line]
 
 
+@pytest.mark.slow
 def test_remarks_and_comments_stay_where_sources_are_left_out() -> None:
     program = run_up_to("lower-devices", captured_two_layers())
     assert program.remarks
@@ -337,6 +339,7 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 def test_values_in_regions_are_called_by_their_module() -> None:
     text = run_up_to("lower-devices", captured_model(Blocks())).to_text(regions=True)
     forward, backward = text.split("region bwd_0(")
@@ -384,6 +387,7 @@ class Wrapped(nn.Module):
         return self.net(x)
 
 
+@pytest.mark.slow
 def test_values_between_modules_are_called_by_what_they_are_made_of() -> None:
     text = run_up_to("lower-devices", captured_model(Functional())).to_text(regions=True)
     FileCheck().check("region fwd_0(").check("    x_mul: f32[4, 4] = ").check("layers_0_relu: ").check(
@@ -403,6 +407,7 @@ MORE_CALLS += [(Wrapped, 1, torch.tanh), (Functional, 2, PLUS_ONE), (Wrapped, 5,
 FAST_CALLS = MORE_CALLS[3::6]  # one of each kind of model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "place", "extra"),
     [
@@ -459,6 +464,7 @@ def renumbered(graph: fx.Graph, seed: int) -> fx.Graph:
     return copy
 
 
+@pytest.mark.slow
 def test_names_do_not_depend_on_the_tracers_numbering() -> None:
     program = captured_model(Blocks())
     for seed in (0, 1):
@@ -471,6 +477,7 @@ def test_names_do_not_depend_on_the_tracers_numbering() -> None:
             assert [str(g) for g in found[name].graphs()] == [str(g) for g in stages[name].graphs()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "caps", [pytest.param({}, marks=pytest.mark.slow), SMALL_BUCKETS], ids=["one-bucket", "many-buckets"]
 )
@@ -511,6 +518,7 @@ def check_files(directory: Path) -> None:
         assert f"after {name} · stage " in (directory / file).read_text(encoding="utf-8").splitlines()[0]
 
 
+@pytest.mark.slow
 def test_the_environment_variable_names_a_directory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIRRORC_DUMP", str(tmp_path / "from-environment"))
     step_with_dump().close()
@@ -520,6 +528,7 @@ def test_the_environment_variable_names_a_directory_too(tmp_path: Path, monkeypa
     assert len(list((tmp_path / "from-environment").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_without_dump_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MIRRORC_DUMP", raising=False)
     monkeypatch.chdir(tmp_path)

@@ -45,6 +45,7 @@ def as_printed(line: PrintedLine) -> str:
 OTHER_MODELS = tuple(sorted({*SMALL_MODELS, *LARGE_MODELS} - {"mlp", "conv"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("models", [("mlp", "conv"), *slow((OTHER_MODELS,))], ids=["two", "others"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_nothing_is_lost_in_reading_any_program_of_any_stage(form: dict[str, bool], models: tuple[str, ...]) -> None:
@@ -255,6 +256,7 @@ def test_a_function_after_a_region_is_refused() -> None:
             read_program_text(text)
 
 
+@pytest.mark.slow
 def test_dumps_of_passes_are_read_but_for_those_that_leave_the_program_out(tmp_path: Path) -> None:
     weights = TwoLayers()
     optimizer = torch.optim.SGD(weights.parameters(), lr=0.1)

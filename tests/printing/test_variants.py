@@ -2,6 +2,7 @@ import functools
 import re
 from collections import OrderedDict
 
+import pytest
 import torch
 from tiny_models import make_mlp
 from tiny_programs import captured_model, captured_two_layers, every_stage, handmade
@@ -31,6 +32,7 @@ def uneven() -> Program:
     return stages(3)["lower-devices"]
 
 
+@pytest.mark.slow
 def test_examples_and_loss_weights_are_those_of_the_batch() -> None:
     FileCheck().check("# cpu:0, cpu:1 (replicas 0, 1) run this on 3 of the batch's 8 examples each").check_next(
         "#   examples by their place in the batch, from 0: cpu:0 0 … 2, cpu:1 3 … 5"
@@ -58,6 +60,7 @@ def test_a_loss_that_is_a_sum_has_the_weight_one() -> None:
     )
 
 
+@pytest.mark.slow
 def test_random_streams_are_told_where_there_are_any() -> None:
     program = captured_model(make_mlp(torch.float32, dropout=0.5), 2, columns=6)
     assert "seed" in [argument.kind for argument in program.arguments]
@@ -74,6 +77,7 @@ def test_of_the_second_shape_only_what_differs_is_printed() -> None:
     assert whole.count("= wait(") == 2 * text.count("= wait(") > 0
 
 
+@pytest.mark.slow
 def test_the_line_from_which_parameters_may_be_written_says_so_and_why() -> None:
     for name, program in stages(2).items():
         lines = program.to_text(fold=False).splitlines()
@@ -91,6 +95,7 @@ def test_the_line_from_which_parameters_may_be_written_says_so_and_why() -> None
     )
 
 
+@pytest.mark.slow
 def test_a_wait_says_which_part_of_the_bucket_it_gives_and_the_table_those_of_all() -> None:
     program = every_stage(captured_two_layers(2))["lower-devices"]
     (bucket,) = program.buckets
@@ -103,6 +108,7 @@ def test_a_wait_says_which_part_of_the_bucket_it_gives_and_the_table_those_of_al
     assert "elements" not in every_stage(captured_two_layers(2))["schedule-overlap"].to_text().partition("def ")[2]
 
 
+@pytest.mark.slow
 def test_factors_and_places_of_gradients_are_told() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3))

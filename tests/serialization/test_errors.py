@@ -264,6 +264,7 @@ def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(item, (*path, key))
 
 
+@pytest.mark.slow
 def test_whatever_is_changed_in_a_file_it_is_loaded_or_refused(tmp_path: Path) -> None:
     whole = data_of(run_passes(handmade(2, buffer=True), default_pipeline(**SMALL_BUCKETS)), tmp_path)
     generator = random.Random(0)
@@ -306,6 +307,7 @@ def with_code(data: Any, path: tuple[Any, ...], code: str) -> Any:
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("payloads_at_a_place", [1, pytest.param(len(PAYLOADS), marks=pytest.mark.slow)])
 def test_nothing_in_a_file_is_executed(tmp_path: Path, payloads_at_a_place: int) -> None:
     """Any string may be code: torch.fx writes a graph's names, targets and keywords into a function as they are."""
@@ -324,6 +326,7 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path, payloads_at_a_place: int)
 ESCAPES = "\x1b]0;title\x07\x1b[2J", "\x9b2J \u202eevil \ud800", "a\rb\x08\x7f"
 
 
+@pytest.mark.slow
 def test_nothing_in_a_file_reaches_a_terminal_as_a_control_character(tmp_path: Path) -> None:
     """Neither in a printed program nor in a message about one."""
     whole = data_of(run_passes(handmade(1, buffer=True), default_pipeline()), tmp_path)

@@ -39,6 +39,7 @@ ARGUMENTS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(args=st.lists(ARGUMENTS, max_size=3), kwargs=st.dictionaries(st.sampled_from("abc"), ARGUMENTS, max_size=2))
 @one_folder_for_all
 def test_arguments_stay_what_they_are(args: list[Any], kwargs: dict[str, Any], tmp_path: Path) -> None:
@@ -72,6 +73,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=4).flatmap(
 )
 
 
+@pytest.mark.slow
 @given(
     place=SHAPES,
     offset=st.integers(0, 3),
@@ -99,6 +101,7 @@ NAMES = st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters=
 CODE = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), max_size=20)
 
 
+@pytest.mark.slow
 @given(folder=NAMES, name=NAMES, line=st.integers(1, 9999), code=CODE)
 @one_folder_for_all
 def test_source_lines_stay_what_they_are(folder: str, name: str, line: int, code: str, tmp_path: Path) -> None:

@@ -61,17 +61,20 @@ def assert_kept_at_every_stage(program: Program, directory: Path, **options: Any
 FAST_MODELS = ("mlp", "noisy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(FAST_MODELS, [*SMALL_MODELS, *sorted(LARGE_MODELS)]))
 def test_a_model_is_kept_at_every_stage(name: str, tmp_path: Path) -> None:
     assert_kept_at_every_stage(captured(name), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("name", slow_but(["conv"], ["conv", "dropout"]))
 def test_a_model_is_kept_on_fewer_devices(name: str, num_devices: int, tmp_path: Path) -> None:
     assert_kept_at_every_stage(on_devices(captured(name), num_devices), tmp_path, **SMALL_BUCKETS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(("own optimizer",), HANDMADE))
 def test_passes_make_of_a_loaded_program_what_they_make_of_the_saved_one(name: str, tmp_path: Path) -> None:
     passes = default_pipeline(**SMALL_BUCKETS)
@@ -111,6 +114,7 @@ def results_of(module: fx.GraphModule) -> Any:
     return module(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", "dropout", "noisy"])
 def test_regions_compute_the_same_bits(name: str, tmp_path: Path) -> None:
     program = lowered(name)
@@ -155,6 +159,7 @@ def test_devices_need_not_be_there(tmp_path: Path) -> None:
     assert_same(reload(program, tmp_path), program)
 
 
+@pytest.mark.slow
 def test_no_path_of_this_machine_is_in_a_file(tmp_path: Path) -> None:
     reload(lowered("bert"), tmp_path)
     text = (tmp_path / "program.json").read_text(encoding="utf-8")
@@ -175,6 +180,7 @@ def test_compressed_files_hold_the_same_and_are_known_by_their_content(tmp_path:
     assert (tmp_path / "again.json.gz").read_bytes() == compressed
 
 
+@pytest.mark.slow
 def test_files_grow_with_the_program_and_no_faster(tmp_path: Path) -> None:
     sizes = []
     for num_calls in (1000, 2000):

@@ -115,6 +115,7 @@ def test_a_check_that_says_nothing_is_refused(directives: str, message: str) -> 
         check(TEXT, directives)
 
 
+@pytest.mark.slow
 def test_a_program_a_step_and_a_text_can_be_checked(program: Program) -> None:
     directives = """
         CHECK: #     fc2.weight[3]
@@ -144,6 +145,7 @@ def test_a_program_a_step_and_a_text_can_be_checked(program: Program) -> None:
         check(TEXT, ["CHECK: alpha"])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_holds_and_what_does_not_is_what_file_check_says() -> None:
     kinds = ("", "-SAME", "-NEXT", "-NOT", "-DAG", "-COUNT-2", "-COUNT-EXACTLY-2")
     draw = random.Random(0)

@@ -78,6 +78,7 @@ def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Folder
     return Folder(pytester)
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_is_missing_fails_and_says_how_to_make_it(folder: Folder) -> None:
     status, output = folder.run()
     assert status == 1 and folder.files() == []
@@ -85,6 +86,7 @@ def test_a_snapshot_that_is_missing_fails_and_says_how_to_make_it(folder: Folder
     assert "b0_pending: pending f32[96]      = reduce_scatter(" in output and "1 snapshot failed" in output
 
 
+@pytest.mark.slow
 def test_updating_writes_the_canonical_text_and_an_equal_program_passes(folder: Folder) -> None:
     status, output = folder.run("--snapshot-update")
     assert status == 0 and "1 snapshot generated" in output
@@ -94,6 +96,7 @@ def test_updating_writes_the_canonical_text_and_an_equal_program_passes(folder: 
     assert status == 0 and "1 snapshot passed" in output
 
 
+@pytest.mark.slow
 def test_a_changed_program_fails_in_words_and_in_lines_and_can_be_renewed(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +149,7 @@ def test_workers_of_xdist_agree_and_write(folder: Folder) -> None:
     assert status == 0 and "2 snapshots passed" in output, output
 
 
+@pytest.mark.slow
 def test_snapshots_that_no_test_uses_are_reported_and_removed(folder: Folder) -> None:
     folder.write(TEST_FILE + "\ndef test_b(mirror_snapshot):\n    assert program() == mirror_snapshot(name='twin')\n")
     folder.run("--snapshot-update")
@@ -168,6 +172,7 @@ def test_several(mirror_snapshot):
 """
 
 
+@pytest.mark.slow
 def test_a_test_may_have_several_snapshots_by_name_or_number_and_with_bodies_of_regions(folder: Folder) -> None:
     folder.write(TEST_FILE + SEVERAL)
     assert folder.run("--snapshot-update")[0] == 0
@@ -263,6 +268,7 @@ def test_check_does_without_syrupy(folder: Folder) -> None:
     assert "ProgramSnapshot needs syrupy, which is not installed: pip install 'mirrorc[testing]'" in result.stdout.str()
 
 
+@pytest.mark.slow
 def test_pytest_brings_neither_torch_nor_mirrorc_along(folder: Folder) -> None:
     folder.write(
         "import sys\n\ndef test_nothing(pytestconfig):\n"
@@ -284,6 +290,7 @@ def test_a_snapshot_fixture_of_another_plugin_is_refused(folder: Folder) -> None
     )
 
 
+@pytest.mark.slow
 def test_a_snapshot_fixture_with_another_extension_will_do(folder: Folder) -> None:
     folder.pytester.makeconftest(
         "import pytest\nfrom syrupy.extensions.json import JSONSnapshotExtension\n\n@pytest.fixture\ndef snapshot(snapshot):\n"

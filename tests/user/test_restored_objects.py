@@ -150,6 +150,7 @@ def ways_to_hold(value: Any) -> list[tuple[nn.Module, Any]]:
     return [(model, F.mse_loss), (nested, F.mse_loss), (hooked, F.mse_loss), *((Net(), loss) for loss in losses)]
 
 
+@pytest.mark.slow
 def test_what_forward_and_loss_change_is_put_back() -> None:
     for i, what in enumerate(mutable_objects()):
         for way in range(7):

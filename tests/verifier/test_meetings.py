@@ -24,6 +24,7 @@ from mirrorc.ir.program import Program
 from mirrorc.verifier.verifier import verify
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", slow_but([7, 1], [8, 7, 1]))
 @pytest.mark.parametrize("num_devices", slow_but([1, 3], [1, 2, 3]))
 def test_programs_whose_replicas_meet_are_valid_after_each_pass(rows: int, num_devices: int) -> None:
@@ -31,6 +32,7 @@ def test_programs_whose_replicas_meet_are_valid_after_each_pass(rows: int, num_d
         verify(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 1, 0])
 def test_programs_whose_replicas_meet_other_workers_are_valid_after_each_pass(rows: int) -> None:
     stages = list(stages_of_worker(rows).values())
@@ -38,6 +40,7 @@ def test_programs_whose_replicas_meet_other_workers_are_valid_after_each_pass(ro
         verify(after, before=before)
 
 
+@pytest.mark.slow
 def test_a_pass_must_not_have_a_worker_stay_away() -> None:
     before, after = (stages_of_worker(0)["lower-devices"] for _ in range(2))
     stay_away(after)
@@ -64,6 +67,7 @@ def test_a_program_in_which_they_would_not_meet_is_refused(text: str) -> None:
         verify(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pass_name", ["replicate", "schedule-overlap", "lower-devices"])
 def test_a_pass_must_not_change_what_they_meet_with(pass_name: str) -> None:
     before, after = (meeting_stages()[pass_name] for _ in range(2))

@@ -27,6 +27,7 @@ def assert_told_apart(report: Report) -> None:
     assert f"{report.valid} valid programs accepted" in table(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "quota"), [((2,), 1), *slow(((2, 3), 2))], ids=str)
 def test_what_breaks_a_program_is_refused_and_what_keeps_its_meaning_is_accepted(
     num_devices: tuple[int, ...], quota: int
@@ -61,6 +62,7 @@ def _texts(subject: object) -> Iterator[str]:
     yield str(program.buckets)
 
 
+@pytest.mark.slow
 def test_mutants_are_copies() -> None:
     subjects = list(next(handmade_sources()).subjects())
     before = [list(_texts(subject)) for subject in subjects]
@@ -90,6 +92,7 @@ def test_a_rule_that_fails_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (tally.mutants, tally.wrong, len(tally.crashed)) == (1, [], 1)
 
 
+@pytest.mark.slow
 def test_places_are_sampled_evenly_and_others_each_turn() -> None:
     assert list(sampled(3, 5, turn=1)) == [0, 1, 2] and list(sampled(4, 0, turn=1)) == [0, 1, 2, 3]
     chosen = [list(sampled(100, 4, turn)) for turn in range(5)]

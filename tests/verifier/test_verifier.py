@@ -136,6 +136,7 @@ def test_a_rule_from_outside_is_checked_and_taken_back() -> None:
         rule()(lambda program: iter(()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, SMALL_BUCKETS], ids=["one-bucket", "many-buckets"])
 @pytest.mark.parametrize("num_devices", slow_but([1, 3], [1, 2, 3, 4]))
 def test_valid_programs_pass_at_every_stage(num_devices: int, options: dict[str, float]) -> None:

@@ -51,6 +51,7 @@ def trainings() -> Iterator[Any]:
         yield pytest.param(family, entry, UNEVEN, marks=marks, id=f"{entry.name}, uneven")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "entry", "size"), [*trainings()])
 def test_trains_as_in_plain_pytorch(family: str, entry: ZooModel, size: int) -> None:
     _skip_without_library(family)

@@ -145,6 +145,7 @@ def _entries(structure: Any) -> Iterator[Any]:
         yield structure
 
 
+@pytest.mark.slow
 @fuzzed(150)
 @given(st.lists(values_strategy, max_size=3), st.dictionaries(st.sampled_from(["k", "m"]), values_strategy))
 def test_a_call_is_put_together_as_it_was(args: list[Any], kwargs: dict[str, Any]) -> None:

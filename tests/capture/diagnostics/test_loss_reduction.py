@@ -41,6 +41,7 @@ SUMS: dict[str, Loss] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(SUMS))
 def test_a_sum_is_warned_of_where_the_loss_is_taken_for_a_mean(kind: str) -> None:
     (message,) = said(SUMS[kind], return_outputs=kind == "metrics")
@@ -49,6 +50,7 @@ def test_a_sum_is_warned_of_where_the_loss_is_taken_for_a_mean(kind: str) -> Non
     assert not said(SUMS[kind], devices=1)
 
 
+@pytest.mark.slow
 def test_a_mean_is_warned_of_where_the_loss_is_taken_for_a_sum() -> None:
     (message,) = said(lambda o, y: F.mse_loss(o, y), devices=3, loss_reduction="sum")
     assert "mse_loss in the loss of Linear is a mean over the examples, and with loss_reduction='sum'" in message
@@ -66,6 +68,7 @@ RIGHT: dict[str, Loss] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(RIGHT))
 def test_what_is_a_mean_or_may_be_one_is_not_spoken_of(kind: str) -> None:
     assert not said(RIGHT[kind])

@@ -62,6 +62,7 @@ def test_class_weights_are_warned_of_once() -> None:
     assert warned(Tagger(weight=weight), batch(), num_devices=1) == ([], ""), "one device is right"
 
 
+@pytest.mark.slow
 def test_targets_that_are_left_out_count_where_shards_differ_in_them() -> None:
     messages, remarks = warned(Tagger(), batch(per_example=(1, 2, 0, 0)))
     assert len(messages) == 1 and "3 of 10, 0 of 10 in the shards of this batch" in messages[0]
@@ -93,6 +94,7 @@ def test_a_shard_without_targets_gives_no_gradient_and_a_loss_that_is_not_a_numb
             torch.testing.assert_close(found, parameter - 0.1 * parameter.grad)
 
 
+@pytest.mark.slow
 def test_other_means_and_other_reductions_are_right() -> None:
     for loss_fn, target in (
         (F.cross_entropy, torch.tensor([0, 1, 2, 0])),

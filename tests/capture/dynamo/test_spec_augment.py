@@ -18,6 +18,7 @@ from mirrorc.capture.dynamo.spec_augment import masked_spans, masking_functions
 ROWS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "mask"),
     [

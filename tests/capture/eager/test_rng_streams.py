@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from mirrorc.capture.eager.rng_streams import ReplicaStream
@@ -58,6 +59,7 @@ print("all have read")
 """
 
 
+@pytest.mark.slow
 def test_threads_read_the_generators_whatever_python_does_meanwhile() -> None:
     """In a process of its own: where threads wait for each other with Python's lock held, nothing in it can end it."""
     command = [sys.executable, "-c", _READS_IN_THREADS]

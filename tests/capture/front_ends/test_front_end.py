@@ -72,11 +72,13 @@ def captured_text(name: str) -> str:
     return run_passes(captured.program, default_pipeline()).to_text(regions=True)
 
 
+@pytest.mark.slow
 def test_a_front_end_from_outside_traces_each_shape_of_a_shard(front_end: CountingFrontEnd) -> None:
     assert captured_text("counting") == captured_text("dynamo")
     assert front_end.shapes == [(3, 6), (2, 6)]
 
 
+@pytest.mark.slow
 def test_a_step_is_captured_by_the_front_end_that_is_asked_for(front_end: CountingFrontEnd) -> None:
     model, batch = make_mlp(), mlp_batch(5)
     options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_fn": F.cross_entropy, "backend": "eager"}
@@ -106,6 +108,7 @@ def test_names_are_taken_once_and_unknown_ones_refused(front_end: CountingFrontE
         front_end_named("no-such")
 
 
+@pytest.mark.slow
 def test_steps_may_be_compiled_in_several_threads_at_once() -> None:
     models = [make_mlp() for _ in range(3)]
     twins = copy.deepcopy(models)

@@ -28,6 +28,7 @@ def num_hooks(model: nn.Module) -> list[int]:
     return [len(module._forward_hooks) for module in model.modules()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_called_before"), [("hidden_states", False), *slow(("hidden_states", True), ("attentions", False))]
 )
@@ -69,6 +70,7 @@ def test_hooks_are_installed_once_and_only_where_forward_collects() -> None:
     assert not install_capturing_hooks(nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_nothing_is_installed_where_nothing_is_collected() -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -50,6 +50,7 @@ def test_wrong_arguments(text: str) -> None:
         ask()
 
 
+@pytest.mark.slow
 def test_graphs_say_how_many_rows_all_replicas_have() -> None:
     program = captured_model(Meeting(), 3, 7)
     for graph, size in zip(program.shard_graphs, (3, 2), strict=True):
@@ -113,6 +114,7 @@ def of_worker(rank: int, rows: int) -> tuple[Program, str]:
         return program, step.schedule_hash
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, 3, 1])
 def test_meetings_of_workers_are_in_their_schedule(rows: int) -> None:
     """Rows are taken to be as many on the other worker, and behind those of the workers before."""
@@ -130,6 +132,7 @@ def test_meetings_of_workers_are_in_their_schedule(rows: int) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_a_worker_without_examples_attends_the_meetings_of_the_others() -> None:
     program, own = of_worker(1, 0)
     assert own == of_worker(0, 4)[1]
@@ -138,6 +141,7 @@ def test_a_worker_without_examples_attends_the_meetings_of_the_others() -> None:
     assert not any(next(calls_to(graph, *ops.MEETINGS), None) for graph in program.graphs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "text"),
     [

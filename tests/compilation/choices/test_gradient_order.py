@@ -132,6 +132,7 @@ def test_what_the_chief_does_not_name_comes_behind_in_an_order_that_all_have() -
     assert taken(put_into(order, program)) == ("2.bias", "2.weight", "0.weight", "0.bias")
 
 
+@pytest.mark.slow
 def test_what_the_chief_does_not_name_comes_by_the_numbers_of_layers() -> None:
     """Layer 10 before layer 9, as in backward; by names alone, which all workers have, and not as variables are read."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(12)))
@@ -163,6 +164,7 @@ def test_evaluations_stay_as_they_are_and_tell_nothing() -> None:
     assert not words.told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chief", "own"), [(1, 4), (4, 1)])
 def test_attention_over_one_example_has_the_buckets_of_several(chief: int, own: int) -> None:
     """Each gradient has a bucket, and those whose places differ are launched in one order."""

@@ -27,6 +27,7 @@ def prepare(step: mirrorc.Step) -> mirrorc.ir.program.Program:
     return step.prepare(torch.randint(4096, (8, 2)), target=torch.zeros(8, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_how_gradients_are_sent_is_as_it_was() -> None:
     with made() as first, made() as later:
         assert first.state_dict()["sent_as_factors"] is None
@@ -45,6 +46,7 @@ def test_how_gradients_are_sent_is_as_it_was() -> None:
             later.load_state_dict(first.state_dict())
 
 
+@pytest.mark.slow
 def test_what_others_have_chosen_is_left_aside() -> None:
     with made() as step, made(exchange="dense") as dense:
         step.load_state_dict({**MIDDLE, "devices_per_worker": [1, 1, 1]})

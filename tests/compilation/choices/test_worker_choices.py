@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from tiny_programs import captured_model
 from torch import nn
@@ -65,6 +66,7 @@ def test_nothing_is_sent_outside_of_a_call() -> None:
     assert any("as if all workers had as many examples" in one.text for one in program.remarks)
 
 
+@pytest.mark.slow
 def test_proposals_are_sent_once_in_one_order() -> None:
     words = Words(4)
     choices = choices_with(words)

@@ -101,6 +101,7 @@ def prepared(devices: int = 1, rank: int = 0, num_examples: int = 8, **options: 
         return step.program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_large_products_and_tables_get_buckets_of_their_own(devices: int) -> None:
     program = prepared(devices)
@@ -115,6 +116,7 @@ def test_large_products_and_tables_get_buckets_of_their_own(devices: int) -> Non
     assert worker_schedule(program) == worker_schedule(prepared(devices, rank=1))
 
 
+@pytest.mark.slow
 def test_all_are_sent_as_asked() -> None:
     dense, factors = prepared(exchange="dense"), prepared(exchange="factors")
     assert not dense.workers.sent_as_factors and "how workers send" not in str(dense)
@@ -122,6 +124,7 @@ def test_all_are_sent_as_asked() -> None:
     assert worker_schedule(dense) != worker_schedule(factors)
 
 
+@pytest.mark.slow
 def test_devices_that_read_no_others_memory_have_whole_sums_to_send() -> None:
     assert not prepared(2, link="copy").workers.sent_as_factors
     assert prepared(1, link="copy").workers.sent_as_factors == ("2.weight", "0.weight"), "a device alone has factors"

@@ -49,6 +49,7 @@ def fits(algorithm: AllReduceAlgorithm, num_devices: int) -> bool:
     return not algorithm.objection(num_devices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", slow_but([2, 3, 4], range(2, 9)))
 def test_every_algorithm_is_proved_and_sums_each_element_once(num_devices: int) -> None:
     """The last of the lengths has chunks and shares of unequal lengths, the first ones have empty ones."""

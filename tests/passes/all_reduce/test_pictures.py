@@ -7,6 +7,8 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+
 from mirrorc.all_reduce_algorithms import ALGORITHMS, HierarchicalCopy, RoundRobin
 from mirrorc.analysis.cost.message_costs import message_costs, messages
 from mirrorc.passes.all_reduce.__main__ import NUM_ELEMENTS, main, pictures
@@ -51,6 +53,7 @@ def test_a_picture_of_several_buckets_says_which_an_arrow_moves() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_table_of_costs_is_what_graphs_cost() -> None:
     page = (DOCS / "all_reduce.md").read_text().replace("⌈log₂ N⌉", "L").replace("log₂ N", "L")
     for num_devices in (4, 8):

@@ -64,6 +64,7 @@ def backward_of(program: Program) -> list[fx.Node]:
     return nodes[nodes.index(first) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [*slow((0.8,), (0.4,)), 0.5])
 def test_the_bound_is_kept_and_what_is_predicted_comes_true(part: float) -> None:
     program = captured_model(Deep(), 1, 32)
@@ -80,6 +81,7 @@ def test_the_bound_is_kept_and_what_is_predicted_comes_true(part: float) -> None
     assert f"{size_text(predicted.num_bytes)} are predicted at the peak" in chosen.remarks[-1].text
 
 
+@pytest.mark.slow
 def test_less_memory_takes_more_work() -> None:
     program = captured_model(Deep(8), 1, 32)
     timeline, whole = JointTimeline(program, program.shard_graphs[0]), predicted_peak(program)
@@ -106,6 +108,7 @@ def test_without_a_bound_and_in_an_evaluation_nothing_is_chosen() -> None:
     assert not checkpoints(run_passes(evaluation, [ChooseCheckpoints(0)], [Verify()]))
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_same_in_each_run() -> None:
     program = captured_model(Deep(), 1, 32)
     bound = predicted_peak(program) // 2
@@ -113,6 +116,7 @@ def test_the_choice_is_the_same_in_each_run() -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_random_numbers_are_drawn_again_and_buffers_written_once() -> None:
     program = captured_model(Deep(), 1, 32)
     _, after = bounded(program, 0)
@@ -124,6 +128,7 @@ def test_random_numbers_are_drawn_again_and_buffers_written_once() -> None:
     assert {name: node.name for name, node in now.items()} == {name: node.name for name, node in before.items()}
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_model_stay() -> None:
     program = captured_model(Deep(6, num_own=2), 1, 32)
     given = checkpoints(program)
@@ -158,6 +163,7 @@ class WithOperators(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 def test_operators_of_libraries_are_never_run_again() -> None:
     program = captured_model(WithOperators(), 1, 32)
     _, after = bounded(program, 0)
@@ -197,6 +203,7 @@ class RandomNet(nn.Module):
         return self.head(torch.stack(values[-3:]).mean(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [*range(2), *slow(*((seed,) for seed in range(2, 12))), *exhaustive(*((seed,) for seed in range(12, 40)))]
 )
@@ -240,12 +247,14 @@ def call_another_operator(graph: fx.Graph) -> None:
     ).target = aten.sigmoid.default
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [draw_another_mask, call_another_operator])
 def test_a_copy_that_is_no_copy_is_refused(change: Callable[[fx.Graph], None]) -> None:
     with pytest.raises(VerifyError, match="dataflow_is_kept"):
         run_passes(captured_model(Deep(), 1, 32), [Breaks(change)], [Verify()])
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_left_for_later_passes() -> None:
     _, after = bounded(captured_model(Deep(), 1, 32), 0)
     assert not any(CHECKPOINT in node.meta for node in after.shard_graphs[0].nodes)

@@ -58,6 +58,7 @@ def decomposed(**options: bool) -> Program:
     return run_passes(program, [DecomposeGelu(**options)], [Verify()])
 
 
+@pytest.mark.slow
 def test_the_tanh_of_forward_and_backward_becomes_a_sigmoid_and_the_other_gelu_stays() -> None:
     program = decomposed()
     for graph in program.shard_graphs:

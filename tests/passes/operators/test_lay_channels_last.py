@@ -59,6 +59,7 @@ def is_channels_last(node: fx.Node) -> bool:
     return node.meta["val"].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 def test_convolutions_and_what_is_made_of_them_lie_channels_last() -> None:
     graph = laid(Convolutions(), torch.randn(4, 3, 6, 6))
     convolutions = targets(graph, aten.convolution.default)
@@ -190,6 +191,7 @@ MODELS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_the_format_changes_no_number(make: Callable[[], nn.Module]) -> None:
     """Trained with it and without: whatever a model does with what convolutions give."""
@@ -247,6 +249,7 @@ class GivesFeatures(nn.Module):
         return self.head(h.relu().mean((2, 3))), h
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_outputs_lie_as_in_pytorch(num_devices: int) -> None:
     torch.manual_seed(0)

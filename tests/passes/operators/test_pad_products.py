@@ -194,6 +194,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "num_devices", "backend"), CASES)
 def test_no_number_changes(make: Callable[[], nn.Module], num_devices: int, backend: str) -> None:
     torch.manual_seed(0)
@@ -215,6 +216,7 @@ def test_no_number_changes(make: Callable[[], nn.Module], num_devices: int, back
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_outputs_lie_as_in_pytorch(num_devices: int) -> None:
     torch.manual_seed(0)

@@ -78,6 +78,7 @@ def read_by_backward(program: Program) -> list[fx.Node]:
     return [node for node in forward if node.op == "call_function" and any(user in backward for user in node.users)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_backward_runs_the_operators_of_a_checkpoint_again(use_reentrant: bool) -> None:
     before, after = recomputed(Blocks(use_reentrant=use_reentrant))
@@ -94,6 +95,7 @@ def test_backward_runs_the_operators_of_a_checkpoint_again(use_reentrant: bool) 
     assert [remark.text for remark in after.remarks if "2 checkpoints: backward runs" in remark.text]
 
 
+@pytest.mark.slow
 def test_a_copy_stands_where_backward_first_needs_it() -> None:
     """So no checkpoint is computed again before backward is through with the checkpoints behind it."""
     _, after = recomputed(Blocks(3))
@@ -106,6 +108,7 @@ def test_a_copy_stands_where_backward_first_needs_it() -> None:
         assert copies.issuperset(between)
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_is_given_is_kept() -> None:
     before, after = recomputed(Blocks())
     kept = {node.name for node in read_by_backward(after)}
@@ -117,6 +120,7 @@ def test_what_a_checkpoint_is_given_is_kept() -> None:
         assert any(checkpoint_of(user) != checkpoint_of(node) for user in node.users)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "num_again"), [(keeps_products, {"addmm": 0, "tanh": 2}), (recomputes_products, {"addmm": 2, "tanh": 0})]
 )
@@ -127,6 +131,7 @@ def test_a_policy_says_what_is_kept(policy: Any, num_again: dict[str, int]) -> N
     assert sum(name.endswith("_addmm_again") for name in again) == num_again["addmm"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch has no such policy")
 def test_a_policy_that_moves_values_is_refused() -> None:
     words = r"a checkpoint in Blocks asks for CheckpointPolicy.MUST_CPU_OFFLOAD at .*Remedy: let the policy return MUST_SAVE"
@@ -134,6 +139,7 @@ def test_a_policy_that_moves_values_is_refused() -> None:
         captured_model(Blocks(context_fn=by_policy(offloads)), 1)
 
 
+@pytest.mark.slow
 def test_buffers_are_written_once() -> None:
     before, after = recomputed(Blocks())
     written = [program.shard_graphs[0].output_node().args[0]["writes"] for program in (before, after)]  # type: ignore[index, call-overload]
@@ -141,6 +147,7 @@ def test_buffers_are_written_once() -> None:
     assert names[0] == names[1] and len(names[0]) == 6
 
 
+@pytest.mark.slow
 def test_copies_are_in_regions_of_backward() -> None:
     _, after = recomputed(Blocks())
     outlined = run_passes(after, [PlanBuckets(1e-4, 1e-4), OutlineRegions()], [Verify()])
@@ -154,6 +161,7 @@ def test_copies_are_in_regions_of_backward() -> None:
     assert any(name.endswith("_tanh_again") for names in bodies.values() for name in names)
 
 
+@pytest.mark.slow
 def test_elementwise_values_that_are_recomputed_anyway_are_left_alone() -> None:
     before = captured_model(Blocks(), 1)
     after = run_passes(before, [RecomputeElementwise(), RecomputeCheckpoints()], [Verify()])
@@ -165,6 +173,7 @@ def test_a_model_without_checkpoints_stays_as_it_is() -> None:
     assert after.shard_graphs == before.shard_graphs
 
 
+@pytest.mark.slow
 def test_an_evaluation_keeps_nothing_anyway() -> None:
     before = captured_model(Blocks(), 1, evaluates=True)
     after = run_passes(before, [RecomputeCheckpoints()], [Verify()])
@@ -190,6 +199,7 @@ def test_what_backward_reads_at_once_is_kept() -> None:
     assert any(node.name.endswith("_again") for node in backward)
 
 
+@pytest.mark.slow
 def test_a_captured_program_keeps_its_checkpoints_in_a_file(tmp_path: Path) -> None:
     program = captured_model(Blocks(context_fn=by_policy(keeps_products)), 1)
     program.save(tmp_path / "program.json")
@@ -235,6 +245,7 @@ def call_another_operator(graph: fx.Graph) -> None:
     again(graph, aten.tanh.default).target = aten.sigmoid.default
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [draw_another_mask, take_another_operand, call_another_operator])
 def test_a_copy_that_is_no_copy_is_refused(change: Callable[[fx.Graph], None]) -> None:
     with pytest.raises(VerifyError, match="dataflow_is_kept"):

@@ -101,6 +101,7 @@ def again(program: Program) -> list[fx.Node]:
     return [node for node in program.shard_graphs[0].nodes if "_again" in node.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "is_left_out"),
     [
@@ -131,6 +132,7 @@ def test_what_would_take_longer_is_kept(function: Callable[[torch.Tensor], torch
     assert not again(RecomputeElementwise().run(captured(function)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [normed, gated, pooled])
 def test_training_is_that_of_one_device(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model, x = net(function)

@@ -31,6 +31,7 @@ def called(graph: fx.Graph) -> list[str]:
     return [str(node.kwargs["region"]) for node in targets(graph, ops.call_region)]
 
 
+@pytest.mark.slow
 def test_a_graph_for_each_kind_of_shard_runs_its_microbatches_in_order() -> None:
     found = microbatched()
     before, after = found["place-gradients"], found[PASS.name]
@@ -46,6 +47,7 @@ def test_a_graph_for_each_kind_of_shard_runs_its_microbatches_in_order() -> None
     verify(found["lower-devices"])
 
 
+@pytest.mark.slow
 def test_later_microbatches_add_in_the_slots_of_the_first() -> None:
     found = microbatched()
     graph = found[PASS.name].shard_graphs[0]
@@ -93,6 +95,7 @@ def test_gradients_that_stay_factors_have_those_of_all_microbatches() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_factors_of_all_microbatches_are_to_be_smaller() -> None:
     """40 x 30 elements; the factors have 70 for each row: 17 rows of a shard are fewer, 18 are not, whatever each part has."""
     assert targets(factored(rows=34)[PASS.name].shard_graphs[0], ops.product)
@@ -131,6 +134,7 @@ def test_the_verifier_refuses_a_microbatch_that_is_missing_twice_or_another() ->
     verify(after, before=before, after=PASS.name)
 
 
+@pytest.mark.slow
 def test_what_it_cannot_take_is_refused() -> None:
     captured = captured_two_layers(2, 8, 2)
     with pytest.raises(VerifyError, match="run 'accumulate-microbatches' before 'replicate'"):

@@ -95,6 +95,7 @@ def test_a_region_is_not_given_what_only_its_product_needed() -> None:
         assert len(placeholders) == len(call.args) and all(placeholder.users for placeholder in placeholders)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [7, 9])
 def test_uneven_shards_agree_on_what_is_factored(rows: int) -> None:
     after = FactorGradients(min_elements=0).run(outlined(TwoLayers(), rows=rows))
@@ -103,6 +104,7 @@ def test_uneven_shards_agree_on_what_is_factored(rows: int) -> None:
     verify(after)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_worth_it_on_one_shard_alone_is_not_factored() -> None:
     """40 x 30 elements; the factors have 70 for each row: 17 rows are fewer, 18 are not."""
     assert factored(FactorGradients(min_elements=0).run(outlined(TwoLayers(), rows=34))) == ["wide.weight"]

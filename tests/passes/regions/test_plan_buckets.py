@@ -48,6 +48,7 @@ weights_strategy = st.lists(
 caps_strategy = st.sampled_from([0.05, 0.1, 0.25, 0.5, 1.0, 4.0, math.inf]).map(lambda kib: kib * KIB)
 
 
+@pytest.mark.slow
 @fuzzed(150)
 @given(weights=weights_strategy, cap=caps_strategy, first=caps_strategy)
 def test_a_plan_holds_every_gradient_once_in_order_and_within_caps(
@@ -240,6 +241,7 @@ def test_packs_are_not_dealt_out() -> None:
         PlanBuckets(packing=2).run(planned_only(FOUR).evolve(workers=several))
 
 
+@pytest.mark.slow
 @fuzzed(100)
 @given(weights=weights_strategy, number=st.integers(1, 9), is_reversed=st.booleans())
 def test_every_element_lies_in_one_pack(weights: list[Weight], number: int, is_reversed: bool) -> None:

@@ -57,6 +57,7 @@ def trained(num_devices: int, passes: list[Pass], backend: str = "eager", **opti
         return [*found, *(parameter.detach().clone() for parameter in model.parameters())], step.program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [(2, {"microbatches": 2}), *slow((3, {}), (2, {"backend": "inductor"})), *exhaustive((1, {}), (2, {}))],
@@ -70,6 +71,7 @@ def test_not_a_bit_changes(num_devices: int, options: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("min_factored_elements", "num_devices", "num_parts"),
     [(1, 3, 2), *slow((1, 1, 1), (2**40, 2, 1)), *exhaustive((1, 2, 1), (2**40, 1, 1), (2**40, 3, 2))],
@@ -98,18 +100,21 @@ def test_a_view_of_a_result_that_outlives_its_readers_is_not_overwritten(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_values_that_exist_one_after_the_other_have_the_same_memory() -> None:
     """Each of two microbatches has two values at a time."""
     _, program = trained(1, pipeline(microbatches=2), microbatches=2)
     assert sorted(node.kwargs["number"] for node in reserved(program)) == [0, 0, 1, 1]
 
 
+@pytest.mark.slow
 def test_what_something_else_reads_stays_out_of_it() -> None:
     """Logits are an output of the step, too, and a gradient is read by its bucket."""
     _, program = trained(2, pipeline())
     assert [node.kwargs["shape"][1] for node in reserved(program)] == [7] * 4  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_steps_and_programs_use_the_same_memory() -> None:
     torch.manual_seed(0)
     model = Net()

@@ -89,6 +89,7 @@ def assert_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [
@@ -261,6 +262,7 @@ def test_the_verifier_refuses_writes_into_what_does_not_die() -> None:
         verify(program)
 
 
+@pytest.mark.slow
 def test_the_verifier_refuses_to_give_back_what_is_written() -> None:
     program = REUSING.run(outlined())
     body = program.regions["bwd_0"].graph_module.graph

@@ -86,6 +86,7 @@ def test_what_is_no_table_of_rows_is_broadcast_whole() -> None:
     assert said(program) == ["no rows are sent: no device has a copy of a table of rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [SendRows(), SendRows(most_in_one_memory=1)], ids=["the same", "another bound"])
 def test_a_second_run_keeps_what_the_first_has_done(again: SendRows) -> None:
     once = run_passes(whole(3), [SendRows()])
@@ -100,6 +101,7 @@ def test_a_second_run_with_a_larger_bound_sends_the_rows_of_tables_that_the_firs
     assert [ALL in text for text in said(program)] == [True, False]
 
 
+@pytest.mark.slow
 def test_rows_are_not_cut_into_chunks() -> None:
     """How many there are is known in a step alone."""
     program = run_passes(whole(3), [SendRows()])

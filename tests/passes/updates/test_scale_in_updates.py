@@ -65,6 +65,7 @@ def test_what_it_leaves_alone() -> None:
     assert len(targets(graph, ops.scale)) == 1, "an optimizer that runs by itself takes what is scaled"
 
 
+@pytest.mark.slow
 def test_it_says_what_it_did() -> None:
     said = [remark.text for remark in scaled(2, ClipGradients(1.0)).remarks if remark.by == "scale-in-updates"]
     assert said == [

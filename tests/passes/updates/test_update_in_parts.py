@@ -60,6 +60,7 @@ def whole(pipeline: list[Pass]) -> list[Pass]:
     return select_passes(pipeline, ["update-in-parts"])
 
 
+@pytest.mark.slow
 def test_updates_of_products_make_them() -> None:
     program = compiled()
     assert parts_of(program) == {150}
@@ -69,6 +70,7 @@ def test_updates_of_products_make_them() -> None:
     assert "a product of some rows may be added up in another order" in remarks[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -93,6 +95,7 @@ def test_it_runs_behind_links_alone() -> None:
     assert parts_of(program) == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, *slow((140,), (0,))])
 def test_rows_of_other_workers_are_looked_at_when_they_are_there(rows: int) -> None:
     """Whatever a worker's own batch, all workers compile the same updates."""
@@ -117,6 +120,7 @@ def test_wrong_sizes_are_refused() -> None:
         UpdateInParts(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "are_in_parts"),
     [
@@ -146,6 +150,7 @@ def test_options_that_bound_or_look_at_shares(options: dict[str, Any], are_in_pa
     torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "num_devices"),
     [
@@ -171,6 +176,7 @@ def test_training_is_that_of_one_device(optimizer: str, num_devices: int) -> Non
         assert own.keys() == other.keys()
 
 
+@pytest.mark.slow
 def test_what_users_do_between_steps() -> None:
     """Schedulers, loaded state, another implementation: each part follows the optimizer as it is then."""
     model, given = net().double(), batches(*[8] * 8)
@@ -191,6 +197,7 @@ def test_what_users_do_between_steps() -> None:
     assert_same_training(found, train_on_one_device(model, make, given, F.cross_entropy, after_step=after), 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_bits_are_those_of_whole_products(backend: str) -> None:
     """Here a product of few rows is added up in the order of many; where it is not, the pass says that bits change."""
@@ -205,6 +212,7 @@ def test_bits_are_those_of_whole_products(backend: str) -> None:
     assert_same_bits(found, again)
 
 
+@pytest.mark.slow
 def test_gradients_take_no_memory() -> None:
     rows = []
     for select in (list, whole):

@@ -205,6 +205,7 @@ def test_a_program_of_several_workers_needs_the_pass() -> None:
         verify(LowerDevices().run(program))
 
 
+@pytest.mark.slow
 @fuzzed(8)
 @given(
     per_worker=st.lists(st.integers(1, 4), min_size=2, max_size=4),

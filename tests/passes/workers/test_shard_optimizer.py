@@ -96,6 +96,7 @@ def sending(rank: int, devices: int) -> Program:
     return captured_model(model, devices).evolve(workers=workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_of_factors_each_worker_makes_what_it_updates(devices: int) -> None:
     """All get the factors, and gather what was updated; sums of other buckets go to whom updates them."""
@@ -132,6 +133,7 @@ def test_a_process_on_its_own_has_nothing_to_deal_out() -> None:
     assert not targets(next(iter(program.device_graphs.values())).graph, ops.scatter_sums, ops.gather_parameters)
 
 
+@pytest.mark.slow
 def test_what_accumulates_lies_as_in_the_step_that_updates() -> None:
     for kind in (Accumulation.NONE, Accumulation.ADDS, Accumulation.ENDS):
         program = captured(World(2, 2), 0).evolve(accumulation=kind)
@@ -229,6 +231,7 @@ def test_what_is_computed_of_a_sum_is_computed_of_the_part() -> None:
         assert update.all_input_nodes[0].meta["val"].shape == (stop - start,)
 
 
+@pytest.mark.slow
 @fuzzed(8)
 @given(
     per_worker=st.lists(st.integers(1, 4), min_size=2, max_size=4),

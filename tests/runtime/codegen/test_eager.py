@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from fuzzing import fuzzed
 from hypothesis import given
@@ -50,6 +51,7 @@ REGIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @fuzzed(10)
 @given(st.sampled_from(REGIONS), st.lists(st.permutations(range(4)), min_size=60, max_size=60), st.integers(0, 2**32))
 def test_regions_give_the_same_values_under_any_strides_of_their_arguments(

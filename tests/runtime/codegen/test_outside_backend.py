@@ -41,6 +41,7 @@ def backend() -> Iterator[InterpretingBackend]:
     unregister_backend(own.name)
 
 
+@pytest.mark.slow
 def test_a_backend_from_outside_trains_as_one_device_does(backend: InterpretingBackend) -> None:
     batches = [mlp_batch(6, seed=seed) for seed in range(3)]
     make_optimizer = partial(torch.optim.SGD, lr=0.1)

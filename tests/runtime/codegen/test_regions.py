@@ -89,6 +89,7 @@ def test_a_copy_for_a_device_leaves_the_region_alone() -> None:
     assert str(region.graph_module.graph) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inductor", "eager"])
 def test_a_compiled_region_computes_what_the_region_says(name: str) -> None:
     if name == "inductor" and not has_cpp_compiler():
@@ -163,6 +164,7 @@ def test_inductor_does_not_change_the_region(monkeypatch: pytest.MonkeyPatch) ->
     assert region.graph_module.graph.output_node() is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("operator", [out_products.mm_into, out_products.linear_into, out_products.addmm_into], ids=str)
 def test_products_into_given_memory_take_no_operator_of_ours(operator: Any) -> None:

@@ -131,6 +131,7 @@ def test_results_may_be_arguments_their_views_or_the_same_memory_twice() -> None
     assert isinstance(same[0], Allocation) and same[0] is same[1] and same[0].num_bytes == 3 * ROW
 
 
+@pytest.mark.slow
 def test_inductors_code_takes_only_what_is_not_fused() -> None:
     def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> list[fx.Node]:
         for target in (aten.exp.default, aten.sin.default, aten.relu.default):
@@ -182,6 +183,7 @@ def test_code_that_cannot_be_followed_is_said_and_counted_as_if_not_fused(source
     assert lives(found) == lives(ran(region))
 
 
+@pytest.mark.slow
 def test_a_deep_region_is_followed_in_one_go() -> None:
     def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:
         for _ in range(3000):

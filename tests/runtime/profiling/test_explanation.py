@@ -372,6 +372,7 @@ def test_what_is_apportioned_adds_up(values: list[float], num_units: int) -> Non
         assert not sum(positive) or abs(units - value / sum(positive) * num_units) <= 1.0 + 1e-6
 
 
+@pytest.mark.slow
 @fuzzed(60)
 @given(st.integers(1, 3), st.integers(0, 2**32), st.sampled_from(["shared-memory", "nccl"]), st.integers(1, 3))
 @example(1, 2676624, "shared-memory", 1)  # 9.1645 ms, which is printed as 9.165
@@ -455,6 +456,7 @@ advice: even out the devices: cpu:1 computes for 15.000 ms, cpu:0 for 9.000 ms, 
   what else runs on the cores of cpu:1. Estimated gain: 3.000 ms a step."""
 
 
+@pytest.mark.slow
 def test_text_of_many_devices_keeps_its_width() -> None:
     program = program_of(24)
     text = str(explained(program, *([EVEN | DONE] * 24)))

@@ -73,6 +73,7 @@ def recorded(program: Program, *, warms_up: bool = False) -> RecordedStep:
     return RecordedStep(warms_up, 0, tuple(own[0].start_ns for own in calls), calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("learned", [0.5, 2.0])
 @pytest.mark.parametrize("is_dealt", [False, True])

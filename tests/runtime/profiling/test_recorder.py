@@ -385,6 +385,7 @@ def calls_of(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in silent]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("num_devices", slow_but([1, 3], [1, 2, 3]))
 def test_a_step_notes_every_call_of_every_device(num_devices: int) -> None:
@@ -422,6 +423,7 @@ def test_records_go_on_when_memory_is_laid_out_anew() -> None:
         assert second.begun_ns == first.ended_ns + 1, "the clock is the same"
 
 
+@pytest.mark.slow
 def test_each_program_has_its_own_record() -> None:
     model = nn.Linear(3, 2)
     with compiled(model) as step:
@@ -435,6 +437,7 @@ def test_each_program_has_its_own_record() -> None:
         assert recorder_of(step) is first and [len(r.steps()) for r in (first, second)] == [2, 2]
 
 
+@pytest.mark.slow
 def test_no_more_than_the_last_steps_are_kept_and_nothing_outlives_the_step() -> None:
     model = nn.Linear(3, 2)
     step = compiled(model)
@@ -449,6 +452,7 @@ def test_no_more_than_the_last_steps_are_kept_and_nothing_outlives_the_step() ->
     assert reference() is None
 
 
+@pytest.mark.slow
 def test_a_step_without_records_has_no_trace_of_them() -> None:
     model = nn.Linear(3, 2)
     with compiled(model, record=False) as step:

@@ -24,6 +24,7 @@ def flipped(tensor: torch.Tensor, byte: int, bit: int) -> None:
     tensor.view(-1).view(torch.uint8)[byte] ^= 1 << bit
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(DTYPES), st.integers(1, 9000), st.integers(0, 2**32 - 1), st.data())
 def test_flipped_bits_change_it(dtype: torch.dtype, size: int, seed: int, data: st.DataObject) -> None:

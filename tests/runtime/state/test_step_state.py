@@ -58,6 +58,7 @@ def test_a_buffer_that_was_replaced_before_a_refused_call_is_used_by_the_next_on
         torch.testing.assert_close(step(x), model(x).detach())
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_memory_is_laid_out_does_not_break_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64))
@@ -72,6 +73,7 @@ def test_an_interrupt_while_memory_is_laid_out_does_not_break_the_step(monkeypat
     assert losses == sorted(losses, reverse=True) and losses[0] != losses[-1]
 
 
+@pytest.mark.slow
 def test_gradients_of_tables_are_right_after_an_interrupt_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(is_interrupted: bool) -> torch.Tensor:
         torch.manual_seed(0)
@@ -124,6 +126,7 @@ class Normalized(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [interrupt, pytest.param(fail, marks=pytest.mark.slow)], ids=["interrupt", "failure"])
 @pytest.mark.parametrize(
     "stride",

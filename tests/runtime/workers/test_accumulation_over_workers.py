@@ -111,6 +111,7 @@ def assert_as_in_one_process(workers: list[Any], given: dict[str, Any]) -> None:
         assert own["values"] == workers[0]["values"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
 def test_updates_are_those_of_one_process_on_all_examples(found: Mapping[str, Any], case: str) -> None:
     assert_as_in_one_process(found[case][: len(CASES[case]["devices"])], CASES[case])

@@ -104,6 +104,7 @@ def assert_close(own: dict[str, list[float]], expected: dict[str, list[float]], 
         assert own[name] == pytest.approx(values, rel=rel, abs=abs), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but([one for one in CASES if one not in SLOW], list(CASES)))
 def test_gradients_are_rounded_on_their_worker_and_once_more_in_the_sum(found: Mapping[str, Any], case: str) -> None:
     first, second = found[case][:2]

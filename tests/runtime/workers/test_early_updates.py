@@ -99,6 +99,7 @@ def failed_update(found: Mapping[str, Any]) -> list[Any]:
     return own
 
 
+@pytest.mark.slow
 def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(failed_update: list[Any]) -> None:
     other, culprit = failed_update[:2]
     assert "MemoryError: there is none" in culprit["failed"] and "bucket 0 of " in culprit["failed"]

@@ -92,6 +92,7 @@ def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) 
         assert own[name] == pytest.approx(values, rel=1e-9, abs=1e-11), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but(set(PARITY) - set(SLOW), PARITY))
 def test_workers_that_have_left_make_the_updates_of_all(found: Mapping[str, Any], case: str) -> None:
     given = CASES[case]

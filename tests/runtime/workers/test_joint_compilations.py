@@ -54,6 +54,7 @@ def of_each(found: Mapping[str, Any], case: str) -> list[tuple[Any, ...]]:
     return list(zip(*(own["attempts"] for own in found[case]), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(FAST, ATTEMPTS))
 def test_a_step_that_one_worker_cannot_compile_is_refused_by_all_and_leaves_no_trace(
     found: Mapping[str, Any], case: str

@@ -192,6 +192,7 @@ def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) 
         numpy.testing.assert_allclose(own[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.slow
 def test_workers_without_examples_count_for_nothing(found: Mapping[str, Any]) -> None:
     losses, values = in_one_process(CASES["empty, random"])
     for own in found["empty, random"][:2]:
@@ -358,6 +359,7 @@ def test_another_model_is_refused_by_all(found: Mapping[str, Any]) -> None:
     assert "model: Mlp" in errors[0] and "model: Table" in errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", selections.slow_but(["kill"], ["kill", "end", "stop"]))
 def test_a_worker_that_is_gone_is_named(tmp_path: Any, fault: str) -> None:
     given = {

@@ -87,6 +87,7 @@ def is_near(own: Any, expected: Any) -> bool:
     return own == pytest.approx(expected, rel=1e-10, abs=1e-12, nan_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
 def test_steps_norms_and_state_are_those_of_one_process(found: Mapping[str, Any], case: str) -> None:
     given = CASES[case]

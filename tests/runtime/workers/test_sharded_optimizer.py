@@ -128,6 +128,7 @@ def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) 
         assert own[name] == pytest.approx(values, rel=1e-10, abs=1e-12), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but(FAST, (*PARITY, *FROZEN)))
 def test_steps_and_state_are_those_of_one_process(found: Mapping[str, Any], case: str) -> None:
     """Also where buckets become others than those for which the state is dealt out, because of other sizes or parameters."""

@@ -187,6 +187,7 @@ def assert_close(own: Mapping[str, Any], expected: Mapping[str, Any], abs: float
         assert own[name] == pytest.approx(given, rel=1e-9, abs=abs), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but([one for one in CASES if one not in SLOW], list(CASES)))
 def test_what_is_not_sent_is_added_in_the_next_step(found: Mapping[str, Any], case: str) -> None:
     size = len(CASES[case]["devices"])

@@ -172,6 +172,7 @@ def assert_close(values: Mapping[str, Any], expected: Mapping[str, Any], abs: fl
         assert values[name] == pytest.approx(numbers, rel=1e-9, abs=abs), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but([name for name in FAST if name in CASES], list(CASES)))
 def test_what_factors_leave_out_is_added_in_the_next_step(outcomes: Mapping[str, Any], case: str) -> None:
     size = len(CASES[case]["devices"])

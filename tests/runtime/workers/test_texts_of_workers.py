@@ -60,6 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but(FAST, [name for name in CASES if name not in AT_RANDOM]))
 def test_steps_are_those_of_one_process(found: Mapping[str, Any], case: str) -> None:
     given = CASES[case]

@@ -46,6 +46,7 @@ def assert_same(own: dict[str, Any], losses: list[float], values: dict[str, list
         assert own["values"][name] == pytest.approx(expected, rel=1e-9, abs=1e-11), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mlp", "bound"])
 def test_steps_are_those_of_one_process(found: dict[str, Any], case: str) -> None:
     losses, values = reference({"devices": [1, 1], **CASES[case]}, range(4))

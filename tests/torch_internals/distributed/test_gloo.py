@@ -40,6 +40,7 @@ def test_collectives_of_a_group() -> None:
     assert [value.tolist() for value in sent] == [[5, 6]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_patient", [True, False])
 def test_a_patient_worker_waits_longer_than_the_timeout(is_patient: bool) -> None:
     groups = opened(seconds=0.5)

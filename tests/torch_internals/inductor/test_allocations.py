@@ -47,6 +47,7 @@ def test_peak_allocation_counts_what_lives_at_once_and_is_not_given() -> None:
     assert internals.peak_allocation(lambda: given.add_(1), [given]) == 0
 
 
+@pytest.mark.slow
 def test_inductors_wrapper_can_be_run_on_fake_tensors() -> None:
     def region(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (torch.mm(x.exp().sin(), y),)

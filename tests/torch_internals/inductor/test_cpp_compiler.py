@@ -13,6 +13,7 @@ from mirrorc import torch_internals as internals
 from mirrorc.torch_internals.inductor import cpp_compiler
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 def test_kernels_compiled_together_are_there_at_the_end() -> None:
     given = torch.randn(7, 3)

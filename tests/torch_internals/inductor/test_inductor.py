@@ -33,6 +33,7 @@ def test_a_pooling_is_decomposed_into_two_operators() -> None:
     assert (window.meta["val"].dtype, operators[1].meta["val"].dtype) == (torch.int8, torch.int64)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("padding_idx", [-1, 2])
 def test_gradients_of_tables_are_kept_for_passes_and_decomposed_for_inductor(padding_idx: int) -> None:
@@ -52,6 +53,7 @@ def test_gradients_of_tables_are_kept_for_passes_and_decomposed_for_inductor(pad
     torch.testing.assert_close(found, target(*given, 9, padding_idx, False))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 def test_compile_with_inductor_computes_and_keeps_strides() -> None:
     graph = fx.Graph()
@@ -73,6 +75,7 @@ def test_compile_with_inductor_computes_and_keeps_strides() -> None:
     torch.testing.assert_close(total, given.sin().sum())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 def test_outputs_of_products_that_torch_pads_keep_their_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs torch makes products of odd sizes as parts of larger ones, whose rows are longer."""
@@ -96,6 +99,7 @@ def test_outputs_of_products_that_torch_pads_keep_their_strides(monkeypatch: pyt
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 def test_compile_with_inductor_finds_what_it_compiled_in_the_cache_and_not_what_others_did() -> None:
     from torch._dynamo.utils import counters
@@ -141,6 +145,7 @@ def test_has_cpp_compiler_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert internals.has_cpp_compiler() is True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not internals.has_cpp_compiler(), reason="no C++ compiler")
 def test_an_operator_of_ours_becomes_a_call_of_torchs_function() -> None:
     def negate_into(out: torch.Tensor, x: torch.Tensor) -> None:

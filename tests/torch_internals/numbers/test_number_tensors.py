@@ -85,6 +85,7 @@ def run(traced: Any, *leaves: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtypes", [FAST_DTYPES, *slow((set(DTYPES) - FAST_DTYPES,))], ids=["some", "others"])
 def test_dtypes_and_bits_are_those_of_a_python_number(name: str, dtypes: set[torch.dtype]) -> None:

@@ -114,6 +114,7 @@ def effects_of(does: Callable[[Any, torch.Tensor], object]) -> Any:
         return internals.python_effects_of(internals.trace_full_graph(Does(does), (torch.ones(2, 3),)))
 
 
+@pytest.mark.slow
 def test_writes_are_found_with_their_lines_unless_they_change_nothing() -> None:
     clear = SideEffects.clear
     for does, expected in WRITES:

@@ -175,6 +175,7 @@ OF_DEFAULTS: list[tuple[Callable[[], tuple[nn.Module, Any]], tuple[str, str]]] =
 store = Store()
 
 
+@pytest.mark.slow
 def test_what_is_changed_is_named_as_the_user_names_it() -> None:
     for make, expected in (*CHANGES, *OF_DEFAULTS):
         writes = internals.python_effects_of(traced(*make())).writes
@@ -235,6 +236,7 @@ def test_what_was_read_and_has_changed_is_named_as_the_user_names_it() -> None:
         assert "test_source_names.py:" in guards.broken() and not RAW.search(guards.broken()), guards.broken()
 
 
+@pytest.mark.slow
 def test_no_guard_is_told_in_dynamos_words() -> None:
     for make, _ in (*CHANGES, *OF_DEFAULTS):
         module = Call(*make())

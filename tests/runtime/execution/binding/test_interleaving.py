@@ -88,6 +88,7 @@ def test_a_failure_ends_all() -> None:
     assert [type(error) for _, error in found] == [Aborted, KeyError, Aborted] and sorted(closed) == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 def test_which_programs_can_be_interleaved() -> None:
     def lowered(program: mirrorc.ir.program.Program, **options: Any) -> mirrorc.ir.program.Program:
         return run_passes(program, [p for p in default_pipeline(**options) if p.name not in left_out])
@@ -142,6 +143,7 @@ def trained(
     return model, losses, often.is_interleaved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_interleaving_gives_the_bits_that_threads_give(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
     """Whatever is faster here: one run never interleaves, in the other interleaving is always faster."""
@@ -158,6 +160,7 @@ def test_interleaving_gives_the_bits_that_threads_give(monkeypatch: pytest.Monke
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_interleaving_is_given_up_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What shares know of their memory is known of their own way alone."""
     by_threads, losses, _ = trained(monkeypatch, 0.0, 2)
@@ -181,6 +184,7 @@ def interleave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterleavingTrial, "__init__", decided)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_failing_interleaved_step_says_whose_it_is_and_the_next_one_runs(
     monkeypatch: pytest.MonkeyPatch, replica: int
@@ -204,6 +208,7 @@ def test_a_failing_interleaved_step_says_whose_it_is_and_the_next_one_runs(
         assert not torch.equal(before[-1], list(model.parameters())[-1])
 
 
+@pytest.mark.slow
 def test_settings_of_the_callers_thread_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interleaved steps run in it: its number of threads stays, and its modes do not reach the step."""
     interleave_at_once(monkeypatch)
@@ -270,6 +275,7 @@ def test_other_programs_run_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not step._last.trial.interleaves  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_programs_made_by_hand_can_if_they_are_alike() -> None:
     for num_devices in (2, 4):
         assert can_interleave(run_passes(handmade(num_devices), default_pipeline()))

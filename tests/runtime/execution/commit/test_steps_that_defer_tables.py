@@ -49,6 +49,7 @@ def trained(optimizer: str, **options: Any) -> list[torch.Tensor]:
     return [*results, *(p.detach().clone() for p in net.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "is_deferred"),
     [
@@ -84,6 +85,7 @@ def test_what_is_made_late_is_what_would_be_made_at_once(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}])
 def test_what_is_not_made_yet_is_not_called_infinite(options: dict[str, Any]) -> None:
     """The memory of a table holds what an earlier step has left there."""

@@ -120,6 +120,7 @@ def test_hooks_are_gone_after_the_next_use_and_others_are_not_concerned() -> Non
     assert not model[0]._state_dict_pre_hooks and not optimizer._optimizer_state_dict_pre_hooks
 
 
+@pytest.mark.slow
 def test_a_step_over_them_is_refused() -> None:
     model, optimizer, state, kept = torn()
     given = {"optimizer": optimizer, "loss_fn": nn.MSELoss(), "backend": "eager"}

@@ -69,6 +69,7 @@ def deferred_of(buckets: list[FactoredBucket]) -> list[DeferredTable]:
     return deferred
 
 
+@pytest.mark.slow
 @fuzzed(60)
 @given(
     shapes=st.lists(st.sampled_from([(200, 6), (150, 6), (90, 5), (4, 3)]), min_size=1, max_size=4),

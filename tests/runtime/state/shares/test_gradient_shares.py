@@ -36,6 +36,7 @@ def bucket_of(shapes: Sequence[tuple[int, int]]) -> Bucket:
     return Bucket(0, torch.float64, tuple(slots), offset, RULE, Placement.SHARED)
 
 
+@pytest.mark.slow
 @fuzzed(60)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
@@ -75,6 +76,7 @@ def test_shares_are_the_sum_of_all_replicas_gradients(
         torch.testing.assert_close(buckets[0].tensor[place], expected[place])
 
 
+@pytest.mark.slow
 @fuzzed(12)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
@@ -190,6 +192,7 @@ def test_no_rows_at_all_give_zeros() -> None:
     assert torch.equal(flat[:32], torch.zeros(32))
 
 
+@pytest.mark.slow
 @fuzzed(12)
 @given(
     shape=st.tuples(st.integers(1, 60), st.integers(1, 40)),
@@ -249,6 +252,7 @@ def test_rows_that_no_step_adds_to_are_not_touched() -> None:
     assert flat.view(-1, 4)[:50].sum(1).nonzero().flatten().tolist() == [9, 20]
 
 
+@pytest.mark.slow
 @fuzzed(40)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=3),

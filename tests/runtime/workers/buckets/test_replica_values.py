@@ -80,6 +80,7 @@ def assert_equal(own: dict[str, list[float]], expected: dict[str, list[float]]) 
         assert own[name] == pytest.approx(values, rel=1e-12, abs=1e-12), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

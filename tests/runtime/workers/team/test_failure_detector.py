@@ -42,6 +42,7 @@ def test_a_worker_on_which_others_have_given_up_is_told_so() -> None:
     other.watcher.close()
 
 
+@pytest.mark.slow
 def test_who_has_left_is_not_waited_for() -> None:
     store = distributed.HashStore()
     both = [Told(store, rank, num_workers=2) for rank in range(2)]
@@ -53,6 +54,7 @@ def test_who_has_left_is_not_waited_for() -> None:
     both[0].watcher.close()
 
 
+@pytest.mark.slow
 def test_who_has_not_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_detector, "_LONGEST_READING_SECONDS", 0.5)
     store = distributed.HashStore()
@@ -64,6 +66,7 @@ def test_who_has_not_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
         told.watcher.close()
 
 
+@pytest.mark.slow
 def test_who_tells_nothing_is_silent() -> None:
     store = distributed.HashStore()
     both = [Told(store, rank) for rank in range(2)]  # the third one is not there
