@@ -30,6 +30,10 @@ def play_runs(number: int, runs: int, **kinds: Any) -> None:
             raise
 
 
+def test_a_few_events_between_steps() -> None:
+    play_runs(0, 4, max_events=3)
+
+
 @pytest.mark.slow
 def test_events_between_steps() -> None:
     play_runs(0, 12, max_events=3)
