@@ -20,7 +20,7 @@ from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.errors import check_evaluated_loss, check_loss, explain
 from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
 from mirrorc.capture.diagnostics.loss_reduction import reductions_of
-from mirrorc.capture.diagnostics.side_effects import changed_arguments, dropped_effects
+from mirrorc.capture.diagnostics.side_effects import Note, changed_arguments, dropped_effects
 from mirrorc.capture.diagnostics.time_first import leaves_with_time_first
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_tensors
 from mirrorc.capture.diagnostics.weighted_means import weighted_means_of
@@ -38,7 +38,6 @@ from mirrorc.capture.rewrites.sparse_lookups import BAGS_AS_ROWS, leaves_with_of
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import (
     CHECKS_OF_TENSORS,
-    JointGraph,
     NumbersGivenUp,
     SizesGivenUp,
     asked_for_class,
@@ -86,9 +85,7 @@ class DynamoFrontEnd(FrontEnd):
         choose_where_masked(traced.graph)
         if isinstance(call, EvaluationCall):
             assert outputs is not None, "an evaluation keeps its outputs"
-            return Traced(
-                self._forward(stack, traced, call, leaves, decompositions, outputs), guards_of(traced), notes, outputs
-            )
+            return self._forward(stack, traced, call, leaves, decompositions, outputs, notes)
         check_loss(traced, what)
         untrained = untrained_tensors(traced, call, leaves, what)
         outside = take_outside_variables(traced, call, leaves)
@@ -100,10 +97,17 @@ class DynamoFrontEnd(FrontEnd):
             names = tuple(outputs.types) if outputs is not None else ()
             joint = export_joint_graph(stack, traced, leaves, {**decompositions, **BAGS_AS_ROWS}, names)
         joint.numbers = guards_of(traced).told_numbers()
-        joint.weighted_means = weighted_means_of(traced)
-        joint.reductions, joint.leaves_with_time_first, joint.outside = reductions, with_time_first, outside
-        joint.looked_up, joint.leaves_with_offsets = looked_up, with_offsets
-        return Traced(joint, guards_of(traced), (*notes, *untrained), outputs)
+        joint.outside, joint.looked_up = outside, looked_up
+        return Traced(
+            joint,
+            guards_of(traced),
+            (*notes, *untrained),
+            outputs,
+            weighted_means=weighted_means_of(traced),
+            reductions=reductions,
+            leaves_with_time_first=with_time_first,
+            leaves_with_offsets=with_offsets,
+        )
 
     def _forward(
         self,
@@ -113,7 +117,8 @@ class DynamoFrontEnd(FrontEnd):
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
         outputs: TracedOutputs,
-    ) -> JointGraph:
+        notes: tuple[Note, ...],
+    ) -> Traced:
         """The graph of forward alone, in which the loss is one of the outputs."""
         what, names = type(call.model).__name__, [*outputs.types]
         values: Any = traced.graph.output_node().args[0]
@@ -131,9 +136,16 @@ class DynamoFrontEnd(FrontEnd):
         with _Explained(what, leaves):
             graph = export_forward_graph(stack, traced, leaves, decompositions, names)
         graph.numbers = guards_of(traced).told_numbers()
-        graph.weighted_means, graph.leaves_with_time_first = weighted_means_of(traced), with_time_first
-        graph.outside, graph.leaves_with_offsets = outside, leaves_with_offsets(traced.graph)
-        return graph
+        graph.outside = outside
+        return Traced(
+            graph,
+            guards_of(traced),
+            notes,
+            outputs,
+            weighted_means=weighted_means_of(traced),
+            leaves_with_time_first=with_time_first,
+            leaves_with_offsets=leaves_with_offsets(traced.graph),
+        )
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
         """Reads a trace of the call that is used for nothing else."""

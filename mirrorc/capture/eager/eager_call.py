@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import torch
 from torch import nn
 
-from mirrorc.capture.call.traced_outputs import noted_marks
+from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
 from mirrorc.capture.eager.eager_run import Recorded, Run, ThreadModes, parameter_of_run
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.reached_parameters import note_reach, reached_otherwise
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
-from mirrorc.capture.eager.run_outputs import UnreadableOutputError, difference, read_run
+from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.eager.streamed_gradients import RunGradients
 from mirrorc.capture.model.transient_attributes import AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import UsedParameters
@@ -246,7 +246,7 @@ class OpaqueCall:
     def _check_outputs(self, run: Run) -> None:
         if run.outputs is None or self.recorded.outputs is None:
             return
-        name = difference(run.outputs.told, self.recorded.outputs)
+        name = difference(run.outputs.record, self.recorded.outputs)
         if name:
             raise ExecutionError(
                 f"{self._what} or its loss returns something else as {name!r} in this call than when it was captured: the "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mirrorc.capture.call.evaluation_call import EvaluationCall
-from mirrorc.capture.call.traced_outputs import TracedOutputs
+from mirrorc.capture.call.traced_outputs import TracedOutputs, UnreadableOutputError
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.errors import (
     HooksMissingError,
@@ -25,7 +25,7 @@ from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run
 from mirrorc.capture.eager.reached_parameters import note_reach, reached_otherwise
 from mirrorc.capture.eager.rng_streams import ReplicaStream
-from mirrorc.capture.eager.run_outputs import UnreadableOutputError, difference
+from mirrorc.capture.eager.run_outputs import difference
 from mirrorc.capture.eager.shared_effects import have_same_bits, refused_effects
 from mirrorc.capture.model.hf_output_hooks import HOOKS_ARE_INSTALLED
 from mirrorc.capture.model.transient_attributes import AssignedAttributeError, Attribute, ReadBeforeAssignedError
@@ -192,7 +192,7 @@ def _first_run(
                 "dense. Remedy: look it up without sparse=True."
             )
     late = frozenset(place for place in came if place in run.unreached or came.count(place) > 1)
-    outputs = run.outputs.told if run.outputs is not None else None
+    outputs = run.outputs.record if run.outputs is not None else None
     recorded = Recorded(loss, tuple(came), tuple(written), stream.has_advanced(untouched), outputs, late)
     return FirstRuns(recorded, written_inputs, notes, vectors)
 

@@ -14,7 +14,9 @@ import torch
 
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.loss_reduction import Reduction
 from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.capture.front_ends.guards import NO_GUARDS, Guards
 from mirrorc.errors import CaptureError
 from mirrorc.pipeline.collector_pause import collector_paused
@@ -28,6 +30,10 @@ class Traced:
 
     Attributes:
         joint: one functional graph of forward, loss and backward, in operators of ATen.
+        weighted_means: the losses that average over targets instead of examples.
+        reductions: how losses of torch among the summands of the loss reduce.
+        leaves_with_time_first: the arguments whose dim 0 is the time of a recurrent layer.
+        leaves_with_offsets: the arguments that are offsets of bags of an embedding.
         guards: whether the Python state that the graph depends on is as it was; without any, a graph is taken to depend on
             nothing but the key of its specialization.
         notes: warnings to give, once.
@@ -42,6 +48,10 @@ class Traced:
     outputs: TracedOutputs | None = None
     remarks: tuple[str, ...] = ()
     alike: Sequence[str] = ()
+    weighted_means: tuple[WeightedMean, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
+    leaves_with_time_first: tuple[int, ...] = ()
+    leaves_with_offsets: tuple[int, ...] = ()
 
 
 class FrontEnd(ABC):

@@ -13,7 +13,7 @@ def check_agreement(captured: Sequence[CapturedGraph], what: str) -> None:
     """Checks that the graphs of all shard shapes make the same gradients and draw random numbers in the same places."""
     first, *others = captured
     for other in others:
-        if list(first.guards.draws) != list(other.guards.draws):
+        if list(first.traced.guards.draws) != list(other.traced.guards.draws):
             raise CaptureError(
                 f"{what} draws other numbers from Python's random for a shard of another size, one for each example perhaps, and "
                 "a step draws the same for all replicas. Remedy: draw them with torch, as in torch.rand(len(x)), or earlier"

@@ -142,8 +142,8 @@ def capture_program(
     refuse_replica_values([one.graph for one in captured], runs, devices, in_parts=bool(shards.microbatches), what=what)
     parts = shards.by_microbatch(call)
     if len(parts.num_examples) > 1:
-        refuse_split_time(call.leaves, captured[0].leaves_with_time_first, what)
-        refuse_split_offsets(call.leaves, captured[0].leaves_with_offsets, what)
+        refuse_split_time(call.leaves, captured[0].traced.leaves_with_time_first, what)
+        refuse_split_offsets(call.leaves, captured[0].traced.leaves_with_offsets, what)
 
     def trace_grown() -> TracedOutputs | None:
         with gathering(rows.of(0, more=1)):
@@ -153,8 +153,8 @@ def capture_program(
     return CapturedProgram(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
-        AllGuards([graph.guards for graph in captured]),
-        differences_in(captured[0].weighted_means, parts),
+        AllGuards([graph.traced.guards for graph in captured]),
+        differences_in(captured[0].traced.weighted_means, parts),
         _notes(captured, outputs, len(parts.num_examples), what, loss_reduction),
         outputs,
         {name: tensor for graph in captured for name, tensor in graph.outside.items()},
@@ -198,8 +198,8 @@ def _program(
         optimizer_groups=hyperparameters_by_label(optimizers) if captured[0].trains else {},
     )
     first, num_parts = captured[0], len(shards.by_microbatch(call).num_examples)
-    on_means = remarks_on(first.weighted_means, num_parts)
-    return program.with_remarks(*first.remarks, *on_means, *remarks_on_numbers(captured))
+    on_means = remarks_on(first.traced.weighted_means, num_parts)
+    return program.with_remarks(*first.traced.remarks, *on_means, *remarks_on_numbers(captured))
 
 
 def _with_examples(argument: Argument, call: Call) -> Argument:
@@ -246,12 +246,12 @@ def _notes(
     captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, what: str, loss_reduction: str
 ) -> tuple[Note, ...]:
     """The warnings to give on all graphs, each once."""
-    notes = [note for graph in captured for note in graph.notes]
-    if outputs is not None and outputs.told:
-        notes.append(Note(f"{what}: {outputs.told}", "<unknown>", 0))
+    notes = [note for graph in captured for note in graph.traced.notes]
+    if outputs is not None and outputs.unknown:
+        notes.append(Note(f"{what}: {outputs.unknown}", "<unknown>", 0))
     if num_parts > 1 and captured[0].trains:
         notes += notes_on_counted_lookups(captured[0].graph, what)
-        notes += notes_on_reductions(captured[0].reductions, loss_reduction, num_parts, what)
+        notes += notes_on_reductions(captured[0].traced.reductions, loss_reduction, num_parts, what)
     return tuple(dict.fromkeys(notes))
 
 
@@ -268,7 +268,7 @@ def _gathered(
         for shard, size in zip(own, of_graphs, strict=False):
             size_of.setdefault(shard, size)  # of the first replica: a graph of symbolic sizes is traced with its shard
     sizes = [size_of[shard] for shard in range(len(captured))] if size_of else [STAND_IN_SIZE]
-    traced = [graph.outputs for graph in captured if graph.outputs is not None]
+    traced = [graph.traced.outputs for graph in captured if graph.traced.outputs is not None]
     is_split = len(runs) > 1 or bool(shards.microbatches) or not size_of
     other = trace_grown() if len(set(sizes)) == 1 and is_split else None
     shard_of_replica = [own[0] if own else None for own in runs]

@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.diagnostics.errors import refuse_written_inputs
-from mirrorc.capture.diagnostics.loss_reduction import Reduction
-from mirrorc.capture.diagnostics.side_effects import Note
-from mirrorc.capture.diagnostics.weighted_means import WeightedMean
-from mirrorc.capture.front_ends.guards import NO_GUARDS, Guards
+from mirrorc.capture.front_ends.front_end import Traced
 from mirrorc.capture.rewrites.asserts import keep_asserts
 from mirrorc.capture.rewrites.checkpoint_tags import note_checkpoints
 from mirrorc.capture.rewrites.replica_values import keep_replica_values
@@ -47,16 +43,8 @@ class CapturedGraph:
         arguments: what the placeholders are.
         constants: tensors that are neither parameter nor buffer of a module, by the name of their variable.
         outside: parameters and buffers of modules that neither model nor loss holds, likewise.
-        weighted_means: the losses that average over something else than examples.
-        reductions: how losses of torch among the summands of the loss reduce.
-        leaves_with_time_first: the arguments whose dim 0 a recurrent layer takes as time.
-        leaves_with_offsets: the arguments that say where bags of an embedding begin.
+        traced: the trace that it was made of.
         sparse: the parameters whose gradients torch would give as sparse tensors.
-        guards: whether the Python state that the graph depends on is as it was.
-        notes: warnings to give, once.
-        outputs: what a step returns beside its loss, if that is kept.
-        numbers: the Python numbers that the graph takes.
-        remarks: what readers of the program are told.
         sizes: its symbols; None if all sizes are numbers.
         size_keys: what its arguments of the kind SIZE are, in their order.
         alike: the buffers that it writes to the same value on all replicas that run it, see `written_alike`.
@@ -65,18 +53,10 @@ class CapturedGraph:
     graph: fx.Graph
     arguments: tuple[Argument, ...]
     constants: Mapping[str, torch.Tensor]
-    weighted_means: tuple[WeightedMean, ...] = ()
-    guards: Guards = NO_GUARDS
-    notes: tuple[Note, ...] = ()
-    outputs: TracedOutputs | None = None
-    numbers: tuple[ToldNumber, ...] = ()
-    reductions: tuple[Reduction, ...] = ()
-    leaves_with_time_first: tuple[int, ...] = ()
-    leaves_with_offsets: tuple[int, ...] = ()
+    traced: Traced
     sparse: frozenset[str] = frozenset()
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     alike: Mapping[str, int] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
     sizes: SizesOfArguments | None = None
     size_keys: tuple[Any, ...] = ()
 
@@ -85,11 +65,17 @@ class CapturedGraph:
         """Whether it has backward."""
         return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
 
+    @property
+    def numbers(self) -> tuple[ToldNumber, ...]:
+        """The Python numbers that the graph takes."""
+        return self.traced.joint.numbers
+
 
 def restructure(
-    joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], trained: Set[str], what: str
+    traced: Traced, leaf_names: Sequence[str], variable_names: Mapping[str, str], trained: Set[str], what: str
 ) -> CapturedGraph:
     """The joint graph with variables as reads, named arguments, and outputs by name."""
+    joint = traced.joint
     refuse_written_inputs(joint, leaf_names, variable_names, what)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -121,11 +107,7 @@ def restructure(
         graph,
         tuple(arguments),
         {name: constant for name, constant in constants.items() if name in read},
-        joint.weighted_means,
-        numbers=joint.numbers,
-        reductions=joint.reductions,
-        leaves_with_time_first=joint.leaves_with_time_first,
-        leaves_with_offsets=joint.leaves_with_offsets,
+        traced,
         sparse=sparse,
         outside={name: tensor for name, tensor in outside.items() if name in read or name in output["writes"]},
         sizes=joint.sizes,

@@ -51,12 +51,11 @@ def capture(
     what, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})
     check_outside_writes(traced.joint, names, what)
     names = {**variable_names, **names}
-    captured = restructure(traced.joint, leaf_names, names, trained, what)
+    captured = restructure(traced, leaf_names, names, trained, what)
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
     alike = {**_written_alike(graph, call, traced.joint, names), **{names[path]: 0 for path in traced.alike}}
-    told = replace(captured, guards=traced.guards, notes=traced.notes, outputs=traced.outputs, remarks=traced.remarks)
-    return replace(told, graph=graph, alike=alike)
+    return replace(captured, graph=graph, alike=alike)
 
 
 def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]) -> dict[str, int]:
