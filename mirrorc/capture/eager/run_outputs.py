@@ -1,4 +1,4 @@
-"""Reads what a run of plain PyTorch returns beside its loss: containers, tensors, and values that are the same in every run."""
+"""Reads the outputs of a run of plain PyTorch: containers, tensors, and constants."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mirrorc.torch_internals import storage_key
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """What one run returns beside its loss.
+    """The outputs of one run beside its loss.
 
     Attributes:
-        record: its containers, and what stands at their leaves.
-        tensors: those of the run, by name, each in memory of its own and without a gradient.
+        record: containers and leaves.
+        tensors: by name, each in memory of its own and without a gradient.
     """
 
     record: TracedOutputs
@@ -36,56 +36,55 @@ def read_run(
     variables: Mapping[int, torch.Tensor],
     marked: Sequence[torch.Tensor],
 ) -> RunOutputs:
-    """Reads what the forward of a run returns.
+    """Reads the outputs of a run.
 
     Args:
-        outputs: what it returns.
-        loss: of the run, which may stand among its outputs.
-        arguments: the tensors that it was given.
-        variables: the user's parameters and buffers, by the ids of those that it was given in their places.
-        marked: what `mirrorc.summed` has given in the run.
+        loss: may stand among the outputs.
+        arguments: the run's tensor arguments.
+        variables: the user's parameters and buffers, by the ids of the run's.
+        marked: the results of `mirrorc.summed` in the run.
 
     Raises:
-        UnreadableOutputError: it returns something that a step cannot make again.
+        UnreadableOutputError: a step cannot rebuild an output.
     """
     reader = _RunReader(loss, arguments, variables)
     structure = reader.read(outputs, "outputs")
-    marks = {storage_key(one) for one in marked}
+    marks = {storage_key(tensor) for tensor in marked}
     names = frozenset(name for name, value in reader.gathered.items() if storage_key(value) in marks)
     if marks - {storage_key(reader.gathered[name]) for name in names}:
         raise UnreadableOutputError(
             "computes something of a value that is marked by mirrorc.summed(), or does not return it. Remedy: mark what is "
             "returned, after everything that is computed of it"
         )
-    taken = {storage_key(one) for one in (loss, *arguments)} | reader.memory
+    taken = {storage_key(tensor) for tensor in (loss, *arguments)} | reader.memory
     tensors = {}
     for name, value in reader.gathered.items():
-        own = value.detach().contiguous()
-        tensors[name] = own.clone() if storage_key(own) in taken else own
+        detached = value.detach().contiguous()
+        tensors[name] = detached.clone() if storage_key(detached) in taken else detached
         taken.add(storage_key(tensors[name]))
     types = {name: (value.shape, value.dtype) for name, value in tensors.items()}
     return RunOutputs(TracedOutputs(structure, tuple(reader.leaves), types, names), tensors)
 
 
-def difference(found: TracedOutputs, recorded: TracedOutputs) -> str:
-    """The name of the first output in which two runs on shards of one shape differ; empty if they are alike.
+def difference(outputs: TracedOutputs, recorded: TracedOutputs) -> str:
+    """The name of the first output in which two runs on shards of one shape differ; empty if they agree.
 
-    They may differ in the values of tensors alone.
+    Values of tensors may differ.
     """
-    for one, other in zip(found.leaves, recorded.leaves, strict=False):
-        is_other_value = one.kind is not LeafKind.CONSTANT and one.value != other.value
-        if one.path != other.path or one.kind is not other.kind or is_other_value:
-            return one.path
-        if one.kind is LeafKind.CONSTANT and not is_same_constant(one.value, other.value):
-            return one.path
-    longer = max(found.leaves, recorded.leaves, key=len)
-    shorter = min(found.leaves, recorded.leaves, key=len)
+    for leaf, other in zip(outputs.leaves, recorded.leaves, strict=False):
+        is_other_value = leaf.kind is not LeafKind.CONSTANT and leaf.value != other.value
+        if leaf.path != other.path or leaf.kind is not other.kind or is_other_value:
+            return leaf.path
+        if leaf.kind is LeafKind.CONSTANT and not is_same_constant(leaf.value, other.value):
+            return leaf.path
+    longer = max(outputs.leaves, recorded.leaves, key=len)
+    shorter = min(outputs.leaves, recorded.leaves, key=len)
     if len(longer) > len(shorter):
         return longer[len(shorter)].path
-    names = [name for name in found.types if found.types[name] != recorded.types.get(name)]
-    if names or found.summed != recorded.summed:
-        return names[0] if names else min(found.summed ^ recorded.summed)
-    return "" if found.structure == recorded.structure else "outputs"
+    names = [name for name in outputs.types if outputs.types[name] != recorded.types.get(name)]
+    if names or outputs.summed != recorded.summed:
+        return names[0] if names else min(outputs.summed ^ recorded.summed)
+    return "" if outputs.structure == recorded.structure else "outputs"
 
 
 class _RunReader(OutputReader):

@@ -1,7 +1,4 @@
-"""From a model and a batch's shapes to a captured program, ready for the passes.
-
-It is long, as all that a captured program has comes together here.
-"""
+"""From a model and a batch's shapes to a captured program, ready for the passes."""
 
 from __future__ import annotations
 
@@ -59,16 +56,15 @@ from mirrorc.user.optimizer_groups import OptimizerGroups, hyperparameters_by_la
 
 @dataclass(frozen=True)
 class CapturedProgram:
-    """A CAPTURED program, and what it was captured from.
+    """A CAPTURED program, and its sources.
 
     Attributes:
-        program: the program.
         constants: the tensors in it that are neither parameters nor buffers.
-        outside: the parameters and buffers in it of modules that neither model nor loss holds, by name of their variable.
-        guards: whether the Python state that its graphs depend on is as it was.
+        outside: variables of modules that neither model nor loss holds, by name.
+        guards: of all its graphs.
+        differences: sentences on the causes for which a step on this batch differs from that of one device.
         notes: warnings to give, once.
-        outputs: what a step returns beside its loss, if that is kept.
-        differences: sentences on what makes a step on this batch differ from that of one device.
+        outputs: those of a step beside its loss, if kept.
         sizes: of its graphs, if they have symbols.
     """
 
@@ -107,43 +103,44 @@ def capture_program(
     symbolic: SymbolicDims = (),
     workers: Workers = ALONE,
 ) -> CapturedProgram:
-    """Captures one graph for each distinct shape of a shard, or of a microbatch; for shards without examples, one that none runs.
+    """Captures a graph for each distinct shape of a shard or microbatch, or one for a worker without examples.
 
     Args:
         training_call: model and loss.
-        call: the step's arguments, taken apart into tensors.
-        shards: the shards of these tensors, one for each device.
-        devices: the devices, in order of replicas.
+        call: the step's flattened arguments.
+        shards: of their tensors, one for each device.
+        devices: in order of replicas.
         state: the model's variables.
-        optimizers: the user's.
-        decompositions: the decompositions of ATen operators that the backend prefers.
-        front_end: traces the model; None for the first one that "auto" tries.
-        symbolic: the dimensions of the tensors that are to be symbolic.
-        workers: whose replicas meet where the model asks for values of all.
+        decompositions: those of ATen operators that the backend prefers.
+        front_end: traces the model; None for the first one of "auto".
+        symbolic: the symbolic dimensions of the tensors.
+        workers: their replicas exchange values where the model asks for those of all.
 
     Raises:
         SizesGivenUp: these cannot be symbolic.
         CaptureError: the model cannot be captured.
         ValueError: it reads a parameter or a buffer that was added to it since the step was made.
     """
-    what = type(training_call.model).__name__
+    model_name = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)
     distinct, runs = graphs_to_capture(shards, call, devices, symbolic)
     training_call.data = data_of(shards, call, devices) if front_end.needs_data else None
-    examples = leaves_of(distinct, training_call.data, devices[0].torch_device, what)
-    for own in examples:
-        mark_symbolic_dims(own, symbolic)
+    examples = leaves_of(distinct, training_call.data, devices[0].torch_device, model_name)
+    for tensors in examples:
+        mark_symbolic_dims(tensors, symbolic)
     rows = GatheredRows(shards.num_examples, runs, workers, shards.rows_elsewhere)
     capture_all = functools.partial(
         _capture_each, front_end, training_call, call, examples, rows, state, optimizers, decompositions
     )
-    captured = rows.settled(capture_all, what)
+    captured = rows.settled(capture_all, model_name)
     captured = with_numbers_of_each(captured) if shards.microbatches else captured
-    refuse_replica_values([one.graph for one in captured], runs, devices, in_parts=bool(shards.microbatches), what=what)
+    refuse_replica_values(
+        [graph.graph for graph in captured], runs, devices, in_parts=bool(shards.microbatches), model_name=model_name
+    )
     parts = shards.by_microbatch(call)
     if len(parts.num_examples) > 1:
-        refuse_split_time(call.leaves, captured[0].traced.leaves_with_time_first, what)
-        refuse_split_offsets(call.leaves, captured[0].traced.leaves_with_offsets, what)
+        refuse_split_time(call.leaves, captured[0].traced.leaves_with_time_first, model_name)
+        refuse_split_offsets(call.leaves, captured[0].traced.leaves_with_offsets, model_name)
 
     def trace_grown() -> TracedOutputs | None:
         with gathering(rows.of(0, more=1)):
@@ -155,7 +152,7 @@ def capture_program(
         {name: value for graph in captured for name, value in graph.constants.items()},
         AllGuards([graph.traced.guards for graph in captured]),
         differences_in(captured[0].traced.weighted_means, parts),
-        _notes(captured, outputs, len(parts.num_examples), what, loss_reduction),
+        _notes(captured, outputs, len(parts.num_examples), model_name, loss_reduction),
         outputs,
         {name: tensor for graph in captured for name, tensor in graph.outside.items()},
         _sizes(captured, runs, shards, call),
@@ -166,8 +163,8 @@ def _sizes(
     captured: Sequence[CapturedGraph], runs: tuple[tuple[int, ...], ...], shards: Shards, call: Call
 ) -> SymbolicSizes | None:
     sizes = SymbolicSizes(
-        tuple((one.sizes, one.size_keys) for one in captured),
-        tuple(own[0] if own else None for own in runs),
+        tuple((graph.sizes, graph.size_keys) for graph in captured),
+        tuple(indices[0] if indices else None for indices in runs),
         shards.microbatches,
         tuple(leaf.split for leaf in call.leaves),
     )
@@ -190,7 +187,7 @@ def _program(
         variables=_variables(captured, state, optimizers),
         arguments=tuple(_with_examples(argument, call) for argument in captured[0].arguments),
         shard_graphs=tuple(c.graph for c in captured),
-        shard_of_replica=tuple(own[0] if own else None for own in runs),
+        shard_of_replica=tuple(indices[0] if indices else None for indices in runs),
         shard_of_microbatch=runs if shards.microbatches else (),
         num_examples=shards.num_examples,
         microbatches=shards.microbatches,
@@ -203,7 +200,6 @@ def _program(
 
 
 def _with_examples(argument: Argument, call: Call) -> Argument:
-    """An argument of the graphs, with whether it is split."""
     is_split = argument.kind is ArgumentKind.BATCH and call.leaves[argument.leaf or 0].split
     return replace(argument, has_examples=True) if is_split else argument
 
@@ -218,7 +214,7 @@ def _capture_each(
     optimizers: OptimizerGroups,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> list[CapturedGraph]:
-    """One graph for each kind of shard, of which there are example tensors; the graphs agree on what they are a step of."""
+    """One graph for each kind of shard, checked for agreement."""
     groups = optimizers.hyperparameters if training_call.trains else ()
     updated = {id(parameter) for group in groups for parameter in group["params"]}
     trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
@@ -232,7 +228,7 @@ def _capture_each(
         return graph
 
     def capture_all() -> list[CapturedGraph]:
-        return [captured_from(shard, own) for shard, own in enumerate(examples_of)]
+        return [captured_from(shard, tensors) for shard, tensors in enumerate(examples_of)]
 
     captured = captured_with_numbers(training_call.numbers, capture_all, type(training_call.model).__name__)
     outside = {name for graph in captured for name in graph.outside}
@@ -243,15 +239,14 @@ def _capture_each(
 
 
 def _notes(
-    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, what: str, loss_reduction: str
+    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, model_name: str, loss_reduction: str
 ) -> tuple[Note, ...]:
-    """The warnings to give on all graphs, each once."""
     notes = [note for graph in captured for note in graph.traced.notes]
     if outputs is not None and outputs.unknown:
-        notes.append(Note(f"{what}: {outputs.unknown}", "<unknown>", 0))
+        notes.append(Note(f"{model_name}: {outputs.unknown}", "<unknown>", 0))
     if num_parts > 1 and captured[0].trains:
-        notes += notes_on_counted_lookups(captured[0].graph, what)
-        notes += notes_on_reductions(captured[0].traced.reductions, loss_reduction, num_parts, what)
+        notes += notes_on_counted_lookups(captured[0].graph, model_name)
+        notes += notes_on_reductions(captured[0].traced.reductions, loss_reduction, num_parts, model_name)
     return tuple(dict.fromkeys(notes))
 
 
@@ -262,16 +257,16 @@ def _gathered(
     loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
-    """What steps return beside their loss; notes in the graphs how each output is gathered, and the loss of an evaluation."""
+    """The outputs of steps beside their loss. Notes in the graphs how each is gathered, and the loss of an evaluation."""
     size_of: dict[int, int] = {}
-    for own, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
-        for shard, size in zip(own, of_graphs, strict=False):
+    for indices, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
+        for shard, size in zip(indices, of_graphs, strict=False):
             size_of.setdefault(shard, size)  # of the first replica: a graph of symbolic sizes is traced with its shard
     sizes = [size_of[shard] for shard in range(len(captured))] if size_of else [STAND_IN_SIZE]
     traced = [graph.traced.outputs for graph in captured if graph.traced.outputs is not None]
     is_split = len(runs) > 1 or bool(shards.microbatches) or not size_of
     other = trace_grown() if len(set(sizes)) == 1 and is_split else None
-    shard_of_replica = [own[0] if own else None for own in runs]
+    shard_of_replica = [indices[0] if indices else None for indices in runs]
     outputs = outputs_of(traced, shard_of_replica, [*sizes, *([sizes[0] + 1] if other is not None else [])], other)
     if shards.microbatches:
         refuse_outputs_apart(outputs.ways, traced)
@@ -295,7 +290,7 @@ def _unique(names: list[str]) -> list[str]:
 
 
 def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
-    """Refuses variables that were added to the model: memory, updates and copies are made for those that it had."""
+    """Refuses variables added to the model: memory and updates exist for the first ones alone."""
     for node in calls_to(captured.graph, ops.read):
         if node.kwargs["variable"] in added:
             raise ValueError(
@@ -310,7 +305,7 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
 
 
 def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
-    """The constants that operators on GPUs read in the host's memory, which torch permits for numbers alone."""
+    """The constants that operators on GPUs read in the host's memory, as torch permits for scalars."""
     reads = [node for c in captured for node in calls_to(c.graph, ops.read) if node.kwargs["variable"] in c.constants]
     elsewhere = [node for node in reads if node.meta["val"].device != any_value(node.graph).device]
     return {str(node.kwargs["variable"]) for node in elsewhere}

@@ -76,7 +76,12 @@ def _number(graph: fx.Graph, target: Any, kind: ArgumentKind) -> list[Argument]:
 
 
 def refuse_replica_values(
-    graphs: Sequence[fx.Graph], runs: Sequence[Sequence[int]], devices: Sequence[Device], *, in_parts: bool, what: str
+    graphs: Sequence[fx.Graph],
+    runs: Sequence[Sequence[int]],
+    devices: Sequence[Device],
+    *,
+    in_parts: bool,
+    model_name: str,
 ) -> None:
     """Refuses meetings of replicas that cannot be kept.
 
@@ -94,7 +99,7 @@ def refuse_replica_values(
     first = next((node for own in met for node in own), None)
     if first is None:
         return
-    said = f"{what} calls {_say(first)}"
+    said = f"{model_name} calls {_say(first)}"
     if in_parts:
         raise CaptureError(
             f"{said}, and its shards are run in microbatches: replicas would meet for parts of the batch, of which they may have "
@@ -104,16 +109,16 @@ def refuse_replica_values(
         raise CaptureError(f"{said}, which several GPUs cannot do yet. Remedy: train it on CPU devices, or on one GPU")
     run = sorted({shard for own in runs for shard in own})
     for shard in run[1:]:
-        _refuse_met_otherwise(met[run[0]], met[shard], what)
+        _refuse_met_otherwise(met[run[0]], met[shard], model_name)
 
 
-def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], what: str) -> None:
+def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], model_name: str) -> None:
     """Refuses graphs of two kinds of shards by which replicas would meet in different ways."""
     for node, same in zip(first, other, strict=False):
         if (node.target, source_line(node)) != (same.target, source_line(same)):
             raise CaptureError(
-                f"{what} calls {_say(node)} for a shard of one size, where it calls {_say(same)} for another: all replicas meet "
-                "in the same order. Remedy: use batches that divide by the number of devices"
+                f"{model_name} calls {_say(node)} for a shard of one size, where it calls {_say(same)} for another: all "
+                "replicas meet in the same order. Remedy: use batches that divide by the number of devices"
             )
         types = [value_type(one.all_input_nodes[0].meta["val"]) for one in (node, same)]
         is_of_rows = node.target is ops.rows_of_replicas
@@ -125,15 +130,15 @@ def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], wh
                 else "reduce it over the examples before, or gather it by mirrorc.all_gather"
             )
             raise CaptureError(
-                f"{_say(same)} in {what} is given {say_type(types[0])} on one replica and {say_type(types[1])} on another, which "
-                f"do not go together: its shape follows the number of examples. Remedy: {remedy}, or use batches that divide by "
-                "the number of devices"
+                f"{_say(same)} in {model_name} is given {say_type(types[0])} on one replica and {say_type(types[1])} on "
+                f"another, which do not go together: its shape follows the number of examples. Remedy: {remedy}, or use "
+                "batches that divide by the number of devices"
             )
     if len(first) != len(other):
         more = max((first, other), key=len)[min(len(first), len(other))]
         raise CaptureError(
-            f"{what} calls {_say(more)} for a shard of one size, and not for another: all replicas meet as often. Remedy: use "
-            "batches that divide by the number of devices"
+            f"{model_name} calls {_say(more)} for a shard of one size, and not for another: all replicas meet as often. "
+            "Remedy: use batches that divide by the number of devices"
         )
 
 

@@ -18,7 +18,7 @@ from mirrorc.torch_internals import SizesGivenUp, is_dense, is_symbolic, schema_
 aten = torch.ops.aten
 
 
-def own_strided_reads(graph: fx.Graph) -> None:
+def confine_strided_reads(graph: fx.Graph) -> None:
     """Lets ``as_strided`` and its like address nothing but elements of their argument, counted from its first element.
 
     A shard lies somewhere in the batch, and a value that another region has made may lie anywhere: what is around them in memory
