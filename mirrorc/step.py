@@ -86,7 +86,7 @@ class Step(StepReports):
         )
         self._guard = InterruptGuard()
         self._calls = ExclusiveCalls(self._guard, self._state.callers)
-        self._habits.kept = KeptGradients(self._state.accumulated, model.tensors, self._calls)
+        self._habits.accumulated = KeptGradients(self._state.accumulated, model.tensors, self._calls)
         self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard)
         self._choices = MeasuredChoices(self._specializer.exchange, self._specializer.sizes, options)
         self._pool: DevicePool | None = None

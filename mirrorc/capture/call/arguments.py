@@ -92,8 +92,8 @@ class Call:
     """The arguments of one step: tensors, plain values, and the structure of both.
 
     Attributes:
-        plain: strings, numbers, None and lists of them, by name. They are not part of the structure: a graph depends on the
-            values that Python reads during the trace, and on no others.
+        plain: strings, numbers, None and lists of them, by name. A graph depends only on those that Python reads during the
+            trace.
     """
 
     leaves: tuple[Leaf, ...]

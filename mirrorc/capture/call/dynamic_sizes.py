@@ -53,12 +53,12 @@ class ChangingSizes:
     """The dimensions of arguments with changing sizes, by kind of call.
 
     A size is a number in the first program. At its second value, the dimension becomes a symbol of later programs. Sizes of
-    0 and 1 do not count, nor does one shorter batch. Where the number of examples alone changes, two of them do not count,
-    in either order: all batches and the last one, with which a resumed training may begin. So it has the programs, and the
-    bits, of an uninterrupted one.
+    0 and 1 do not count, nor does one shorter batch. Where the number of examples alone changes, two values do not count,
+    in either order: a resumed training may begin with its last batch, and must have the programs, and the bits, of an
+    uninterrupted one.
 
     Args:
-        dynamic: None as above; True for symbols in the first program already; False for the dimensions that users mark by
+        dynamic: None as above; True for symbols in the first program; False for dimensions marked by
             `torch._dynamo.mark_dynamic` alone.
     """
 

@@ -15,12 +15,11 @@ from mirrorc.capture.call.training_call import TrainingCall, beside_loss, loss_i
 class EvaluationCall(TrainingCall):
     """A module whose forward gives a pair of loss and outputs; traced without gradients.
 
-    There is a loss if the call has a target for ``loss_fn``, or if a model without ``loss_fn`` returns a scalar in the
-    place of a training loss. Without a loss, an empty tensor takes its place. Outputs are None if there is a loss and
-    nobody wants them.
+    There is a loss if the call has a target for ``loss_fn``, or if a model without ``loss_fn`` returns a scalar loss;
+    otherwise an empty tensor takes its place. Outputs are None if there is a loss and nobody wants them.
 
     Attributes:
-        needs_loss: whether the call has a target, so that the loss function must give a loss.
+        needs_loss: whether the call has a target.
     """
 
     trains = False

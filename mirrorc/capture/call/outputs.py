@@ -75,12 +75,12 @@ def outputs_of(
 ) -> Outputs:
     """The outputs of a program, from those of its graphs for shards of several sizes.
 
-    A tensor lies along the batch if its first dimension is always the number of examples. One size of shard may coincide
-    with another dimension, so a trace of another size is compared.
+    A tensor lies along the batch if its first dimension is always the number of examples. One size may coincide with
+    another dimension, so a trace of another size is compared.
 
     Args:
-        traced: the outputs of each graph, one for each kind of shard.
-        shard_of_replica: the graph of each replica; None if it has no examples.
+        traced: the outputs of each graph.
+        shard_of_replica: the graph of each replica; None without examples.
         sizes: the number of examples of each graph, then that of ``other``.
         other: the outputs for a shard of another size; None if unknown.
 

@@ -42,8 +42,8 @@ def graphs_to_capture(
 ) -> tuple[list[ShardTypes], tuple[tuple[int, ...], ...]]:
     """The distinct types to capture graphs for; and for each replica, the indices of its graphs.
 
-    Types that differ in symbolic sizes alone share a graph. A worker without examples captures a graph that no replica
-    runs: its plan of buckets must be that of the other workers.
+    Types that differ in symbolic sizes alone share a graph. A worker without examples captures a graph for its plan of
+    buckets only.
     """
     types_of = list(types_run(shards, call, devices))
     kind_of = {types: _kind(types, symbolic) for types_of_replica in types_of for types in types_of_replica}

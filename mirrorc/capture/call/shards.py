@@ -18,10 +18,10 @@ class Shards:
     """A split batch.
 
     Attributes:
-        tensors: for each replica, its tensor arguments in order of the call's leaves.
-        num_examples: of each replica; the last replicas of a small batch have none.
-        microbatches: the sizes of each replica's microbatches; empty if all run their shards at once.
-        rows_elsewhere: how many rows other workers gather; None until they report it.
+        tensors: each replica's, in order of the call's leaves.
+        num_examples: of each replica, 0 for the last ones of a small batch.
+        microbatches: the sizes of each replica's; empty if all run their shards at once.
+        rows_elsewhere: the rows that other workers gather; None until they report.
     """
 
     tensors: tuple[tuple[torch.Tensor, ...], ...]
@@ -63,18 +63,16 @@ def split_call(
 ) -> Shards:
     """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
 
-    A batch too small for all replicas is split among the first ones; the others get no examples.
+    A batch too small for all replicas is split among the first ones.
 
     Args:
-        call: the flattened arguments.
-        fewest: the fewest examples of a shard, if the batch has as many, and of a microbatch, if the shard has. Beside a
-            `PerReplica`, shards ignore it.
-        microbatches: the number of parts of a shard, if it has enough examples; their sizes differ by at most one.
-        may_be_empty: whether the batch may have no examples; then no shard has any.
+        fewest: examples of a shard or microbatch, if there are as many. Beside a `PerReplica`, shards ignore it.
+        microbatches: the number of parts of a shard, if it has enough examples.
+        may_be_empty: accept a batch without examples.
 
     Raises:
-        ValueError: no tensor to split, tensors that disagree on dim 0, no examples unless that may be, a tensor that
-            requires a gradient, or one that is sparse, nested, quantized or without values.
+        ValueError: no tensor to split, tensors that disagree on dim 0, no examples, a tensor that requires a gradient, or
+            one that is sparse, nested, quantized or without values.
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []

@@ -19,8 +19,6 @@ class Signature:
 
     Args:
         loss_fn: takes the keyword argument ``target``; None if the model returns the loss.
-        num_replicas: the number of shards.
-        microbatches: the number of parts of a shard in training.
         are_several: whether there are several workers, so that some may have no examples in training.
     """
 

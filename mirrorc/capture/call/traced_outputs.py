@@ -24,8 +24,8 @@ def summed(value: torch.Tensor) -> torch.Tensor:
     """Marks an output of forward or of the loss: with ``return_outputs``, a step returns its sum over the replicas.
 
     Without the mark, a step returns the mean over examples of a floating-point scalar, and the replicas' numbers one by one
-    of any other scalar. Otherwise this is the identity, and so is its gradient. Results computed from a marked value are
-    not marked, except by ``detach()``, conversions and reshapes.
+    of any other scalar. Otherwise this is the identity. Results computed from a marked value are not marked, except by
+    ``detach()``, conversions and reshapes.
 
     Args:
         value: such as a count, or a sum over the examples of a shard; of the same shape for shards of all sizes.
@@ -98,7 +98,6 @@ def read_outputs(
         traced: the trace of a `mirrorc.capture.call.training_call.TrainingCall` that keeps its outputs.
         module: the traced module.
         leaves: its example tensors.
-        model_name: the name of the model.
 
     Raises:
         CaptureError: a step cannot rebuild an output; names it and the remedy.

@@ -16,17 +16,17 @@ from mirrorc.torch_internals import forward_signature
 class TrainingCall(nn.Module):
     """A module whose forward computes the loss from a flat list of tensors, for the tracer.
 
-    The loss is the result of the model or of ``loss_fn``: a tensor, an object with ``loss`` as an item or attribute, or the
-    first item of a tuple or list. If outputs are kept, forward returns a pair of loss and outputs: the model's, or a pair
-    of these and the rest of the result of ``loss_fn``.
+    The loss is the result of the model or of ``loss_fn``, its item or attribute ``loss``, or the first item of a tuple or
+    list. If outputs are kept, forward returns a pair of loss and outputs: the model's, or a pair of these and the rest of
+    the result of ``loss_fn``.
 
     Attributes:
         trains: whether it is traced with gradients.
-        plain: `mirrorc.capture.call.arguments.Call.plain`. May be replaced by that of another call, for guards to compare.
-        numbers: the Python numbers that a front end may make inputs of its graph.
+        plain: `mirrorc.capture.call.arguments.Call.plain`; replaced by another call's before guards are asked.
+        numbers: candidates for inputs of the graph.
         trained_elsewhere: the ids of the parameters that open steps train.
-        data: the tensors of all shards or microbatches of the batch, if a front end needs data.
-        drawn: the numbers that forward and loss draw from Python's random, for guards and graphs.
+        data: the tensors of all shards or microbatches, if a front end needs data.
+        drawn: the numbers that forward and loss draw from Python's random.
     """
 
     trains = True
@@ -67,7 +67,7 @@ class TrainingCall(nn.Module):
         return (loss, outputs) if self.keeps_outputs else loss
 
     def containers(self) -> list[str]:
-        """The names of the containers among the arguments, in the order in which forward rebuilds them."""
+        """The names of the containers among the arguments, in the order of their reconstruction."""
         parameters = forward_signature(self.model).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return paths_of_containers(self.structure, names)

@@ -39,12 +39,9 @@ def masked_spans(
 ) -> torch.Tensor:
     """Random spans, with the distribution of Hugging Face's function, by torch's random numbers in place of numpy's.
 
-    Its number of spans is random, so its arrays have no fixed shapes; a mask has them.
-
     Args:
         shape: rows, and places in a row.
         mask_prob: the part of a row's places in spans, if these do not overlap.
-        mask_length: of a span.
         attention_mask: [rows, places]; spans lie in the first places of a row, as many as it has ones.
         min_masks: the fewest spans in a row.
 

@@ -29,15 +29,10 @@ from mirrorc.errors import CaptureError, ExecutionError
 class OpaqueCall:
     """Runs forward and backward of a training call, for several replicas at the same time.
 
-    Each forward runs on a `ModuleCopy`, which backward releases.
-
-    Args:
-        call: each forward uses the attributes that its modules have then.
-        model_name: for messages.
+    Each forward runs on a `ModuleCopy`, with the modules' attributes at that time; backward releases it.
 
     Attributes:
         parameters, buffers: the variables of the call, each once, by its first name there.
-        recorded: the facts that all runs have in common with the first ones.
     """
 
     recorded: Recorded

@@ -51,10 +51,9 @@ class Run:
         copy: its modules; backward may run them again.
         parameters, buffers, leaves: its inputs, with gradients after backward.
         versions: of these, before forward.
-        stream: its random numbers; None if it draws none.
+        stream: None if it draws nothing.
         loss: with its graph, until backward; without elements if an evaluation has none.
         unreached: the indices of the parameters outside of this graph, in training.
-        outputs: those beside the loss, if the call keeps them.
     """
 
     copy: ModuleCopy
@@ -79,11 +78,11 @@ class Recorded:
 
     Attributes:
         loss_dtype: None for an evaluation without a loss.
-        gradients: the indices of the trainable parameters, in the order of their gradients in backward.
+        gradients: the indices of the trainable parameters, in the order of backward.
         written: the indices of the buffers that forward writes.
         draws: whether random numbers are drawn.
-        late: the indices of parameters whose gradients came in several parts, or outside of the graph of the loss.
-        passing: the attributes that forward assigns before it reads them, so that their values do not last.
+        late: the indices of parameters with gradients in several parts, or outside of the graph of the loss.
+        passing: the attributes that forward assigns before it reads them.
         alike: the indices of the buffers that all runs of a step write to one value.
     """
 

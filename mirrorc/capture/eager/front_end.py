@@ -42,10 +42,9 @@ _FAKE_MODE = FakeTensorMode()  # one, so that graphs of several sizes of microba
 class AutogradFrontEnd(FrontEnd):
     """Captures a step as operators that run forward and backward as plain PyTorch.
 
-    One operator runs forward, and one takes each gradient, in the order of backward. So backward is cut where buckets
-    become ready, as in any captured graph. Runs on the data of all shards tell this order, the written buffers, and whether
-    random numbers are drawn. A later run that differs is an error of its step, but each may use other parameters, and make
-    their gradients in another order.
+    One operator runs forward, and one takes each gradient, in the order of backward: so backward is cut where buckets
+    become ready. Runs on the data of all shards tell this order, the written buffers, and whether random numbers are drawn.
+    A later run that differs is an error of its step, but each may use other parameters, in another order.
     """
 
     name = "autograd"
@@ -100,9 +99,6 @@ class HeldCall:
 
     Each run reads Python's current state. Plain arguments and numbers of modules are watched even so, because the
     parameters in use may follow from them.
-
-    Args:
-        training_call: with the plain values of first runs; guards compare its current ones.
     """
 
     numbers: tuple[int | float, ...] = ()
@@ -120,15 +116,12 @@ class HeldCall:
         ]
 
     def use_draws(self) -> Callable[[], None]:
-        """Does nothing: no draws of Python's random."""
         return lambda: None
 
     def changed_numbers(self) -> list[str]:
-        """Empty: no number is a constant of the graph."""
         return []
 
     def hold(self) -> bool:
-        """Whether plain arguments and numbers are those of first runs."""
         return not self.broken()
 
     def broken(self) -> str:

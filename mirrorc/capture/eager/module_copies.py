@@ -23,10 +23,9 @@ _DEEPEST = 8
 class ModuleCopy:
     """A structural copy of a module and its submodules, to run in one thread while others run theirs.
 
-    The copies have the classes and attributes of the originals, and tables of parameters, buffers and submodules of their
-    own. An object that is shared in the originals (modules, tied weights) is shared in the copy. References to copied
-    modules become references to the copies: attributes, bound methods, `functools.partial`, and members of lists, tuples
-    and dicts. Modules of TorchScript are copied as torch copies them.
+    The copies have the classes and attributes of the originals, and own tables of parameters, buffers and submodules.
+    Shared objects stay shared. References to copied modules become references to the copies: in attributes, bound methods,
+    `functools.partial`, lists, tuples and dicts. Modules of TorchScript are copied as torch copies them.
 
     Attributes:
         root: the copy. It can be run after `load`.
@@ -54,7 +53,7 @@ class ModuleCopy:
         Args:
             tensors: the parameters and buffers, by the ids of the originals'.
             passing: attributes that the copies assign before they read them; not loaded, and free to assign.
-            **of_root: attributes of the root that replace its original's.
+            **of_root: override attributes of the root.
         """
         self._loaded = []
         if passing != self._passing:

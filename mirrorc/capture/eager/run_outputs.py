@@ -40,7 +40,6 @@ def read_run(
 
     Args:
         loss: may stand among the outputs.
-        arguments: the run's tensor arguments.
         variables: the user's parameters and buffers, by the ids of the run's.
         marked: the results of `mirrorc.summed` in the run.
 

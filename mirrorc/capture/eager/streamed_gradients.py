@@ -16,14 +16,10 @@ class RunGradients:
     """Takes the gradients of a run from its backward.
 
     A gradient is complete when torch calls the post-accumulate hook of its parameter. A parameter outside of the graph of
-    the loss has none, except where a backward within backward makes one, or adds a part: such parameters are known at the
-    end of backward only.
+    the loss has none, except where a backward within backward makes one: known at the end of backward only.
 
     Args:
-        run: whose forward has run.
-        backward: runs its backward.
         late: the indices of parameters whose complete gradients may get further parts.
-        model_name: for messages.
 
     Attributes:
         came: the indices of parameters in the order of their gradients; twice for two parts.

@@ -47,7 +47,6 @@ class FirstRuns:
     """The facts of first runs.
 
     Attributes:
-        recorded: those that all runs share.
         written_inputs: see `mirrorc.torch_internals.JointGraph`.
         notes: warnings to give, once.
         vectors: those of spectral norms after forward, by their indices among the buffers.
@@ -74,7 +73,6 @@ def first_runs(
     Args:
         parts: the data of all shards or microbatches.
         leaves: one of these, for the types of outputs.
-        model_name: for messages.
 
     Raises:
         CaptureError: a run fails, or has effects that a step cannot have.

@@ -1,4 +1,4 @@
-"""Installs the hooks with which models of Hugging Face collect hidden states and attentions."""
+"""Installs the hooks by which models of Hugging Face collect hidden states and attentions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from torch import nn
 
 HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
-"""The attribute by which a model says so."""
+"""The attribute by which a model marks itself."""
 
 
 def install_capturing_hooks(model: nn.Module) -> bool:
-    """Installs what models of Hugging Face install in their first call that is asked for hidden states or attentions.
+    """Installs hooks that models of Hugging Face install in their first call with hidden states or attentions.
 
-    They do so under a lock, which no tracer follows. The hooks do nothing in calls that ask for none.
+    They do so under a lock, which no tracer follows. The hooks are idle in other calls.
 
     Returns:
-        whether there are hooks that were not there before.
+        whether there are new hooks.
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)
@@ -31,7 +31,6 @@ def install_capturing_hooks(model: nn.Module) -> bool:
 
 
 def _captures(module: nn.Module, filename: str) -> bool:
-    """Whether a module's forward is decorated by a function of a file."""
     forward: Any = type(module).forward
     while forward is not None:
         if getattr(getattr(forward, "__code__", None), "co_filename", None) == filename:

@@ -60,11 +60,10 @@ class CapturedProgram:
 
     Attributes:
         constants: the tensors in it that are neither parameters nor buffers.
-        outside: variables of modules that neither model nor loss holds, by name.
-        guards: of all its graphs.
+        outside: variables of modules that neither model nor loss holds.
         differences: sentences on the causes for which a step on this batch differs from that of one device.
         notes: warnings to give, once.
-        outputs: those of a step beside its loss, if kept.
+        outputs: those beside the loss, if kept.
         sizes: of its graphs, if they have symbols.
     """
 
@@ -106,20 +105,16 @@ def capture_program(
     """Captures a graph for each distinct shape of a shard or microbatch, or one for a worker without examples.
 
     Args:
-        training_call: model and loss.
-        call: the step's flattened arguments.
-        shards: of their tensors, one for each device.
-        devices: in order of replicas.
-        state: the model's variables.
+        shards: of the call's tensors, one for each device.
         decompositions: those of ATen operators that the backend prefers.
-        front_end: traces the model; None for the first one of "auto".
+        front_end: None for the first one of "auto".
         symbolic: the symbolic dimensions of the tensors.
-        workers: their replicas exchange values where the model asks for those of all.
+        workers: exchange values where the model asks for those of all replicas.
 
     Raises:
         SizesGivenUp: these cannot be symbolic.
         CaptureError: the model cannot be captured.
-        ValueError: it reads a parameter or a buffer that was added to it since the step was made.
+        ValueError: it reads a parameter or a buffer that was added since the step was made.
     """
     model_name = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)

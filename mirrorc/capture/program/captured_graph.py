@@ -36,14 +36,12 @@ class CapturedGraph:
     Attributes:
         graph: placeholders are the arguments, `mirrorc.ir.ops.read` nodes the variables. The output is a dict: ``loss``
             (None in an evaluation), ``gradients`` by parameter and ``writes`` by buffer, in order of the program.
-        arguments: the meanings of the placeholders.
         constants: tensors other than variables, by name.
-        traced: the trace that it was made of.
-        outside: variables of modules that neither model nor loss holds, by name.
+        outside: variables of modules that neither model nor loss holds.
         sparse: the parameters whose gradients torch would give as sparse tensors.
         sizes: its symbols; None if all sizes are numbers.
         size_keys: the meanings of its arguments of the kind SIZE, in order.
-        alike: the buffers that it writes to the same value on all replicas that run it, see `written_alike`.
+        alike: see `written_alike`.
     """
 
     graph: fx.Graph
@@ -323,8 +321,8 @@ def _remove_dead_code(graph: fx.Graph) -> None:
 def _separate_gradients(graph: fx.Graph) -> None:
     """Makes each gradient a separate value, because buckets are summed in place.
 
-    Without this, one value may have several uses: the terms of a sum have the same gradient; a gradient may be an operand
-    of another one; the gradient of a plain term of the loss is the gradient of the loss itself.
+    Otherwise the terms of a sum share a gradient; a gradient may be an operand of another one; the gradient of a plain term
+    of the loss is the gradient of the loss itself.
     """
     output: Any = graph.output_node().args[0]
     counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])

@@ -16,7 +16,7 @@ def with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> 
     """Renames constants that differ between graphs under one name.
 
     Constants that follow the size of a shard, such as ``torch.tensor(len(x))``, differ. So do two equal tensors of the
-    user: a graph reads them in place, and the user may write one of them later.
+    user: he may write one of them later.
 
     Args:
         taken: the names of the model's variables.

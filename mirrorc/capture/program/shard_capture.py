@@ -35,13 +35,11 @@ def capture(
     Args:
         leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
         leaf_names: identifiers for them.
-        variable_names: the variable for each name of a parameter or buffer in ``call``; several names for tied weights.
+        variable_names: the variable for each name of a parameter or buffer; several names for tied weights.
         trained: the variables that the optimizer updates.
-        decompositions: those of ATen operators that the backend prefers.
-        outside: names variables of modules that neither model nor loss holds.
 
     Raises:
-        CaptureError: with the user's file and line, the reason and a remedy.
+        CaptureError: with the user's line, the reason and a remedy.
     """
     with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)

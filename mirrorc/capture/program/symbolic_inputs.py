@@ -19,7 +19,7 @@ from mirrorc.torch_internals import SizesGivenUp, SizesOfArguments
 def with_equal_sizes(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
     """Gives all graphs the same arguments for sizes; an unneeded one has no value.
 
-    One name may stand for different sizes in graphs for different kinds of shards, each with symbols of its own.
+    Each graph has symbols of its own, so a name may stand for different sizes.
 
     Raises:
         SizesGivenUp: replicas gather rows, of which each graph has the total.
@@ -62,8 +62,8 @@ class SymbolicSizes:
     Attributes:
         graphs: the symbols of each graph, and the keys of its numbers.
         shard_of_replica: the graph of each replica; None without examples.
-        microbatches: the sizes of each replica's microbatches, all with one graph; empty for whole shards.
-        are_split: of each argument, whether it is split.
+        microbatches: the sizes of each replica's, all with one graph; empty for whole shards.
+        are_split: of each argument.
     """
 
     graphs: tuple[tuple[SizesOfArguments | None, tuple[Any, ...]], ...]
