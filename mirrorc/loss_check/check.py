@@ -159,7 +159,6 @@ def check_loss(
 
 
 def _joined(call: Call) -> list[torch.Tensor]:
-    """The tensors of the whole batch; those by replica are concatenated."""
     joined = []
     for leaf in call.leaves:
         if leaf.tensor is not None:

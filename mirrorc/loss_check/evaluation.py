@@ -98,7 +98,6 @@ def _replace_buffers(call: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _restored_random_streams(device: torch.device) -> Iterator[None]:
-    """Restores the generators of torch, Python and numpy."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -22,9 +22,6 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection
     Args:
         tensors: by name, each object once.
         moving: the names of those that are moved.
-
-    Raises:
-        ValueError: names the two tensors and the remedy.
     """
     spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if _has_memory(tensor))
     reaching: list[tuple[str, int, int, str]] = []
@@ -38,11 +35,7 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection
 
 
 def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses to move tensors out of memory that processes share: the others would keep the old values.
-
-    Raises:
-        ValueError: names the first of them and the remedy.
-    """
+    """Refuses to move tensors out of memory that processes share: the others would keep the old values."""
     shared = [name for name in moving if tensors[name].device.type == "cpu" and tensors[name].is_shared()]
     if shared:
         raise ValueError(
@@ -88,7 +81,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """The device of a tensor, its first address, and the address behind its last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return str(tensor.device), start, start + (last + 1) * tensor.element_size()

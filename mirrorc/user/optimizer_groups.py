@@ -96,11 +96,7 @@ class OptimizerGroups:
         return (*each, self.are_elementwise())
 
     def check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Refuses optimizers that update parameters of another model, or one parameter twice.
-
-        Raises:
-            ValueError: names the parameter and the remedy.
-        """
+        """Refuses optimizers that update parameters of another model, or one parameter twice."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         held_by: dict[int, int] = {}
         for which, optimizer in enumerate(self.optimizers):
@@ -256,11 +252,7 @@ def _text_of_tensor(value: torch.Tensor) -> str:
 
 
 def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable]) -> None:
-    """Refuses optimizers whose updates cannot be captured in a CUDA graph.
-
-    Raises:
-        ValueError: names the parameter, the reason and the remedy.
-    """
+    """Refuses optimizers whose updates cannot be captured in a CUDA graph."""
     remedy = "use Adam, AdamW or SGD with fused=True, or compile with cuda_graphs=False"
     for name, variable in variables.items():
         rule = variable.update

@@ -47,11 +47,7 @@ def state_switches(groups: Iterable[Mapping[str, Any]]) -> list[tuple[bool, bool
 
 
 def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, parameter: torch.Tensor) -> None:
-    """Refuses state with which an element-wise optimizer could not update a parameter.
-
-    Raises:
-        ValueError: names the entry, and the remedy.
-    """
+    """Refuses state with which an element-wise optimizer could not update a parameter."""
     state, kind = optimizer.state.get(parameter), type(optimizer)
     if not state:
         return
@@ -111,9 +107,6 @@ def check_gradient_of(
 
     This depends on hyperparameters, so an optimizer of the same class makes a step with a tiny parameter. The user's
     classes are not tried.
-
-    Raises:
-        ValueError: has torch's reason, and the remedy.
     """
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or not has_torchs_step(optimizer):

@@ -74,7 +74,6 @@ def put_back_after(actions: Iterable[Callable[[], object]]) -> Iterator[None]:
 
 
 def _first_failure(actions: Iterable[Callable[[], object]]) -> Exception | None:
-    """Runs all actions; gives the error of the first that failed."""
     first = None
     for action in actions:
         try:
@@ -152,7 +151,6 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _base_of(container: Any) -> Any:
-    """The builtin class of a container, past the user's overrides."""
     return next(base for base in _BASES if issubclass(type(container), base))
 
 

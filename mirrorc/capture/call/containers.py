@@ -165,7 +165,6 @@ def _if_made(base: Any, cls: type) -> str:
 
 
 def _entries_of(kind: str, value: Any, path: str) -> tuple[list[tuple[str, Any]], tuple[Any, ...]]:
-    """The entries of a container as the base class holds them, and the detail of its kind."""
     cls = type(value)
     if kind == "object":
         return [], (cls,)

@@ -107,11 +107,7 @@ def outputs_of(
 def refuse_outputs_apart(
     ways: Mapping[str, str], traced: Sequence[TracedOutputs], *, has_examples: bool = True
 ) -> None:
-    """Refuses outputs with a value for each microbatch, or without one for a worker without examples.
-
-    Raises:
-        CaptureError: names the output and the remedy.
-    """
+    """Refuses outputs with a value for each microbatch, or without one for a worker without examples."""
     apart = [name for name, how in ways.items() if how == "apart"]
     constants = zip(
         *([leaf for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT] for outputs in traced), strict=False

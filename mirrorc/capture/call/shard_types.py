@@ -120,7 +120,6 @@ def leaves_of(
 
 
 def _types_of_microbatches(types: ShardTypes, call: Call, sizes: Sequence[int]) -> list[ShardTypes]:
-    """Microbatches are views of the shard, with its strides."""
     return [
         tuple(
             (torch.Size((size, *shape[1:])) if leaf.split else shape, stride, dtype)

@@ -160,7 +160,6 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
 
 
 def _if_listed(*paths: str) -> str:
-    """A remedy for a list of examples, such as images."""
     lists = [path.rpartition("[")[0] for path in paths if path.endswith("]")]
     if not lists:
         return ""
@@ -168,7 +167,6 @@ def _if_listed(*paths: str) -> str:
 
 
 def _if_offsets(*paths: str) -> str:
-    """A remedy for offsets of the bags of an embedding."""
     if not any("offsets" in path for path in paths):
         return ""
     return ". Bags that are given as indices and offsets are not split: give each a row of 2-D indices, filled with padding_idx"

@@ -186,7 +186,6 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 def _detached_copy(traced: fx.GraphModule, node: fx.Node, memory: set[int]) -> fx.Node:
-    """Detaches a value, and copies it if it aliases an input."""
     graph, value = traced.graph, node.meta["example_value"]
     with graph.inserting_before(graph.output_node()):
         detached = graph.call_method("detach", (node,))

@@ -74,7 +74,6 @@ def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
 
 
 def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """For each node a hash of its operator and operands."""
     made: dict[fx.Node, int] = {}
     for node in nodes:
         if node.target in _SAME_ON_ALL:

@@ -68,11 +68,7 @@ def _dim(cat: fx.Node) -> Any:
 
 
 def refuse_split_time(leaves: Sequence[Leaf], with_time_first: Sequence[int], model_name: str) -> None:
-    """Refuses to split the time of a recurrent layer.
-
-    Raises:
-        CaptureError: names the argument and the remedy.
-    """
+    """Refuses to split the time of a recurrent layer."""
     for index in with_time_first:
         leaf = leaves[index]
         if leaf.split:

@@ -55,7 +55,6 @@ def untrained_tensors(
 
 
 def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:
-    """The user's line that uses a placeholder first."""
     frames = (last_users_frame(user.meta.get("stack_trace") or "") for user in node.users)
     return next((frame for frame in frames if frame is not None), None)
 

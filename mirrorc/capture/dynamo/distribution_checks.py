@@ -40,7 +40,6 @@ def _begin(
 
 
 def _check_value(self: Any, value: Any) -> None:
-    """Replaces `Distribution._validate_sample`."""
     kind = type(self).__name__
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"log_prob of a distribution {kind} takes a tensor, not {value!r}")
@@ -64,7 +63,6 @@ def _fits(shape: Any, batch_shape: Any, event_shape: Any) -> bool:
 
 
 def _kl_divergence(p: Any, q: Any) -> torch.Tensor:
-    """Replaces `kl_divergence`."""
     return _divergence_of(type(p), type(q))(p, q)
 
 

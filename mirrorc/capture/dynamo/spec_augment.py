@@ -73,7 +73,6 @@ def masked_spans(
 def _num_spans(
     lengths: torch.Tensor, rounding: torch.Tensor, places: int, mask_prob: float, mask_length: int, min_masks: int
 ) -> torch.Tensor:
-    """The number of spans in rows of some lengths, int64."""
     wanted = (mask_prob * lengths.to(torch.float64) / mask_length + rounding).to(torch.int64).clamp(min=min_masks)
     wanted = torch.where(wanted * mask_length > places, places // mask_length, wanted)
     return torch.minimum(wanted, (lengths - mask_length + 1).clamp(min=0))

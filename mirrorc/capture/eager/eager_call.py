@@ -296,7 +296,6 @@ def _short(name: str) -> str:
 
 
 def _as_typed(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient in the layout of its parameter; zeros for None."""
     if gradient is not None and gradient.layout is torch.strided and gradient.stride() == parameter.stride():
         return gradient
     laid = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)

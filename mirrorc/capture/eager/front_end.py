@@ -183,7 +183,6 @@ class _Graph:
         return self.parts_of(target, *inputs, recorded.loss_dtype, list(recorded.written), *types)
 
     def joint(self, results: Sequence[fx.Node], **about: Any) -> JointGraph:
-        """The graph with these results, its inputs, and ``about``."""
         self.graph.output(tuple(results))
         names = [*self.call.parameters, *self.call.buffers]
         variables = zip([*self.parameters, *self.buffers], names, strict=True)
@@ -227,7 +226,6 @@ def _joint_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph
 
 
 def _forward_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph:
-    """The graph of an evaluation; its loss is one of the outputs."""
     built = _Graph(call, leaves)
     nodes = built.parts_of_forward(run_evaluation)
     losses, others = (nodes[:1], nodes[1:]) if call.recorded.loss_dtype is not None else ([], nodes)

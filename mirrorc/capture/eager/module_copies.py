@@ -160,7 +160,6 @@ _ABSENT = object()
 
 
 def _outside_of_scripts(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules of Python within a module, and the outermost ones of TorchScript."""
     within = {
         id(part)
         for module in root.modules()

@@ -20,11 +20,7 @@ from mirrorc.user.restore import CONTAINERS, can_keep_value, content_of, is_same
 
 @contextlib.contextmanager
 def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
-    """A block that must not draw from shared generators, nor change shared collections or tensors.
-
-    Raises:
-        CaptureError: names the effect.
-    """
+    """A block that must not draw from shared generators, nor change shared collections or tensors."""
     before = random.getstate(), np.random.get_state(legacy=False)
     random.seed()  # a state that no seed of forward's own leads back to
     np.random.seed()
@@ -81,7 +77,6 @@ def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
 
 
 def _kinds_of(kind: type) -> set[type]:
-    """A class and its subclasses."""
     kinds, waiting = {kind}, [kind]
     while waiting:
         derived: list[type] = type.__subclasses__(waiting.pop())

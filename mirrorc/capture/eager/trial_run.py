@@ -224,7 +224,6 @@ def _written(
 
 @contextlib.contextmanager
 def _explained(model_name: str) -> Iterator[None]:
-    """A block in which exceptions of the user's code become a `CaptureError` with their line."""
     try:
         yield
     except CaptureError:

@@ -80,7 +80,6 @@ def _is_torchs(generator: torch.Generator) -> bool:
 
 
 def _states_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """Reader and writer of a generator's state; None for other values."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
     if isinstance(value, np.random.RandomState):

@@ -101,7 +101,6 @@ def _joined(of_first: tuple[FrontEnd, CaptureError], of_last: tuple[FrontEnd, Ca
 
 
 def _is_raised_elsewhere(cause: BaseException | None) -> bool:
-    """Whether the user's code or a library raised an error, not this compiler."""
     if cause is None:
         return False
     frames = traceback.extract_tb(cause.__traceback__)

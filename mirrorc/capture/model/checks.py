@@ -59,7 +59,6 @@ def check_model(model: Any) -> None:
 
 
 def _check_script(module: nn.Module, where: str, within: str) -> None:
-    """Refuses a module of TorchScript that replicas cannot copy."""
     if any(not isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
         raise ValueError(
             f"{where} is a ScriptModule whose parameters are plain tensors, as torch.jit.load makes them. Before the optimizer "

@@ -45,7 +45,6 @@ def take_outside_variables(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf with dense numbers in memory."""
     is_ordinary = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return (
         is_ordinary and tensor.grad_fn is None and not (tensor.is_meta or tensor.is_quantized or tensor.is_inference())

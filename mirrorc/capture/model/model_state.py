@@ -91,11 +91,7 @@ class ModelState:
         return "".join("t" if module.training else "e" for module in self._modules)
 
     def check_memory(self) -> None:
-        """Refuses a trainable parameter that shares memory with another parameter or buffer.
-
-        Raises:
-            ValueError: names both, and the remedy.
-        """
+        """Refuses a trainable parameter that shares memory with another parameter or buffer."""
         refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
 
     def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
@@ -141,7 +137,6 @@ class ModelState:
         return places
 
     def _users_attributes(self) -> Iterator[tuple[str, str, dict[str, Any], str]]:
-        """The plain attributes of modules of the user's classes: root, path, attributes and key."""
         for root, module in self._roots.items():
             for path, submodule in module.named_modules():
                 if _is_users_alone(type(submodule)):

@@ -209,7 +209,6 @@ def _capture_each(
     optimizers: OptimizerGroups,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> list[CapturedGraph]:
-    """One graph for each kind of shard, checked for agreement."""
     groups = optimizers.hyperparameters if training_call.trains else ()
     updated = {id(parameter) for group in groups for parameter in group["params"]}
     trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}

@@ -172,8 +172,6 @@ def _add_arguments(
 def _take_sizes_as_arguments(
     graph: fx.Graph, joint: JointGraph, arguments: list[Argument], sizes: dict[Any, fx.Node], keys: list[Any]
 ) -> None:
-    """Replaces literal symbolic sizes among operands by arguments."""
-
     def taken(value: Any) -> Any:
         if not is_symbolic(value) or joint.sizes is None:
             return value
@@ -250,7 +248,6 @@ def _insert_gathers(graph: fx.Graph, outputs: Mapping[str, fx.Node]) -> None:
 
 
 def _constant_name(node: fx.Node, taken: Set[str]) -> str:
-    """A name after the module that uses the constant first."""
     module = next((module_of(user) for user in node.users if module_of(user)), "")
     base = f"{module}.constant".removeprefix(".")
     names = (base if i == 1 else f"{base}_{i}" for i in itertools.count(1))
@@ -312,7 +309,6 @@ def _without_idle_transpositions(node: fx.Node) -> fx.Node:
 
 
 def _remove_dead_code(graph: fx.Graph) -> None:
-    """Removes unused calls. Placeholders and effects stay."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and node.target not in ops.OF_FORWARD:
             graph.erase_node(node)

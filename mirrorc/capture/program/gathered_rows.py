@@ -109,7 +109,6 @@ class GatheredRows:
         return agrees
 
     def _note_places(self, captured: Sequence[CapturedGraph]) -> None:
-        """Notes in graphs the rows of the workers before this one."""
         if not self._workers.are_several:
             return
         met = [meetings_of_rows(graph.graph) for graph in captured]

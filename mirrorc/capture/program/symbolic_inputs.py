@@ -95,7 +95,6 @@ class SymbolicSizes:
         return numbers_of_replicas
 
     def _tensors(self, shards: Shards, replica: int) -> Sequence[torch.Tensor]:
-        """The shard of a replica, or its first microbatch."""
         if not self.microbatches:
             return shards.tensors[replica]
         size = self.microbatches[replica][0]

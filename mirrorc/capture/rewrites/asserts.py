@@ -71,9 +71,6 @@ def refuse_effects(graph: fx.Graph, model_name: str) -> None:
 
     Args:
         graph: of torch functions.
-
-    Raises:
-        CaptureError: names the operator and its line.
     """
     for node in graph.nodes:
         target = with_overload(node.target)

@@ -90,9 +90,6 @@ def refuse_replica_values(
         runs: for each replica, its graphs.
         in_parts: whether shards are run in microbatches.
         model_name: for messages.
-
-    Raises:
-        CaptureError: names the call, the reason and the remedy.
     """
     met = [list(calls_to(graph, *ops.MEETINGS)) for graph in graphs]
     first = next((node for items in met for node in items), None)
@@ -149,11 +146,7 @@ def _say(node: fx.Node) -> str:
 
 
 def refuse_over_workers(program: Program) -> None:
-    """Refuses exchanges between replicas of several workers with GPUs.
-
-    Raises:
-        CaptureError: names the call and the remedy.
-    """
+    """Refuses exchanges between replicas of several workers with GPUs."""
     if not program.meets_workers or not any(device.is_asynchronous for device in program.devices):
         return
     met = next((node for graph in program.shard_graphs for node in calls_to(graph, *ops.MEETINGS)), None)

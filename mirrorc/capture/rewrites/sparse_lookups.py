@@ -59,7 +59,6 @@ def _arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
-    """Refuses lookups that torch refuses in backward, and computed tables."""
     name = path.removeprefix("model.")
     if not path:
         raise CaptureError(
@@ -95,11 +94,7 @@ def _origins(value: fx.Node) -> Iterator[int]:
 
 
 def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], model_name: str) -> None:
-    """Refuses to split offsets: each counts from the first index of the whole batch, which a shard does not have.
-
-    Raises:
-        CaptureError: names the argument and the remedy.
-    """
+    """Refuses to split offsets: each counts from the first index of the whole batch, which a shard does not have."""
     for index in with_offsets:
         leaf = leaves[index]
         if leaf.split:
@@ -206,7 +201,6 @@ def _joined(graph: fx.Graph, gradient: fx.Node, lookups: Sequence[fx.Node]) -> f
 
 
 def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-    """Inserts a call with the source line of another node."""
     node = graph.call_function(target, args, kwargs or {})
     node.meta = dict(like.meta)
     find_type_anew(node)

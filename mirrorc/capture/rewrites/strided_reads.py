@@ -64,7 +64,6 @@ def _number(node: fx.Node) -> Any:
 
 
 def _same_memory(node: fx.Node) -> fx.Node | None:
-    """The viewed value, if positions count the same elements there; or None."""
     source = viewed(node)
     return source if source is not None and source.meta["val"].dtype == node.meta["val"].dtype else None
 

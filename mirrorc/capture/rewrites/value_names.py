@@ -119,7 +119,6 @@ class _Places:
         return made_of if made_of.name else self._last
 
     def _latest(self, module: str, operands: Iterable[fx.Node]) -> _Place:
-        """Of the operands' places inside a module, the one with the latest position."""
         inside = [self._known[node] for node in operands if self._is_inside(self._known[node], module)]
         return max(inside, key=lambda place: place.since, default=_Place())
 
