@@ -22,12 +22,9 @@ from mirrorc.user.restore import restored
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Loss and gradients of a batch.
+    """Loss and gradients of a batch; gradients of all trainable variables, in 64 bits.
 
-    Attributes:
-        gradients: of every trainable variable, in 64 bits; zeros if the loss does not depend on it.
-        scale: the size of the summands of the loss.
-        observed: facts about the calls behind it.
+    ``scale`` is the size of the summands of the loss.
     """
 
     loss: float
@@ -37,12 +34,7 @@ class Evaluated:
 
 
 class Evaluation:
-    """Evaluates batches of one structure. Random numbers are those of the first batch, the same for each example.
-
-    Args:
-        loss_fn: None if the model returns the loss.
-        call: the batch, or another call of its structure with the same plain arguments.
-    """
+    """Evaluates batches of one structure. Random numbers are those of the first batch, the same for each example."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
         self._call = TrainingCall(model, loss_fn, call.structure, call.plain)
@@ -52,11 +44,7 @@ class Evaluation:
         self._draws = EqualDraws()
 
     def run(self, leaves: Sequence[torch.Tensor], *, by_running_statistics: bool = False) -> Evaluated:
-        """Loss and gradients of a batch.
-
-        Args:
-            leaves: its tensors, on any device.
-            by_running_statistics: let BatchNorm normalize by its running statistics, as in eval mode.
+        """Loss and gradients of a batch, on request with BatchNorm's running statistics.
 
         Raises:
             ValueError: there is no loss.

@@ -18,8 +18,7 @@ class ObservedCalls:
     """The relevant calls in one evaluation of a loss.
 
     Attributes:
-        num_batch_norms: the number of normalizations by the statistics of their batch.
-        weighted: the means over targets instead of examples, each with the numbers of ignored and of all targets.
+        weighted: the means over targets, each with the numbers of ignored and of all targets.
         unequal_draws: operators whose random numbers differ from run to run.
     """
 

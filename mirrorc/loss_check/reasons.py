@@ -18,10 +18,7 @@ def reasons_for(
 ) -> tuple[str, ...]:
     """Sentences on the reasons for which a batch and its shards differ.
 
-    Args:
-        fitting_reduction: the other value of ``loss_reduction``, if it makes them the same.
-        is_normalization: whether they are the same with BatchNorm's running statistics.
-        is_repeatable: whether the batch gives the same once more.
+    ``fitting_reduction`` is the other value of ``loss_reduction``, if it makes them the same.
     """
     if fitting_reduction is not None:
         return (

@@ -218,8 +218,7 @@ def _label(groups: OptimizerGroups, number: int) -> str:
 def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
     """The current hyperparameters of each group as text: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
 
-    None and False are left out. Tensors of one element are printed as numbers, others by shape and checksum, and other
-    objects by class.
+    None and False are left out. Larger tensors are printed by shape and checksum, other objects by class.
     """
     return {
         _label(groups, number): ", ".join(

@@ -59,7 +59,7 @@ def _variables(root: nn.Module) -> list[Callable[[], object]]:
 def put_back_after(actions: Iterable[Callable[[], object]]) -> Iterator[None]:
     """Runs all actions after a block, also if the block or some of the actions fail.
 
-    An error of the block is raised with a note of the first failed action; without one, that action's error is raised.
+    An error of the block gets a note of the first failed action; without one, that action's error is raised.
     """
     try:
         yield

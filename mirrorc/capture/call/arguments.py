@@ -102,10 +102,7 @@ class Call:
 
 
 def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Flattens the arguments of a call.
-
-    Args:
-        names: the names of the positional parameters, for messages and dumps.
+    """Flattens the arguments of a call; ``names`` are those of the positional parameters.
 
     Raises:
         TypeError, ValueError: an argument cannot be rebuilt from shards; names it and the remedy.
@@ -227,8 +224,7 @@ Rebuild = Callable[[Structure, Sequence[Any], Mapping[str, Any]], tuple[list[Any
 def rebuilding(structure: Structure) -> Rebuild:
     """A function of structure, tensors and plain values that rebuilds a call's arguments; runs under the tracer.
 
-    Its generated code accesses tensors and plain values directly. Tracing a generic walk would take as long as a small
-    model.
+    It is generated code: tracing a generic walk would take as long as a small model.
     """
     positional, keyword = structure
     args = ", ".join(_code_of(child, f"structure[0][{i}]") for i, child in enumerate(positional))

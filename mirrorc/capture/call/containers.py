@@ -18,13 +18,9 @@ from mirrorc.user.slots import slots_of
 
 
 class Parts(NamedTuple):
-    """The parts of a container.
+    """The parts of a container: its kind, a hashable detail for its reconstruction, and paths and values of its children.
 
-    Attributes:
-        kind: how it is rebuilt.
-        detail: further facts for that; hashable.
-        children: path and value of each child; attributes come last.
-        num_attributes: how many of the children are attributes.
+    The last ``num_attributes`` children are attributes.
     """
 
     kind: str

@@ -21,22 +21,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Seen:
-    """The sizes of one dimension of an argument.
-
-    Attributes:
-        sizes: those of the first call, but for sizes too small for symbols.
-        spared: those of one later call that do not count, such as a shorter last batch's.
-    """
+    """The sizes of one dimension of an argument; ``spared`` are those of one later call, perhaps with a shorter last batch."""
 
     sizes: frozenset[int] = frozenset()
     spared: frozenset[int] = frozenset()
     is_symbolic: bool = False
 
     def add(self, sizes: Iterable[int], *, spares_larger: bool | None = None) -> None:
-        """Notes the sizes of a call that needs a program: one, or each replica's.
+        """Notes the sizes of a call that needs a program.
 
-        ``spares_larger``: whether the first other number of examples is spared even if it is larger; None for other
-        dimensions.
+        ``spares_larger``: whether the first other number of examples is spared even if larger; None for other dimensions.
         """
         new = {size for size in sizes if size >= FEWEST_SYMBOLIC} - self.sizes - self.spared
         if self.is_symbolic or not new:
@@ -71,7 +65,7 @@ class ChangingSizes:
     def symbolic_dims(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> SymbolicDims:
         """The symbolic dimensions of a call's tensors in the program that it needs; empty for none.
 
-        Calls with a shard of one example are separate: its size is a number, so nothing follows from it for others.
+        Calls with a shard of one example are separate: its size is always a number.
         """
         key = _kind(call, purpose)
         if (key, has_one_example) in self._refusals:

@@ -18,8 +18,8 @@ class Outputs:
     """The outputs of a program's steps beside their loss.
 
     Attributes:
-        ways: how each output is gathered, by name, see `mirrorc.ir.ops.gather`.
-        unknown: a sentence on outputs of which nobody can tell that; or empty.
+        ways: how each output is gathered, see `mirrorc.ir.ops.gather`.
+        unknown: a sentence on outputs of unknown ways; or empty.
     """
 
     ways: Mapping[str, str]
@@ -30,13 +30,7 @@ class Outputs:
     _types: Mapping[str, tuple[torch.Size, torch.dtype]]
 
     def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
-        """The outputs of a step.
-
-        Args:
-            gathered: the outputs by name; a list of the replicas' parts if they stay apart.
-            loss: of the whole batch; None if there is none.
-            call: the step's arguments.
-        """
+        """The outputs of a step, from those of replicas by name; parts that stay apart are a list."""
         return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
 
     def of_no_examples(self, device: torch.device) -> dict[str, torch.Tensor]:
@@ -162,10 +156,7 @@ def _way(
 
 
 def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> Leaf:
-    """The leaf for shards of all sizes. A constant that follows the size is a PerReplica.
-
-    The places are in the order of the shards' graphs; one of another size may follow.
-    """
+    """The leaf for shards of all sizes. A constant that follows the size is a PerReplica."""
     first = places[0]
     if first.kind is not LeafKind.CONSTANT or all(is_same_constant(first.value, place.value) for place in places[1:]):
         return first

@@ -21,8 +21,7 @@ class CallKind:
 
     Attributes:
         tensors: shape, strides and dtype on the first replica.
-        constants: other arguments, as text.
-        plain: plain values; a program depends on those that it reads.
+        plain: values that matter to programs that read them.
     """
 
     tensors: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]

@@ -76,12 +76,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class TracedOutputs:
-    """The outputs of a traced call beside its loss.
-
-    Attributes:
-        types: shape and dtype of each tensor that the graph gives, by name, in the order of the graph's results.
-        summed: the names of those marked by `summed`.
-    """
+    """The outputs of a traced call beside its loss; ``types`` is in the order of the graph's results."""
 
     structure: Structure
     leaves: tuple[Leaf, ...]

@@ -22,9 +22,7 @@ class LoneExampleError(CaptureError):
 class UnreadableError(CaptureError):
     """A tracer cannot follow Python, or a branch depends on data; plain PyTorch runs it with the meaning of a step.
 
-    Args:
-        refusal: the text, with a remedy for this front end.
-        why: place and reason, as a continuation of "cannot capture" and the model's name.
+    ``why`` continues "cannot capture" and the model's name.
     """
 
     def __init__(self, refusal: str, why: str) -> None:

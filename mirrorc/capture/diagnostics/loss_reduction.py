@@ -30,13 +30,7 @@ _SUM = "sum"
 
 @dataclass(frozen=True)
 class Reduction:
-    """A summand of the loss that is one of torch's losses.
-
-    Attributes:
-        function: its name.
-        kind: "mean", "batchmean" or "sum".
-        filename, line: the user's line; 0 if unknown.
-    """
+    """A summand of the loss that is one of torch's losses; the line is 0 if unknown."""
 
     function: str
     kind: str
@@ -45,12 +39,9 @@ class Reduction:
 
 
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
-    """The reductions of torch's losses over the batch, among the summands of a loss.
+    """The reductions of torch's losses over the batch, among the summands of a loss, the first output of a graph.
 
     Multiplied or divided terms are left out: they may be a mean made of a sum.
-
-    Args:
-        traced: a graph of torch functions whose first output is the loss.
     """
     reductions: dict[Reduction, None] = {}
     loss = traced.graph.output_node().args[0][0]  # type: ignore[index]
@@ -107,11 +98,7 @@ def _is_of_the_batch(node: fx.Node) -> bool:
 def notes_on_reductions(
     reductions: Sequence[Reduction], loss_reduction: str, num_devices: int, model_name: str
 ) -> tuple[Note, ...]:
-    """A warning for each summand of the loss that contradicts ``loss_reduction``.
-
-    Args:
-        reductions: of one shard of several.
-    """
+    """A warning for each summand of the loss that contradicts ``loss_reduction``."""
     notes = []
     for reduction in reductions:
         if (reduction.kind == _SUM) == (loss_reduction == "sum"):

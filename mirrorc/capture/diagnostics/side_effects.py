@@ -70,10 +70,7 @@ def dropped_effects(
 def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
     """Notes on containers among the arguments that lose items in a trace; other changes are refused.
 
-    Replicas get containers of their own, rebuilt from shards, so a change would be lost.
-
-    Raises:
-        CaptureError: names the argument and the line.
+    Replicas get containers of their own, so a change would be lost.
     """
     effects = python_effects_of(traced)
     paths = call.containers()

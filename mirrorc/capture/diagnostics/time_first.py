@@ -30,9 +30,6 @@ def leaves_with_time_first(graph: fx.Graph) -> tuple[int, ...]:
     """The tensor arguments whose dim 0 is the time of a recurrent layer in a trace.
 
     It follows only operations that surely keep dim 0: products, embeddings, functions of single elements.
-
-    Args:
-        graph: of `mirrorc.torch_internals.trace_full_graph`, with recurrent layers as operators over [time, batch, ...].
     """
     origins = dict.fromkeys(_origin(node.args[0]) for node in _scans(graph))
     return tuple(leaf for leaf in origins if leaf is not None)

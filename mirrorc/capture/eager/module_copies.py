@@ -48,11 +48,11 @@ class ModuleCopy:
         self.root = self._copies[id(root)]
 
     def load(self, tensors: Mapping[int, torch.Tensor], passing: Set[Attribute] = frozenset(), **of_root: Any) -> None:
-        """Loads the attributes that the originals have now.
+        """Loads the attributes that the originals have now, but for ``passing`` ones, which the copies assign before they
+        read them.
 
         Args:
             tensors: the parameters and buffers, by the ids of the originals'.
-            passing: attributes that the copies assign before they read them; not loaded, and free to assign.
             **of_root: override attributes of the root.
         """
         self._loaded = []

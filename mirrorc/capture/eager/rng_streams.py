@@ -14,12 +14,7 @@ _LONGEST_WAIT_SECONDS = 3600
 
 
 class ReplicaStream:
-    """The states of the process's generators that a replica's code draws from and leaves.
-
-    Args:
-        seed: determines all numbers.
-        device: of the replica. There are generators for the CPU and for each GPU.
-    """
+    """The states of the process's generators, for the CPU and a replica's GPU, that its code draws from and leaves."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]

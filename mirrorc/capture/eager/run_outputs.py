@@ -18,12 +18,7 @@ from mirrorc.torch_internals import storage_key
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """The outputs of one run beside its loss.
-
-    Attributes:
-        record: containers and leaves.
-        tensors: by name, each in memory of its own and without a gradient.
-    """
+    """The outputs of one run beside its loss; the tensors own their memory and have no gradient."""
 
     record: TracedOutputs
     tensors: Mapping[str, torch.Tensor]
@@ -39,7 +34,6 @@ def read_run(
     """Reads the outputs of a run.
 
     Args:
-        loss: may stand among the outputs.
         variables: the user's parameters and buffers, by the ids of the run's.
         marked: the results of `mirrorc.summed` in the run.
 

@@ -17,9 +17,6 @@ class HeldGenerators:
     """Detects and undoes draws of a block from the user's own generators.
 
     Those of Python's random and of numpy are seen as attributes of modules, those of torch everywhere.
-
-    Args:
-        modules: those of model and loss.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -17,11 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Climbed(Generic[T]):
-    """The result of the first front end that could capture a model.
-
-    Attributes:
-        failed: the front ends above it with their reasons, as continuations of "cannot capture" and the model's name.
-    """
+    """The result of the first front end that could capture a model, and the reasons of those above it."""
 
     result: T
     front_end: FrontEnd

@@ -102,10 +102,7 @@ _rungs: list[FrontEnd] = []
 
 
 def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
-    """Registers a front end by its name.
-
-    Args:
-        is_rung: whether "auto" tries it, too, after those that were registered before.
+    """Registers a front end by its name; as a rung, "auto" tries it after earlier ones.
 
     Raises:
         ValueError: another front end has this name.

@@ -23,16 +23,9 @@ _PLACE = "mirrorc_outside"  # where a traced module has them
 def take_outside_variables(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor]
 ) -> dict[str, ReadVariable]:
-    """Has a traced graph read the tensors of such modules like its own buffers.
+    """Has a traced graph read the tensors of such modules like its own buffers; gives the variables by their names.
 
     They get no gradient, as parameters that the optimizer does not hold.
-
-    Args:
-        module: model and loss.
-        leaves: the example arguments.
-
-    Returns:
-        The variables, by the names of these buffers.
     """
     home = leaves[0].device if leaves else None
     variables = [
@@ -52,15 +45,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name: str) -> None:
-    """Refuses writes that a step cannot make.
-
-    Args:
-        names: the variables, by the names of the buffers.
-        model_name: for messages.
-
-    Raises:
-        CaptureError: forward writes a parameter, or a buffer that is not contiguous.
-    """
+    """Refuses writes that a step cannot make: of a parameter, or of a buffer that is not contiguous."""
     for path in joint.buffer_writes:
         variable = joint.outside.get(path)
         if variable is None:
@@ -85,12 +70,7 @@ class OutsideNames:
         self._counters: dict[int, weakref.ref[torch.Tensor]] = {}  # by the id of the statistic, which has a name
 
     def names_of(self, outside: Mapping[str, ReadVariable], taken: Set[str]) -> dict[str, str]:
-        """The names of a graph's outside variables, by the names of the buffers.
-
-        Args:
-            outside: see `take_outside_variables`.
-            taken: the names of the model's variables.
-        """
+        """The names of a graph's outside variables, by the names of the buffers; ``taken`` are the model's."""
         self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
         self._counters = {key: counter for key, counter in self._counters.items() if key in self._known}
         names = {path: self._name_of(variable.tensor, variable.words, taken) for path, variable in outside.items()}

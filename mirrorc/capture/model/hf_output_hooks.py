@@ -12,12 +12,9 @@ HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
 
 
 def install_capturing_hooks(model: nn.Module) -> bool:
-    """Installs hooks that models of Hugging Face install in their first call with hidden states or attentions.
+    """Installs the hooks of Hugging Face's models for hidden states and attentions; returns whether there are new ones.
 
-    They do so under a lock, which no tracer follows. The hooks are idle in other calls.
-
-    Returns:
-        whether there are new hooks.
+    The models do so in their first such call, under a lock, which no tracer follows. The hooks are idle in other calls.
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)

@@ -120,7 +120,7 @@ class ModelState:
         """Takes the numbers that have changed since `note_numbers` out of the fingerprint: guards watch reads of them.
 
         Returns:
-            Their places: the names on the way to the module, from its root on, and the attribute.
+            The names on the way to each module, from its root on, and the attribute.
         """
         places = []
         for root, path, attributes, key in self._users_attributes():

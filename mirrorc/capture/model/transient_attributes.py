@@ -23,12 +23,7 @@ _WATCHED = "_mirrorc_passing_attributes"
 
 
 class AssignedAttributeError(ExecutionError):
-    """Forward has assigned an attribute of a module.
-
-    Attributes:
-        name: its name; empty if only the text is known.
-        attributes: all assigned ones; empty if one is a parameter, a buffer or a submodule.
-    """
+    """Forward has assigned attributes of a module; ``attributes`` is empty if one is a parameter, buffer or submodule."""
 
     def __init__(self, text: str, name: str = "", attributes: Sequence[Attribute] = ()) -> None:
         super().__init__(text)
@@ -105,11 +100,7 @@ def _read_elsewhere(name: str) -> CaptureError:
 
 @contextlib.contextmanager
 def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
-    """A block in which reads of the originals' attributes raise a `CaptureError`, as copies run.
-
-    Args:
-        modules: the user's, with the names of attributes that forward assigns in the copies.
-    """
+    """A block in which reads of these attributes of the originals raise a `CaptureError`, as copies run."""
     kinds = {module: type(module) for module in modules}
     removed = [
         (vars(module), name, vars(module)[name])
@@ -130,12 +121,10 @@ def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
 
 
 def watching_class(kind: type, names: Set[str], attribute: type[_PassingAttribute] = _PassingAttribute) -> type:
-    """A subclass of a module's class whose attributes of these names can be read only after their assignment.
+    """A subclass of a module's class (or of its earlier watching class) in which these names can be read only after their
+    assignment.
 
-    Args:
-        kind: the class, or a result of this function for other names.
-        names: without any, the result is the class itself.
-        attribute: the descriptor's class.
+    Without names, the class itself.
     """
     watched: Set[str] = getattr(kind, _WATCHED, frozenset())
     if names == watched:

@@ -251,7 +251,7 @@ def _gathered(
     loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
-    """The outputs of steps beside their loss. Notes in the graphs how each is gathered, and the loss of an evaluation."""
+    """Also notes in the graphs how each output is gathered, and the loss of an evaluation."""
     size_of: dict[int, int] = {}
     for indices, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
         for shard, size in zip(indices, of_graphs, strict=False):

@@ -317,8 +317,7 @@ def _remove_dead_code(graph: fx.Graph) -> None:
 def _separate_gradients(graph: fx.Graph) -> None:
     """Makes each gradient a separate value, because buckets are summed in place.
 
-    Otherwise the terms of a sum share a gradient; a gradient may be an operand of another one; the gradient of a plain term
-    of the loss is the gradient of the loss itself.
+    Otherwise the terms of a sum share a gradient, and a gradient may be an operand of another one.
     """
     output: Any = graph.output_node().args[0]
     counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])

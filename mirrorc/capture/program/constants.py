@@ -13,13 +13,10 @@ from mirrorc.ir.nodes import calls_to
 
 
 def with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
-    """Renames constants that differ between graphs under one name.
+    """Renames constants that differ between graphs under one name, apart from the names ``taken``.
 
     Constants that follow the size of a shard, such as ``torch.tensor(len(x))``, differ. So do two equal tensors of the
     user: he may write one of them later.
-
-    Args:
-        taken: the names of the model's variables.
     """
     known: dict[str, torch.Tensor] = {}
     named = []

@@ -13,10 +13,7 @@ from mirrorc.torch_internals import checkpoint_tag
 
 
 def note_checkpoints(values: Mapping[fx.Node, fx.Node], model_name: str) -> None:
-    """Notes at each operator of a graph the checkpoint of its counterpart in the joint graph.
-
-    Args:
-        values: the operators by their counterparts, in the order of the joint graph.
+    """Notes at each operator of a graph the checkpoint of its counterpart, a key of ``values``, in the joint graph.
 
     Raises:
         CaptureError: a policy moves results elsewhere.

@@ -83,14 +83,7 @@ def refuse_replica_values(
     in_parts: bool,
     model_name: str,
 ) -> None:
-    """Refuses exchanges between replicas that a step cannot make.
-
-    Args:
-        graphs: of each kind of shard.
-        runs: for each replica, its graphs.
-        in_parts: whether shards are run in microbatches.
-        model_name: for messages.
-    """
+    """Refuses exchanges between replicas that a step cannot make; ``in_parts`` means microbatches."""
     met = [list(calls_to(graph, *ops.MEETINGS)) for graph in graphs]
     first = next((node for items in met for node in items), None)
     if first is None:

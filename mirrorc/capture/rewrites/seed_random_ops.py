@@ -20,13 +20,10 @@ aten = torch.ops.aten
 
 
 def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
-    """Replaces every random operation of a graph by one that draws from a stream of ``seed``.
+    """Replaces each random operation of a graph by one that draws from a stream of ``seed``; returns their number.
 
     Dropout becomes a mask and a product. Every other random operation of ATen becomes an operator of the same schema that
     runs it under the seed.
-
-    Returns:
-        The number of random operations.
     """
     stream = 0
     for node in list(graph.nodes):

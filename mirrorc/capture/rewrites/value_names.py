@@ -65,10 +65,10 @@ def _numbered(base: str, counts: Counter[str]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """The module, variable or argument that a value is named after.
+    """The module, variable or argument that a value is named after: that of the operand that came latest.
 
     Attributes:
-        since: the position of its first use in the graph; -1 for arguments. The latest operand names a value.
+        since: the position of its first use; -1 for arguments.
         is_owned: whether it is a variable. A module does not name values after its own variables.
     """
 
