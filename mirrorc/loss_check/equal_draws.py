@@ -36,14 +36,14 @@ _DRAWS = (
     ),
     "uniform_",
 )
-"""Operators of ATen that return nothing but random numbers."""
+"""Operators of ATen with nothing but random numbers as results."""
 
 
 class EqualDraws:
     """Replaces random numbers by the first example's of the first run, for every example of all runs.
 
-    A draw corresponds to the draw at the same place in the first run. The values are no longer independent, which does not
-    affect whether a loss is a mean over examples.
+    A draw corresponds to the draw at the same place in the first run. Means over examples stay such, although the values
+    are no longer independent.
 
     Attributes:
         unequal: operators whose draws could not be replaced.

@@ -30,7 +30,7 @@ class ObservedCalls:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context that notes calls."""
+        """A context for the calls."""
         observed = self
 
         class Watch(TorchFunctionMode):

@@ -57,7 +57,7 @@ class GradientHabits:
         observe_zero_grad(_tell_of_zeroed)
 
     def refuse_gradients_of_others(self) -> None:
-        """Called before an update, which would leave out gradients that another step has accumulated."""
+        """Called before an update: it would leave out accumulated gradients of another step."""
         ids = {id(p) for group in self._groups.hyperparameters for p in group["params"]}
         if self._first_of_others(ids) is not None:
             gc.collect()  # what a step has kept that nobody can reach any more is in nobody's way

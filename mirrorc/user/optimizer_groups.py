@@ -20,8 +20,8 @@ from mirrorc.user.optimizer_kinds import check_gradient_of, is_elementwise, is_f
 class OptimizerGroups:
     """The user's optimizers, with all groups numbered together.
 
-    The groups of the first optimizer come first, then those of the next one. A group that is added later gets the next
-    number, so that a number always means the same group.
+    The groups of the first optimizer come first, then those of the next one. A group added later gets the next number, so a
+    number always means the same group.
 
     Args:
         optimizers: in the order of their steps.

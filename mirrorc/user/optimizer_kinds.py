@@ -21,7 +21,7 @@ _REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # entries of 
     torch.optim.RAdam: ("step", "exp_avg", "exp_avg_sq"),
 }
 ELEMENTWISE = tuple(_REQUIRED)
-"""Optimizers that update each element independently of all others, so that they may run on whole buckets."""
+"""Optimizers with independent updates of elements, which may run on whole buckets."""
 
 _WRITE_ROWS = (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD)
 _FUSED_ON_CPUS = (torch.float32, torch.float64)
@@ -36,7 +36,7 @@ _KNOWN = {*(entry for entries in _REQUIRED.values() for entry in entries), *(ent
 
 
 def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The entries that an element-wise optimizer requires in the state of a parameter, unless that state is empty."""
+    """The required entries in the state of a parameter of an element-wise optimizer, unless that state is empty."""
     switched = [entry for switch, entry in _SWITCHES if kind is not torch.optim.SGD and group.get(switch)]
     return (*_REQUIRED[kind], *switched)
 
@@ -161,7 +161,7 @@ def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype:
 
 
 def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | torch.dtype | None], ...]:
-    """A key that is equal for parameters whose states can be stored together, in one flat tensor per entry."""
+    """A key of compatible states, to store in one flat tensor per entry."""
     entries = flat_entries(state)
     kinds = {
         key: float(value) if key in SCALAR_STATE else getattr(value, "dtype", None) for key, value in entries.items()

@@ -19,24 +19,23 @@ from torch import nn
 from mirrorc.user.slots import slots_of
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
-"""The kinds of collections whose contents are restored, where they are attributes of modules."""
+"""The kinds of collections among the attributes of modules whose contents are restored."""
 
 _BASES = (OrderedDict, dict, list, set, deque)  # a kind before those that it is made of
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collections"}
-"""Libraries whose objects are not searched, except for modules."""
+"""Libraries excluded from the search, except for modules."""
 
 
 @contextlib.contextmanager
 def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
     """Undoes the changes of a block to a module and its submodules, also if the block fails.
 
-    This covers the attributes and tables of modules, the contents of collections that are attributes, memory, shape,
+    This covers the attributes and tables of modules, the contents of collections among these, memory, shape,
     ``requires_grad`` and ``grad`` of parameters and buffers, and the values of buffers.
 
     Args:
-        deep: restore all objects that modules hold, directly or through one another: dicts and slots, collections,
-            closures, tensors, numpy's arrays, random generators. Globals, classes, iterators, Python generators, and other
-            objects of libraries are left out.
+        deep: restore all objects in reach of the modules: dicts and slots, collections, closures, tensors, numpy's arrays,
+            random generators. Globals, classes, iterators, Python generators, and other objects of libraries are left out.
     """
     objects = _HeldObjects(root).actions if deep else _attributes(root)
     with put_back_after([*objects, *_variables(root)]):
@@ -186,7 +185,7 @@ class _HeldObjects:
                 waiting.extend(self._held_by(value))
 
     def _held_by(self, value: Any) -> list[Any]:
-        """The objects that an object holds; notes the actions that restore them."""
+        """Also notes the actions to restore an object."""
         kind = type(value)
         if issubclass(kind, torch.Tensor):
             if can_keep_value(value):

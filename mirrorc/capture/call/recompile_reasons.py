@@ -17,11 +17,9 @@ _MOST_CHARACTERS = 40  # of one value
 
 @dataclass(frozen=True)
 class CallKind:
-    """The facts about a call's arguments that a compiled program depends on, by argument name.
+    """The facts about a call's arguments for the specialization of programs, by argument name.
 
-    Attributes:
-        tensors: shape, strides and dtype on the first replica.
-        plain: values that matter to programs that read them.
+    Tensors are those of the first replica, as shape, strides and dtype.
     """
 
     tensors: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]

@@ -58,7 +58,7 @@ def graphs_to_capture(
 
 
 def _kind(types: ShardTypes, symbolic: SymbolicDims) -> Any:
-    """A key that is equal for types that differ in symbolic sizes alone."""
+    """A key without symbolic sizes."""
     if not symbolic:
         return types
     return tuple(

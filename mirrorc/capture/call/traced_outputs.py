@@ -266,7 +266,7 @@ _LONGEST_PATH = 1000
 
 
 class _TraceReader(OutputReader):
-    """Reads the outputs of a trace, which are built twice: an object that is the same in both was there before."""
+    """Reads the outputs of a trace, built twice: an object in both builds existed before."""
 
     gathered: dict[str, fx.Node]
 

@@ -1,4 +1,4 @@
-"""Errors for models that cannot be captured, with remedies."""
+"""Errors for models outside of the reach of captures, with remedies."""
 
 from __future__ import annotations
 

@@ -29,12 +29,7 @@ def are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Iterable[str]) -> dict[str, int]:
-    """The vectors that a graph computes from variables, or values of all replicas, alone: equal on all replicas that run
-    it.
-
-    Args:
-        writes: the graph's, by the names of variables.
-        vectors: the names of candidates.
+    """The vectors among ``vectors`` computed from variables, or values of all replicas, alone: equal on all replicas.
 
     Returns:
         for each, a hash of its computation, equal in graphs with the same one.

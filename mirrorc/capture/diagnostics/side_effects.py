@@ -40,8 +40,8 @@ def dropped_effects(
 ) -> tuple[Note, ...]:
     """Notes on changes of Python objects in a trace, and on prints.
 
-    A change of an object that is also read is state, except if a trace after it gives the same graph without it: libraries
-    cache facts. A change also counts as read if the next trace gives another graph.
+    A change of an object with reads is state, except if a trace after it gives the same graph without it: libraries cache
+    facts. A change also counts as read if the next trace gives another graph.
 
     Args:
         text: the graph as the tracer gave it.
@@ -49,7 +49,7 @@ def dropped_effects(
 
     Raises:
         UnreadableError: it assigns an attribute of a module without reading the former value.
-        CaptureError: it changes state, so that steps would differ.
+        CaptureError: it changes state, so steps would differ.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
     _refuse_draws(effects.draws, effects.kept_draws, model_name)

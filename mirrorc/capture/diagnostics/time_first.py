@@ -27,9 +27,9 @@ _METHODS = {
 
 
 def leaves_with_time_first(graph: fx.Graph) -> tuple[int, ...]:
-    """The tensor arguments whose dim 0 is the time of a recurrent layer in a trace.
+    """The tensor arguments with the time of a recurrent layer in dim 0.
 
-    It follows only operations that surely keep dim 0: products, embeddings, functions of single elements.
+    The search follows only operations with the dim 0 of their operand: products, embeddings, functions of single elements.
     """
     origins = dict.fromkeys(_origin(node.args[0]) for node in _scans(graph))
     return tuple(leaf for leaf in origins if leaf is not None)
@@ -42,7 +42,7 @@ def _scans(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _origin(value: Any) -> int | None:
-    """The argument whose dim 0 is that of a value; None if unsure."""
+    """The argument with the same dim 0 as a value; None if unsure."""
     while isinstance(value, fx.Node):
         if value.op == "placeholder":
             return leaf_of_placeholder(value)

@@ -22,10 +22,10 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add
 def untrained_tensors(
     traced: fx.GraphModule, module: TrainingCall, leaves: Sequence[torch.Tensor], model_name: str
 ) -> tuple[Note, ...]:
-    """A note on tensors that backward would reach, neither arguments nor the module's, and that no step trains.
+    """A note on tensors with a gradient outside of the module and of all steps.
 
     Raises:
-        CaptureError: one of them has a grad_fn, so that backward would go on to other tensors.
+        CaptureError: one of them has a grad_fn, so backward would go on to other tensors.
     """
     untrained = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]
     untrained = [pair for pair in untrained if id(pair[1]) not in module.trained_elsewhere]

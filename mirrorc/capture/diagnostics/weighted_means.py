@@ -1,4 +1,4 @@
-"""Finds losses that average over weights of classes, or over targets that are not ignored, instead of examples."""
+"""Finds losses with a mean over weights of classes, or over counted targets, instead of examples."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _leaf_behind(node: fx.Node) -> int | None:
 
 
 def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, ...]:
-    """Sentences on parts of a loss that may make a step differ from that of one device, for any batch."""
+    """Sentences on possible differences between a step and one device, for any batch."""
     remarks: dict[str, None] = {}
     for mean in means if num_replicas > 1 else ():
         if mean.is_weighted:
@@ -100,7 +100,7 @@ def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, .
 
 
 def differences_in(means: Sequence[WeightedMean], shards: Shards) -> tuple[str, ...]:
-    """Sentences on parts of a loss that make the step of this batch differ from that of one device."""
+    """Sentences on the differences between the step of this batch and one device."""
     differences: dict[str, None] = {}
     present = [tensors for tensors, size in zip(shards.tensors, shards.num_examples, strict=True) if size]
     for mean in means if len(present) > 1 else ():

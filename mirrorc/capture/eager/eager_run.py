@@ -18,7 +18,7 @@ from mirrorc.capture.model.transient_attributes import Attribute
 
 @dataclass(frozen=True)
 class ThreadModes:
-    """The settings that torch keeps for each thread, as in the thread that captures."""
+    """torch's settings of the capturing thread."""
 
     autocast: tuple[tuple[str, torch.dtype], ...]
     caches_casts: bool
@@ -74,16 +74,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The facts of first runs, on which the graph of a step relies for all others.
+    """The facts of first runs, taken by the graph of a step for all others.
 
     Attributes:
         loss_dtype: None for an evaluation without a loss.
         gradients: the indices of the trainable parameters, in the order of backward.
-        written: the indices of the buffers that forward writes.
+        written: the indices of written buffers.
         draws: whether random numbers are drawn.
         late: the indices of parameters with gradients in several parts, or outside of the graph of the loss.
-        passing: the attributes that forward assigns before it reads them.
-        alike: the indices of the buffers that all runs of a step write to one value.
+        passing: the attributes with an assignment before each read.
+        alike: the indices of the buffers with one value in all runs of a step.
     """
 
     loss_dtype: torch.dtype | None

@@ -1,4 +1,4 @@
-"""The front end that leaves forward and backward to PyTorch's autograd: a graph of operators that run them."""
+"""The front end of plain PyTorch: a graph of operators that run forward and backward."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _FAKE_MODE = FakeTensorMode()  # one, so that graphs of several sizes of microba
 class AutogradFrontEnd(FrontEnd):
     """Captures a step as operators that run forward and backward as plain PyTorch.
 
-    One operator runs forward, and one takes each gradient, in the order of backward: so backward is cut where buckets
-    become ready. Runs on the data of all shards tell this order, the written buffers, and whether random numbers are drawn.
-    A later run that differs is an error of its step, but each may use other parameters, in another order.
+    One operator runs forward, and one takes each gradient, in the order of backward: so backward can be cut between
+    buckets. Runs on the data of all shards tell this order, the written buffers, and the use of random numbers. A deviation
+    of a later run is an error of its step, except for other parameters in another order.
     """
 
     name = "autograd"
@@ -125,7 +125,7 @@ class HeldCall:
         return not self.broken()
 
     def broken(self) -> str:
-        """The name of the first that differs; or empty."""
+        """The name of the first difference; or empty."""
         plain = self._training_call.plain
         for name, value in self._plain.items():
             if plain.get(name) is not value.value and Constant(plain.get(name)) != value:

@@ -48,8 +48,7 @@ class ModuleCopy:
         self.root = self._copies[id(root)]
 
     def load(self, tensors: Mapping[int, torch.Tensor], passing: Set[Attribute] = frozenset(), **of_root: Any) -> None:
-        """Loads the attributes that the originals have now, but for ``passing`` ones, which the copies assign before they
-        read them.
+        """Loads the current attributes of the originals, except ``passing`` ones, which the copies assign before each read.
 
         Args:
             tensors: the parameters and buffers, by the ids of the originals'.

@@ -151,9 +151,7 @@ def _first_run(
     passing: set[Attribute],
     seed: int,
 ) -> FirstRuns:
-    """Runs one part with random numbers of its own. Repeats it without the attributes that forward has assigned, so that
-    early reads of them fail.
-    """
+    """Runs one part with random numbers of its own, and repeats it without the assigned attributes, so early reads fail."""
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
     untouched = ReplicaStream(seed, parameters[0].device)

@@ -1,4 +1,4 @@
-"""Generators of random numbers that a user has made, and that replicas would share."""
+"""The user's own generators of random numbers, shared by replicas."""
 
 from __future__ import annotations
 

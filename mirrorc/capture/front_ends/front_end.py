@@ -1,4 +1,4 @@
-"""The interface and the registry of front ends, which trace a model and its loss to one graph of forward and backward."""
+"""The interface and the registry of front ends: tracers of a model and its loss to one graph of forward and backward."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Traced:
 
     Attributes:
         joint: one functional graph of forward, loss and backward, in operators of ATen.
-        guards: on the Python state that the graph depends on.
+        guards: on the Python state behind the graph.
         notes: warnings to give, once.
         outputs: those beside the loss, if the call keeps them.
         remarks: for readers of the program.
-        alike: the paths of buffers with one value on all replicas, besides those whose graph shows it.
-        weighted_means: the losses that average over targets instead of examples.
+        alike: the paths of further buffers with one value on all replicas.
+        weighted_means: the losses with a mean over targets instead of examples.
         reductions: those of torch's losses among the summands of the loss.
-        leaves_with_time_first: the arguments whose dim 0 is the time of a recurrent layer.
-        leaves_with_offsets: the arguments that are offsets of bags of an embedding.
+        leaves_with_time_first: the arguments with the time of a recurrent layer in dim 0.
+        leaves_with_offsets: the offsets of bags of an embedding.
     """
 
     joint: JointGraph
@@ -76,14 +76,14 @@ class FrontEnd(ABC):
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
-        """Traces a call to one functional graph, with guards on the Python state that it reads.
+        """Traces a call to one functional graph, with guards on all reads of Python state.
 
         Gradients are switched on, or off for an evaluation.
 
         Args:
-            stack: keeps contexts open that the graph needs until it is restructured.
+            stack: keeps contexts open until the graph is restructured.
             leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
-            decompositions: those of ATen operators that the backend prefers.
+            decompositions: the backend's choice for ATen operators.
 
         Raises:
             CaptureError: with the user's line, the reason and a remedy.
@@ -122,7 +122,7 @@ def unregister_front_end(name: str) -> None:
 
 
 def rungs() -> list[FrontEnd]:
-    """The front ends that "auto" tries, in this order."""
+    """The front ends of "auto", in order."""
     return list(_rungs)
 
 
@@ -160,7 +160,7 @@ def _exclusive() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
-    """A block in which a front end may trace a call, and which restores the model."""
+    """A block for a trace of a call; restores the model."""
     with _exclusive(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(kept_tracing_state())

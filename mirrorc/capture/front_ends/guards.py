@@ -1,4 +1,4 @@
-"""The guards of a front end: checks on the Python state that its graph depends on."""
+"""The guards of a front end: checks on the Python state behind its graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Guards(Protocol):
-    """Watches all Python state that a trace reads, and that the key of a specialization lacks.
+    """Watches all Python state in a trace beyond the key of its specialization.
 
     The key (`compilation.specializer`) lacks strings and numbers among the arguments, which a call puts into
     `TrainingCall.plain`. Guards run in the caller's thread before every step, so they must take microseconds.
@@ -25,7 +25,7 @@ class Guards(Protocol):
         """Advances the generators past the draws of `hold`; gives a function that undoes it."""
 
     def changed_numbers(self) -> list[str]:
-        """The expressions whose numbers differ from the graph's constants."""
+        """The expressions with other numbers than the graph's constants."""
 
     def hold(self) -> bool:
         """Whether a trace would read the same state."""

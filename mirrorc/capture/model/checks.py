@@ -1,4 +1,4 @@
-"""Refuses models that no step can be made of."""
+"""Refuses models without a possible step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mirrorc.torch_internals import is_script_module, object_within
 
 
 def check_model(model: Any) -> None:
-    """Refuses models that cannot be captured.
+    """Refuses a model that cannot be captured.
 
     Raises:
         TypeError: not a module.
         ValueError: parameters without memory or shape, or none to train; another library's data-parallel training; or a
-            module of TorchScript that cannot be copied.
+            module of TorchScript without copies.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")

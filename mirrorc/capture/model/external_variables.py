@@ -1,4 +1,4 @@
-"""Makes variables of the tensors of modules that forward or the loss reach, and that neither model nor loss holds.
+"""Makes variables of tensors in reach of forward or the loss, but outside of model and loss.
 
 Examples: a discriminator in the closure of a generator's loss, a teacher in a global, a module in a plain list of the
 model.
@@ -45,7 +45,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name: str) -> None:
-    """Refuses writes that a step cannot make: of a parameter, or of a buffer that is not contiguous."""
+    """Refuses writes of a parameter, or of a buffer that is not contiguous."""
     for path in joint.buffer_writes:
         variable = joint.outside.get(path)
         if variable is None:

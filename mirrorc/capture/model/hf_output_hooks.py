@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
-"""The attribute by which a model marks itself."""
+"""The attribute of a model with these hooks."""
 
 
 def install_capturing_hooks(model: nn.Module) -> bool:

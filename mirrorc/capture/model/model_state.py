@@ -18,13 +18,13 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class ModelState:
-    """The variables of a model and its loss, and a fingerprint of the plain Python state that their graph depends on.
+    """The variables of a model and its loss, and a fingerprint of the plain Python state behind their graph.
 
     Attributes:
         tensors: parameters and buffers, by name of their variable: the first name in the model, with the prefix
             ``loss_fn.`` for those of a loss module.
         names: the variable for each name in `training_call.TrainingCall`; several names for tied weights.
-        outside: names the other variables that forward or the loss read.
+        outside: names the other variables of forward or the loss.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:

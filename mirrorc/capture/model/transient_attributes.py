@@ -1,4 +1,4 @@
-"""Attributes of modules that each forward assigns before it reads them, so that their values need not last."""
+"""Attributes of modules with an assignment before each read of a forward, so their values need not last."""
 
 from __future__ import annotations
 

@@ -59,9 +59,9 @@ class CapturedProgram:
     """A CAPTURED program, and its sources.
 
     Attributes:
-        constants: the tensors in it that are neither parameters nor buffers.
-        outside: variables of modules that neither model nor loss holds.
-        differences: sentences on the causes for which a step on this batch differs from that of one device.
+        constants: the tensors in it other than parameters and buffers.
+        outside: variables of modules outside of model and loss.
+        differences: sentences on the differences between a step on this batch and one device.
         notes: warnings to give, once.
         outputs: those beside the loss, if kept.
         sizes: of its graphs, if they have symbols.
@@ -83,7 +83,7 @@ class CapturedProgram:
         return output["loss"].meta["val"].dtype if self.program.trains else None
 
     def written(self) -> set[str]:
-        """The names of the buffers that its steps write."""
+        """The names of the buffers written by its steps."""
         variables = self.program.variables.values()
         return {v.name for v in variables if v.synchronization is Synchronization.PER_REPLICA}
 
@@ -106,15 +106,15 @@ def capture_program(
 
     Args:
         shards: of the call's tensors, one for each device.
-        decompositions: those of ATen operators that the backend prefers.
+        decompositions: the backend's choice for ATen operators.
         front_end: None for the first one of "auto".
         symbolic: the symbolic dimensions of the tensors.
-        workers: exchange values where the model asks for those of all replicas.
+        workers: exchange values on the model's request.
 
     Raises:
         SizesGivenUp: these cannot be symbolic.
         CaptureError: the model cannot be captured.
-        ValueError: it reads a parameter or a buffer that was added since the step was made.
+        ValueError: it reads a parameter or a buffer added since the step was made.
     """
     model_name = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)

@@ -37,8 +37,8 @@ class CapturedGraph:
         graph: placeholders are the arguments, `mirrorc.ir.ops.read` nodes the variables. The output is a dict: ``loss``
             (None in an evaluation), ``gradients`` by parameter and ``writes`` by buffer, in order of the program.
         constants: tensors other than variables, by name.
-        outside: variables of modules that neither model nor loss holds.
-        sparse: the parameters whose gradients torch would give as sparse tensors.
+        outside: variables of modules outside of model and loss.
+        sparse: the parameters with sparse gradients in torch.
         sizes: its symbols; None if all sizes are numbers.
         size_keys: the meanings of its arguments of the kind SIZE, in order.
         alike: see `written_alike`.
@@ -61,7 +61,7 @@ class CapturedGraph:
 
     @property
     def numbers(self) -> tuple[ToldNumber, ...]:
-        """The Python numbers that the graph takes."""
+        """The Python numbers among its arguments."""
         return self.traced.joint.numbers
 
 

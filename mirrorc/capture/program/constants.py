@@ -13,10 +13,10 @@ from mirrorc.ir.nodes import calls_to
 
 
 def with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
-    """Renames constants that differ between graphs under one name, apart from the names ``taken``.
+    """Renames different constants of one name, to names outside of ``taken``.
 
-    Constants that follow the size of a shard, such as ``torch.tensor(len(x))``, differ. So do two equal tensors of the
-    user: he may write one of them later.
+    Constants with the size of a shard, such as ``torch.tensor(len(x))``, differ. So do two equal tensors of the user: he
+    may write one of them later.
     """
     known: dict[str, torch.Tensor] = {}
     named = []

@@ -1,4 +1,4 @@
-"""Turns ``x[mask] = value`` into a ``where``, so that the gradient of the value has a fixed shape."""
+"""Turns ``x[mask] = value`` into a ``where``, for a gradient of the value with a fixed shape."""
 
 from __future__ import annotations
 

@@ -37,10 +37,10 @@ def keep_replica_values(graph: fx.Graph) -> list[Argument]:
     """Turns exchanges between replicas into operations of the IR, numbered in program order, and replica numbers into
     arguments.
 
-    An exchanged value that is a result of the graph is copied, so that a region gives it.
+    An exchanged value among the graph's results is copied, so a region gives it.
 
     Returns:
-        The added arguments, in the order of their placeholders, which come last.
+        The added arguments, whose placeholders come last, in this order.
     """
     arguments = [argument for target, kind in _ARGUMENTS.items() for argument in _number(graph, target, kind)]
     for number, node in enumerate(list(calls_to(graph, *_MEETINGS))):

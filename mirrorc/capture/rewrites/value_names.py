@@ -65,7 +65,7 @@ def _numbered(base: str, counts: Counter[str]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """The module, variable or argument that a value is named after: that of the operand that came latest.
+    """The module, variable or argument that names a value: that of its latest operand.
 
     Attributes:
         since: the position of its first use; -1 for arguments.
