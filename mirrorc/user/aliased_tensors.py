@@ -53,9 +53,7 @@ def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torc
     """
     memory = {name: tensor.untyped_storage() for name, tensor in moving.items()}
     bases = (tensor if tensor._base is None else tensor._base for tensor in tensors)
-    known = {
-        id(tensor): tensor for tensor in (*tensors, *bases) if _has_memory(tensor)
-    }  # a view keeps what it is a view of
+    known = {id(tensor): tensor for tensor in (*tensors, *bases) if _has_memory(tensor)}  # a view refers to its base
     expected = Counter(tensor.untyped_storage().data_ptr() for tensor in known.values())
 
     def held_by_others() -> list[str]:
@@ -66,7 +64,7 @@ def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torc
         ]
 
     if held_by_others():
-        gc.collect()  # what nobody can reach holds nothing, such as a circle of objects around a state_dict that was saved
+        gc.collect()  # unreachable objects do not count, such as a cycle around a saved state_dict
     if held := held_by_others():
         warnings.warn(
             f"the memory of {len(held)} of the model's parameters, such as {held[0]!r}, is held by something else, too, which "

@@ -60,7 +60,7 @@ class GradientHabits:
         """Called before an update: it would leave out accumulated gradients of another step."""
         ids = {id(p) for group in self._groups.hyperparameters for p in group["params"]}
         if self._first_of_others(ids) is not None:
-            gc.collect()  # what a step has kept that nobody can reach any more is in nobody's way
+            gc.collect()  # gradients of unreachable steps do not count
         name = self._first_of_others(ids)
         if name is not None:
             raise ValueError(

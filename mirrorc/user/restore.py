@@ -214,7 +214,7 @@ class _HeldObjects:
             held += self._held_by_cell(value)
         if _is_looked_into(kind):
             held += [content for slot in slots_of(kind) for content in self._held_by_slot(value, slot)]
-            with contextlib.suppress(AttributeError):  # a proxy has none of its own, nor has what has only slots
+            with contextlib.suppress(AttributeError):  # a proxy has none of its own, nor have objects with slots alone
                 held.append(object.__getattribute__(value, "__dict__"))
         return held
 

@@ -187,7 +187,7 @@ def _refuse_tensor_kinds(tensor: torch.Tensor, path: str) -> None:
             f"argument {path!r} is a {type(tensor).__qualname__}, a kind of tensor of its own, and a step gives forward plain "
             f"tensors: pass {path}.as_subclass(torch.Tensor)"
         )
-    of_marks = ("_dynamo", "_has_dynamo", "_specialize_on")  # what `torch._dynamo.mark_dynamic` leaves there
+    of_marks = ("_dynamo", "_has_dynamo", "_specialize_on")  # of `torch._dynamo.mark_dynamic`
     names = [name for name in getattr(tensor, "__dict__", ()) if not name.startswith(of_marks)]
     if names and not tensor.is_nested:  # the attributes of nested ones are torch's; `split_call` refuses them
         raise TypeError(

@@ -153,7 +153,7 @@ def _if_made(base: Any, cls: type) -> str:
         base.__new__(cls)
     except TypeError:
         return "refused"
-    if issubclass(cls, defaultdict):  # what makes its missing values is neither an item nor an attribute
+    if issubclass(cls, defaultdict):  # its default_factory is neither an item nor an attribute
         return "refused"
     if base is OrderedDict and cls.__new__ is not OrderedDict.__new__:
         return "refused"

@@ -33,7 +33,7 @@ class EvaluationCall(TrainingCall):
         *,
         keeps_outputs: bool = False,
     ) -> None:
-        super().__init__(model, loss_fn, structure, plain, keeps_outputs=True)  # forward gives what stands for them
+        super().__init__(model, loss_fn, structure, plain, keeps_outputs=True)  # forward returns a pair in any case
         self._wants_outputs = keeps_outputs
         self.needs_loss = loss_fn is not None and any(name == "target" for name, _ in structure[1])
 

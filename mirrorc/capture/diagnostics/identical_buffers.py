@@ -10,7 +10,7 @@ from torch import fx, nn
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 
-_KIND = "_SpectralNorm"  # the class of what torch.nn.utils.parametrizations.spectral_norm registers
+_KIND = "_SpectralNorm"  # the class registered by torch.nn.utils.parametrizations.spectral_norm
 _VECTORS = ("_u", "_v")
 _SAME_ON_ALL = (ops.sum_over_replicas, ops.rows_of_replicas)
 

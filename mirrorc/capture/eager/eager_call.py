@@ -43,8 +43,8 @@ class OpaqueCall:
         self._originals = [*self.parameters.values()]
         self._call, self._model_name, self._modes = call, model_name, ThreadModes.now()
         self._plain = call.plain
-        self._free: list[ModuleCopy] = []  # whose runs have ended
-        self._runs: dict[int, Run | RunGradients] = {}  # whose gradients are not all taken, by token
+        self._free: list[ModuleCopy] = []  # of finished runs
+        self._runs: dict[int, Run | RunGradients] = {}  # with gradients to take, by token
         self._tokens = itertools.count()
         self._used = UsedParameters()
 

@@ -128,7 +128,7 @@ class ModelState:
             before = self._last_numbers.get(place)
             if (
                 before is None
-                or type(value) not in (int, float)  # what is nan or infinite stays a constant, which guards watch
+                or type(value) not in (int, float)  # guards watch nan and infinity as constants
                 or (type(value) is type(before) and repr(value) == repr(before))
             ):
                 continue

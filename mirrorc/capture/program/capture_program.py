@@ -32,7 +32,6 @@ from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_o
 from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named
 from mirrorc.capture.front_ends.guards import AllGuards
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.agreement import check_agreement
 from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.capture.program.constants import with_constants_apart
 from mirrorc.capture.program.gathered_rows import GatheredRows
@@ -43,6 +42,7 @@ from mirrorc.capture.rewrites.replica_values import refuse_replica_values
 from mirrorc.capture.rewrites.sparse_lookups import refuse_split_offsets
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.custom_ops.replica_values import gathering
+from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.names import identifier
@@ -228,8 +228,30 @@ def _capture_each(
     outside = {name for graph in captured for name in graph.outside}
     captured = with_constants_apart(captured, {*paths.values(), *state.tensors, *outside})
     captured = with_equal_sizes(captured)
-    check_agreement(captured, type(training_call.model).__name__)
+    _check_agreement(captured, type(training_call.model).__name__)
     return captured
+
+
+def _check_agreement(captured: Sequence[CapturedGraph], model_name: str) -> None:
+    """Checks that the graphs of all shard shapes make the same gradients and draw random numbers in the same places."""
+    first, *others = captured
+    for other in others:
+        if list(first.traced.guards.draws) != list(other.traced.guards.draws):
+            raise CaptureError(
+                f"{model_name} draws other numbers from Python's random for a shard of another size, one for each example "
+                "perhaps, and a step draws the same for all replicas. Remedy: draw them with torch, as in torch.rand(len(x)), "
+                "or earlier"
+            )
+        for part in ("gradients", "writes"):
+            if set(_output(first)[part]) != set(_output(other)[part]):
+                raise CaptureError(
+                    f"{model_name} makes other {part} for a shard of another size: its graph depends on the batch size; use "
+                    "batches that divide by the number of devices"
+                )
+        if [argument.kind for argument in first.arguments] != [argument.kind for argument in other.arguments]:
+            raise CaptureError(
+                f"{model_name} draws random numbers for some shard sizes only; use batches that divide evenly"
+            )
 
 
 def _notes(

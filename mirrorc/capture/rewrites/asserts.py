@@ -16,7 +16,7 @@ from mirrorc.torch_internals import is_operator, schema_of, with_overload, write
 
 _aten: Any = torch.ops.aten
 _ASSERTS = (_aten._assert_async.msg, _aten._functional_assert_async.msg)
-_IDLE = ("profiler", "aten::_assert_tensor_metadata", "aten::sym_constrain_range")  # labels; what tracing has proved
+_IDLE = ("profiler", "aten::_assert_tensor_metadata", "aten::sym_constrain_range")  # labels; facts proved by tracing
 
 
 def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, model_name: str) -> None:

@@ -112,7 +112,7 @@ class _Places:
         module = module_of(node)
         saved = self._latest(module, (n for n in node.all_input_nodes if not self.is_backward(n)))
         if self.is_backward(node) and saved.since >= 0:
-            return _Place(saved.name, position)  # the gradient of what was saved
+            return _Place(saved.name, position)  # the gradient of a saved value
         made_of = max(saved, self._latest(module, node.all_input_nodes), key=lambda place: place.since)
         if module:
             return made_of if made_of.since >= 0 else _Place(module, position)
