@@ -84,7 +84,7 @@ class Step(StepReports):
         )
         self._guard = InterruptGuard()
         self._calls = ExclusiveCalls(self._guard, self._state.callers)
-        self._habits.kept = KeptGradients(self._state.accumulated, model.tensors, self._calls)
+        self._habits.accumulated = KeptGradients(self._state.accumulated, model.tensors, self._calls)
         self._pool: DevicePool | None = None
         self._shadow_call: Call | None = None  # the last training call, without its examples
         self._last_joint: Executor | None = None  # of that call, or of the last one in which this worker has taken part

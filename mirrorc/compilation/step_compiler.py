@@ -195,7 +195,7 @@ class StepCompiler:
         progress.enter("capture")
         ladder = self._options.ladder.first if symbolic else self._options.ladder  # without symbols, it is tried whole
         climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
-        training_call, captured = climbed.found
+        training_call, captured = climbed.result
         what = type(self._options.model).__name__
         self._warnings.warn_of_ladder(climbed.warning(what))
         told = [Remark(text, by=CAPTURE) for text in (*climbed.remarks(what), on_sizes) if text]

@@ -1,4 +1,4 @@
-"""`check_loss`: compares the loss and the gradients of a whole batch with those that its shards give."""
+"""`check_loss`: compares the loss and the gradients of a whole batch with those of its shards."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _SMALLEST_SCALE = 1e-2  # of the largest gradient of all: one that is zero but f
 
 @dataclass(frozen=True, repr=False)
 class LossCheck:
-    """What `check_loss` has found; printed, it says what differs, and why if that is plain.
+    """The result of `check_loss`; prints the differences, and known reasons.
 
     Attributes:
-        same: whether loss and gradients agree, so that a step on so many replicas means what one device's means.
-        loss: the loss of the whole batch.
-        sharded_loss: what a step would return: the weighted sum of the losses of the shards.
-        num_examples: how many examples each shard has.
-        differences: for each trainable variable, the largest difference of its gradients, relative to their largest entry; the
-            largest first.
+        same: whether loss and gradients agree.
+        loss: of the whole batch.
+        sharded_loss: the loss that a step would return: the weighted sum over the shards.
+        num_examples: of each shard.
+        differences: for each trainable variable, the largest difference of its gradients, relative to their largest entry;
+            the largest first.
         tolerance: the largest relative difference that counts as rounding.
-        reasons: sentences that say what couples the examples of a batch; empty if they are not coupled.
+        reasons: sentences on the coupling of examples; empty without any.
     """
 
     same: bool
@@ -90,30 +90,31 @@ def check_loss(
 ) -> LossCheck:
     """Checks on one batch whether a step on several devices makes the update that one device makes on the whole batch.
 
-    It computes loss and gradients of the whole batch, and of shards of it as a step would split it, one after the other on the
-    model's own device. Model, gradients and random streams are left as they are, and so is what model and loss hold in Python:
-    attributes, containers, closures, random generators. Globals and classes that they change stay changed, and so do iterators,
-    Python generators and queues of the standard library. Random numbers are the same for each example, so dropout makes no
-    difference.
+    It computes loss and gradients of the whole batch, and of shards of it as a step would split it, one after the other on
+    the model's own device. Model, gradients and random streams are left as they are, and so is the Python state of model
+    and loss: attributes, containers, closures, random generators. Changes of globals and classes stay, and so do those of
+    iterators, Python generators and queues of the standard library. Random numbers are the same for each example, so
+    dropout makes no difference.
 
     Example:
         >>> mirrorc.check_loss(model, x, target=y, loss_fn=F.cross_entropy, num_replicas=2)  # doctest: +SKIP
-        the same on 2 replicas: loss 2.30259, and all gradients agree to 3.1e-07 of their largest entry (32 examples as 16 + 16)
+        the same on 2 replicas: loss 2.30259, and all gradients agree to 3.1e-07 of their largest entry (32 examples as 16 +
+            16)
 
     Args:
-        model: the model that is to be compiled, or was.
+        model: the model, before or after its compilation.
         *args: arguments as for the step: tensors are split along dim 0, see `mirrorc.replicated` and `mirrorc.PerReplica`.
         loss_fn: as for `mirrorc.compile`.
         loss_reduction: as for `mirrorc.compile`.
-        num_replicas: how many shards.
-        tolerance: the largest relative difference that counts as rounding; None for 1e-7 with parameters of 64 bits, 1e-3 with 32
-            bits and 0.05 with 16 bits or autocast.
+        num_replicas: the number of shards.
+        tolerance: the largest relative difference that counts as rounding; None for 1e-7 with parameters of 64 bits, 1e-3
+            with 32 bits and 0.05 with 16 bits or autocast.
         raises: raise an error if they are not the same.
         **kwargs: as for the step; with a loss_fn, ``target`` is the second argument of the loss_fn.
 
     Raises:
-        TypeError, ValueError: a wrong argument, or a model that gives no loss.
-        MirrorcError: they are not the same, if ``raises``; the text is that of the result.
+        TypeError, ValueError: a wrong argument, or a model without a loss.
+        MirrorcError: they are not the same, if ``raises``; with the text of the result.
     """
     check_model(model)
     if loss_reduction not in ("mean", "sum"):
@@ -129,7 +130,7 @@ def check_loss(
         raise MirrorcError(_ASKS)
     call = flatten_call(names, args, kwargs)
     split = split_call(call, num_replicas, fewest=fewest_examples(model, loss_fn))
-    present = [own for own, size in zip(split.tensors, split.num_examples, strict=True) if size]
+    present = [tensors for tensors, size in zip(split.tensors, split.num_examples, strict=True) if size]
     shards = Shards(tuple(present), tuple(size for size in split.num_examples if size))
     evaluation = Evaluation(model, loss_fn, call)
     whole = evaluation.run(_joined(call))
@@ -147,7 +148,7 @@ def check_loss(
     if not is_same:
         other = "sum" if loss_reduction == "mean" else "mean"
         fits_other = _agree(whole, _summed(parts, weights[other]), allowed)
-        normalized = [evaluation.run(own, by_running_statistics=True) for own in (_joined(call), *shards.tensors)]
+        normalized = [evaluation.run(batch, by_running_statistics=True) for batch in (_joined(call), *shards.tensors)]
         is_normalization = _agree(normalized[0], _summed(normalized[1:], weights[loss_reduction]), allowed)
         is_repeatable = not math.isfinite(whole.loss) or _agree(whole, evaluation.run(_joined(call)), allowed)
         reasons = reasons_for(whole, parts, other if fits_other else None, is_normalization, is_repeatable)
@@ -158,7 +159,6 @@ def check_loss(
 
 
 def _joined(call: Call) -> list[torch.Tensor]:
-    """The tensors of the whole batch; those that are given by replica are put together."""
     joined = []
     for leaf in call.leaves:
         if leaf.tensor is not None:
@@ -183,7 +183,6 @@ def _tolerance(model: nn.Module) -> float:
 
 
 def _summed(parts: Sequence[Evaluated], weights: Sequence[float]) -> Evaluated:
-    """The weighted sum of the shards' losses and gradients."""
     loss = sum(part.loss * weight for part, weight in zip(parts, weights, strict=True))
     gradients = {}
     for name in parts[0].gradients:
@@ -195,11 +194,11 @@ def _summed(parts: Sequence[Evaluated], weights: Sequence[float]) -> Evaluated:
 def _differences(whole: Evaluated, by_shards: Evaluated) -> dict[str, float]:
     largest = {name: _largest(gradient) for name, gradient in whole.gradients.items()}
     floor = _SMALLEST_SCALE * max(largest.values(), default=0.0)
-    found = {}
+    differences = {}
     for name, gradient in whole.gradients.items():
         difference, scale = _largest(gradient - by_shards.gradients[name]), max(largest[name], floor)
-        found[name] = difference / scale if scale > 0.0 else difference
-    return dict(sorted(found.items(), key=lambda item: (math.isnan(item[1]), item[1]), reverse=True))
+        differences[name] = difference / scale if scale > 0.0 else difference
+    return dict(sorted(differences.items(), key=lambda item: (math.isnan(item[1]), item[1]), reverse=True))
 
 
 def _largest(tensor: torch.Tensor) -> float:

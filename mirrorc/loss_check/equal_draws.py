@@ -36,14 +36,14 @@ _DRAWS = (
     ),
     "uniform_",
 )
-"""Operators of ATen whose result is nothing but random numbers."""
+"""Operators of ATen with nothing but random numbers as results."""
 
 
 class EqualDraws:
-    """Replaces what random operators draw by the first example's numbers of the first run, for every example of all runs.
+    """Replaces random numbers by the first example's of the first run, for every example of all runs.
 
-    A draw belongs to that of the first run which came at the same place. The values are no longer independent, which makes no
-    difference to whether a loss is a mean over examples.
+    A draw corresponds to the draw at the same place in the first run. Means over examples stay such, although the values
+    are no longer independent.
 
     Attributes:
         unequal: operators whose draws could not be replaced.
@@ -79,12 +79,12 @@ class EqualDraws:
         return x * mask * (1.0 / keep if keep > 0.0 else 0.0), mask
 
     def _made_equal(self, drawn: torch.Tensor, name: str) -> torch.Tensor:
-        own = drawn[0] if drawn.dim() and len(drawn) else drawn
+        example = drawn[0] if drawn.dim() and len(drawn) else drawn
         if self._place == len(self._first):
-            self._first.append(own.clone())
+            self._first.append(example.clone())
         first = self._first[self._place]
         self._place += 1
-        if first.shape == own.shape and first.dtype == own.dtype:
+        if first.shape == example.shape and first.dtype == example.dtype:
             drawn.copy_(first.expand_as(drawn))
         else:
             self.unequal.add(name)
@@ -92,7 +92,7 @@ class EqualDraws:
 
 
 def _draws_now(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a random operator draws: attention does not without dropout."""
+    """Attention draws nothing without dropout."""
     arguments = schema_of(operator).arguments
     values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     dropout = next((argument for argument in arguments if argument.name == "dropout_p"), None)

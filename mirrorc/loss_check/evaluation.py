@@ -1,4 +1,4 @@
-"""Computes loss and gradients of a batch on the model's own device, and leaves no trace of it."""
+"""Computes loss and gradients of a batch on the model's own device, without side effects."""
 
 from __future__ import annotations
 
@@ -22,13 +22,9 @@ from mirrorc.user.restore import restored
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Loss and gradients of a batch.
+    """Loss and gradients of a batch; gradients of all trainable variables, in 64 bits.
 
-    Attributes:
-        loss: the loss.
-        gradients: of every trainable variable, in 64 bits; zeros for one that the loss does not depend on.
-        scale: the size of the numbers that the loss was added up from.
-        observed: what is known of how it was computed.
+    ``scale`` is the size of the summands of the loss.
     """
 
     loss: float
@@ -38,13 +34,7 @@ class Evaluated:
 
 
 class Evaluation:
-    """Evaluates batches of one structure. Random numbers are those of the first batch, the same for each example.
-
-    Args:
-        model: the user's model.
-        loss_fn: the user's loss; None if the model returns it.
-        call: the batch, or another call of its structure with the same plain arguments.
-    """
+    """Evaluates batches of one structure. Random numbers are those of the first batch, the same for each example."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
         self._call = TrainingCall(model, loss_fn, call.structure, call.plain)
@@ -54,43 +44,39 @@ class Evaluation:
         self._draws = EqualDraws()
 
     def run(self, leaves: Sequence[torch.Tensor], *, by_running_statistics: bool = False) -> Evaluated:
-        """Loss and gradients of a batch.
-
-        Args:
-            leaves: its tensors, on any device.
-            by_running_statistics: let BatchNorm normalize by its running statistics, as in eval mode.
+        """Loss and gradients of a batch, on request with BatchNorm's running statistics.
 
         Raises:
             ValueError: there is no loss.
         """
-        own = [leaf.to(self._device, copy=True) for leaf in leaves]  # forward may write them
+        copies = [leaf.to(self._device, copy=True) for leaf in leaves]  # forward may write them
         observed = ObservedCalls(by_running_statistics)
         with contextlib.ExitStack() as stack:
             stack.enter_context(restored(self._call, deep=True))
-            stack.enter_context(_kept_random_streams(self._device))
+            stack.enter_context(_restored_random_streams(self._device))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             _replace_buffers(self._call)
             with observed.watching(), self._draws.replacing():
-                loss = self._call(*own)
+                loss = self._call(*copies)
             if loss.numel() != 1 or not loss.requires_grad:
                 raise ValueError(
                     f"there is no loss: the model, or loss_fn, gives a tensor {list(loss.shape)} that "
                     f"{'depends on' if loss.requires_grad else 'does not depend on'} the parameters, where a step needs a scalar "
                     "that does"
                 )
-            found = torch.autograd.grad(loss.reshape(()), list(self._trainable.values()), allow_unused=True)
+            computed = torch.autograd.grad(loss.reshape(()), list(self._trainable.values()), allow_unused=True)
         observed.unequal_draws = self._draws.unequal
         value = loss.item()
         gradients = {
             name: (torch.zeros_like(parameter) if gradient is None else gradient.to_dense()).detach().double()
-            for (name, parameter), gradient in zip(self._trainable.items(), found, strict=True)
+            for (name, parameter), gradient in zip(self._trainable.items(), computed, strict=True)
         }
         return Evaluated(value, gradients, abs(value), observed)
 
 
 def _replace_buffers(call: nn.Module) -> None:
-    """Puts copies in the place of buffers, so that the user's are not even written; `restored` takes them out again."""
+    """Protects the user's buffers from writes; `restored` removes the copies."""
     copies: dict[int, torch.Tensor] = {}
     for module in call.modules():
         for name, buffer in module._buffers.items():
@@ -99,8 +85,7 @@ def _replace_buffers(call: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _kept_random_streams(device: torch.device) -> Iterator[None]:
-    """Puts the generators of torch, Python and numpy back."""
+def _restored_random_streams(device: torch.device) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""Notes the functions of torch that couple the examples of a batch, while a loss is computed."""
+"""Notes the functions of torch that couple the examples of a batch, in the evaluation of a loss."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ from mirrorc.capture.diagnostics.weighted_means import WeightedMean, weighted_me
 
 
 class ObservedCalls:
-    """What one evaluation of a loss has called.
-
-    Args:
-        by_running_statistics: let BatchNorm normalize by its running statistics, as in eval mode.
+    """The relevant calls in one evaluation of a loss.
 
     Attributes:
-        num_batch_norms: how many calls have normalized by the statistics of their batch.
-        weighted: the means over something else than examples, each with how many of its targets were left out, and how many
-            there were.
+        weighted: the means over targets, each with the numbers of ignored and of all targets.
         unequal_draws: operators whose random numbers differ from run to run.
     """
 
@@ -35,7 +30,7 @@ class ObservedCalls:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context in which calls are noted."""
+        """A context for the calls."""
         observed = self
 
         class Watch(TorchFunctionMode):
@@ -65,7 +60,7 @@ _BATCH_NORMS = {F.batch_norm: inspect.signature(F.batch_norm)}
 
 
 def _use_running_statistics(arguments: dict[str, Any]) -> None:
-    """Changes the arguments of a BatchNorm; one that keeps no statistics gets some that do not depend on the batch."""
+    """Changes the arguments of a BatchNorm; without running statistics, it gets constant ones."""
     x = arguments["input"]
     arguments["training"] = False
     if arguments["running_mean"] is None:

@@ -1,4 +1,4 @@
-"""Says what couples the examples of a batch, where that is plain."""
+"""Explains the coupling of examples of a batch, in clear cases."""
 
 from __future__ import annotations
 
@@ -16,40 +16,35 @@ def reasons_for(
     is_normalization: bool,
     is_repeatable: bool,
 ) -> tuple[str, ...]:
-    """Sentences that say why a batch and its shards differ.
+    """Sentences on the reasons for which a batch and its shards differ.
 
-    Args:
-        whole: the batch.
-        parts: its shards.
-        fitting_reduction: the other value of ``loss_reduction``, if it makes them the same.
-        is_normalization: whether they are the same with BatchNorm's running statistics.
-        is_repeatable: whether the batch gives the same once more.
+    ``fitting_reduction`` is the other value of ``loss_reduction``, if it makes them the same.
     """
     if fitting_reduction is not None:
         return (
             f"with loss_reduction={fitting_reduction!r} they are the same: the loss is a {fitting_reduction} over its examples",
         )
-    found = [
+    reasons = [
         *_normalizations(whole, is_normalization),
         *_weighted_means(whole, parts),
         *_means_of_nothing(whole, parts),
     ]
     if not is_repeatable:
-        found.append(
+        reasons.append(
             "the loss of the same batch changes from call to call: forward or the loss reads Python state that it changes where "
             "check_loss cannot put it back, such as a global, a class, an iterator or a queue; compare with that held fixed"
         )
     if whole.observed.unequal_draws:
         names = ", ".join(sorted(whole.observed.unequal_draws))
-        found.append(
+        reasons.append(
             f"random numbers of {names} differ from run to run: compare with them switched off to see what else differs"
         )
-    if not found:
-        found.append(
+    if not reasons:
+        reasons.append(
             "something compares or normalizes examples across the batch (a contrastive term, a statistic over dim 0), or a term "
             "that does not depend on the examples is added once for each replica (with loss_reduction='sum')"
         )
-    return tuple(found)
+    return tuple(reasons)
 
 
 def _means_of_nothing(whole: Evaluated, parts: Sequence[Evaluated]) -> list[str]:
@@ -76,16 +71,16 @@ def _normalizations(whole: Evaluated, is_normalization: bool) -> list[str]:
 
 
 def _weighted_means(whole: Evaluated, parts: Sequence[Evaluated]) -> list[str]:
-    found: list[str] = []
+    reasons: list[str] = []
     for i, (mean, left_out, num_targets) in enumerate(whole.observed.weighted):
         if mean.is_weighted:
-            found.append(
+            reasons.append(
                 f"{mean.function} is a mean weighted by class: a replica divides by the weights of its own targets"
             )
-        own = [part.observed.weighted[i][1:] for part in parts if i < len(part.observed.weighted)]
-        if left_out and len({few / many for few, many in own}) > 1:
-            found.append(
+        counts = [part.observed.weighted[i][1:] for part in parts if i < len(part.observed.weighted)]
+        if left_out and len({few / many for few, many in counts}) > 1:
+            reasons.append(
                 f"{mean.function} leaves out the {left_out} of {num_targets} targets that are {mean.ignore_index}, and a replica "
-                f"divides by the number that its shard keeps: {', '.join(str(many - few) for few, many in own)}"
+                f"divides by the number that its shard keeps: {', '.join(str(many - few) for few, many in counts)}"
             )
-    return [f"{text}; {REMEDY}" for text in dict.fromkeys(found)]
+    return [f"{text}; {REMEDY}" for text in dict.fromkeys(reasons)]

@@ -1,4 +1,4 @@
-"""Refuses variables that share memory, and warns of others that hold it, because a step moves them to memory of its own."""
+"""Refuses variables that share memory, and warns of other references to it: a step moves variables to memory of its own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from mirrorc.torch_internals import is_dense, num_users
 
 
 def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses two tensors with common elements, one of which gets other memory, or copies of its own on each replica.
+    """Refuses two tensors with common elements if one of them is moved, or copied for each replica.
 
-    What is written into one of the two is then no longer seen in the other one, as it is in PyTorch.
+    A write to one of them would no longer show in the other, as it does in PyTorch.
 
     Args:
-        tensors: by name; those that are one object are one variable and are listed once.
-        moving: names of those that are moved.
-
-    Raises:
-        ValueError: names the two tensors and the remedy.
+        tensors: by name, each object once.
+        moving: the names of those that are moved.
     """
     spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if _has_memory(tensor))
     reaching: list[tuple[str, int, int, str]] = []
@@ -38,15 +35,7 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection
 
 
 def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses to move tensors out of memory that several processes share: the others would keep the values of before.
-
-    Args:
-        tensors: by name.
-        moving: names of those that are moved.
-
-    Raises:
-        ValueError: names the first of them and the remedy.
-    """
+    """Refuses to move tensors out of memory that processes share: the others would keep the old values."""
     shared = [name for name in moving if tensors[name].device.type == "cpu" and tensors[name].is_shared()]
     if shared:
         raise ValueError(
@@ -57,24 +46,25 @@ def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Coll
 
 
 def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torch.Tensor]) -> None:
-    """Warns of tensors that others hold the memory of, because what they hold does not follow when a step moves the tensors.
+    """Warns of other references to the memory of moving tensors, which do not follow the move.
 
     Args:
-        moving: the tensors, by name.
-        tensors: all that may share memory with them without being meant: parameters and buffers, moving or not.
+        tensors: all parameters and buffers, whose references to this memory are expected.
     """
     memory = {name: tensor.untyped_storage() for name, tensor in moving.items()}
     bases = (tensor if tensor._base is None else tensor._base for tensor in tensors)
-    known = {
-        id(tensor): tensor for tensor in (*tensors, *bases) if _has_memory(tensor)
-    }  # a view keeps what it is a view of
+    known = {id(tensor): tensor for tensor in (*tensors, *bases) if _has_memory(tensor)}  # a view refers to its base
     expected = Counter(tensor.untyped_storage().data_ptr() for tensor in known.values())
 
     def held_by_others() -> list[str]:
-        return [name for name, own in memory.items() if own.nbytes() and num_users(own) > expected[own.data_ptr()]]
+        return [
+            name
+            for name, storage in memory.items()
+            if storage.nbytes() and num_users(storage) > expected[storage.data_ptr()]
+        ]
 
     if held_by_others():
-        gc.collect()  # what nobody can reach holds nothing, such as a circle of objects around a state_dict that was saved
+        gc.collect()  # unreachable objects do not count, such as a cycle around a saved state_dict
     if held := held_by_others():
         warnings.warn(
             f"the memory of {len(held)} of the model's parameters, such as {held[0]!r}, is held by something else, too, which "
@@ -89,14 +79,13 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """The device of a tensor, the address of its first element, and the address after its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return str(tensor.device), start, start + (last + 1) * tensor.element_size()
 
 
 def _have_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors whose spans overlap have elements in common; columns of one matrix, say, have not."""
+    """Overlapping spans may have no common elements, as columns of one matrix."""
     if (is_dense(a) and is_dense(b)) or a.element_size() != b.element_size():
         return True
     return bool(torch.isin(_addresses(a), _addresses(b)).any())

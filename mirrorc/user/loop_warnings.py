@@ -1,4 +1,4 @@
-"""Warns of what does nothing beside a compiled step: clipping, the optimizer's own step, gradients of the user's."""
+"""Warns of calls without effect beside a compiled step: clipping, the optimizer's own step, the user's gradients."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 _HOOK = "register a hook once, before the first step: optimizer.register_step_pre_hook(it)"
 
 
-class Kept(Protocol):
-    """Gradients that a step has kept for its next update."""
+class AccumulatedGradients(Protocol):
+    """Gradients that a step has accumulated for its next update."""
 
     @property
     def has_any(self) -> bool:
@@ -26,46 +26,41 @@ class Kept(Protocol):
         ...
 
     def first_of(self, ids: Collection[int]) -> str | None:
-        """Names the first of the parameters with these ids of which there is a gradient."""
+        """The name of the first of these parameters (by id) with a gradient; or None."""
         ...
 
     def drop(self, ids: Collection[int]) -> None:
-        """Drops those of the parameters that have these ids."""
+        """Drops the gradients of these parameters (by id)."""
         ...
 
 
 class GradientHabits:
-    """Watches for habits of a training loop that have no effect after a compiled step; warns once of each kind.
+    """Warns once of each habit of a training loop that has no effect after a compiled step.
 
     Args:
-        parameters: those of the model.
-        groups: the user's optimizers. Gradients of parameters that they do not hold are left alone, as ``zero_grad`` leaves them.
+        groups: the user's optimizers. Gradients of other parameters are left alone, as ``zero_grad`` leaves them.
 
     Attributes:
-        has_trained: whether the step has run; before, nothing is warned of.
-        kept: what `Step.accumulate` has kept since the last update; None if the step keeps nothing.
+        has_trained: whether the step has run; before, there are no warnings.
+        accumulated: the gradients of `Step.accumulate` since the last update, if the step accumulates any.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups) -> None:
         self.has_trained = False
-        self.kept: Kept | None = None
+        self.accumulated: AccumulatedGradients | None = None
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._groups = groups
         self._with_gradients: list[torch.Tensor] = []
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         _watching.add(self)
         observe_clipping(_warn_of_clipping)
         observe_zero_grad(_tell_of_zeroed)
 
     def refuse_gradients_of_others(self) -> None:
-        """Called before an update, which would leave out what another step has kept of the same parameters' gradients.
-
-        Raises:
-            ValueError: names the first of these parameters and the remedy.
-        """
+        """Called before an update: it would leave out accumulated gradients of another step."""
         ids = {id(p) for group in self._groups.hyperparameters for p in group["params"]}
         if self._first_of_others(ids) is not None:
-            gc.collect()  # what a step has kept that nobody can reach any more is in nobody's way
+            gc.collect()  # gradients of unreachable steps do not count
         name = self._first_of_others(ids)
         if name is not None:
             raise ValueError(
@@ -75,14 +70,13 @@ class GradientHabits:
             )
 
     def _first_of_others(self, ids: Collection[int]) -> str | None:
-        """Names the first of the parameters with these ids of which another step has kept a gradient."""
-        others = [other.kept for other in list(_watching) if other is not self and other.kept is not None]
-        return next((name for name in (kept.first_of(ids) for kept in others) if name is not None), None)
+        others = [other.accumulated for other in list(_watching) if other is not self and other.accumulated is not None]
+        return next((name for name in (gradients.first_of(ids) for gradients in others) if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
-        """Called before a step, which computes its own gradients and drops those that a backward of the user's has left.
+        """Called before a step, which drops gradients of a backward of the user's.
 
-        ``are_used`` says whether an optimizer has made a step with them.
+        ``are_used``: whether an optimizer has made a step with them.
         """
         groups = self._groups.hyperparameters
         self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -95,15 +89,15 @@ class GradientHabits:
             )
 
     def note_step(self) -> None:
-        """Called after a step: no parameter of the optimizer keeps a gradient."""
+        """Called after a step: clears the gradients of the optimizer's parameters."""
         for parameter in self._with_gradients:
             parameter.grad = None
         self._with_gradients = []
         self.has_trained = True
 
     def warn_of_idle_step(self) -> bool:
-        """Called after a step of the optimizer that the user made and that found no gradients; returns whether a step has run."""
-        if self.kept is not None and self.kept.has_any:
+        """Called after an optimizer step of the user's without gradients; returns whether a step has run."""
+        if self.accumulated is not None and self.accumulated.has_any:
             self._warn(
                 "kept",
                 "optimizer.step() found no gradients and did nothing: step.accumulate() keeps them, and the next call of the "
@@ -120,7 +114,7 @@ class GradientHabits:
         return self.has_trained
 
     def warn_of_clipping(self, function: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Called when a clipping function is given parameters without gradients."""
+        """Called when a clipping function gets parameters without gradients."""
         if any(id(parameter) in self._parameters and parameter.requires_grad for parameter in parameters):
             self._warn(
                 "clipping",
@@ -130,8 +124,8 @@ class GradientHabits:
             )
 
     def _warn(self, kind: str, message: str) -> None:
-        if self.has_trained and kind not in self._told:
-            self._told.add(kind)
+        if self.has_trained and kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, stacklevel=users_stack_level())
 
     def close(self) -> None:
@@ -144,8 +138,8 @@ _watching: weakref.WeakSet[GradientHabits] = weakref.WeakSet()
 
 def _tell_of_zeroed(parameters: Sequence[torch.Tensor]) -> None:
     for habits in list(_watching):
-        if habits.kept is not None and habits.kept.has_any:
-            habits.kept.drop({id(parameter) for parameter in parameters})
+        if habits.accumulated is not None and habits.accumulated.has_any:
+            habits.accumulated.drop({id(parameter) for parameter in parameters})
 
 
 def _warn_of_clipping(function: str, parameters: Sequence[torch.Tensor]) -> None:

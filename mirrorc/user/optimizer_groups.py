@@ -1,4 +1,4 @@
-"""The user's optimizers, one or several: their groups by number, and by which rule they update each parameter."""
+"""The user's optimizers: their groups by number, and the update rule of each parameter."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from mirrorc.user.optimizer_kinds import check_gradient_of, is_elementwise, is_f
 
 
 class OptimizerGroups:
-    """The user's optimizers, and all their groups under one count.
+    """The user's optimizers, with all groups numbered together.
 
-    The groups of the first optimizer come first, then those of the next one. A group that is added later, to whichever optimizer,
-    gets the next number, so that a number always means the same group.
+    The groups of the first optimizer come first, then those of the next one. A group added later gets the next number, so a
+    number always means the same group.
 
     Args:
-        optimizers: the user's, in the order in which a loop would call their steps.
-
-    Attributes:
-        optimizers: the same.
+        optimizers: in the order of their steps.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -37,27 +34,31 @@ class OptimizerGroups:
 
     def _number_groups(self) -> None:
         known = set(self._numbered)
-        found = ((i, j) for i, optimizer in enumerate(self.optimizers) for j in range(len(optimizer.param_groups)))
-        self._numbered += [place for place in found if place not in known]
+        places = ((i, j) for i, optimizer in enumerate(self.optimizers) for j in range(len(optimizer.param_groups)))
+        self._numbered += [place for place in places if place not in known]
 
     def __len__(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         if len(self._numbered) != sum(len(optimizer.param_groups) for optimizer in self.optimizers):
             self._number_groups()
         return len(self._numbered)
 
     def fused(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of the groups whose parameters of 32 bits torch's fused kernels now update on devices of a type."""
+        """The numbers of the groups whose float32 parameters torch's fused kernels update on devices of a type."""
         held = [(number, *self[number]) for number in range(len(self))]
-        return tuple(n for n, own, i in held if is_fused(type(own), own.param_groups[i], torch.float32, device_type))
+        return tuple(
+            n
+            for n, optimizer, i in held
+            if is_fused(type(optimizer), optimizer.param_groups[i], torch.float32, device_type)
+        )
 
     def numbers_as(self, other: OptimizerGroups) -> bool:
-        """Whether these are the same optimizers, in the same order, whose groups have the same numbers."""
+        """Whether these are the same optimizers, in the same order, with the same numbers of groups."""
         are_same = len(self.optimizers) == len(other.optimizers) and all(map(is_, self.optimizers, other.optimizers))
         return are_same and len(self) == len(other) and self._numbered == other._numbered
 
     def parameters(self) -> set[int]:
-        """The ids of the parameters that they hold."""
+        """The ids of their parameters."""
         return {id(parameter) for group in self.hyperparameters for parameter in group["params"]}
 
     def __getitem__(self, number: int) -> tuple[torch.optim.Optimizer, int]:
@@ -69,97 +70,90 @@ class OptimizerGroups:
 
     @property
     def hyperparameters(self) -> Iterator[dict[str, Any]]:
-        """The groups themselves, as the optimizers hold them, in the optimizers' order."""
+        """The optimizers' own groups, in the optimizers' order."""
         return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def are_elementwise(self) -> tuple[bool, ...]:
         """For each optimizer, whether it may run on whole buckets.
 
-        What the user has put into the step of one of several may look at the parameters and gradients of all: then all run by
-        themselves, in their order, as in a loop.
+        Hooks of one of several optimizers may read the parameters and gradients of all: then each runs by itself, in order.
         """
         if len(self.optimizers) > 1 and any(has_step_hooks(o) or not has_torchs_step(o) for o in self.optimizers):
             return (False,) * len(self.optimizers)
         return tuple(is_elementwise(optimizer) for optimizer in self.optimizers)
 
     def write_rows(self) -> tuple[bool, ...]:
-        """For each group, by its number, whether a step writes of its tables those rows alone that their sparse gradients have.
-        What the user has put into the step of one of several optimizers may write the tables of all."""
+        """For each group, whether a step writes only the rows of tables that their sparse gradients have.
+
+        Hooks of one of several optimizers may write the tables of all.
+        """
         are_torchs = all(has_torchs_step(o) and not has_step_hooks(o) for o in self.optimizers)
         return tuple(are_torchs and writes_rows(*self[number]) for number in range(len(self)))
 
     def structure(self) -> tuple[Any, ...]:
-        """What a program depends on: which parameters are in which group, and how each optimizer runs."""
+        """A key of the program: the parameters of each group, and whether each optimizer is element-wise."""
         each = (tuple(tuple(id(p) for p in group["params"]) for group in o.param_groups) for o in self.optimizers)
         return (*each, self.are_elementwise())
 
     def check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Refuses optimizers that update parameters of another model, or one parameter twice.
-
-        Args:
-            parameters: those of the model, by name.
-
-        Raises:
-            ValueError: says which parameter, and the remedy.
-        """
+        """Refuses optimizers that update parameters of another model, or one parameter twice."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         held_by: dict[int, int] = {}
         for which, optimizer in enumerate(self.optimizers):
-            what = "the optimizer" if len(self.optimizers) == 1 else f"optimizer[{which}]"
+            owner = "the optimizer" if len(self.optimizers) == 1 else f"optimizer[{which}]"
             for index, group in enumerate(optimizer.param_groups):
                 for i, parameter in enumerate(group["params"]):
                     if id(parameter) not in names:
                         raise ValueError(
-                            f"{what}'s parameter {i} of group {index}, {list(parameter.shape)}, is none of the model's: make "
+                            f"{owner}'s parameter {i} of group {index}, {list(parameter.shape)}, is none of the model's: make "
                             "the optimizer over model.parameters() of the model that you compile (after any .to() or deepcopy)"
                         )
                     first = held_by.setdefault(id(parameter), which)
                     if first != which:
                         raise ValueError(
                             f"parameter {names[id(parameter)]!r} is in optimizer[{first}] "
-                            f"({type(self.optimizers[first]).__name__}) and in {what} ({type(optimizer).__name__}): several "
+                            f"({type(self.optimizers[first]).__name__}) and in {owner} ({type(optimizer).__name__}): several "
                             "optimizers of one step update different parameters, so give it to one of them"
                         )
 
 
-def check_optimizers(given: Any, parameters: Mapping[str, torch.nn.Parameter]) -> OptimizerGroups:
+def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) -> OptimizerGroups:
     """The optimizers, if they can train these parameters.
 
     Args:
-        given: the option: an optimizer, or a list or tuple of them.
-        parameters: those of the model, by name.
+        option: an optimizer, or a list or tuple of them.
 
     Raises:
         TypeError: no optimizer, or one whose step needs a closure.
-        ValueError: none is there, one is there twice, or they update parameters that are not among these, or one parameter twice.
+        ValueError: there is none, one is there twice, or they update other parameters, or one parameter twice.
     """
-    if given is None:
+    if option is None:
         raise ValueError("optimizer is missing: give a torch.optim.Optimizer over model.parameters()")
-    are_several = isinstance(given, list | tuple)
+    are_several = isinstance(option, list | tuple)
     if not are_several:
-        _check_kind("optimizer", given)
-    elif not given:
+        _check_kind("optimizer", option)
+    elif not option:
         raise ValueError(
-            f"optimizer is an empty {type(given).__name__}: give a torch.optim.Optimizer over model.parameters(), or several "
+            f"optimizer is an empty {type(option).__name__}: give a torch.optim.Optimizer over model.parameters(), or several "
             "over different ones"
         )
-    for i, optimizer in enumerate(given if are_several else ()):
-        _check_kind(f"optimizer is a {type(given).__name__} whose item {i}", optimizer)
-        first = next(j for j, other in enumerate(given) if other is optimizer)
+    for i, optimizer in enumerate(option if are_several else ()):
+        _check_kind(f"optimizer is a {type(option).__name__} whose item {i}", optimizer)
+        first = next(j for j, other in enumerate(option) if other is optimizer)
         if first != i:
             raise ValueError(
                 f"optimizer[{first}] and optimizer[{i}] are the same {type(optimizer).__name__}, which steps once: give it once"
             )
-    groups = OptimizerGroups(given if are_several else [given])
+    groups = OptimizerGroups(option if are_several else [option])
     groups.check(parameters)
     return groups
 
 
-def _check_kind(what: str, optimizer: Any) -> None:
+def _check_kind(subject: str, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"{what} is a {type(optimizer).__name__}: give a torch.optim.Optimizer over model.parameters()"
-            f"{', or a list of several' if what == 'optimizer' else ''}"
+            f"{subject} is a {type(optimizer).__name__}: give a torch.optim.Optimizer over model.parameters()"
+            f"{', or a list of several' if subject == 'optimizer' else ''}"
         )
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ValueError(
@@ -185,11 +179,9 @@ def update_rules(
     """The rule of each parameter.
 
     Args:
-        groups: the user's optimizers.
-        parameters: the model's, by name.
-        updated: names of those that get a gradient; others get no rule.
-        sparse: names of those whose gradients are sparse.
-        may_be_unused: whether some of them may have no gradient in a step.
+        updated: names of those with a gradient; others get no rule.
+        sparse: names of those with sparse gradients.
+        may_be_unused: whether some may have no gradient in a step.
 
     Raises:
         ValueError: an optimizer of torch's refuses a sparse gradient, or a dense one.
@@ -224,10 +216,9 @@ def _label(groups: OptimizerGroups, number: int) -> str:
 
 
 def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
-    """What each group of the optimizers holds now, for people: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
+    """The current hyperparameters of each group as text: ``{"SGD group 0": "lr=0.1, momentum=0.9"}``.
 
-    Entries that hold nothing (None) or are switched off (False) are left out; tensors of one element are told as numbers,
-    others by their shape and a checksum, and what is neither a number nor text by its class.
+    None and False are left out. Larger tensors are printed by shape and checksum, other objects by class.
     """
     return {
         _label(groups, number): ", ".join(
@@ -240,7 +231,7 @@ def hyperparameters_by_label(groups: OptimizerGroups) -> dict[str, str]:
 
 
 def _text_of(value: Any) -> str:
-    """A hyperparameter as text that is the same in every run, and another one for another value of a number or a tensor."""
+    """The same text in every run; another text for another number or tensor."""
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else _text_of_tensor(value)
     if type(value) in (tuple, list):
@@ -252,24 +243,15 @@ def _text_of(value: Any) -> str:
 
 
 def _text_of_tensor(value: torch.Tensor) -> str:
-    """Its shape, and of what lies in memory element by element, the first digits of a checksum."""
-    what = f"a tensor {list(value.shape)}"
+    text = f"a tensor {list(value.shape)}"
     if value.layout is not torch.strided or value.is_meta or not value.numel():
-        return what
+        return text
     values = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{what} of {hashlib.sha256(values.numpy().tobytes()).hexdigest()[:8]}"
+    return f"{text} of {hashlib.sha256(values.numpy().tobytes()).hexdigest()[:8]}"
 
 
 def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable]) -> None:
-    """Refuses optimizers whose updates cannot be captured in a CUDA graph.
-
-    Args:
-        groups: the user's optimizers.
-        variables: of the program that it updates, by name.
-
-    Raises:
-        ValueError: says which parameter's update, why, and the remedy.
-    """
+    """Refuses optimizers whose updates cannot be captured in a CUDA graph."""
     remedy = "use Adam, AdamW or SGD with fused=True, or compile with cuda_graphs=False"
     for name, variable in variables.items():
         rule = variable.update

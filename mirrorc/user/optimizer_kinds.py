@@ -1,4 +1,4 @@
-"""Inspects an optimizer of the user's: whether it is element-wise, what its state must have, which kernels it takes."""
+"""Inspects an optimizer of the user's: whether it is element-wise, its required state, its kernels."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _REQUIRED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # entries of 
     torch.optim.RAdam: ("step", "exp_avg", "exp_avg_sq"),
 }
 ELEMENTWISE = tuple(_REQUIRED)
-"""Optimizers that update each element independently of all others, so that they may run on whole buckets."""
+"""Optimizers with independent updates of elements, which may run on whole buckets."""
 
 _WRITE_ROWS = (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD)
 _FUSED_ON_CPUS = (torch.float32, torch.float64)
 _FUSED_ON_GPUS = (*_FUSED_ON_CPUS, torch.float16, torch.bfloat16)
 
 SCALAR_STATE = ("step", "mu_product")
-"""Entries of these optimizers' state that are a single number per parameter."""
+"""Entries of these optimizers' state with a single number per parameter."""
 
 
 _SWITCHES = (("amsgrad", "max_exp_avg_sq"), ("centered", "grad_avg"), ("momentum", "momentum_buffer"))
@@ -36,28 +36,18 @@ _KNOWN = {*(entry for entries in _REQUIRED.values() for entry in entries), *(ent
 
 
 def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The entries that an element-wise optimizer looks for in the state of a parameter, unless that state is empty."""
+    """The required entries in the state of a parameter of an element-wise optimizer, unless that state is empty."""
     switched = [entry for switch, entry in _SWITCHES if kind is not torch.optim.SGD and group.get(switch)]
     return (*_REQUIRED[kind], *switched)
 
 
 def state_switches(groups: Iterable[Mapping[str, Any]]) -> list[tuple[bool, bool, bool]]:
-    """For each group of an optimizer, which of the hyperparameters are on that require more state."""
+    """For each group, whether the hyperparameters are off that require more state."""
     return [(not g.get("amsgrad"), not g.get("centered"), not g.get("momentum")) for g in groups]
 
 
 def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, parameter: torch.Tensor) -> None:
-    """Refuses state of an element-wise optimizer with which it could not update a parameter.
-
-    Args:
-        optimizer: the user's.
-        group: index of the parameter's group.
-        name: of the parameter, for the message.
-        parameter: the parameter.
-
-    Raises:
-        ValueError: names the entry, and the remedy.
-    """
+    """Refuses state with which an element-wise optimizer could not update a parameter."""
     state, kind = optimizer.state.get(parameter), type(optimizer)
     if not state:
         return
@@ -74,40 +64,35 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
     for entry, value in flat_entries(state).items():
         if entry in SCALAR_STATE:
             continue
-        what = f"the state {entry!r} of {kind.__name__} for {name!r}"
+        subject = f"the state {entry!r} of {kind.__name__} for {name!r}"
         shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         if shape != list(parameter.shape):
             raise ValueError(
-                f"{what} is {shape}, but the parameter is {list(parameter.shape)}: give it a tensor of the parameter's shape"
+                f"{subject} is {shape}, but the parameter is {list(parameter.shape)}: give it a tensor of the parameter's shape"
             )
         if value.dtype != parameter.dtype:
             raise ValueError(
-                f"{what} is {value.dtype}, but the parameter is {parameter.dtype}: after a change of the model's dtype, call "
+                f"{subject} is {value.dtype}, but the parameter is {parameter.dtype}: after a change of the model's dtype, call "
                 "optimizer.load_state_dict(optimizer.state_dict()), which casts the state"
             )
 
 
 def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a parameter's state that an element-wise optimizer knows; others are the user's own and stay as they are."""
+    """The entries of a parameter's state that element-wise optimizers know; others are the user's."""
     return {key: value for key, value in state.items() if key in _KNOWN and value is not None}
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer may run on whole buckets: a known class, not a subclass, whose step nobody hooked or replaced."""
+    """Whether the optimizer may run on whole buckets: exactly a known class, with an unhooked, original step."""
     if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def writes_rows(optimizer: torch.optim.Optimizer, index: int) -> bool:
-    """Whether all that a step writes of a table, given a sparse gradient, are the rows that the gradient has.
+    """Whether a step with a sparse gradient writes only the gradient's rows of a table.
 
-    It is so for these classes of torch's, but for SGD with momentum, which writes every row of which there is momentum. What is
-    put into the step, by a hook or in place of it, may write anything.
-
-    Args:
-        optimizer: the user's.
-        index: of the table's group.
+    SGD with momentum writes every row with momentum; a hook or a replaced step may write anything.
     """
     kind, momentum = type(optimizer), optimizer.param_groups[index].get("momentum", 0)
     if kind not in _WRITE_ROWS or not isinstance(momentum, int | float) or momentum != 0:
@@ -118,20 +103,10 @@ def writes_rows(optimizer: torch.optim.Optimizer, index: int) -> bool:
 def check_gradient_of(
     optimizer: torch.optim.Optimizer, index: int, name: str, parameter: torch.Tensor, *, is_sparse: bool
 ) -> None:
-    """Refuses gradients that torch's own optimizers refuse: sparse ones, or dense ones.
+    """Refuses sparse or dense gradients that torch's own optimizers refuse.
 
-    Whether they do depends on their hyperparameters, too. So an optimizer of the same class makes a step with a tiny parameter.
-    Classes of the user's own are not asked.
-
-    Args:
-        optimizer: the user's.
-        index: of the parameter's group.
-        name: of the parameter, for the message.
-        parameter: the parameter.
-        is_sparse: whether its gradients are sparse.
-
-    Raises:
-        ValueError: has torch's reason, and the remedy.
+    This depends on hyperparameters, so an optimizer of the same class makes a step with a tiny parameter. The user's
+    classes are not tried.
     """
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or not has_torchs_step(optimizer):
@@ -146,7 +121,7 @@ def check_gradient_of(
             warnings.simplefilter("ignore")
             bare_step(kind)(kind([{**group, "params": [trial]}]))
     except RuntimeError as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = (
             "look it up with sparse=False, or use torch.optim.SparseAdam, or SGD or Adagrad without weight_decay and fused"
             if is_sparse
@@ -154,12 +129,12 @@ def check_gradient_of(
         )
         raise ValueError(
             f"{kind.__name__} cannot update {name!r}, whose gradient is {'sparse' if is_sparse else 'dense'}: torch says that "
-            f"{said.rstrip('.')}. Remedy: {remedy}"
+            f"{message.rstrip('.')}. Remedy: {remedy}"
         ) from None
 
 
 def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A table's gradient as torch has it: a sparse tensor of its rows, which are ordered, each there once.
+    """A table's gradient as a sparse tensor of its rows, coalesced.
 
     Args:
         indices: of the rows, [k].
@@ -171,11 +146,11 @@ def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[i
 
 
 def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
-    """Whether torch's fused kernels update a group's parameters of a dtype on devices of a type, by an optimizer of a kind.
+    """Whether torch's fused kernels update a group's parameters of a dtype on devices of a type.
 
-    They do if the group asks for them. If the group leaves the choice open, they do for parameters that every fused kernel
-    updates: on CPUs those of 32 and 64 bits (torch's fused SGD does not update 16-bit ones there, seen in 2.13), on GPUs
-    16-bit ones, too, but not by Adagrad with a torch that has no such kernel.
+    If the group leaves the choice open, they do for dtypes that every fused kernel updates: on CPUs those of 32 and 64 bits
+    (torch's fused SGD updates no 16-bit ones there, seen in 2.13), on GPUs 16-bit ones, too, but not by Adagrad with a
+    torch without that kernel.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):
@@ -186,7 +161,7 @@ def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype:
 
 
 def state_signature(state: Mapping[str, Any]) -> tuple[tuple[str, float | torch.dtype | None], ...]:
-    """A key that is equal for parameters whose states can be stored together, in one flat tensor per entry."""
+    """A key of compatible states, to store in one flat tensor per entry."""
     entries = flat_entries(state)
     kinds = {
         key: float(value) if key in SCALAR_STATE else getattr(value, "dtype", None) for key, value in entries.items()

@@ -19,28 +19,23 @@ from torch import nn
 from mirrorc.user.slots import slots_of
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
-"""The kinds of collections whose contents are put back, where they are attributes of modules."""
+"""The kinds of collections among the attributes of modules whose contents are restored."""
 
 _BASES = (OrderedDict, dict, list, set, deque)  # a kind before those that it is made of
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collections"}
-"""Libraries whose objects are not looked into, except for modules."""
+"""Libraries excluded from the search, except for modules."""
 
 
 @contextlib.contextmanager
 def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
     """Undoes the changes of a block to a module and its submodules, also if the block fails.
 
-    Each module gets its attributes back, its tables of parameters, buffers, submodules and hooks, and the contents of the lists,
-    deques, dicts and sets that are its attributes. Each parameter and buffer has its memory, shape, ``requires_grad`` and
-    ``grad`` again, each buffer its values.
-
-    A deep restore covers all objects that the modules hold, directly or through one another: attributes in dicts and slots,
-    collections, variables of closures, values and shapes of tensors and of numpy's arrays, states of random generators. It does
-    not look into globals, classes, iterators, Python generators, and objects of libraries other than modules and collections.
+    This covers the attributes and tables of modules, the contents of collections among these, memory, shape,
+    ``requires_grad`` and ``grad`` of parameters and buffers, and the values of buffers.
 
     Args:
-        root: the module.
-        deep: restore the objects that modules hold, and the values of parameters, too.
+        deep: restore all objects in reach of the modules: dicts and slots, collections, closures, tensors, numpy's arrays,
+            random generators. Globals, classes, iterators, Python generators, and other objects of libraries are left out.
     """
     objects = _HeldObjects(root).actions if deep else _attributes(root)
     with put_back_after([*objects, *_variables(root)]):
@@ -48,28 +43,22 @@ def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
 
 
 def _attributes(root: nn.Module) -> list[Callable[[], object]]:
-    """The actions that put back the attributes of modules, and the contents of containers among them."""
     tables = [vars(module) for module in root.modules()]
     containers = [value for table in tables for value in table.values() if type(value) in CONTAINERS]
-    return [functools.partial(_refill, own, content_of(own)) for own in (*tables, *containers)]
+    return [functools.partial(_refill, container, content_of(container)) for container in (*tables, *containers)]
 
 
 def _variables(root: nn.Module) -> list[Callable[[], object]]:
-    """The actions that put back parameters and buffers."""
     tensors = {id(tensor): tensor for tensor in (*root.parameters(), *root.buffers())}.values()
-    values = [_KeptValue(buffer).put_back for buffer in root.buffers() if not buffer.is_meta]
-    return [*(_KeptTensor(tensor).put_back for tensor in tensors), *values]
+    values = [_SavedValue(buffer).put_back for buffer in root.buffers() if not buffer.is_meta]
+    return [*(_SavedTensor(tensor).put_back for tensor in tensors), *values]
 
 
 @contextlib.contextmanager
 def put_back_after(actions: Iterable[Callable[[], object]]) -> Iterator[None]:
     """Runs all actions after a block, also if the block or some of the actions fail.
 
-    An error of the block stays the error that is raised, with a note of the first action that failed; without one, the error of
-    that action is raised.
-
-    Args:
-        actions: what puts things back, in this order.
+    An error of the block gets a note of the first failed action; without one, that action's error is raised.
     """
     try:
         yield
@@ -84,7 +73,6 @@ def put_back_after(actions: Iterable[Callable[[], object]]) -> Iterator[None]:
 
 
 def _first_failure(actions: Iterable[Callable[[], object]]) -> Exception | None:
-    """Runs all actions; gives the error of the first that failed."""
     first = None
     for action in actions:
         try:
@@ -94,39 +82,39 @@ def _first_failure(actions: Iterable[Callable[[], object]]) -> Exception | None:
     return first
 
 
-class _KeptMemory:
-    """The memory that a tensor's elements are in, with shape, strides and dtype; it has its size again after a resize."""
+class _SavedMemory:
+    """A tensor's memory, shape, strides and dtype; also undoes a resize."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._own = tensor, tensor.data
-        self._num_bytes = self._own.untyped_storage().nbytes()
+        self._tensor, self._original = tensor, tensor.data
+        self._num_bytes = self._original.untyped_storage().nbytes()
 
     def put_back(self) -> None:
-        storage = self._own.untyped_storage()
+        storage = self._original.untyped_storage()
         if storage.nbytes() != self._num_bytes:
             storage.resize_(self._num_bytes)
-        if _place_of(self._tensor) != _place_of(self._own):
-            self._tensor.data = self._own
+        if _place_of(self._tensor) != _place_of(self._original):
+            self._tensor.data = self._original
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-class _KeptValue:
-    """The value of a tensor and its place in memory, each of which is put back only if it has changed."""
+class _SavedValue:
+    """The value of a tensor and its place in memory, each restored only if changed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._memory, self._value = tensor, _KeptMemory(tensor), tensor.detach().clone()
+        self._tensor, self._memory, self._value = tensor, _SavedMemory(tensor), tensor.detach().clone()
 
     def put_back(self) -> None:
         self._memory.put_back()
         if not torch.equal(_bytes_of(self._tensor), _bytes_of(self._value)):
-            own, value = self._tensor.detach(), self._value
-            for dim, stride in enumerate(own.stride()):
+            elements, value = self._tensor.detach(), self._value
+            for dim, stride in enumerate(elements.stride()):
                 if stride == 0:  # its entries are one and the same, which torch does not write twice
-                    own, value = own.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-            own.copy_(value)
+                    elements, value = elements.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+            elements.copy_(value)
 
 
 def can_keep_value(tensor: torch.Tensor) -> bool:
@@ -137,18 +125,18 @@ def can_keep_value(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as bytes, so that not a number equals itself, and 0.0 does not equal -0.0."""
+    """Bytes: nan equals itself, and 0.0 differs from -0.0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def content_of(container: Any) -> Any:
-    """The objects that a container holds, for `is_same`."""
+    """The objects in a container, for `is_same`."""
     kind = _base_of(container)
     return dict(kind.items(container)) if issubclass(kind, dict) else list(kind.__iter__(container))
 
 
 def is_same(container: Any, content: Any) -> bool:
-    """Whether a container holds the very objects that it held; they are not compared, which tensors would do elementwise."""
+    """Whether a container holds the same objects, by identity."""
     if isinstance(container, dict):
         return is_same(list(container), list(content)) and is_same(list(container.values()), list(content.values()))
     return len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
@@ -162,15 +150,12 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _base_of(container: Any) -> Any:
-    """The builtin class of a container, whose methods none of the user's overrides."""
     return next(base for base in _BASES if issubclass(type(container), base))
 
 
-class _KeptTensor:
-    """A parameter's or a buffer's memory, and what autograd knows of it."""
-
+class _SavedTensor:
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._memory, self._gradient = tensor, _KeptMemory(tensor), tensor.grad
+        self._tensor, self._memory, self._gradient = tensor, _SavedMemory(tensor), tensor.grad
         self._requires_grad = tensor.requires_grad
 
     def put_back(self) -> None:
@@ -183,10 +168,10 @@ class _KeptTensor:
 
 
 class _HeldObjects:
-    """Objects that a root holds, directly or through one another, each looked at once.
+    """Objects that a root holds, directly or through one another, each visited once.
 
     Attributes:
-        actions: the actions that put them back.
+        actions: restore them.
     """
 
     def __init__(self, root: object) -> None:
@@ -200,11 +185,11 @@ class _HeldObjects:
                 waiting.extend(self._held_by(value))
 
     def _held_by(self, value: Any) -> list[Any]:
-        """The objects that an object holds; notes the actions that put them back."""
+        """Also notes the actions to restore an object."""
         kind = type(value)
         if issubclass(kind, torch.Tensor):
             if can_keep_value(value):
-                self.actions.append(_KeptValue(value).put_back)
+                self.actions.append(_SavedValue(value).put_back)
             return []
         if issubclass(kind, np.ndarray):
             self.actions.append(functools.partial(_put_back_array, value, value.copy()))
@@ -229,7 +214,7 @@ class _HeldObjects:
             held += self._held_by_cell(value)
         if _is_looked_into(kind):
             held += [content for slot in slots_of(kind) for content in self._held_by_slot(value, slot)]
-            with contextlib.suppress(AttributeError):  # a proxy has none of its own, nor has what has only slots
+            with contextlib.suppress(AttributeError):  # a proxy has none of its own, nor have objects with slots alone
                 held.append(object.__getattribute__(value, "__dict__"))
         return held
 
@@ -258,7 +243,6 @@ def _is_looked_into(kind: type) -> bool:
 
 
 def _states(value: Any, kind: type) -> list[Callable[[], object]]:
-    """The actions that put a random generator back to its present state."""
     if issubclass(kind, torch.Generator):
         return [functools.partial(value.set_state, value.get_state())]
     if issubclass(kind, random.Random):

@@ -1,4 +1,4 @@
-"""The slots of classes, in which their objects keep attributes."""
+"""The slots of classes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import types
 
 
 def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
-    """The slots that objects of a class have for attributes, those of its bases included.
-
-    Each knows the name that the attribute is stored under, and reads, writes and deletes it past all methods of the class.
-    """
+    """The slots of a class and its bases, which read, write and delete attributes past all methods of the class."""
     with_slots = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
-    return tuple(own for names in with_slots for own in names.values() if type(own) is types.MemberDescriptorType)
+    return tuple(
+        member for names in with_slots for member in names.values() if type(member) is types.MemberDescriptorType
+    )

@@ -1,4 +1,4 @@
-"""Warns of what the caller's thread does to torch's operators, and what devices' threads do not."""
+"""Warns of modes of the caller's thread that devices' threads do not have."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mirrorc.torch_internals import dispatch_modes, has_hooks_on_saved_tensors
 
 
 class CallersModes:
-    """Looks at the caller's thread before each call of a step; warns once of each kind of mode."""
+    """Checks the caller's thread before each call of a step; warns once of each kind of mode."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def look(self, *, trains: bool) -> None:
         """Called in the caller's thread.
 
         Args:
-            trains: whether anything is kept for backward.
+            trains: whether anything is saved for backward.
         """
         for kind in dispatch_modes():
             self._warn(
@@ -35,6 +35,6 @@ class CallersModes:
             )
 
     def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, stacklevel=users_stack_level())

@@ -177,7 +177,10 @@ def test_whatever_a_front_end_in_between_refuses_the_next_one_tries() -> None:
         return front_end.name
 
     climbed = Ladder([front_end_named("dynamo"), Between(), front_end_named("autograd")]).climb(attempt)
-    assert climbed.found == "autograd" and [why for _, why in climbed.failed] == [": why", ": a loss that is no scalar"]
+    assert climbed.result == "autograd" and [why for _, why in climbed.failed] == [
+        ": why",
+        ": a loss that is no scalar",
+    ]
     first, second = climbed.remarks("Net")
     assert (
         "because 'dynamo' cannot capture Net: why" in first and "because 'between' cannot capture Net: a loss" in second

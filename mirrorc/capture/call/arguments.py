@@ -1,4 +1,4 @@
-"""Takes the arguments of a call apart into tensors and plain values, and puts them together again for the tracer."""
+"""Flattens the arguments of a call to tensors and plain values, and rebuilds them for the tracer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PerReplica:
     """A value that is already split: one tensor (or nested tensors) for each replica, in order of the devices.
 
     Args:
-        values: one value for each replica. Their sizes along dim 0 may differ; each replica's loss is weighted by its size. A
-            replica whose tensors have no examples (dim 0 is 0) runs nothing of forward and backward.
+        values: one value for each replica. Their sizes along dim 0 may differ; each replica's loss is weighted by its size.
+            A replica without examples (dim 0 is 0) runs neither forward nor backward.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -34,7 +34,7 @@ class PerReplica:
 
 
 class Replicated:
-    """A value that is passed to every replica whole; made by `replicated`."""
+    """A value for every replica, whole; made by `replicated`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -54,7 +54,7 @@ def replicated(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor argument: either ``tensor``, which is to be split or replicated, or ``per_replica``, which is split already."""
+    """A tensor argument: ``tensor``, to be split or replicated, or ``per_replica``, already split."""
 
     path: str
     tensor: torch.Tensor | None
@@ -63,11 +63,9 @@ class Leaf:
 
 
 class Constant:
-    """An argument that is no tensor; programs are specialized on its value, or on its identity if it cannot be hashed.
+    """An argument other than a tensor. Programs are specialized on its value, or on its identity if it has no hash.
 
-    Attributes:
-        value: the argument.
-        path: its name, which has no part in comparisons.
+    ``path`` is its name, and has no part in comparisons.
     """
 
     def __init__(self, value: Any, path: str = "") -> None:
@@ -91,11 +89,11 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of one step: their tensors, their plain values, and the structure that holds them.
+    """The arguments of one step: tensors, plain values, and the structure of both.
 
     Attributes:
-        plain: strings, numbers, None and lists of them, by a name that is made of the argument's. The structure does not tell
-            their values: a graph depends on them only where Python has read them while it was traced.
+        plain: strings, numbers, None and lists of them, by name. A graph depends only on those that Python reads during the
+            trace.
     """
 
     leaves: tuple[Leaf, ...]
@@ -104,15 +102,10 @@ class Call:
 
 
 def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Takes a call apart.
-
-    Args:
-        names: the names of the positional parameters, for messages and dumps.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
+    """Flattens the arguments of a call; ``names`` are those of the positional parameters.
 
     Raises:
-        TypeError, ValueError: an argument cannot be made again of shards; names it and the remedy.
+        TypeError, ValueError: an argument cannot be rebuilt from shards; names it and the remedy.
     """
     leaves: list[Leaf] = []
     plain: dict[str, Any] = {}
@@ -138,7 +131,7 @@ _PLAIN = frozenset({str, bytes, bool, int, float, type(None)})
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a string, a number or None, or a list or tuple of such values, and no subclass of these."""
+    """Subclasses are not plain."""
     kind = type(value)
     if kind is list or kind is tuple:
         return all(type(item) in _PLAIN or _is_plain(item) for item in value)
@@ -151,13 +144,13 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
     if isinstance(value, PerReplica):
         return _flatten_per_replica(value, path, leaves)
     if isinstance(value, torch.Tensor):
-        _refuse_own_kinds(value, path)
+        _refuse_tensor_kinds(value, path)
         leaves.append(Leaf(path, value, split=mode == "split"))
         return ("leaf", len(leaves) - 1)
     if isinstance(value, np.ndarray):
         raise TypeError(f"argument {path!r} is a numpy array: pass torch.from_numpy({path}), so that it can be split")
     if plain is not None and _is_plain(value):
-        return _kept_apart(value, path, plain)
+        return _plain_leaf(value, path, plain)
     parts = take_apart(value, path)
     if parts is None:
         return ("constant", Constant(value, path))
@@ -165,36 +158,36 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
     for i, (child_path, child) in enumerate(parts.children):
         flat = _flatten(child, child_path, leaves, mode, plain)
         if flat[0] == "constant" and plain is not None and i >= len(parts.children) - parts.num_attributes:
-            flat = _kept_apart(child, child_path, plain)  # many an attribute is read by nobody
+            flat = _plain_leaf(child, child_path, plain)  # many an attribute is read by nobody
         children.append(flat)
     return (parts.kind, parts.detail, tuple(children))
 
 
-def _kept_apart(value: Any, path: str, plain: dict[str, Any]) -> Structure:
+def _plain_leaf(value: Any, path: str, plain: dict[str, Any]) -> Structure:
     while path in plain:
         path += "_"
-    plain[path] = _with_one_nan(value)
+    plain[path] = _with_shared_nan(value)
     return ("plain", path)
 
 
-def _with_one_nan(value: Any) -> Any:
-    """A value whose tuples have one object for all nan: guards compare tuples, which are equal then."""
+def _with_shared_nan(value: Any) -> Any:
+    """The value with one object for all nan in tuples: guards compare tuples, and identical objects are equal."""
     if type(value) is float and value != value and math.copysign(1.0, value) > 0:
         return math.nan
     if type(value) is not tuple:
         return value
-    items = tuple(map(_with_one_nan, value))
+    items = tuple(map(_with_shared_nan, value))
     return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
 
 
-def _refuse_own_kinds(tensor: torch.Tensor, path: str) -> None:
-    """Refuses tensors that are more than their numbers, because shards are plain tensors."""
+def _refuse_tensor_kinds(tensor: torch.Tensor, path: str) -> None:
+    """Refuses tensor subclasses and tensors with attributes: shards are plain tensors."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested:
         raise TypeError(
             f"argument {path!r} is a {type(tensor).__qualname__}, a kind of tensor of its own, and a step gives forward plain "
             f"tensors: pass {path}.as_subclass(torch.Tensor)"
         )
-    of_marks = ("_dynamo", "_has_dynamo", "_specialize_on")  # what `torch._dynamo.mark_dynamic` leaves there
+    of_marks = ("_dynamo", "_has_dynamo", "_specialize_on")  # of `torch._dynamo.mark_dynamic`
     names = [name for name in getattr(tensor, "__dict__", ()) if not name.startswith(of_marks)]
     if names and not tensor.is_nested:  # the attributes of nested ones are torch's; `split_call` refuses them
         raise TypeError(
@@ -206,9 +199,9 @@ def _refuse_own_kinds(tensor: torch.Tensor, path: str) -> None:
 def _flatten_per_replica(value: PerReplica, path: str, leaves: list[Leaf]) -> Structure:
     structures, per_replica = [], []
     for i, replica_value in enumerate(value.values):
-        own: list[Leaf] = []
-        structures.append(_flatten(replica_value, f"{path}[replica {i}]", own, "replicated", None))
-        per_replica.append(own)
+        replica_leaves: list[Leaf] = []
+        structures.append(_flatten(replica_value, f"{path}[replica {i}]", replica_leaves, "replicated", None))
+        per_replica.append(replica_leaves)
     if not value.values or any(structure != structures[0] for structure in structures):
         raise ValueError(f"argument {path!r}: a PerReplica needs one value for each replica, all of the same structure")
     start = len(leaves)
@@ -229,10 +222,9 @@ Rebuild = Callable[[Structure, Sequence[Any], Mapping[str, Any]], tuple[list[Any
 
 
 def rebuilding(structure: Structure) -> Rebuild:
-    """A function that puts positional and keyword arguments of a call of this structure together again; it runs under the tracer.
+    """A function of structure, tensors and plain values that rebuilds a call's arguments; runs under the tracer.
 
-    It is given the structure, the tensors and the plain values. Its code says where arguments are that are no containers:
-    the tracer would take as long to find that out as to trace a small model.
+    It is generated code: tracing a generic walk would take as long as a small model.
     """
     positional, keyword = structure
     args = ", ".join(_code_of(child, f"structure[0][{i}]") for i, child in enumerate(positional))
@@ -245,14 +237,13 @@ def rebuilding(structure: Structure) -> Rebuild:
 
 
 def _code_of(child: Structure, place: str) -> str:
-    """The code that gives one argument, whose structure is in a place."""
     if child[0] == "leaf":
         return f"leaves[{child[1]}]"
     return f"plain[{child[1]!r}]" if child[0] == "plain" else f"rebuild({place}, leaves, plain)"
 
 
 def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any]) -> Any:
-    """Puts one argument together again. Plain values are not looked at, so that the tracer sees whether the user's code does."""
+    """Rebuilds one argument. It does not read plain values: the tracer shall see the reads of the user's code alone."""
     kind = structure[0]
     if kind == "leaf":
         return leaves[structure[1]]
@@ -267,22 +258,17 @@ def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any
 
 
 def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> Any:
-    """Packed sequences that a step returns, of which replicas gave values or lengths by themselves."""
+    """A step's output of packed sequences, if replicas gave values or lengths separately."""
     if not isinstance(values, PerReplica):
         return put_together("packed sequence", detail, [values, torch.cat(lengths.values)])
-    own = lengths.values if isinstance(lengths, PerReplica) else [lengths] * len(values.values)
+    each_lengths = lengths.values if isinstance(lengths, PerReplica) else [lengths] * len(values.values)
     return PerReplica(
-        [put_together("packed sequence", detail, [*parts]) for parts in zip(values.values, own, strict=True)]
+        [put_together("packed sequence", detail, [*parts]) for parts in zip(values.values, each_lengths, strict=True)]
     )
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
-    """The names of the containers of a call, in the order in which `rebuilding` puts them together.
-
-    Args:
-        structure: that of a whole call.
-        names: the names of the positional parameters.
-    """
+    """The names of the containers of a whole call, in the order of `rebuilding`."""
     positional, keyword = structure
     named = [(names[i] if i < len(names) else f"args[{i}]", child) for i, child in enumerate(positional)]
     return [path for name, child in (*named, *keyword) for path in _paths_within(child, name)]
@@ -297,7 +283,7 @@ def _paths_within(structure: Structure, path: str) -> list[str]:
 
 
 def without_examples(call: Call) -> Call:
-    """The same call with tensors that have no examples, in no memory; those that replicas get whole are kept."""
+    """The call with split tensors of no examples and no memory; replicated tensors stay."""
     return dataclasses.replace(call, leaves=tuple(_emptied(leaf) if leaf.split else leaf for leaf in call.leaves))
 
 

@@ -1,4 +1,4 @@
-"""Takes containers of a call's arguments apart, and makes them again of other children without running their constructors."""
+"""Takes containers apart, and rebuilds them around other children without running their constructors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ from mirrorc.user.slots import slots_of
 
 
 class Parts(NamedTuple):
-    """A container that was taken apart.
+    """The parts of a container: its kind, a hashable detail for its reconstruction, and paths and values of its children.
 
-    Attributes:
-        kind: how it is made again.
-        detail: what that needs besides children; hashable.
-        children: path and value of each child; attributes come last.
-        num_attributes: how many of the children are attributes.
+    The last ``num_attributes`` children are attributes.
     """
 
     kind: str
@@ -34,14 +30,10 @@ class Parts(NamedTuple):
 
 
 def take_apart(value: Any, path: str) -> Parts | None:
-    """The parts of a container; None if a value is none.
-
-    Args:
-        value: an argument, or a part of one.
-        path: its name.
+    """The parts of a container at ``path``; None for any other value.
 
     Raises:
-        TypeError: it is a container that cannot be made again as it is; names it.
+        TypeError: a container that cannot be rebuilt; names it.
     """
     if isinstance(value, PackedSequence | PaddedSequences):
         values, lengths, is_sorted = parts_of(value)
@@ -55,28 +47,28 @@ def take_apart(value: Any, path: str) -> Parts | None:
             "based on one written in C, or a kind of OrderedDict with a __new__ of its own: pass its parts, or the same as a "
             "plain dict, list or tuple"
         )
-    attributes = _own_attributes(value) if kind in _WITH_ATTRIBUTES else {}
+    attributes = _attributes_of(value) if kind in _WITH_ATTRIBUTES else {}
     entries, detail = _entries_of(kind, value, path)
-    own = [(f"{path}.{name}", child) for name, child in attributes.items()]
-    return Parts(kind, (*detail, tuple(attributes)), entries + own, len(own))
+    members = [(f"{path}.{name}", child) for name, child in attributes.items()]
+    return Parts(kind, (*detail, tuple(attributes)), entries + members, len(members))
 
 
 def take_object_apart(value: Any, path: str) -> Parts:
-    """The parts of an object of a class that is no container: its attributes.
+    """The attributes of an object as parts.
 
     Raises:
-        TypeError: its class is based on one written in C, so that it cannot be made again.
+        TypeError: its class is based on one written in C.
     """
     cls = type(value)
     if _if_made(object, cls) != "object":
         raise TypeError(f"{path!r} is a {cls.__qualname__}, whose class is based on one written in C")
-    attributes = _own_attributes(value)
-    own = [(f"{path}.{name}", child) for name, child in attributes.items()]
-    return Parts("object", (cls, tuple(attributes)), own, len(own))
+    attributes = _attributes_of(value)
+    members = [(f"{path}.{name}", child) for name, child in attributes.items()]
+    return Parts("object", (cls, tuple(attributes)), members, len(members))
 
 
 def paths_of_children(kind: str, detail: tuple[Any, ...], num_children: int, path: str) -> list[str]:
-    """The names of the children of a container that was taken apart, as `take_apart` has given them."""
+    """The names of a container's children, as `take_apart` gives them."""
     attributes = [f"{path}.{name}" for name in detail[-1]]
     named = getattr(detail[0], "_fields", ())
     num_entries = num_children - len(attributes)
@@ -88,7 +80,7 @@ def paths_of_children(kind: str, detail: tuple[Any, ...], num_children: int, pat
 
 
 def put_together(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any:
-    """Makes a container of the kind that was taken apart; runs under the tracer."""
+    """Rebuilds a container from its kind and children; runs under the tracer."""
     names = detail[-1]
     entries = children[: len(children) - len(names)]
     if kind == "list":
@@ -112,7 +104,6 @@ def put_together(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any
 
 
 def _of_class(kind: str, detail: tuple[Any, ...], entries: list[Any]) -> Any:
-    """An object of a user's class, without its attributes."""
     if kind == "kind of tuple":
         return tuple.__new__(detail[0], entries)
     if kind == "kind of list":
@@ -141,7 +132,7 @@ _WITH_ATTRIBUTES = ("kind of tuple", "kind of list", "kind of dict", "kind of Or
 
 @functools.lru_cache(maxsize=256)
 def _kind_of(cls: type) -> str:
-    """How containers of a class are made again: empty for what is no container, "refused" if they cannot be."""
+    """How containers of a class are rebuilt: "" for no container, "refused" if impossible."""
     plain = {dict: "dict", list: "list", tuple: "tuple", types.MappingProxyType: "mappingproxy", deque: "deque"}
     if cls in plain or cls is defaultdict:
         return plain.get(cls, "defaultdict")
@@ -157,12 +148,12 @@ def _kind_of(cls: type) -> str:
 
 
 def _if_made(base: Any, cls: type) -> str:
-    """The kind of a class, if a base may make its objects: not if another class written in C lies between."""
+    """The kind of a class, or "refused" if another class written in C lies between it and ``base``."""
     try:
         base.__new__(cls)
     except TypeError:
         return "refused"
-    if issubclass(cls, defaultdict):  # what makes its missing values is neither an item nor an attribute
+    if issubclass(cls, defaultdict):  # its default_factory is neither an item nor an attribute
         return "refused"
     if base is OrderedDict and cls.__new__ is not OrderedDict.__new__:
         return "refused"
@@ -170,7 +161,6 @@ def _if_made(base: Any, cls: type) -> str:
 
 
 def _entries_of(kind: str, value: Any, path: str) -> tuple[list[tuple[str, Any]], tuple[Any, ...]]:
-    """What a container holds besides attributes, as the class that it is based on has it, and the detail for this kind."""
     cls = type(value)
     if kind == "object":
         return [], (cls,)
@@ -190,9 +180,9 @@ def _entries_of(kind: str, value: Any, path: str) -> tuple[list[tuple[str, Any]]
     factory = ((value.default_factory,),) if kind == "defaultdict" else ()
     if not _is_hashable(factory):
         raise TypeError(f"argument {path!r} is a defaultdict whose default_factory has no hash: pass dict({path})")
-    own = (cls,) if kind.startswith("kind of") else ()
+    classes = (cls,) if kind.startswith("kind of") else ()
     kinds = tuple(map(type, keys))  # 1, 1.0 and True are equal
-    return [(f"{path}.{key}", entry) for key, entry in entries], (keys, *factory, *own, kinds)
+    return [(f"{path}.{key}", entry) for key, entry in entries], (keys, *factory, *classes, kinds)
 
 
 def _is_hashable(value: Any) -> bool:
@@ -203,7 +193,6 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def _own_attributes(value: Any) -> dict[str, Any]:
-    """The attributes that an object itself has: those of its dict and in slots of its classes."""
+def _attributes_of(value: Any) -> dict[str, Any]:
     names = [slot.__name__ for slot in slots_of(type(value))]
     return {**{name: getattr(value, name) for name in names if hasattr(value, name)}, **getattr(value, "__dict__", {})}

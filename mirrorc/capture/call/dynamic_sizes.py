@@ -1,4 +1,4 @@
-"""Which sizes of arguments change from call to call, so that they become symbols, and which cannot."""
+"""Tracks the sizes of arguments that change from call to call and become symbols."""
 
 from __future__ import annotations
 
@@ -21,23 +21,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Seen:
-    """The sizes of one dimension of an argument.
-
-    Attributes:
-        sizes: those of the first call, without those that are too small for symbols.
-        spared: those of one later call that do not count, as they may be a last batch and others beside it.
-        is_symbolic: whether it is to be a symbol.
-    """
+    """The sizes of one dimension of an argument; ``spared`` are those of one later call, perhaps with a shorter last batch."""
 
     sizes: frozenset[int] = frozenset()
     spared: frozenset[int] = frozenset()
     is_symbolic: bool = False
 
     def add(self, sizes: Iterable[int], *, spares_larger: bool | None = None) -> None:
-        """Notes the sizes of a call that needs a program: one, or that of each replica.
+        """Notes the sizes of a call that needs a program.
 
-        ``spares_larger``: whether the first other number of examples is spared if it is larger, too, and not only if it is
-        smaller; None for what is no number of examples.
+        ``spares_larger``: whether the first other number of examples is spared even if larger; None for other dimensions.
         """
         new = {size for size in sizes if size >= FEWEST_SYMBOLIC} - self.sizes - self.spared
         if self.is_symbolic or not new:
@@ -51,54 +44,53 @@ class _Seen:
 
 
 class ChangingSizes:
-    """The dimensions of arguments whose sizes a step has seen change, by the kinds of its calls.
+    """The dimensions of arguments with changing sizes, by kind of call.
 
-    A size is a number in the first program. When a second one comes, the dimension becomes a symbol of the programs that are
-    compiled from then on. Sizes of 0 and 1 do not count, nor does one batch that is shorter than others. Where the number of
-    examples alone changes, two of them do not count, in whatever order they come: all batches and the last one, with which a
-    training that goes on may begin. So it has the programs, and the bits, of one that was never interrupted.
+    A size is a number in the first program. At its second value, the dimension becomes a symbol of later programs. Sizes of
+    0 and 1 do not count, nor does one shorter batch. Where the number of examples alone changes, two values do not count,
+    in either order: a resumed training may begin with its last batch, and must have the programs, and the bits, of an
+    uninterrupted one.
 
     Args:
-        dynamic: None as above; True for symbols in the first program already; False for none but what users have marked by
-            `torch._dynamo.mark_dynamic`.
+        dynamic: None as above; True for symbols in the first program; False for dimensions marked by
+            `torch._dynamo.mark_dynamic` alone.
     """
 
     def __init__(self, *, dynamic: bool | None) -> None:
         self._dynamic = dynamic
         self._seen: dict[Hashable, list[list[_Seen]]] = {}
-        self._given_up: dict[Hashable, str] = {}  # why, by the kind of a call and whether a shard has one example
+        self._refusals: dict[Hashable, str] = {}  # why, by the kind of a call and whether a shard has one example
         self._num_programs: dict[Hashable, int] = {}
 
     def symbolic_dims(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> SymbolicDims:
-        """The dimensions of a call's tensors that are to be symbolic in the program that it needs; empty for none.
+        """The symbolic dimensions of a call's tensors in the program that it needs; empty for none.
 
-        Calls with a shard of one example are apart: its size is a number, so that what is found out of it says nothing of others.
+        Calls with a shard of one example are separate: its size is always a number.
         """
         key = _kind(call, purpose)
-        if (key, has_one_example) in self._given_up:
+        if (key, has_one_example) in self._refusals:
             return ()
         seen = self._seen.setdefault(key, [[_Seen() for _ in range(_rank(leaf))] for leaf in call.leaves])
         for leaf, dims in zip(call.leaves, seen, strict=True):
-            for dim, own in enumerate(dims):
-                self._note_wishes(leaf, dim, own)
+            for dim, sizes in enumerate(dims):
+                self._note_marks(leaf, dim, sizes)
                 if self._dynamic is not False and not _counts_examples(leaf, dim):
-                    own.add(_sizes(leaf, dim))
-        others = [own.is_symbolic for leaf, dims in zip(call.leaves, seen, strict=True) for own in dims]
+                    sizes.add(_sizes(leaf, dim))
+        others = [sizes.is_symbolic for leaf, dims in zip(call.leaves, seen, strict=True) for sizes in dims]
         if self._dynamic is not False:
             for leaf, dims in zip(call.leaves, seen, strict=True):
                 if leaf.split and dims:
                     dims[0].add(_sizes(leaf, 0), spares_larger=not any(others))
-        return _unless_empty(frozenset(dim for dim, own in enumerate(dims) if own.is_symbolic) for dims in seen)
+        return _unless_empty(frozenset(dim for dim, sizes in enumerate(dims) if sizes.is_symbolic) for dims in seen)
 
-    def _note_wishes(self, leaf: Leaf, dim: int, own: _Seen) -> None:
-        """Notes whether a dimension is to be a symbol whatever its sizes are."""
+    def _note_marks(self, leaf: Leaf, dim: int, sizes: _Seen) -> None:
         marked = [tensor.shape[dim] for tensor in _tensors(leaf) if dim in dims_marked_by_user(tensor)]
-        own.is_symbolic = own.is_symbolic or bool(marked) or bool(self._dynamic)
+        sizes.is_symbolic = sizes.is_symbolic or bool(marked) or bool(self._dynamic)
         if marked and min(marked) < FEWEST_SYMBOLIC:
             _warn_of_marked(leaf.path, dim, min(marked))
 
     def note_program(self, call: Call, purpose: Hashable) -> None:
-        """Notes that a program with symbols was compiled for such calls, which was right for none that came before it."""
+        """Counts a program with symbols that was compiled for such calls; gives up after too many."""
         key = _kind(call, purpose)
         self._num_programs[key] = self._num_programs.get(key, 0) + 1
         if self._num_programs[key] >= _MOST_PROGRAMS:
@@ -107,28 +99,28 @@ class ChangingSizes:
             self.give_up(call, purpose, why, has_one_example=True)
 
     def give_up(self, call: Call, purpose: Hashable, why: str, *, has_one_example: bool = False) -> None:
-        """Notes that the sizes of such calls cannot be symbols."""
+        """Makes the sizes of such calls numbers from now on."""
         logger.info("sizes of arguments are numbers in each program: %s", why)
-        self._given_up.setdefault((_kind(call, purpose), has_one_example), why)
+        self._refusals.setdefault((_kind(call, purpose), has_one_example), why)
 
     def why_not(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> str:
-        """Why the sizes of such calls cannot be symbols; empty if they can."""
-        return self._given_up.get((_kind(call, purpose), has_one_example), "")
+        """The reason for which sizes of such calls cannot be symbols; empty if they can."""
+        return self._refusals.get((_kind(call, purpose), has_one_example), "")
 
 
 def without_numbers_of_examples(call: Call, dims: SymbolicDims) -> SymbolicDims:
-    """Symbolic dimensions of a call's tensors but for those along which a batch is split; empty if there are no others."""
+    """Symbolic dimensions without those along which a batch is split; empty if no others remain."""
     if not dims:
         return ()
     return _unless_empty(
-        frozenset(dim for dim in own if not _counts_examples(leaf, dim))
-        for leaf, own in zip(call.leaves, dims, strict=True)
+        frozenset(dim for dim in symbolic if not _counts_examples(leaf, dim))
+        for leaf, symbolic in zip(call.leaves, dims, strict=True)
     )
 
 
 def _unless_empty(dims: Iterable[frozenset[int]]) -> SymbolicDims:
-    found = tuple(dims)
-    return found if any(found) else ()
+    dims_of_leaves = tuple(dims)
+    return dims_of_leaves if any(dims_of_leaves) else ()
 
 
 def _warn_of_marked(path: str, dim: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""A model and its loss as one module that is evaluated, for the tracer."""
+"""A model and its loss as one module for evaluation, for the tracer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from mirrorc.capture.call.training_call import TrainingCall, beside_loss, loss_i
 
 
 class EvaluationCall(TrainingCall):
-    """A module whose forward gives a pair: the loss, and what the model returns. It is traced without gradients.
+    """A module whose forward gives a pair of loss and outputs; traced without gradients.
 
-    There is a loss if the call has a target for the ``loss_fn``, or if a model without ``loss_fn`` returns one: a scalar, where a
-    training step would look for it. In its place is an empty tensor otherwise. Outputs are left out (None) if there is a loss and
-    nobody wants them.
+    There is a loss if the call has a target for ``loss_fn``, or if a model without ``loss_fn`` returns a scalar loss;
+    otherwise an empty tensor takes its place. Outputs are None if there is a loss and nobody wants them.
 
     Attributes:
-        needs_loss: whether the call has a target, so that the loss function must give a loss.
+        needs_loss: whether the call has a target.
     """
 
     trains = False
@@ -34,7 +33,7 @@ class EvaluationCall(TrainingCall):
         *,
         keeps_outputs: bool = False,
     ) -> None:
-        super().__init__(model, loss_fn, structure, plain, keeps_outputs=True)  # forward gives what stands for them
+        super().__init__(model, loss_fn, structure, plain, keeps_outputs=True)  # forward returns a pair in any case
         self._wants_outputs = keeps_outputs
         self.needs_loss = loss_fn is not None and any(name == "target" for name, _ in structure[1])
 
@@ -44,10 +43,10 @@ class EvaluationCall(TrainingCall):
         outputs = self.model(*args, **kwargs)
         loss = None
         if self.needs_loss:
-            found = self.loss_fn(outputs, target)  # type: ignore[misc]
-            if not isinstance(found, torch.Tensor):
-                outputs = (outputs, beside_loss(found))
-            loss = loss_in(found)
+            result = self.loss_fn(outputs, target)  # type: ignore[misc]
+            if not isinstance(result, torch.Tensor):
+                outputs = (outputs, beside_loss(result))
+            loss = loss_in(result)
         elif self.loss_fn is None:
             loss = loss_in(outputs)
             if isinstance(loss, torch.Tensor) and loss.dim() > 0 and loss.numel() != 1:

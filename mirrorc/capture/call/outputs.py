@@ -1,4 +1,4 @@
-"""What a step returns beside its loss: the containers of the model's output, and how replicas' parts make each of its tensors."""
+"""The outputs of a step beside its loss: their containers, and how the replicas' parts make each tensor."""
 
 from __future__ import annotations
 
@@ -15,41 +15,35 @@ from mirrorc.errors import CaptureError
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the steps of a program return beside their loss.
+    """The outputs of a program's steps beside their loss.
 
     Attributes:
-        ways: how each output is gathered, by name, see `mirrorc.ir.ops.gather`.
-        told: a sentence on what cannot be told of them; empty if all can.
+        ways: how each output is gathered, see `mirrorc.ir.ops.gather`.
+        unknown: a sentence on outputs of unknown ways; or empty.
     """
 
     ways: Mapping[str, str]
-    told: str
+    unknown: str
     _structure: Structure
     _leaves: tuple[Leaf, ...]
     _is_whole: bool  # whether there is one device
     _types: Mapping[str, tuple[torch.Size, torch.dtype]]
 
     def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
-        """Puts the outputs of a step together.
-
-        Args:
-            gathered: the outputs by name; a list of the replicas' parts for those that are apart.
-            loss: of the whole batch; None if there is none.
-            call: the step's arguments.
-        """
+        """The outputs of a step, from those of replicas by name; parts that stay apart are a list."""
         return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
 
     def of_no_examples(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """What a worker without examples gathers, by name: no rows, sums of nothing, and NaN for the mean of nothing."""
-        found = {}
+        """The outputs of a worker without examples, by name: no rows, zero sums, and NaN for means."""
+        outputs = {}
         for name, (shape, dtype) in self._types.items():
             if self.ways[name] == "concatenated":
-                found[name] = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+                outputs[name] = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
             elif self.ways[name] == "summed":
-                found[name] = torch.zeros((0, *shape), dtype=dtype, device=device).sum(0)
+                outputs[name] = torch.zeros((0, *shape), dtype=dtype, device=device).sum(0)
             else:
-                found[name] = torch.full(shape, torch.nan, dtype=dtype, device=device)
-        return found
+                outputs[name] = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        return outputs
 
     def _value(self, leaf: Leaf, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
         if leaf.kind is LeafKind.LOSS:
@@ -64,7 +58,6 @@ class Outputs:
 
 
 def _apart(values: Sequence[Any], is_whole: bool) -> Any:
-    """What each replica gives; if there is one device, its value is the whole."""
     return values[0] if is_whole else PerReplica(values)
 
 
@@ -74,74 +67,67 @@ def outputs_of(
     sizes: Sequence[int],
     other: TracedOutputs | None,
 ) -> Outputs:
-    """The outputs of a program, from what its graphs give for shards of several sizes.
+    """The outputs of a program, from those of its graphs for shards of several sizes.
 
-    A tensor lies along the batch if its first dimension is the number of examples, whatever that is. One size of shard does not
-    tell: a tensor may happen to be as long. So a trace of another size is compared.
+    A tensor lies along the batch if its first dimension is always the number of examples. One size may coincide with
+    another dimension, so a trace of another size is compared.
 
     Args:
-        traced: what the graphs give, one for each kind of shard.
-        shard_of_replica: which of these each replica runs; None if it has no examples.
-        sizes: the number of examples for each of these, and that of ``other`` last, if there is one.
-        other: what a graph for a shard of another size would give; None if it is not known.
+        traced: the outputs of each graph.
+        shard_of_replica: the graph of each replica; None without examples.
+        sizes: the number of examples of each graph, then that of ``other``.
+        other: the outputs for a shard of another size; None if unknown.
 
     Raises:
         CaptureError: shards of different sizes give outputs that differ in more than sizes.
     """
     each = [*traced, *([other] if other is not None else [])]
     first = each[0]
-    for one in each[1:]:
-        _check_alike(first, one)
+    for outputs in each[1:]:
+        _check_alike(first, outputs)
     is_whole = len(shard_of_replica) == 1
-    ways = {name: _way(name, [one.types[name] for one in each], sizes, first.summed) for name in first.types}
+    ways = {name: _way(name, [outputs.types[name] for outputs in each], sizes, first.summed) for name in first.types}
     unknown = [name for name, (shape, _) in first.types.items() if shape and shape[0] == sizes[0]]
-    told = ""
+    note = ""
     if unknown and len(set(sizes)) == 1 and not is_whole:
-        told = (
+        note = (
             f"{', '.join(map(repr, unknown))} may lie along the batch, which only a graph for another number of examples would "
             "tell, and the model takes no other: a step returns what each replica gives, as a PerReplica"
         )
-    own = [_common(places, shard_of_replica) for places in zip(*(one.leaves for one in each), strict=True)]
-    return Outputs(ways, told, first.structure, tuple(own), is_whole, first.types)
+    leaves = [_common(places, shard_of_replica) for places in zip(*(outputs.leaves for outputs in each), strict=True)]
+    return Outputs(ways, note, first.structure, tuple(leaves), is_whole, first.types)
 
 
 def refuse_outputs_apart(
     ways: Mapping[str, str], traced: Sequence[TracedOutputs], *, has_examples: bool = True
 ) -> None:
-    """Refuses outputs of which there would be one for each microbatch, or none for a worker without examples.
-
-    Args:
-        ways: how each output is gathered.
-        traced: what the graphs give.
-        has_examples: whether the worker has some.
-
-    Raises:
-        CaptureError: names the output and the remedy.
-    """
+    """Refuses outputs with a value for each microbatch, or without one for a worker without examples."""
     apart = [name for name, how in ways.items() if how == "apart"]
-    constants = zip(*([leaf for leaf in one.leaves if leaf.kind is LeafKind.CONSTANT] for one in traced), strict=False)
+    constants = zip(
+        *([leaf for leaf in outputs.leaves if leaf.kind is LeafKind.CONSTANT] for outputs in traced), strict=False
+    )
     apart += [
         first.path
         for first, *others in constants
         if not all(is_same_constant(first.value, other.value) for other in others)
     ]
     if apart:
-        what = f"{apart[0]!r} of what forward returns has no row for each example and is no mean over them"
+        reason = f"{apart[0]!r} of what forward returns has no row for each example and is no mean over them"
         remedy = (
             "Remedy: mark a count or a sum by mirrorc.summed(), return a mean or a tensor with a row for each example"
         )
         if not has_examples:
             raise CaptureError(
-                f"{what}, so this worker, which has no examples, has none to give. {remedy}, or compile without return_outputs"
+                f"{reason}, so this worker, which has no examples, has none to give. {remedy}, or compile without return_outputs"
             )
         raise CaptureError(
-            f"{what}, so each microbatch gives one of its own, and they cannot be put together. {remedy}, or compile without "
+            f"{reason}, so each microbatch gives one of its own, and they cannot be put together. {remedy}, or compile without "
             "microbatches or without return_outputs"
         )
 
 
 def _check_alike(first: TracedOutputs, other: TracedOutputs) -> None:
-    kinds = [[(leaf.path, leaf.kind) for leaf in one.leaves] for one in (first, other)]
+    kinds = [[(leaf.path, leaf.kind) for leaf in outputs.leaves] for outputs in (first, other)]
     if first.structure != other.structure or kinds[0] != kinds[1] or list(first.types) != list(other.types):
         differing = next((a[0] for a, b in zip(*kinds, strict=False) if a != b), "outputs")
         raise CaptureError(
@@ -170,21 +156,18 @@ def _way(
 
 
 def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> Leaf:
-    """What stands at one place for shards of all sizes: a constant that follows the size is each replica's own.
-
-    The places are in the order of the shards' graphs; one of another size may follow.
-    """
+    """The leaf for shards of all sizes. A constant that follows the size is a PerReplica."""
     first = places[0]
     if first.kind is not LeafKind.CONSTANT or all(is_same_constant(first.value, place.value) for place in places[1:]):
         return first
-    own = [places[shard].value for shard in shard_of_replica if shard is not None]
-    if not own:
+    values = [places[shard].value for shard in shard_of_replica if shard is not None]
+    if not values:
         return first  # without examples, it is refused
-    return Leaf(first.path, LeafKind.CONSTANT, _apart(own, len(shard_of_replica) == 1))
+    return Leaf(first.path, LeafKind.CONSTANT, _apart(values, len(shard_of_replica) == 1))
 
 
 def is_same_constant(value: Any, other: Any) -> bool:
-    """Whether two values that are no tensors are equal, zeros by their signs, or one object if they can change."""
+    """Whether two constants are equal (zeros by their signs), or one object if mutable."""
     if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
         return (
             Constant(value) == Constant(other)

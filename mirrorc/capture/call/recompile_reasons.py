@@ -1,4 +1,4 @@
-"""Says in words in which arguments the calls of a step differ."""
+"""Describes the arguments in which the calls of a step differ."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ _MOST_CHARACTERS = 40  # of one value
 
 @dataclass(frozen=True)
 class CallKind:
-    """What a compiled program depends on in the arguments of a call, by the names of arguments.
+    """The facts about a call's arguments for the specialization of programs, by argument name.
 
-    Attributes:
-        tensors: shape, strides and dtype on the first replica.
-        constants: the values of arguments that are no tensors, as text.
-        plain: those of plain values, on which a program depends where it has read them.
+    Tensors are those of the first replica, as shape, strides and dtype.
     """
 
     tensors: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
@@ -31,7 +28,7 @@ class CallKind:
 
     @classmethod
     def of(cls, call: Call, types: ShardTypes) -> CallKind:
-        """The kind of a call whose tensors have these types on the first replica."""
+        """The kind of a call with these tensor types on the first replica."""
         constants = {constant.path: _shown(constant.value) for constant in _constants_of(call.structure)}
         plain = {name: _shown(value) for name, value in call.plain.items()}
         return cls(dict(zip((leaf.path for leaf in call.leaves), types, strict=True)), constants, plain)
@@ -42,7 +39,7 @@ class CallKind:
         return tuple(shape for shape, _, _ in self.tensors.values())
 
     def without(self, unread: Set[str]) -> CallKind:
-        """The same, without the plain values of these names; the others are constants."""
+        """The kind without these plain values; the others become constants."""
         plain = {name: text for name, text in self.plain.items() if name not in unread}
         return CallKind(self.tensors, {**self.constants, **plain})
 
@@ -54,7 +51,6 @@ class CallKind:
 
 
 def _constants_of(structure: Structure) -> Iterator[Constant]:
-    """The arguments of a call that are no tensors, in order."""
     positional, keyword = structure
     for child in (*positional, *(child for _, child in keyword)):
         yield from _constants_in(child)
@@ -71,12 +67,15 @@ def _constants_in(structure: Structure) -> Iterator[Constant]:
 def changing_arguments(kinds: Sequence[CallKind]) -> list[str]:
     """The arguments in which calls differ, with some of their values: ``the shape of 'x' ([4, 7], [4, 9])``."""
     names = dict.fromkeys(name for kind in kinds for name in (*kind.tensors, *kind.constants))
-    told = [text for name in names if (text := _change_of(name, kinds))]
-    return told if len(told) <= _MOST_SHOWN else [*told[:_MOST_SHOWN], f"{len(told) - _MOST_SHOWN} more arguments"]
+    changes = [text for name in names if (text := _change_of(name, kinds))]
+    return (
+        changes
+        if len(changes) <= _MOST_SHOWN
+        else [*changes[:_MOST_SHOWN], f"{len(changes) - _MOST_SHOWN} more arguments"]
+    )
 
 
 def _change_of(name: str, kinds: Sequence[CallKind]) -> str:
-    """How an argument differs between calls; empty if it does not."""
     types = [kind.tensors[name] for kind in kinds if name in kind.tensors]
     values = [kind.constants[name] for kind in kinds if name in kind.constants]
     if len(types) + len(values) < len(kinds):
@@ -89,11 +88,11 @@ def _change_of(name: str, kinds: Sequence[CallKind]) -> str:
         "the strides of ": [str(list(strides)) for _, strides, _ in types],
         "": values,
     }
-    for what, texts in parts.items():
+    for prefix, texts in parts.items():
         distinct = list(dict.fromkeys(texts))
         if len(distinct) > 1:
             shown = ", ".join([*distinct[:_MOST_SHOWN], *(["..."] if len(distinct) > _MOST_SHOWN else [])])
-            return f"{what}{name!r} ({shown})"
+            return f"{prefix}{name!r} ({shown})"
     return ""
 
 

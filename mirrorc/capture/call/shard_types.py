@@ -1,4 +1,4 @@
-"""The shapes, strides and dtypes of the tensors of a shard, or of a microbatch, on which graphs are specialized."""
+"""The shapes, strides and dtypes of a shard or microbatch, on which graphs are specialized."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ ShardTypes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 
 def shard_types(shard: Sequence[torch.Tensor], device: torch.device) -> ShardTypes:
-    """The shapes, strides and dtypes on which a graph is specialized: those that a replica's tensors have on its device.
-
-    A tensor with gaps or overlaps becomes dense when it is moved to another device.
-    """
+    """The types of a replica's tensors on its device. A tensor with gaps or overlaps becomes dense when it is moved."""
     moved = [t if t.device == device or is_dense(t) else torch.empty_like(t, device="meta") for t in shard]
     return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in moved)
 
@@ -37,31 +34,31 @@ def types_run(shards: Shards, call: Call, devices: Sequence[Device]) -> Iterator
 
 
 SymbolicDims = tuple[frozenset[int], ...]
-"""For each tensor of a call, the dimensions that are to be symbolic."""
+"""For each tensor of a call, its symbolic dimensions."""
 
 
 def graphs_to_capture(
     shards: Shards, call: Call, devices: Sequence[Device], symbolic: SymbolicDims = ()
 ) -> tuple[list[ShardTypes], tuple[tuple[int, ...], ...]]:
-    """The distinct types for which graphs are captured; and for each replica, the places there of those that it runs.
+    """The distinct types to capture graphs for; and for each replica, the indices of its graphs.
 
-    Types that differ in symbolic sizes alone have one graph.
-
-    Of several workers, one may have no examples: it captures a graph that none of its replicas runs, because its plan of buckets
-    is that of workers that have some.
+    Types that differ in symbolic sizes alone share a graph. A worker without examples captures a graph for its plan of
+    buckets only.
     """
     types_of = list(types_run(shards, call, devices))
-    kind_of = {types: _kind(types, symbolic) for own in types_of for types in own}
+    kind_of = {types: _kind(types, symbolic) for types_of_replica in types_of for types in types_of_replica}
     first = {kind: types for types, kind in reversed(kind_of.items())}
     kinds = list(dict.fromkeys(kind_of.values()))
     distinct = [first[kind] for kind in kinds]
     if not distinct:
         distinct = [_stand_in_types(shard_types(shards.tensors[0], devices[0].torch_device), call)]
-    return distinct, tuple(tuple(kinds.index(kind_of[types]) for types in own) for own in types_of)
+    return distinct, tuple(
+        tuple(kinds.index(kind_of[types]) for types in types_of_replica) for types_of_replica in types_of
+    )
 
 
 def _kind(types: ShardTypes, symbolic: SymbolicDims) -> Any:
-    """What types have in common that differ in symbolic sizes alone."""
+    """A key without symbolic sizes."""
     if not symbolic:
         return types
     return tuple(
@@ -73,49 +70,49 @@ def _kind(types: ShardTypes, symbolic: SymbolicDims) -> Any:
 
 
 FEWEST_SYMBOLIC = 2
-"""The smallest size that may be a symbol: torch makes other graphs for sizes of 0 and 1."""
+"""The smallest symbolic size: torch specializes graphs on 0 and 1."""
 
 
 def mark_symbolic_dims(tensors: Sequence[torch.Tensor], symbolic: SymbolicDims) -> None:
-    """Has a trace of these tensors give symbols to dimensions that are to be symbolic."""
+    """Makes the tracer use symbols for these dimensions."""
     for tensor, dims in zip(tensors, symbolic, strict=False):
         mark_symbolic(tensor, [dim for dim in sorted(dims) if tensor.shape[dim] >= FEWEST_SYMBOLIC])
 
 
 def examples_of(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
-    """Tensors of these types, of any values."""
+    """Uninitialized tensors of these types."""
     return [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in types]
 
 
 def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-    """The tensors of each shard or microbatch that has examples, on the first device."""
-    found = []
-    for replica, own in enumerate(types_run(shards, call, devices)):
+    """The tensors of each shard or microbatch with examples, on the first device."""
+    data = []
+    for replica, types in enumerate(types_run(shards, call, devices)):
         sizes = shards.microbatches[replica] if shards.microbatches else ()
         begin = 0
-        for i in range(len(own)):
+        for i in range(len(types)):
             end = begin + sizes[i] if sizes else None
             tensors = zip(shards.tensors[replica], call.leaves, strict=True)
             part = [tensor[begin:end] if leaf.split and sizes else tensor for tensor, leaf in tensors]
-            found.append([tensor.detach().to(devices[0].torch_device) for tensor in part])
+            data.append([tensor.detach().to(devices[0].torch_device) for tensor in part])
             begin = end or 0
-    return found
+    return data
 
 
 def leaves_of(
-    distinct: Sequence[ShardTypes], data: Sequence[Sequence[torch.Tensor]] | None, device: torch.device, what: str
+    distinct: Sequence[ShardTypes], data: Sequence[Sequence[torch.Tensor]] | None, device: torch.device, model_name: str
 ) -> list[Sequence[torch.Tensor]]:
-    """For each of these types, tensors on a device: the first that there are in the data, or of any values without data.
+    """For each of these types, its first example in the data; without data, uninitialized tensors.
 
     Raises:
-        CaptureError: the data has none.
+        CaptureError: the data has none of a type.
     """
     if data is None:
         return [examples_of(types, device) for types in distinct]
     first = {shard_types(part, device): part for part in reversed(data)}
     if any(types not in first for types in distinct):
         raise CaptureError(
-            f"this worker has no examples in this call, and the front end by which {what} is captured runs it once on "
+            f"this worker has no examples in this call, and the front end by which {model_name} is captured runs it once on "
             "those of each kind of call. Remedy: give each worker examples in each call, without step.join(), or write it so "
             'that capture="dynamo" can read it'
         )
@@ -123,7 +120,6 @@ def leaves_of(
 
 
 def _types_of_microbatches(types: ShardTypes, call: Call, sizes: Sequence[int]) -> list[ShardTypes]:
-    """The types of a shard's microbatches, each a view of the shard: the strides are the shard's."""
     return [
         tuple(
             (torch.Size((size, *shape[1:])) if leaf.split else shape, stride, dtype)
@@ -134,24 +130,22 @@ def _types_of_microbatches(types: ShardTypes, call: Call, sizes: Sequence[int]) 
 
 
 STAND_IN_SIZE = 2
-"""How many examples the graph is captured with that stands in for those of a batch without examples: normalizations over the
-batch take no fewer."""
+"""The number of examples in the graph for a batch without examples: normalization takes no fewer."""
 
 
 def _stand_in_types(types: ShardTypes, call: Call) -> ShardTypes:
-    """The types of a shard with `STAND_IN_SIZE` examples, made of those of one without examples."""
     for _ in range(STAND_IN_SIZE):
         types = grown_types(types, call)
     return types
 
 
 def grown_examples(types: ShardTypes, call: Call, device: torch.device) -> list[torch.Tensor]:
-    """Tensors of any values, as those of a shard with one example more."""
+    """Uninitialized tensors like those of a shard with one more example."""
     return examples_of(grown_types(types, call), device)
 
 
 def grown_types(types: ShardTypes, call: Call) -> ShardTypes:
-    """The types of a shard with one example more, laid out in the same order of dimensions."""
+    """The types of a shard with one more example, in the same order of dimensions in memory."""
     grown = []
     for (size, stride, dtype), leaf in zip(types, call.leaves, strict=True):
         shape = [size[0] + 1, *size[1:]] if leaf.split else list(size)

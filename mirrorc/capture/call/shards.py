@@ -15,13 +15,13 @@ from mirrorc.capture.call.arguments import Call, Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """A batch that has been split.
+    """A split batch.
 
     Attributes:
-        tensors: for each replica, its tensor arguments in order of the call's leaves.
-        num_examples: for each replica, how many examples of the batch it has; of a small batch, the last replicas have none.
-        microbatches: for each replica, how many examples each of its microbatches has; empty if all run their shards at once.
-        rows_elsewhere: how many rows other workers gather where the model asks for those of all; None if they have not told.
+        tensors: each replica's, in order of the call's leaves.
+        num_examples: of each replica, 0 for the last ones of a small batch.
+        microbatches: the sizes of each replica's; empty if all run their shards at once.
+        rows_elsewhere: the rows that other workers gather; None until they report.
     """
 
     tensors: tuple[tuple[torch.Tensor, ...], ...]
@@ -31,7 +31,7 @@ class Shards:
 
     @property
     def fewest_examples(self) -> int:
-        """How many examples the smallest shard or microbatch has; shards without examples count, too."""
+        """The size of the smallest shard or microbatch; may be 0."""
         return min([*self.num_examples, *(size for sizes in self.microbatches for size in sizes)])
 
     @property
@@ -41,11 +41,11 @@ class Shards:
 
     @property
     def have_unequal_parts(self) -> bool:
-        """Whether the microbatches of a shard have different numbers of examples."""
+        """Whether the microbatches of a shard differ in size."""
         return any(len(set(sizes)) > 1 for sizes in self.microbatches)
 
     def by_microbatch(self, call: Call) -> Shards:
-        """The same, with each microbatch as a shard of its own."""
+        """The same batch with each microbatch as a shard."""
         if not self.microbatches:
             return self
         parts: list[tuple[torch.Tensor, ...]] = []
@@ -63,19 +63,16 @@ def split_call(
 ) -> Shards:
     """Splits the tensors of a call along dim 0, into shards whose sizes differ by at most one.
 
-    A batch that is too small for all replicas is split among the first ones; the others get none of its examples.
+    A batch too small for all replicas is split among the first ones.
 
     Args:
-        call: the arguments, taken apart.
-        num_replicas: the number of shards.
-        fewest: how many examples a shard should have, if the batch has as many, and each microbatch, if the shard has. For shards
-            it counts for nothing beside a `PerReplica`.
-        microbatches: in how many parts a shard is run, if it has enough examples; their sizes differ by at most one, too.
-        may_be_empty: whether the batch may have no examples; then no shard has any.
+        fewest: examples of a shard or microbatch, if there are as many. Beside a `PerReplica`, shards ignore it.
+        microbatches: the number of parts of a shard, if it has enough examples.
+        may_be_empty: accept a batch without examples.
 
     Raises:
-        ValueError: no tensor to split, tensors that disagree on dim 0, no examples unless that may be, a tensor that requires a
-            gradient, or one that is sparse, nested, quantized or without values.
+        ValueError: no tensor to split, tensors that disagree on dim 0, no examples, a tensor that requires a gradient, or
+            one that is sparse, nested, quantized or without values.
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []
@@ -86,18 +83,15 @@ def split_call(
             columns.append(_resolved(leaf.tensor).split_with_sizes(sizes))
         else:
             columns.append([_resolved(leaf.tensor).detach()] * num_replicas)
-    parts = tuple(tuple(size for size in _even_sizes(own, microbatches, fewest) if size) for own in sizes)
-    is_whole = all(len(own) <= 1 for own in parts)
+    parts = tuple(tuple(size for size in _even_sizes(part_sizes, microbatches, fewest) if size) for part_sizes in sizes)
+    is_whole = all(len(part_sizes) <= 1 for part_sizes in parts)
     return Shards(tuple(zip(*columns, strict=True)), sizes, () if is_whole else parts)
 
 
 def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty: bool = False) -> tuple[int, ...]:
-    """How many examples of a call each shard gets: the sizes of `split_call`, which raises the same.
+    """The sizes of the shards of `split_call`, with its arguments and errors.
 
-    A run of consecutive shards, put together and cut again among as many replicas, gives the same shards.
-
-    Args:
-        call, num_replicas, fewest, may_be_empty: as for `split_call`.
+    A run of consecutive shards, joined and split again among as many replicas, gives the same shards.
     """
     for leaf in call.leaves:
         tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)
@@ -117,12 +111,11 @@ def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory holds its numbers, as compiled regions read them: not their conjugates or negatives."""
+    """Compiled regions read memory as it is, so conjugates and negatives are materialized."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def _refuse_layout(tensor: torch.Tensor, path: str) -> None:
-    """Refuses a tensor whose elements do not lie in one memory, by strides."""
     if tensor.is_nested:
         raise ValueError(
             f"argument {path!r} is a nested tensor, which a step cannot split: pass it padded, as {path}.to_padded_tensor(0.0), "
@@ -147,14 +140,14 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
     for leaf in call.leaves:
         if not leaf.split:
             continue
-        found = _sizes_of(leaf, num_replicas, fewest)
+        sizes = _sizes_of(leaf, num_replicas, fewest)
         if wanted is None:
-            wanted, first = found, leaf.path
-        elif found != wanted:
-            say = _per_replica if sum(wanted) == sum(found) else _in_all
+            wanted, first = sizes, leaf.path
+        elif sizes != wanted:
+            say = _per_replica if sum(wanted) == sum(sizes) else _in_all
             raise ValueError(
                 f"arguments disagree on dim 0, the batch: {first!r} has {say(wanted)} examples, {leaf.path!r} has "
-                f"{say(found)}; make them agree, or pass a tensor that is no batch as mirrorc.replicated({leaf.path})"
+                f"{say(sizes)}; make them agree, or pass a tensor that is no batch as mirrorc.replicated({leaf.path})"
                 + _if_listed(first, leaf.path)
                 + _if_offsets(first, leaf.path)
             )
@@ -167,7 +160,6 @@ def _shard_sizes(call: Call, num_replicas: int, fewest: int) -> tuple[int, ...]:
 
 
 def _if_listed(*paths: str) -> str:
-    """What to do if an argument is a list of examples, such as images."""
     lists = [path.rpartition("[")[0] for path in paths if path.endswith("]")]
     if not lists:
         return ""
@@ -175,7 +167,6 @@ def _if_listed(*paths: str) -> str:
 
 
 def _if_offsets(*paths: str) -> str:
-    """What to do if an argument says where the bags of an embedding begin among the indices of all."""
     if not any("offsets" in path for path in paths):
         return ""
     return ". Bags that are given as indices and offsets are not split: give each a row of 2-D indices, filled with padding_idx"

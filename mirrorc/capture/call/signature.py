@@ -1,4 +1,4 @@
-"""The arguments that a step takes: those of the model's forward, and the target of the loss."""
+"""The arguments of a step: those of the model's forward, and the target of the loss."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from mirrorc.torch_internals import forward_signature
 
 
 class Signature:
-    """Checks the arguments of a step's calls, takes them apart, and splits their tensors.
+    """Checks and flattens the arguments of a step's calls, and splits their tensors.
 
     Args:
-        model: the user's model.
-        loss_fn: the loss, which gets the keyword argument ``target``; None if the model returns it.
-        num_replicas: the number of shards.
-        microbatches: in how many parts a shard is run in training.
-        are_several: whether the step is one of several workers, of which some may have no examples in training.
+        loss_fn: takes the keyword argument ``target``; None if the model returns the loss.
+        are_several: whether there are several workers, so that some may have no examples in training.
     """
 
     def __init__(
@@ -42,7 +39,8 @@ class Signature:
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool = True) -> tuple[Call, Shards]:
-        """The arguments of a call, taken apart, and the shards of their tensors; an evaluation (not ``trains``) needs no target.
+        """The flattened arguments of a call, and the shards of their tensors. An evaluation (not ``trains``) needs no
+        target.
 
         Raises:
             TypeError: forward does not take these arguments, or the target is missing.

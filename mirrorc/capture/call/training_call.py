@@ -16,18 +16,17 @@ from mirrorc.torch_internals import forward_signature
 class TrainingCall(nn.Module):
     """A module whose forward computes the loss from a flat list of tensors, for the tracer.
 
-    The loss is what the model, or ``loss_fn``, returns: a tensor, an object with ``loss`` as an item or attribute, or the first
-    item of a tuple or list. If outputs are kept, forward returns a pair of the loss and what the model returns; where ``loss_fn``
-    returns more than a tensor, the latter is a pair of what the model returns and what ``loss_fn`` returns beside the loss.
+    The loss is the result of the model or of ``loss_fn``, its item or attribute ``loss``, or the first item of a tuple or
+    list. If outputs are kept, forward returns a pair of loss and outputs: the model's, or a pair of these and the rest of
+    the result of ``loss_fn``.
 
     Attributes:
-        trains: whether it is for a training step, which is traced with gradients.
-        plain: what takes the places of plain values in the structure (`mirrorc.capture.call.arguments.Call.plain`). It may be
-            replaced by that of another call, to ask guards whether a trace would then read the same.
-        numbers: the Python numbers that a front end may make inputs of its graph.
+        trains: whether it is traced with gradients.
+        plain: `mirrorc.capture.call.arguments.Call.plain`; replaced by another call's before guards are asked.
+        numbers: candidates for inputs of the graph.
         trained_elsewhere: the ids of the parameters that open steps train.
-        data: the tensors of all shards or microbatches of the batch, if a front end needs data.
-        drawn: the numbers that forward and loss draw from Python's random, for guards and graphs.
+        data: the tensors of all shards or microbatches, if a front end needs data.
+        drawn: the numbers that forward and loss draw from Python's random.
     """
 
     trains = True
@@ -58,35 +57,35 @@ class TrainingCall(nn.Module):
         if self.loss_fn is not None:
             target = kwargs.pop("target")
             outputs = self.model(*args, **kwargs)
-            found = self.loss_fn(outputs, target)
-            if not isinstance(found, torch.Tensor):
-                outputs = (outputs, beside_loss(found))
+            result = self.loss_fn(outputs, target)
+            if not isinstance(result, torch.Tensor):
+                outputs = (outputs, beside_loss(result))
         else:
-            found = outputs = self.model(*args, **kwargs)
-        loss = loss_in(found)
+            result = outputs = self.model(*args, **kwargs)
+        loss = loss_in(result)
         loss = loss if isinstance(loss, torch.Tensor) else torch.empty(0)  # empty: there is no loss, see `check_loss`
         return (loss, outputs) if self.keeps_outputs else loss
 
     def containers(self) -> list[str]:
-        """The names of the containers among the arguments, in the order in which forward puts them together."""
+        """The names of the containers among the arguments, in the order of their reconstruction."""
         parameters = forward_signature(self.model).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return paths_of_containers(self.structure, names)
 
 
-def loss_in(found: Any) -> Any:
-    """The loss in what a model or a loss function returns, if there is one; runs under the tracer."""
-    if isinstance(found, torch.Tensor):
-        return found
-    if isinstance(found, dict):
-        return found.get("loss")
-    if hasattr(found, "loss"):
-        return found.loss
-    return found[0] if isinstance(found, tuple | list) and len(found) > 0 else None
+def loss_in(result: Any) -> Any:
+    """The loss in the result of a model or a loss function, or None; runs under the tracer."""
+    if isinstance(result, torch.Tensor):
+        return result
+    if isinstance(result, dict):
+        return result.get("loss")
+    if hasattr(result, "loss"):
+        return result.loss
+    return result[0] if isinstance(result, tuple | list) and len(result) > 0 else None
 
 
-def beside_loss(found: Any) -> Any:
-    """What a loss function returns beside the loss: the second of two items, all but the first of more, or the object itself."""
-    if type(found) is not tuple and type(found) is not list:
-        return found
-    return found[1] if len(found) == 2 else tuple(found[1:])
+def beside_loss(result: Any) -> Any:
+    """The rest of a loss function's result: the second of two items, all but the first of more, or the object itself."""
+    if type(result) is not tuple and type(result) is not list:
+        return result
+    return result[1] if len(result) == 2 else tuple(result[1:])

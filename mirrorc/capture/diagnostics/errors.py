@@ -1,4 +1,4 @@
-"""Errors for models that cannot be captured; each says what the user can do."""
+"""Errors for models outside of the reach of captures, with remedies."""
 
 from __future__ import annotations
 
@@ -20,14 +20,9 @@ class LoneExampleError(CaptureError):
 
 
 class UnreadableError(CaptureError):
-    """A tracer cannot read what Python does, or a branch depends on data: plain PyTorch runs it, with the meaning of a step.
+    """A tracer cannot follow Python, or a branch depends on data; plain PyTorch runs it with the meaning of a step.
 
-    Args:
-        refusal: the text, with a remedy that stays with this front end.
-        why: the place and the reason alone, as what follows "cannot capture" and the model's name.
-
-    Attributes:
-        refusal, why: likewise.
+    ``why`` continues "cannot capture" and the model's name.
     """
 
     def __init__(self, refusal: str, why: str) -> None:
@@ -36,11 +31,11 @@ class UnreadableError(CaptureError):
 
 
 class HooksMissingError(CaptureError):
-    """Forward would install hooks of Hugging Face that collect hidden states and attentions, which cannot be traced."""
+    """Forward would install hooks of Hugging Face for hidden states and attentions, which cannot be traced."""
 
 
-def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
-    """The tracer's exception as a `CaptureError` that names the user's line or module, and the shapes of a shard's tensors."""
+def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
+    """The tracer's exception as a `CaptureError` with the user's line or module, and the shapes of a shard's tensors."""
     where, subject = _place(error)
     text = str(error).lower()
     raised = _RAISED.search(str(error))
@@ -64,8 +59,8 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
             remedy = f"mend the batch or {subject}: {call} should raise this on one shard, too"
         if "more than 1 value per channel" in text:
             return LoneExampleError(
-                f"cannot capture {what}{where}: {reason}. Remedy: give the batch, and each part of a PerReplica, two examples or "
-                "more: torch refuses one on one device, too."
+                f"cannot capture {model_name}{where}: {reason}. Remedy: give the batch, and each part of a PerReplica, two "
+                "examples or more: torch refuses one on one device, too."
             )
     elif "share storage" in text or "view input mutations" in text:
         remedy = "give one of the two memory of its own, with .clone(), and write it where it should follow"
@@ -73,14 +68,14 @@ def explain(error: Exception, what: str, leaves: Sequence[torch.Tensor] = ()) ->
         remedy = "set requires_grad before the step, not inside forward"
     else:
         remedy, runs_as_pytorch = f"make {subject} traceable, or move it out of forward", True
-    refusal = f"cannot capture {what}{where}: {reason}. Remedy: {remedy}."
+    refusal = f"cannot capture {model_name}{where}: {reason}. Remedy: {remedy}."
     if runs_as_pytorch:
         return UnreadableError(refusal, f"{where}: {reason}")
     return HooksMissingError(refusal) if known is INSTALLS_HOOKS else CaptureError(refusal)
 
 
 def _place(error: Exception) -> tuple[str, str]:
-    """Where the tracer has failed, as what follows the model's name, and what a remedy calls that place."""
+    """The place of the tracer's failure, as a continuation of the model's name, and its name in a remedy."""
     frames, traced = user_frames(error), traced_frames(error)
     recorded = "" if frames else last_users_line(str(error))  # after tracing, the line stands in the message
     line = f" at {recorded}" if recorded else ""
@@ -98,7 +93,7 @@ def _place(error: Exception) -> tuple[str, str]:
 
 
 def _module(node: fx.Node | None) -> tuple[str, str]:
-    """The module that a node comes from, empty for the model itself, and what a remedy calls it; twice empty if unknown."""
+    """The module of a node ("" for the model itself), and its name in a remedy; twice "" if unknown."""
     if node is None:
         return "", ""
     modules = node.meta.get("nn_module_stack")
@@ -114,11 +109,11 @@ def _module(node: fx.Node | None) -> tuple[str, str]:
 _RAISED = re.compile(
     r"(?:fake tensor call.*: got|raised exception) (\w+)\((?:\[ConstantVariable\(str: )?(['\"])(.*?)\.?\2\)", re.DOTALL
 )
-"""What the user's code or torch's has raised, as opposed to what the tracer cannot do; torch 2.11 shows its own variables."""
+"""An exception of the user's code or torch's, as opposed to a limit of the tracer; torch 2.11 prints its own variables."""
 
 
 _ADVICE = re.compile(r"Consider annotating your code using torch\._check\*\(\)\.\s*|\s*\(Size-like symbols: none\)")
-"""What torch advises about numbers that are read of tensors, which a step does not take."""
+"""torch's advice about numbers that are read of tensors; a step does not follow it."""
 
 
 def _reason(text: str) -> str:
@@ -129,89 +124,89 @@ def _reason(text: str) -> str:
         for key in parts:
             if line.startswith(key):
                 parts[key] = line.removeprefix(key).strip()
-    found = [lines[0] if lines else "", parts["Explanation:"]]
-    if "exception" in found[0].lower():  # the user's own exception: its text is in the context
-        found.append(parts["Developer debug context:"])
-    return ": ".join(dict.fromkeys(part.rstrip(". ") for part in found if part))
+    texts = [lines[0] if lines else "", parts["Explanation:"]]
+    if "exception" in texts[0].lower():  # the user's own exception: its text is in the context
+        texts.append(parts["Developer debug context:"])
+    return ": ".join(dict.fromkeys(part.rstrip(". ") for part in texts if part))
 
 
-def check_loss(traced: fx.GraphModule, what: str) -> None:
-    """Refuses a loss that is not a scalar tensor, or that does not depend on parameters."""
+def check_loss(traced: fx.GraphModule, model_name: str) -> None:
+    """Refuses a loss other than a scalar tensor that depends on parameters."""
     values = traced.graph.output_node().args[0]
     first = values[0] if isinstance(values, tuple | list) and values else None
-    check_trained_loss(first.meta.get("example_value") if isinstance(first, fx.Node) else None, what)
+    check_trained_loss(first.meta.get("example_value") if isinstance(first, fx.Node) else None, model_name)
 
 
-def check_trained_loss(loss: Any, what: str) -> torch.Tensor:
-    """The loss, which must be a scalar tensor that depends on parameters.
+def check_trained_loss(loss: Any, model_name: str) -> torch.Tensor:
+    """The loss, checked.
 
     Raises:
-        CaptureError: it is not.
+        CaptureError: it is no scalar tensor that depends on parameters.
     """
-    loss = _checked_loss(loss, what)
+    loss = _checked_loss(loss, model_name)
     if not loss.requires_grad:
         raise CaptureError(
-            f"the loss of {what} does not depend on any trainable parameter (its dtype is {loss.dtype}): look for "
+            f"the loss of {model_name} does not depend on any trainable parameter (its dtype is {loss.dtype}): look for "
             ".detach(), .item(), torch.no_grad() or argmax on the way from the parameters to the loss"
         )
     return loss
 
 
-def check_evaluated_loss(loss: Any, what: str, *, is_from_loss_function: bool) -> None:
-    """Refuses the loss of an evaluation if it is not one number of floating point."""
-    found = _checked_loss(loss, what)
-    if found.dim() and not is_from_loss_function:
+def check_evaluated_loss(loss: Any, model_name: str, *, is_from_loss_function: bool) -> None:
+    """Refuses the loss of an evaluation unless it is one floating-point number."""
+    checked = _checked_loss(loss, model_name)
+    if checked.dim() and not is_from_loss_function:
         raise CaptureError(
-            f"{what} returns one number of shape {list(found.shape)} for a shard, which is its loss, or the output for a single "
-            "example: a step cannot tell. Remedy: return a loss as a scalar, as .mean() gives it, and an output in an object "
-            "with loss=None; or give compile() a loss_fn"
+            f"{model_name} returns one number of shape {list(checked.shape)} for a shard, which is its loss, or the output for "
+            "a single example: a step cannot tell. Remedy: return a loss as a scalar, as .mean() gives it, and an output in an "
+            "object with loss=None; or give compile() a loss_fn"
         )
-    if not found.is_floating_point():
+    if not checked.is_floating_point():
         raise CaptureError(
-            f"the loss of {what} is {found.dtype}: that of a batch is a mean over examples, and no whole number. Remedy: make it "
-            "one of floating point, with .float()"
+            f"the loss of {model_name} is {checked.dtype}: that of a batch is a mean over examples, and no whole number. "
+            "Remedy: make it one of floating point, with .float()"
         )
 
 
-def _checked_loss(loss: Any, what: str) -> torch.Tensor:
+def _checked_loss(loss: Any, model_name: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() == 0:
         raise CaptureError(
-            f"{what} gives no loss: without loss_fn the model must return the loss as a tensor, as the first item of a tuple, or "
-            "in a dict or an object with '.loss' (have you passed the labels?); else give compile() a loss_fn(output, target) "
-            "that returns it likewise"
+            f"{model_name} gives no loss: without loss_fn the model must return the loss as a tensor, as the first item of a "
+            "tuple, or in a dict or an object with '.loss' (have you passed the labels?); else give compile() a "
+            "loss_fn(output, target) that returns it likewise"
         )
     if loss.numel() != 1:
         raise CaptureError(
-            f"the loss of {what} is no scalar, it has shape {list(loss.shape)}: reduce it, with .mean() or .sum(), and "
+            f"the loss of {model_name} is no scalar, it has shape {list(loss.shape)}: reduce it, with .mean() or .sum(), and "
             "tell compile() which by loss_reduction"
         )
     if loss.is_complex():
         raise CaptureError(
-            f"the loss of {what} is a complex number, of which PyTorch has no backward: return its real part, loss.real, or its "
-            "size, loss.abs()"
+            f"the loss of {model_name} is a complex number, of which PyTorch has no backward: return its real part, loss.real, "
+            "or its size, loss.abs()"
         )
     return loss
 
 
 def refuse_written_inputs(
-    joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], what: str
+    joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], model_name: str
 ) -> None:
     """Refuses a forward that writes parameters or arguments in place, or gives buffers a value with a gradient."""
     if joint.written_inputs:
         kind, name = joint.written_inputs[0]
         if kind == "buffer":
             raise CaptureError(
-                f"forward of {what} writes a value that requires a gradient to the buffer {variable_names[name]!r}, which would "
-                "keep the graph of this step: in plain PyTorch, backward of the next step that reads it would go through this "
-                "one's, and fail. Remedy: write the detached value, or compute with a copy, as in "
+                f"forward of {model_name} writes a value that requires a gradient to the buffer {variable_names[name]!r}, "
+                "which would keep the graph of this step: in plain PyTorch, backward of the next step that reads it would go "
+                "through this one's, and fail. Remedy: write the detached value, or compute with a copy, as in "
                 f"{name.rpartition('.')[2]} = self.{name.rpartition('.')[2]}.clone()"
             )
         if kind == "parameter":
             raise CaptureError(
-                f"forward of {what} writes the parameter {variable_names[name]!r} in place: parameters change in "
+                f"forward of {model_name} writes the parameter {variable_names[name]!r} in place: parameters change in "
                 "the optimizer only; make it a buffer, or write it between steps"
             )
         raise CaptureError(
-            f"forward of {what} writes its argument {leaf_names[int(name)]!r} in place: shards are views of the batch; clone it "
-            "first, as in x = x.clone()"
+            f"forward of {model_name} writes its argument {leaf_names[int(name)]!r} in place: shards are views of the batch; "
+            "clone it first, as in x = x.clone()"
         )

@@ -1,4 +1,4 @@
-"""Failures of the tracer whose cause is known but not said, each with its reason and its remedy."""
+"""Failures of the tracer with a known cause that its message does not name."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """What the tracer's exception stands for.
+    """A cause of tracer exceptions.
 
     Attributes:
-        reason: what the user's line does, as what follows a colon.
-        remedy: what the user can do instead.
-        words: the exception's text has one of them, whatever the case.
-        line: the line of the user's has this word.
-        file: one of the frames in which the tracer failed is in a file of this name.
-        runs_as_pytorch: whether that runs as plain PyTorch, see `mirrorc.capture.eager.front_end`, with the meaning of a step.
+        reason: the effect of the user's line, as a continuation after a colon.
+        words: the exception's text contains one of them, in any case.
+        line: the user's line contains this word.
+        file: a frame of the failure is in a file of this name.
+        runs_as_pytorch: whether plain PyTorch runs it with the meaning of a step.
     """
 
     reason: str
@@ -28,7 +27,7 @@ class KnownFailure:
     runs_as_pytorch: bool = False
 
     def fits(self, text: str, frames: Sequence[traceback.FrameSummary]) -> bool:
-        """Whether this is what has failed, in these frames, outermost first."""
+        """Whether this is the cause of a failure in these frames, outermost first."""
         if not any(word in text.lower() for word in self.words):
             return False
         has_file = any(frame.filename.endswith(self.file) for frame in frames) or not self.file
@@ -190,5 +189,5 @@ _KNOWN = (
 
 
 def known_failure(text: str, frames: Sequence[traceback.FrameSummary]) -> KnownFailure | None:
-    """The first known failure that fits an exception's text and the frames in which the tracer failed, if there is one."""
+    """The first known failure that fits an exception's text and frames; or None."""
     return next((failure for failure in _KNOWN if failure.fits(text, frames)), None)

@@ -1,4 +1,4 @@
-"""Finds losses of torch that are summed over the examples where a step takes the loss for a mean, and the other way round."""
+"""Finds losses of torch that contradict ``loss_reduction``: sums taken for means, and the other way round."""
 
 from __future__ import annotations
 
@@ -30,13 +30,7 @@ _SUM = "sum"
 
 @dataclass(frozen=True)
 class Reduction:
-    """A summand of the loss that one of torch's losses makes.
-
-    Attributes:
-        function: its name.
-        kind: "mean", "batchmean" or "sum".
-        filename, line: the user's line; 0 if unknown.
-    """
+    """A summand of the loss that is one of torch's losses; the line is 0 if unknown."""
 
     function: str
     kind: str
@@ -45,22 +39,19 @@ class Reduction:
 
 
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
-    """How torch's losses among the summands of a loss reduce what they are given of the batch.
+    """The reductions of torch's losses over the batch, among the summands of a loss, the first output of a graph.
 
-    What is multiplied or divided is left alone: it may be a mean made of a sum.
-
-    Args:
-        traced: a graph of torch functions whose first output is the loss.
+    Multiplied or divided terms are left out: they may be a mean made of a sum.
     """
-    found: dict[Reduction, None] = {}
+    reductions: dict[Reduction, None] = {}
     loss = traced.graph.output_node().args[0][0]  # type: ignore[index]
     for node in _summands(loss):
         kind = _reduction(node.target, node.args, node.kwargs) if node.op == "call_function" else None
         if kind is not None and _is_of_the_batch(node):
             frame = last_users_frame(node.meta.get("stack_trace") or "")
             place = (frame.filename, frame.lineno or 0) if frame else ("<unknown>", 0)
-            found[Reduction(node.target.__name__, kind, *place)] = None  # type: ignore[union-attr]
-    return tuple(found)
+            reductions[Reduction(node.target.__name__, kind, *place)] = None  # type: ignore[union-attr]
+    return tuple(reductions)
 
 
 def _summands(loss: Any) -> Iterator[fx.Node]:
@@ -91,7 +82,7 @@ def _reduction(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _is_of_the_batch(node: fx.Node) -> bool:
-    """Whether it is made of an argument of the step; a penalty on parameters is the same in every shard."""
+    """A penalty on parameters is the same in every shard."""
     seen: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -105,30 +96,25 @@ def _is_of_the_batch(node: fx.Node) -> bool:
 
 
 def notes_on_reductions(
-    reductions: Sequence[Reduction], loss_reduction: str, num_devices: int, what: str
+    reductions: Sequence[Reduction], loss_reduction: str, num_devices: int, model_name: str
 ) -> tuple[Note, ...]:
-    """A warning for each summand of the loss that is a sum where ``loss_reduction`` says mean, or a mean where it says sum.
-
-    Args:
-        reductions: of one shard of several.
-        loss_reduction: "mean" or "sum".
-        num_devices: how many devices the step has.
-        what: the name of the model.
-    """
+    """A warning for each summand of the loss that contradicts ``loss_reduction``."""
     notes = []
-    for found in reductions:
-        if (found.kind == _SUM) == (loss_reduction == "sum"):
+    for reduction in reductions:
+        if (reduction.kind == _SUM) == (loss_reduction == "sum"):
             continue
-        if found.kind == _SUM:
-            said = (
+        if reduction.kind == _SUM:
+            explanation = (
                 "is a sum over the examples, and the step takes the loss for a mean: it adds up the sums of the shards by their "
                 f"part of the batch, which makes about 1/{num_devices} of the sum of the batch. Give loss_reduction='sum' to "
                 "mirrorc.compile()"
             )
         else:
-            said = (
+            explanation = (
                 "is a mean over the examples, and with loss_reduction='sum' the step adds up the means of the shards: "
                 f"about {num_devices} times the mean of the batch. Leave loss_reduction out, or use reduction='sum'"
             )
-        notes.append(Note(f"{found.function} in the loss of {what} {said}", found.filename, found.line))
+        notes.append(
+            Note(f"{reduction.function} in the loss of {model_name} {explanation}", reduction.filename, reduction.line)
+        )
     return tuple(notes)

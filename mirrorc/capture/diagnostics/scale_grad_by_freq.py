@@ -1,4 +1,4 @@
-"""Finds embeddings whose gradients are divided by how often a row occurs: in a batch on one device, in a shard on several."""
+"""Finds embeddings that divide gradients by the frequency of rows: in a batch on one device, in a shard on several."""
 
 from __future__ import annotations
 
@@ -16,21 +16,16 @@ _LOOKUPS = (
 _SCALES = 3  # the place of scale_grad_by_freq among the operands of all of them
 
 
-def notes_on_counted_lookups(graph: fx.Graph, what: str) -> tuple[Note, ...]:
-    """A warning for each line that looks up with ``scale_grad_by_freq=True``.
-
-    Args:
-        graph: of operators of ATen, of one shard of several.
-        what: the name of the model.
-    """
+def notes_on_counted_lookups(graph: fx.Graph, model_name: str) -> tuple[Note, ...]:
+    """A warning for each lookup with ``scale_grad_by_freq=True`` in a graph of ATen operators."""
     notes: dict[Note, None] = {}
     for node in graph.nodes:
         if node.target in _LOOKUPS and len(node.args) > _SCALES and node.args[_SCALES] is True:
             frame = last_users_frame(node.meta.get("stack_trace") or "")
             message = (
-                f"an embedding of {what} has scale_grad_by_freq=True: each replica divides its gradients by how often a row "
-                "occurs in its own shard, one device by how often it occurs in the whole batch. DistributedDataParallel does the "
-                "same. To have the update of one device, leave it out"
+                f"an embedding of {model_name} has scale_grad_by_freq=True: each replica divides its gradients by how often a "
+                "row occurs in its own shard, one device by how often it occurs in the whole batch. DistributedDataParallel "
+                "does the same. To have the update of one device, leave it out"
             )
             notes[Note(message, frame.filename if frame else "<unknown>", (frame.lineno or 0) if frame else 0)] = None
     return tuple(notes)

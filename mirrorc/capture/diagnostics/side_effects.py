@@ -1,4 +1,4 @@
-"""Says what forward and loss do in Python that a captured step does not do again."""
+"""Reports effects of forward and loss in Python that a captured step does not repeat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNKNOWN = traceback.FrameSummary("<unknown>", 0, "forward", line="")
 
 @dataclass(frozen=True)
 class Note:
-    """Something to warn of, once, at a line of the user's."""
+    """A warning to give once, at a line of the user's."""
 
     message: str
     filename: str
@@ -36,45 +36,41 @@ class Note:
 
 
 def dropped_effects(
-    traced: fx.GraphModule, text: str, what: str, again: Callable[[], fx.GraphModule]
+    traced: fx.GraphModule, text: str, model_name: str, again: Callable[[], fx.GraphModule]
 ) -> tuple[Note, ...]:
-    """Notes on what a trace did to Python objects, and on what it printed.
+    """Notes on changes of Python objects in a trace, and on prints.
 
-    What is read and changed is state, unless a trace after the change gives the same graph and does not change it again: then it
-    was noted once what Python would find out anew, as libraries do in their configurations. What is changed is read as well if a
-    trace after the change gives another graph: a list whose length counts, or a key that is looked up where it is missing.
+    A change of an object with reads is state, except if a trace after it gives the same graph without it: libraries cache
+    facts. A change also counts as read if the next trace gives another graph.
 
     Args:
-        traced: what the tracer gave.
-        text: its graph as the tracer gave it, before anything changed it.
-        what: the name of the model.
-        again: traces the same call once more, in the same way.
+        text: the graph as the tracer gave it.
+        again: traces the same call once more.
 
     Raises:
-        UnreadableError: it assigns an attribute of a module, whose former value it does not read.
-        CaptureError: it changes what it reads as well, so that steps would differ.
+        UnreadableError: it assigns an attribute of a module without reading the former value.
+        CaptureError: it changes state, so steps would differ.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
-    _refuse_draws(effects.draws, effects.kept_draws, what)
+    _refuse_draws(effects.draws, effects.kept_draws, model_name)
     lasting = []
     for write in effects.writes:
         is_read = write.is_read_by_changing or any(
             name.startswith(beginning) for part in write.parts for beginning in _reads_of(write, part) for name in read
         )
         if not is_read or _OF_A_MODULE.match(write.source) or not _settles(write, text, again):
-            _refuse_state(write, is_read, what)
+            _refuse_state(write, is_read, model_name)
             lasting.append(write)
-    _refuse_what_the_next_reads(lasting, text, again, what)
-    return tuple(dict.fromkeys([*(_of_write(write, what) for write in lasting), *_of_calls(effects.calls, what)]))
+    _refuse_reads_of_next_trace(lasting, text, again, model_name)
+    return tuple(
+        dict.fromkeys([*(_of_write(write, model_name) for write in lasting), *_of_calls(effects.calls, model_name)])
+    )
 
 
-def changed_arguments(traced: fx.GraphModule, call: TrainingCall, what: str) -> tuple[Note, ...]:
-    """Notes on containers among the arguments out of which a trace takes items; other changes of containers are refused.
+def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
+    """Notes on containers among the arguments that lose items in a trace; other changes are refused.
 
-    Replicas get containers of their own, made anew of shards, so that a change would be lost, and read back by no step.
-
-    Raises:
-        CaptureError: names the argument and the line.
+    Replicas get containers of their own, so a change would be lost.
     """
     effects = python_effects_of(traced)
     paths = call.containers()
@@ -84,7 +80,7 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, what: str) -> 
         if container.only_loses:
             continue
         raise CaptureError(
-            f"forward or loss of {what} changes its argument {path!r}{_where(container.stack)}: each replica has a "
+            f"forward or loss of {model_name} changes its argument {path!r}{_where(container.stack)}: each replica has a "
             "container of its own, made for the step, so that the caller's would stay as it is. Remedy: change a copy, as in "
             "dict(batch) or list(states), return what is to last with the output, or keep it in a buffer and write that in place "
             "(self.x.copy_(value))."
@@ -93,7 +89,7 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, what: str) -> 
         frame = _users_frame(container.stack) or _UNKNOWN
         notes.append(
             Note(
-                f"{what} takes items out of its argument {path!r} ({frame.line}), which stay in yours: each replica has a "
+                f"{model_name} takes items out of its argument {path!r} ({frame.line}), which stay in yours: each replica has a "
                 "container of its own. Take them out of a copy, as in dict(batch), or before the step",
                 frame.filename,
                 frame.lineno or 0,
@@ -110,23 +106,23 @@ def _where(stack: Sequence[traceback.FrameSummary]) -> str:
 _Stacks = Sequence[Sequence[traceback.FrameSummary]]
 
 
-def _refuse_draws(draws: _Stacks, kept_draws: _Stacks, what: str) -> None:
+def _refuse_draws(draws: _Stacks, cached_draws: _Stacks, model_name: str) -> None:
     for stack in draws:
         raise CaptureError(
-            f"forward or loss of {what} draws a number from Python's random{_where(stack)}, which would be the same in every "
-            "step of a captured graph. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and pass "
-            "it as a replicated tensor."
+            f"forward or loss of {model_name} draws a number from Python's random{_where(stack)}, which would be the same in "
+            "every step of a captured graph. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and "
+            "pass it as a replicated tensor."
         )
-    for stack in kept_draws:
+    for stack in cached_draws:
         raise CaptureError(
-            f"forward or loss of {what} calls a function that keeps the random numbers that it has drawn (functools.cache)"
+            f"forward or loss of {model_name} calls a function that keeps the random numbers that it has drawn (functools.cache)"
             f"{_where(stack)}: a captured step would draw them anew each time. Remedy: call it before the step, and keep the "
             "result in a buffer, or pass it as a replicated tensor."
         )
 
 
 def _settles(write: PythonWrite, text: str, again: Callable[[], fx.GraphModule]) -> bool:
-    """Whether the next trace, after the change, gives the same graph and leaves alone what was changed."""
+    """Whether the next trace, after the change, gives the same graph and does not repeat the change."""
     if not (write.is_constant and write.can_be_applied):
         return False
     with write.applied():
@@ -136,15 +132,15 @@ def _settles(write: PythonWrite, text: str, again: Callable[[], fx.GraphModule])
     return is_same and later.isdisjoint((write.source, part) for part in write.parts)
 
 
-def _refuse_what_the_next_reads(
-    writes: Sequence[PythonWrite], text: str, again: Callable[[], fx.GraphModule], what: str
+def _refuse_reads_of_next_trace(
+    writes: Sequence[PythonWrite], text: str, again: Callable[[], fx.GraphModule], model_name: str
 ) -> None:
-    """Refuses changes after which the next trace gives another graph: it has read a length, a key that was not there, an item."""
+    """Refuses changes that alter the next trace's graph: it reads a length, a missing key, an item."""
     known = [write for write in writes if write.can_be_applied]
     if not known or _is_same_after(known, text, again):
         return
     alone = (write for write in known if len(known) == 1 or not _is_same_after([write], text, again))
-    _refuse_state(next(alone, known[0]), True, what)
+    _refuse_state(next(alone, known[0]), True, model_name)
 
 
 def _is_same_after(writes: Sequence[PythonWrite], text: str, again: Callable[[], fx.GraphModule]) -> bool:
@@ -157,44 +153,44 @@ def _is_same_after(writes: Sequence[PythonWrite], text: str, again: Callable[[],
             return False
 
 
-def _refuse_state(write: PythonWrite, is_read: bool, what: str) -> None:
+def _refuse_state(write: PythonWrite, is_read: bool, model_name: str) -> None:
     where = _where(write.stack)
     if _OF_A_MODULE.match(write.source):
         name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
         owner = f"its module {name!r}" if name else "itself"
         reason = f"assigns an attribute of {owner} (self.x = ...){where}"
         refusal = (
-            f"forward of {what} {reason}, which a captured graph does not do again in every step. Remedy: write buffers in place "
-            "(self.x.add_(1), self.x.copy_(value)), pass changing values as arguments, use local variables for values of one "
-            "call, and return values such as an auxiliary loss."
+            f"forward of {model_name} {reason}, which a captured graph does not do again in every step. Remedy: write buffers "
+            "in place (self.x.add_(1), self.x.copy_(value)), pass changing values as arguments, use local variables for values "
+            "of one call, and return values such as an auxiliary loss."
         )
         raise CaptureError(refusal) if is_read else UnreadableError(refusal, f": forward {reason}")
     if is_read:
         raise CaptureError(
-            f"forward or loss of {what} reads and changes {write.words.name}{where}: each step would go on from the last one, "
-            "which a captured graph cannot. Remedy: keep it in a buffer and write that in place (self.x.add_(1)), or change it "
-            "between steps."
+            f"forward or loss of {model_name} reads and changes {write.words.name}{where}: each step would go on from the last "
+            "one, which a captured graph cannot. Remedy: keep it in a buffer and write that in place (self.x.add_(1)), or "
+            "change it between steps."
         )
 
 
 def _reads_of(write: PythonWrite, part: str) -> tuple[str, ...]:
-    """How expressions begin that read a part of an object, or of its class."""
+    """Prefixes of the expressions that read a part of an object, or of its class."""
     of_class = f"dict(type({write.source}).__dict__)[{part[1:]!r}]" if part.startswith(".") else write.source + part
     return write.source + part, of_class
 
 
-def _of_write(write: PythonWrite, what: str) -> Note:
+def _of_write(write: PythonWrite, model_name: str) -> Note:
     frame = _users_frame(write.stack) or _UNKNOWN
     name, place = write.words
     return Note(
-        f"{what} changes {name} in {place or 'forward or loss'} ({frame.line}), which a captured step does not do. "
+        f"{model_name} changes {name} in {place or 'forward or loss'} ({frame.line}), which a captured step does not do. "
         "Return what you want to see with the output, keep it in a buffer, or collect it with the plain model between steps",
         frame.filename,
         frame.lineno or 0,
     )
 
 
-def _of_calls(calls: Sequence[PythonCall], what: str) -> list[Note]:
+def _of_calls(calls: Sequence[PythonCall], model_name: str) -> list[Note]:
     notes = []
     for call in calls:
         frame = _users_frame(call.stack)
@@ -203,7 +199,7 @@ def _of_calls(calls: Sequence[PythonCall], what: str) -> list[Note]:
         done = "ran while the step was traced" if call.has_run else "was left out"
         notes.append(
             Note(
-                f"{call.name} in {what} {done}: a captured step does not call it ({frame.line}). Call it between steps",
+                f"{call.name} in {model_name} {done}: a captured step does not call it ({frame.line}). Call it between steps",
                 frame.filename,
                 frame.lineno or 0,
             )

@@ -1,4 +1,4 @@
-"""Finds arguments whose dim 0 a recurrent layer takes as time: a step would split the time, not the examples."""
+"""Finds arguments whose dim 0 is the time of a recurrent layer: a step would split the time, not the examples."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ _METHODS = {
 
 
 def leaves_with_time_first(graph: fx.Graph) -> tuple[int, ...]:
-    """The tensor arguments whose dim 0 is the time of a recurrent layer, as a trace shows it.
+    """The tensor arguments with the time of a recurrent layer in dim 0.
 
-    Only ways are followed on which dim 0 surely stays what it is: products, embeddings, functions of single elements.
-
-    Args:
-        graph: of `mirrorc.torch_internals.trace_full_graph`, in which recurrent layers are operators over [time, batch, ...].
+    The search follows only operations with the dim 0 of their operand: products, embeddings, functions of single elements.
     """
-    found = dict.fromkeys(_origin(node.args[0]) for node in _scans(graph))
-    return tuple(leaf for leaf in found if leaf is not None)
+    origins = dict.fromkeys(_origin(node.args[0]) for node in _scans(graph))
+    return tuple(leaf for leaf in origins if leaf is not None)
 
 
 def _scans(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -45,7 +42,7 @@ def _scans(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _origin(value: Any) -> int | None:
-    """The argument whose dim 0 is that of a value; None if that is not sure."""
+    """The argument with the same dim 0 as a value; None if unsure."""
     while isinstance(value, fx.Node):
         if value.op == "placeholder":
             return leaf_of_placeholder(value)
@@ -67,17 +64,13 @@ def _dim(cat: fx.Node) -> Any:
     return cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
 
 
-def refuse_split_time(leaves: Sequence[Leaf], with_time_first: Sequence[int], what: str) -> None:
-    """Refuses to split the time of a recurrent layer.
-
-    Raises:
-        CaptureError: names the argument and the remedy.
-    """
+def refuse_split_time(leaves: Sequence[Leaf], with_time_first: Sequence[int], model_name: str) -> None:
+    """Refuses to split the time of a recurrent layer."""
     for index in with_time_first:
         leaf = leaves[index]
         if leaf.split:
             raise CaptureError(
-                f"a recurrent layer of {what} takes dim 0 of argument {leaf.path!r} as time, and a step splits arguments along "
-                "dim 0, where it expects the examples. Remedy: pass arguments with the examples first, and make the layer with "
-                f"batch_first=True, or give it {leaf.path}.transpose(0, 1) in forward"
+                f"a recurrent layer of {model_name} takes dim 0 of argument {leaf.path!r} as time, and a step splits arguments "
+                "along dim 0, where it expects the examples. Remedy: pass arguments with the examples first, and make the "
+                f"layer with batch_first=True, or give it {leaf.path}.transpose(0, 1) in forward"
             )

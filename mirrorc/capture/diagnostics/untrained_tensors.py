@@ -1,4 +1,4 @@
-"""Speaks of tensors that would get a gradient in plain PyTorch, and get none in a step, because no module of its holds them."""
+"""Reports tensors with a gradient in plain PyTorch and none in a step, because no module of the step holds them."""
 
 from __future__ import annotations
 
@@ -20,55 +20,49 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add
 
 
 def untrained_tensors(
-    traced: fx.GraphModule, module: TrainingCall, leaves: Sequence[torch.Tensor], what: str
+    traced: fx.GraphModule, module: TrainingCall, leaves: Sequence[torch.Tensor], model_name: str
 ) -> tuple[Note, ...]:
-    """A note on the tensors, neither arguments nor the module's own, to which backward would lead, and which no step trains.
-
-    Args:
-        traced: what the tracer gave.
-        module: what was traced: model and loss.
-        leaves: the example arguments.
-        what: the name of the model.
+    """A note on tensors with a gradient outside of the module and of all steps.
 
     Raises:
-        CaptureError: one of them was itself computed with a gradient, so that backward would go on to other tensors.
+        CaptureError: one of them has a grad_fn, so backward would go on to other tensors.
     """
-    found = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]
-    found = [one for one in found if id(one[1]) not in module.trained_elsewhere]
-    if not found:
+    untrained = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]
+    untrained = [pair for pair in untrained if id(pair[1]) not in module.trained_elsewhere]
+    if not untrained:
         return ()
-    words = reading_names(module, guards_of(traced).names, [tensor for _, tensor in found])
+    words = reading_names(module, guards_of(traced).names, [tensor for _, tensor in untrained])
     names = [word or "a tensor" for word in words]
-    for name, (node, tensor) in zip(names, found, strict=True):
+    for name, (node, tensor) in zip(names, untrained, strict=True):
         if tensor.grad_fn is not None:
             frame = _users_frame(node)
             where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
             raise CaptureError(
-                f"forward or loss of {what} reads {name}{where}, which was computed outside of the step with a gradient "
+                f"forward or loss of {model_name} reads {name}{where}, which was computed outside of the step with a gradient "
                 f"({tensor.grad_fn.name()}): a captured step has no such backward. Remedy: compute it in forward or in the "
                 "loss, or detach it."
             )
-    frame = _users_frame(found[0][0])
+    frame = _users_frame(untrained[0][0])
     many = f" and {len(names) - 3} others" if len(names) > 3 else ""
     note = (
-        f"the loss of {what} depends on {', '.join(names[:3])}{many}: what requires a gradient but is neither a parameter of the "
-        "model nor of a loss that is a module. This step gives no gradient to it, so that its optimizer cannot train it. Make it "
-        "a parameter of the model, or of a loss that is a module; if another step trains it, as that of a critic, make "
-        "that step before this one is first called; if nothing is to train it, call requires_grad_(False) on it"
+        f"the loss of {model_name} depends on {', '.join(names[:3])}{many}: what requires a gradient but is neither a "
+        "parameter of the model nor of a loss that is a module. This step gives no gradient to it, so that its optimizer "
+        "cannot train it. Make it a parameter of the model, or of a loss that is a module; if another step trains it, as that "
+        "of a critic, make that step before this one is first called; if nothing is to train it, call requires_grad_(False) on "
+        "it"
     )
     return (Note(note, frame.filename if frame else "<unknown>", frame.lineno or 0 if frame else 0),)
 
 
 def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:
-    """The user's line that uses a placeholder first."""
     frames = (last_users_frame(user.meta.get("stack_trace") or "") for user in node.users)
     return next((frame for frame in frames if frame is not None), None)
 
 
 def _leads_to_output(node: fx.Node) -> bool:
-    """Whether the output depends on a node by values that all require a gradient, those that are written in place included."""
+    """Whether the output depends on a node by values that all require a gradient, in-place writes included."""
     order = {node: place for place, node in enumerate(node.graph.nodes)}
-    since, waiting = {node: -1}, [node]  # what a value depends on, once it was written
+    since, waiting = {node: -1}, [node]  # the place from which a value depends on the node
     while waiting:
         source = waiting.pop()
         for user in source.users:
@@ -83,7 +77,7 @@ def _leads_to_output(node: fx.Node) -> bool:
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """The values whose memory an operation writes in place: that which it is given, and all that are views of the same memory."""
+    """The values whose memory an in-place operation writes: its operand, and all aliases."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     memory = _memory(node.args[0]) if (is_in_place or node.kwargs.get("inplace")) and node.args else None
@@ -91,7 +85,7 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _memory(node: Any) -> int | None:
-    """A number for the memory of a node's value; None if it is no tensor, or one without memory of its own."""
+    """A key of the memory of a node's value; None without such memory."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return storage_key(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 

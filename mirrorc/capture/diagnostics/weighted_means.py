@@ -1,4 +1,4 @@
-"""Finds losses that are means over something else than examples: over weights of classes, or over targets that are kept."""
+"""Finds losses with a mean over weights of classes, or over counted targets, instead of examples."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ class WeightedMean:
     """A call of a loss of torch that averages over its targets.
 
     Attributes:
-        function: its name.
-        target: its targets.
-        is_weighted: whether classes have weights, by which it divides.
-        ignore_index: targets of this value are left out of the mean.
-        line: the user's line; empty if unknown.
-        leaf: the tensor argument of the call that the targets are taken from; None if unknown.
+        is_weighted: whether it divides by weights of classes.
+        ignore_index: the value of ignored targets.
+        line: the user's; empty if unknown.
+        leaf: the index of the targets' tensor argument; None if unknown.
     """
 
     function: str
@@ -46,7 +44,7 @@ class WeightedMean:
 
 
 def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> WeightedMean | None:
-    """How a call averages; None if it is none of these losses, or does not average."""
+    """The averaging of a call; None for other functions and reductions."""
     try:
         signature = _SIGNATURES.get(function)
     except TypeError:  # not hashable
@@ -55,15 +53,17 @@ def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         return None
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    if given["reduction"] != "mean":
+    arguments = bound.arguments
+    if arguments["reduction"] != "mean":
         return None
-    return WeightedMean(function.__name__, given["target"], given["weight"] is not None, given["ignore_index"])
+    return WeightedMean(
+        function.__name__, arguments["target"], arguments["weight"] is not None, arguments["ignore_index"]
+    )
 
 
 def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
-    """The losses of a graph of torch functions that average over targets of integers."""
-    found = []
+    """The losses of a graph of torch functions that average over integer targets."""
+    means = []
     for node in traced.graph.nodes:
         mean = weighted_mean(node.target, node.args, node.kwargs) if node.op == "call_function" else None
         if mean is None or not isinstance(mean.target, fx.Node):
@@ -71,12 +71,12 @@ def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
         value = mean.target.meta.get("example_value")
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
             line = last_users_line(node.meta.get("stack_trace") or "")
-            found.append(replace(mean, line=line, leaf=_leaf_behind(mean.target)))
-    return tuple(found)
+            means.append(replace(mean, line=line, leaf=_leaf_behind(mean.target)))
+    return tuple(means)
 
 
 def _leaf_behind(node: fx.Node) -> int | None:
-    """The tensor argument that a value is made of, if it is made of one alone: by a view, a slice, a shift."""
+    """The only tensor argument that a value is made of, by a view, a slice, a shift; or None."""
     while node.op != "placeholder":
         if len(node.all_input_nodes) != 1:
             return None
@@ -85,38 +85,49 @@ def _leaf_behind(node: fx.Node) -> int | None:
 
 
 def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, ...]:
-    """Sentences on what of a loss may make a step differ from that of one device; they do not depend on the batch's values."""
-    found: dict[str, None] = {}
+    """Sentences on possible differences between a step and one device, for any batch."""
+    remarks: dict[str, None] = {}
     for mean in means if num_replicas > 1 else ():
         if mean.is_weighted:
-            found[
+            remarks[
                 f"{_place(mean)} is a mean weighted by class: a replica divides by the weights of its own targets"
             ] = None
         if mean.ignore_index != DEFAULT_IGNORE_INDEX:
-            found[
+            remarks[
                 f"{_place(mean)} leaves out targets that are {mean.ignore_index}: a replica divides by how many it keeps"
             ] = None
-    return tuple(found)
+    return tuple(remarks)
 
 
 def differences_in(means: Sequence[WeightedMean], shards: Shards) -> tuple[str, ...]:
-    """Sentences on what of a loss makes the step of this batch differ from that of one device."""
-    found: dict[str, None] = {}
-    present = [own for own, size in zip(shards.tensors, shards.num_examples, strict=True) if size]
+    """Sentences on the differences between the step of this batch and one device."""
+    differences: dict[str, None] = {}
+    present = [tensors for tensors, size in zip(shards.tensors, shards.num_examples, strict=True) if size]
     for mean in means if len(present) > 1 else ():
         if mean.is_weighted:
-            found[
+            differences[
                 f"{_place(mean)} is a mean weighted by class: a replica divides by the weights of its own targets"
             ] = None
-        own = [] if mean.leaf is None else [tensors[mean.leaf] for tensors in present]
-        left_out = [int((targets == mean.ignore_index).sum()) for targets in own]
-        if len({few / targets.numel() for few, targets in zip(left_out, own, strict=True) if targets.numel()}) > 1:
-            numbers = ", ".join(f"{few} of {targets.numel()}" for few, targets in zip(left_out, own, strict=True))
-            found[
+        targets_of_shards = [] if mean.leaf is None else [tensors[mean.leaf] for tensors in present]
+        left_out = [int((targets == mean.ignore_index).sum()) for targets in targets_of_shards]
+        if (
+            len(
+                {
+                    few / targets.numel()
+                    for few, targets in zip(left_out, targets_of_shards, strict=True)
+                    if targets.numel()
+                }
+            )
+            > 1
+        ):
+            numbers = ", ".join(
+                f"{few} of {targets.numel()}" for few, targets in zip(left_out, targets_of_shards, strict=True)
+            )
+            differences[
                 f"{_place(mean)} leaves out targets that are {mean.ignore_index}, {numbers} in the shards of this batch: a "
                 "replica divides by how many it keeps"
             ] = None
-    return tuple(found)
+    return tuple(differences)
 
 
 def _place(mean: WeightedMean) -> str:

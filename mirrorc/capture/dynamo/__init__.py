@@ -1,1 +1,1 @@
-"""Front end 1: Dynamo and joint export, with what is traced in place of torch's functions."""
+"""Front end 1: Dynamo and joint export, with substitutes for torch's functions."""

@@ -1,4 +1,4 @@
-"""What distributions of torch check of their parameters and values, as asserts on tensors: a trace cannot branch on them."""
+"""The argument checks of torch's distributions as asserts on tensors: a trace cannot branch on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _is_made_when_read(kind: type, name: str) -> bool:
 def _begin(
     self: Any, batch_shape: Any = _NO_DIMS, event_shape: Any = _NO_DIMS, validate_args: bool | None = None
 ) -> None:
-    """Stands for `Distribution.__init__`; its parameters have torch's names, by which they are given."""
+    """Replaces `Distribution.__init__`; its parameters have torch's names, for keyword arguments."""
     self._batch_shape, self._event_shape = batch_shape, event_shape
     if validate_args is not None:
         self._validate_args = validate_args
@@ -40,7 +40,6 @@ def _begin(
 
 
 def _check_value(self: Any, value: Any) -> None:
-    """Stands for `Distribution._validate_sample`."""
     kind = type(self).__name__
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"log_prob of a distribution {kind} takes a tensor, not {value!r}")
@@ -58,17 +57,18 @@ def _fits(shape: Any, batch_shape: Any, event_shape: Any) -> bool:
     if len(shape) < num_dims or tuple(shape[len(shape) - num_dims :]) != tuple(event_shape):
         return False
     before = tuple(shape[: len(shape) - num_dims])
-    return all(own == other or 1 in (own, other) for own, other in zip(before[::-1], batch_shape[::-1], strict=False))
+    return all(
+        size == other or 1 in (size, other) for size, other in zip(before[::-1], batch_shape[::-1], strict=False)
+    )
 
 
 def _kl_divergence(p: Any, q: Any) -> torch.Tensor:
-    """Stands for `kl_divergence`."""
     return _divergence_of(type(p), type(q))(p, q)
 
 
 def _divergence_of(kind: type, other: type) -> Callable[[Any, Any], torch.Tensor]:
-    found: Any = kl._dispatch_kl(kind, other)
-    return _no_divergence if found is NotImplemented else found
+    divergence: Any = kl._dispatch_kl(kind, other)
+    return _no_divergence if divergence is NotImplemented else divergence
 
 
 def _no_divergence(p: Any, q: Any) -> torch.Tensor:
@@ -83,7 +83,7 @@ VALIDATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Distribution._validate_sample: _check_value,
     kl.kl_divergence: _kl_divergence,
 }
-"""Functions of `torch.distributions` that look at values, with what is traced in their place."""
+"""Functions of `torch.distributions` that read values, with their substitutes in a trace."""
 
 ASKED_OF_CLASSES: Collection[Callable[..., Any]] = (_is_made_when_read, _divergence_of)
-"""Functions that those call with classes and names alone: what they give is known while they are traced."""
+"""Functions of classes and names alone, evaluated during the trace."""

@@ -20,7 +20,7 @@ from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.errors import check_evaluated_loss, check_loss, explain
 from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
 from mirrorc.capture.diagnostics.loss_reduction import reductions_of
-from mirrorc.capture.diagnostics.side_effects import changed_arguments, dropped_effects
+from mirrorc.capture.diagnostics.side_effects import Note, changed_arguments, dropped_effects
 from mirrorc.capture.diagnostics.time_first import leaves_with_time_first
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_tensors
 from mirrorc.capture.diagnostics.weighted_means import weighted_means_of
@@ -38,7 +38,6 @@ from mirrorc.capture.rewrites.sparse_lookups import BAGS_AS_ROWS, leaves_with_of
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import (
     CHECKS_OF_TENSORS,
-    JointGraph,
     NumbersGivenUp,
     SizesGivenUp,
     asked_for_class,
@@ -61,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class DynamoFrontEnd(FrontEnd):
-    """Captures the whole call without a graph break, or says why it cannot."""
+    """Captures the whole call without a graph break, or gives the reason for which it cannot."""
 
     name = "dynamo"
 
@@ -72,38 +71,43 @@ class DynamoFrontEnd(FrontEnd):
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
-        what = type(call.model).__name__
-        refuse_modules(call, what)
+        model_name = type(call.model).__name__
+        refuse_modules(call, model_name)
         trace = functools.partial(_trace, call, leaves, put_together, call.keeps_outputs)
-        with _Explained(what, leaves):
+        with _Explained(model_name, leaves):
             traced = trace()
         text = str(traced.graph)
-        outputs = read_outputs(traced, call, leaves, what) if call.keeps_outputs else None
+        outputs = read_outputs(traced, call, leaves, model_name) if call.keeps_outputs else None
         _refuse_returned_numbers(traced, outputs)
         remove_marks(traced)
-        notes = changed_arguments(traced, call, what)
-        notes += dropped_effects(traced, text, what, trace)
+        notes = changed_arguments(traced, call, model_name)
+        notes += dropped_effects(traced, text, model_name, trace)
         choose_where_masked(traced.graph)
         if isinstance(call, EvaluationCall):
             assert outputs is not None, "an evaluation keeps its outputs"
-            return Traced(
-                self._forward(stack, traced, call, leaves, decompositions, outputs), guards_of(traced), notes, outputs
-            )
-        check_loss(traced, what)
-        untrained = untrained_tensors(traced, call, leaves, what)
+            return self._forward(stack, traced, call, leaves, decompositions, outputs, notes)
+        check_loss(traced, model_name)
+        untrained = untrained_tensors(traced, call, leaves, model_name)
         outside = take_outside_variables(traced, call, leaves)
-        refuse_effects(traced.graph, what)
+        refuse_effects(traced.graph, model_name)
         reductions, with_time_first = reductions_of(traced), leaves_with_time_first(traced.graph)
-        looked_up, with_offsets = take_sparse_lookups(traced, leaves, what), leaves_with_offsets(traced.graph)
-        _own_loss(traced.graph)
-        with _Explained(what, leaves):
+        looked_up, with_offsets = take_sparse_lookups(traced, leaves, model_name), leaves_with_offsets(traced.graph)
+        _copy_aliased_loss(traced.graph)
+        with _Explained(model_name, leaves):
             names = tuple(outputs.types) if outputs is not None else ()
             joint = export_joint_graph(stack, traced, leaves, {**decompositions, **BAGS_AS_ROWS}, names)
         joint.numbers = guards_of(traced).number_inputs()
-        joint.weighted_means = weighted_means_of(traced)
-        joint.reductions, joint.leaves_with_time_first, joint.outside = reductions, with_time_first, outside
-        joint.looked_up, joint.leaves_with_offsets = looked_up, with_offsets
-        return Traced(joint, guards_of(traced), (*notes, *untrained), outputs)
+        joint.outside, joint.looked_up = outside, looked_up
+        return Traced(
+            joint,
+            guards_of(traced),
+            (*notes, *untrained),
+            outputs,
+            weighted_means=weighted_means_of(traced),
+            reductions=reductions,
+            leaves_with_time_first=with_time_first,
+            leaves_with_offsets=with_offsets,
+        )
 
     def _forward(
         self,
@@ -113,30 +117,38 @@ class DynamoFrontEnd(FrontEnd):
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
         outputs: TracedOutputs,
-    ) -> JointGraph:
-        """The graph of forward alone, in which the loss is one of the outputs."""
-        what, names = type(call.model).__name__, [*outputs.types]
+        notes: tuple[Note, ...],
+    ) -> Traced:
+        """The loss is one of the outputs."""
+        model_name, names = type(call.model).__name__, [*outputs.types]
         values: Any = traced.graph.output_node().args[0]
         losses = values[: len(values) - len(names)]
         is_there = not losses or losses[0].meta["example_value"].shape != (0,)
         if is_there or call.needs_loss:
             loss = losses[0].meta["example_value"] if losses else None
-            check_evaluated_loss(loss, what, is_from_loss_function=call.needs_loss)
+            check_evaluated_loss(loss, model_name, is_from_loss_function=call.needs_loss)
             names.insert(0, LOSS_OUTPUT)
-            _own_loss(traced.graph)
+            _copy_aliased_loss(traced.graph)
         else:
             give_values(traced, values[1:])
-        refuse_effects(traced.graph, what)
+        refuse_effects(traced.graph, model_name)
         with_time_first, outside = leaves_with_time_first(traced.graph), take_outside_variables(traced, call, leaves)
-        with _Explained(what, leaves):
+        with _Explained(model_name, leaves):
             graph = export_forward_graph(stack, traced, leaves, decompositions, names)
         graph.numbers = guards_of(traced).number_inputs()
-        graph.weighted_means, graph.leaves_with_time_first = weighted_means_of(traced), with_time_first
-        graph.outside, graph.leaves_with_offsets = outside, leaves_with_offsets(traced.graph)
-        return graph
+        graph.outside = outside
+        return Traced(
+            graph,
+            guards_of(traced),
+            notes,
+            outputs,
+            weighted_means=weighted_means_of(traced),
+            leaves_with_time_first=with_time_first,
+            leaves_with_offsets=leaves_with_offsets(traced.graph),
+        )
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-        """Reads a trace of the call that is used for nothing else."""
+        """Reads a trace of the call that serves no other purpose."""
         try:
             with quiet_fake_tensors():
                 traced = _trace(call, leaves)
@@ -184,7 +196,7 @@ def _trace(
 
 
 def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | None) -> None:
-    """Gives inputs up whose values seem to be returned beside the loss: what is returned as it is was read in this trace."""
+    """Gives up inputs whose values seem to be returned: the output would keep the value of this trace."""
     inputs = guards_of(traced).inputs
     if inputs is None or outputs is None:
         return
@@ -194,8 +206,8 @@ def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | No
         raise NumbersGivenUp(inputs.sources, "forward seems to return it")
 
 
-def _own_loss(graph: fx.Graph) -> None:
-    """Copies a loss that lies in the memory of a parameter, which the step updates before it returns the loss.
+def _copy_aliased_loss(graph: fx.Graph) -> None:
+    """Copies a loss that aliases a parameter: the step updates the parameter before it returns the loss.
 
     torch.compile would give such a loss by a view of the parameter.
     """
@@ -204,20 +216,20 @@ def _own_loss(graph: fx.Graph) -> None:
     assert isinstance(loss, fx.Node)
     if storage_key(loss.meta["example_value"]) in memory_of_inputs(graph):
         with graph.inserting_before(output):
-            own = graph.call_function(torch.clone, (loss,))
-        own.meta = dict(loss.meta)
-        output.replace_input_with(loss, own)
+            copy = graph.call_function(torch.clone, (loss,))
+        copy.meta = dict(loss.meta)
+        output.replace_input_with(loss, copy)
         graph.owning_module.recompile()  # type: ignore[union-attr]
 
 
 class _Explained:
     """A block in which the tracer's errors become short ones; the log has them whole (level DEBUG).
 
-    A class, because a generator would add frames to what the user reads.
+    A class, because a generator would add frames to the user's traceback.
     """
 
-    def __init__(self, what: str, leaves: Sequence[torch.Tensor]) -> None:
-        self._what, self._leaves, self._quiet = what, leaves, quiet_fake_tensors()
+    def __init__(self, model_name: str, leaves: Sequence[torch.Tensor]) -> None:
+        self._model_name, self._leaves, self._quiet = model_name, leaves, quiet_fake_tensors()
 
     def __enter__(self) -> None:
         self._quiet.__enter__()
@@ -227,5 +239,5 @@ class _Explained:
     ) -> None:
         self._quiet.__exit__(kind, error, traceback)
         if isinstance(error, Exception) and not isinstance(error, NumbersGivenUp | SizesGivenUp):
-            logger.debug("tracing %s has failed", self._what, exc_info=error)
-            raise explain(error, self._what, self._leaves) from None
+            logger.debug("tracing %s has failed", self._model_name, exc_info=error)
+            raise explain(error, self._model_name, self._leaves) from None

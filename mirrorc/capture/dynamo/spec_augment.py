@@ -1,4 +1,4 @@
-"""What is traced in place of the function by which speech models of Hugging Face mask random spans (SpecAugment)."""
+"""A substitute for the function by which speech models of Hugging Face mask random spans (SpecAugment)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _PARAMETERS = ["shape", "mask_prob", "mask_length", "attention_mask", "min_masks
 
 
 def masking_functions(root: nn.Module) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """The functions of this kind that the modules of a model call, and the one that is traced in their place."""
+    """The masking functions that the modules of a model call, with their substitute in a trace."""
     files = {type(module).__module__ for module in root.modules()}
-    found = [
-        own
+    functions = [
+        function
         for file in files
         if file.startswith("transformers.")
-        and (own := getattr(sys.modules.get(file), _NAME, None)) is not None
-        and own.__module__ == file  # not one that a user has put there
+        and (function := getattr(sys.modules.get(file), _NAME, None)) is not None
+        and function.__module__ == file  # not one that a user has put there
     ]
-    return {own: masked_spans for own in found if list(inspect.signature(own).parameters) == _PARAMETERS}
+    return {
+        function: masked_spans for function in functions if list(inspect.signature(function).parameters) == _PARAMETERS
+    }
 
 
 def masked_spans(
@@ -37,17 +39,14 @@ def masked_spans(
 ) -> torch.Tensor:
     """Random spans, with the distribution of Hugging Face's function, by torch's random numbers in place of numpy's.
 
-    Its number of spans is random, so that its arrays have no fixed shapes; here a mask has them.
-
     Args:
         shape: rows, and places in a row.
-        mask_prob: the part of a row's places that spans cover if they are apart.
-        mask_length: that of a span.
-        attention_mask: [rows, places]; spans are in the first places of a row, as many as it has ones.
+        mask_prob: the part of a row's places in spans, if these do not overlap.
+        attention_mask: [rows, places]; spans lie in the first places of a row, as many as it has ones.
         min_masks: the fewest spans in a row.
 
     Returns:
-        [rows, places], bool: what is masked. Spans of a row begin at different places, each choice of them being equally likely.
+        [rows, places], bool: the masked places. Spans of a row begin at different places, all choices equally likely.
     """
     rows, places = shape
     if mask_length < 1:
@@ -74,7 +73,6 @@ def masked_spans(
 def _num_spans(
     lengths: torch.Tensor, rounding: torch.Tensor, places: int, mask_prob: float, mask_length: int, min_masks: int
 ) -> torch.Tensor:
-    """How many spans there are in rows of some lengths, int64."""
     wanted = (mask_prob * lengths.to(torch.float64) / mask_length + rounding).to(torch.int64).clamp(min=min_masks)
     wanted = torch.where(wanted * mask_length > places, places // mask_length, wanted)
     return torch.minimum(wanted, (lengths - mask_length + 1).clamp(min=0))

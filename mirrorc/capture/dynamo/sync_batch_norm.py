@@ -1,4 +1,4 @@
-"""What is traced in place of `torch.nn.SyncBatchNorm`: statistics over the whole batch, by sums over all replicas."""
+"""A substitute for `torch.nn.SyncBatchNorm`: statistics over the whole batch, by sums over all replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ONE_VALUE = "a SyncBatchNorm in train mode needs more than one value per channe
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """`torch.nn.SyncBatchNorm.forward`, where statistics that are not read from buffers are those of the whole batch."""
+    """`torch.nn.SyncBatchNorm.forward`; statistics that are not read from buffers are those of the whole batch."""
     self._check_input_dim(input)
     self._check_non_zero_input_channels(input)
     if not self.training and self.running_mean is not None:
@@ -25,8 +25,8 @@ def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     values = input if input.dtype == torch.float64 else input.float()
     dims = [0, *range(2, input.dim())]
     shape = [1, -1] + [1] * (input.dim() - 2)
-    own_count = values.new_full((1,), float(input.numel() // input.size(1)))
-    sums, count = all_reduce_value(torch.cat([values.sum(dims), own_count])).split([input.size(1), 1])
+    local_count = values.new_full((1,), float(input.numel() // input.size(1)))
+    sums, count = all_reduce_value(torch.cat([values.sum(dims), local_count])).split([input.size(1), 1])
     assert_true(count > 1, _ONE_VALUE)
     mean = sums / count
     centered = values - mean.view(shape)
@@ -46,16 +46,16 @@ def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
 
 
 SYNCHRONIZED: Mapping[Callable[..., Any], Callable[..., Any]] = {nn.SyncBatchNorm.forward: _forward}
-"""The forward of torch's module, with what is traced in its place."""
+"""The forward of torch's module, with its substitute in a trace."""
 
 
 def buffers_of_synchronized_norms(roots: Iterable[nn.Module]) -> set[int]:
-    """The ids of the buffers with which synchronized norms keep statistics, which are the same on all replicas."""
-    norms = {own for root in roots for own in root.modules() if isinstance(own, nn.SyncBatchNorm)}
+    """The ids of the buffers of synchronized norms' statistics, the same on all replicas."""
+    norms = {module for root in roots for module in root.modules() if isinstance(module, nn.SyncBatchNorm)}
     return {id(norm._buffers[name]) for norm in norms for name in _BUFFERS if norm._buffers.get(name) is not None}
 
 
 def synchronizes(root: nn.Module) -> bool:
     """Whether a synchronized norm of a module takes its statistics from the batch, as it does in train mode."""
-    norms = (own for own in root.modules() if isinstance(own, nn.SyncBatchNorm))
+    norms = (module for module in root.modules() if isinstance(module, nn.SyncBatchNorm))
     return any(norm.training or norm.running_mean is None for norm in norms)

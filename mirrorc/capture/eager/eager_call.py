@@ -1,7 +1,4 @@
-"""A training call whose forward and backward replicas run as plain PyTorch.
-
-It is long, as each run is compared with the first ones in every respect.
-"""
+"""A training call whose forward and backward replicas run as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import torch
 from torch import nn
 
-from mirrorc.capture.call.traced_outputs import noted_marks
+from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
 from mirrorc.capture.eager.eager_run import Recorded, Run, ThreadModes, parameter_of_run
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.reached_parameters import note_reach, reached_otherwise
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
-from mirrorc.capture.eager.run_outputs import UnreadableOutputError, difference, read_run
+from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.eager.streamed_gradients import RunGradients
 from mirrorc.capture.model.transient_attributes import AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import UsedParameters
@@ -32,34 +29,29 @@ from mirrorc.errors import CaptureError, ExecutionError
 class OpaqueCall:
     """Runs forward and backward of a training call, for several replicas at the same time.
 
-    Each forward runs on a copy of the modules, see `ModuleCopy`, which backward gives back.
-
-    Args:
-        call: model and loss; each forward takes over the attributes that the modules have then.
-        what: the name of the model.
+    Each forward runs on a `ModuleCopy`, with the modules' attributes at that time; backward releases it.
 
     Attributes:
         parameters, buffers: the variables of the call, each once, by its first name there.
-        recorded: what runs must have in common with the first ones.
     """
 
     recorded: Recorded
 
-    def __init__(self, call: TrainingCall, what: str) -> None:
+    def __init__(self, call: TrainingCall, model_name: str) -> None:
         self.parameters: Mapping[str, nn.Parameter] = dict(call.named_parameters())
         self.buffers: Mapping[str, torch.Tensor] = dict(call.named_buffers())
         self._originals = [*self.parameters.values()]
-        self._call, self._what, self._modes = call, what, ThreadModes.now()
+        self._call, self._model_name, self._modes = call, model_name, ThreadModes.now()
         self._plain = call.plain
-        self._free: list[ModuleCopy] = []  # whose runs have ended
-        self._runs: dict[int, Run | RunGradients] = {}  # whose gradients are not all taken, by token
+        self._free: list[ModuleCopy] = []  # of finished runs
+        self._runs: dict[int, Run | RunGradients] = {}  # with gradients to take, by token
         self._tokens = itertools.count()
         self._used = UsedParameters()
 
     # What the operators run
 
     def begin_step(self, used: UsedParameters) -> None:
-        """Called before the runs of a step, which note there what they use."""
+        """Called before the runs of a step, which note their parameters there."""
         self._used = used
 
     def forward(
@@ -69,17 +61,17 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss, a token for backward, the buffers that are written, and the outputs.
+        """The loss, a token for backward, the written buffers, and the outputs.
 
         Raises:
-            ExecutionError: the run differs from the first one in what it writes, draws or gives.
+            ExecutionError: the run differs from the first one in its writes, draws or results.
         """
         run = self._checked_run(seed, leaves, parameters, buffers)
         number = next(self._tokens)
         token = torch.tensor(number, dtype=torch.int64)
         self._runs[number] = run
         weakref.finalize(token, self._runs.pop, number, None)  # a step that fails drops it
-        return [run.loss.detach().reshape(()).clone(), token, *self._given(run)]
+        return [run.loss.detach().reshape(()).clone(), token, *self._written_and_outputs(run)]
 
     def evaluation(
         self,
@@ -88,7 +80,7 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss if there is one, the buffers that are written, and the outputs.
+        """The loss if there is one, the written buffers, and the outputs.
 
         Raises:
             ExecutionError: as of `forward`.
@@ -96,7 +88,7 @@ class OpaqueCall:
         run = self._checked_run(seed, leaves, parameters, buffers)
         self.let_go(run)
         loss = [run.loss.detach().reshape(()).clone()] if self.recorded.loss_dtype is not None else []
-        return [*loss, *self._given(run)]
+        return [*loss, *self._written_and_outputs(run)]
 
     def _checked_run(
         self,
@@ -109,7 +101,7 @@ class OpaqueCall:
         try:
             run = self.run_forward(stream, leaves, parameters, buffers, self.recorded.passing)
         except UnreadableOutputError as error:
-            raise ExecutionError(f"{self._what} {error}") from None
+            raise ExecutionError(f"{self._model_name} {error}") from None
         self._check_loss(run)
         self._check_reach(run)
         self._check_writes(run)
@@ -117,27 +109,27 @@ class OpaqueCall:
         self._check_outputs(run)
         return run
 
-    def _given(self, run: Run) -> list[torch.Tensor]:
+    def _written_and_outputs(self, run: Run) -> list[torch.Tensor]:
         outputs = run.outputs.tensors.values() if run.outputs is not None else ()
         return [
             *(run.buffers[i] for i in self.recorded.written),
-            *(one.to(run.parameters[0].device) for one in outputs),
+            *(tensor.to(run.parameters[0].device) for tensor in outputs),
         ]
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> RunGradients:
-        """The gradients of a run, whose backward is to be run with this tangent."""
+        """The gradients of a run, for a backward with this tangent."""
         run = self._runs[int(token)]
         if isinstance(run, Run):
             run = self._runs[int(token)] = self.gradients_of(run, tangent, self.recorded.late)
         return run
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """A parameter's gradient, of its type: zeros if this replica has not used it."""
-        found = self.backward(token, tangent).take(place)
+        """A parameter's gradient; zeros if this replica has not used it."""
+        gradient = self.backward(token, tangent).take(place)
         original = self._originals[place]
-        if found is not None:
+        if gradient is not None:
             self._used.note(original)
-        return _as_typed(found, original)
+        return _as_typed(gradient, original)
 
     # Runs
 
@@ -151,13 +143,13 @@ class OpaqueCall:
         *,
         is_first: bool = False,
     ) -> Run:
-        """Runs forward on these tensors; buffers are copied, so that only the copies are written.
+        """Runs forward on these tensors, with copies of the buffers.
 
         Raises:
-            CaptureError: a first run reads a passing attribute of the user's own modules.
-            ExecutionError: forward assigns an attribute that is not passing, reads a passing one that it has not assigned yet, or
+            CaptureError: a first run reads a passing attribute of the user's modules.
+            ExecutionError: forward assigns an attribute that is not passing, reads a passing one before its assignment, or
                 draws random numbers without a stream.
-            UnreadableOutputError: it returns what a step cannot make again.
+            UnreadableOutputError: a step cannot rebuild an output.
         """
         try:
             copy = self._free.pop()
@@ -165,47 +157,50 @@ class OpaqueCall:
             copy = ModuleCopy(self._call)
         run = Run(
             copy,
-            [parameter_of_run(own, value) for own, value in zip(self.parameters.values(), parameters, strict=True)],
+            [
+                parameter_of_run(parameter, value)
+                for parameter, value in zip(self.parameters.values(), parameters, strict=True)
+            ],
             [value.detach().clone() for value in buffers],
             [value.detach() for value in leaves],
             stream,
         )
         run.versions = [tensor._version for tensor in (*run.parameters, *run.buffers, *run.leaves)]
         originals = (*self.parameters.values(), *self.buffers.values())
-        given = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
-        copy.load(given, passing, plain=self._plain)
-        modes, refuses = self._modes.entered(trains=self._call.trains), nobody_answers(_not_joined(self._what))
+        tensors = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
+        copy.load(tensors, passing, plain=self._plain)
+        modes, refuses = self._modes.entered(trains=self._call.trains), nobody_answers(_not_joined(self._model_name))
         alone = copy.alone() if is_first else contextlib.nullcontext()
         with modes, self._drawing(run, "forward"), refuses, alone, noted_marks() as marked:
-            found = copy.run(*run.leaves)
-        run.loss, outputs = found if self._call.keeps_outputs else (found, None)
+            result = copy.run(*run.leaves)
+        run.loss, outputs = result if self._call.keeps_outputs else (result, None)
         if self._call.keeps_outputs:
-            own = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
-            run.outputs = read_run(outputs, run.loss, run.leaves, own, marked)
+            parameter = dict(zip(map(id, (*run.parameters, *run.buffers)), originals, strict=True))
+            run.outputs = read_run(outputs, run.loss, run.leaves, parameter, marked)
         replaced, assigned = copy.replaced(), copy.assigned()
         if replaced is not None or assigned:
             raise AssignedAttributeError.of(replaced or assigned[0][1], () if replaced is not None else assigned)
         return run
 
     def gradients_of(self, run: Run, tangent: torch.Tensor, late: Set[int] = frozenset()) -> RunGradients:
-        """What runs backward, which leaves gradients at the run's parameters; see `RunGradients`."""
-        return RunGradients(run, functools.partial(self._run_backward, run, tangent), late, self._what)
+        """The gradients of a run, before its backward; see `RunGradients`."""
+        return RunGradients(run, functools.partial(self._run_backward, run, tangent), late, self._model_name)
 
     def _run_backward(self, run: Run, tangent: torch.Tensor) -> None:
-        own = [parameter for parameter in run.parameters if parameter.requires_grad]
-        with torch.enable_grad(), self._drawing(run, "backward"), nobody_answers(_not_joined(self._what)):
-            run.loss.backward(tangent.reshape(run.loss.shape), inputs=own)
+        trainable = [parameter for parameter in run.parameters if parameter.requires_grad]
+        with torch.enable_grad(), self._drawing(run, "backward"), nobody_answers(_not_joined(self._model_name)):
+            run.loss.backward(tangent.reshape(run.loss.shape), inputs=trainable)
         del run.loss
         self.let_go(run)
 
     def let_go(self, run: Run) -> None:
-        """Takes back the modules of a run that has ended."""
+        """Releases the modules of a finished run."""
         run.copy.unload()
         self._free.append(run.copy)
 
     @contextlib.contextmanager
     def _drawing(self, run: Run, phase: str) -> Iterator[None]:
-        """A block that draws from the run's stream; without one, it must draw nothing."""
+        """A block that draws from the run's stream; without a stream, it must draw nothing."""
         if run.stream is not None:
             with run.stream.drawn_from():
                 yield
@@ -215,9 +210,9 @@ class OpaqueCall:
         yield
         if not all(map(torch.equal, before, generator_states(devices))):
             raise ExecutionError(
-                f"{phase} of {self._what} drew random numbers of torch, and drew none when it was captured (or another thread "
-                "drew some meanwhile), so that replicas would draw in any order. Remedy: have each call draw, if only by "
-                "torch.rand(())"
+                f"{phase} of {self._model_name} drew random numbers of torch, and drew none when it was captured (or another "
+                "thread drew some meanwhile), so that replicas would draw in any order. Remedy: have each call draw, if only "
+                "by torch.rand(())"
             )
 
     def _check_loss(self, run: Run) -> None:
@@ -230,15 +225,15 @@ class OpaqueCall:
                 f"one number of {dtype}{' with a gradient' if trains else ''}" if dtype is not None else "not there"
             )
             raise ExecutionError(
-                f"the loss of {self._what} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call, and was {wanted} "
-                "when it was captured: return such a loss each time"
+                f"the loss of {self._model_name} is {loss.dtype} of shape {list(loss.shape)}{lacking} in this call, and was "
+                f"{wanted} when it was captured: return such a loss each time"
             )
 
     def _check_reach(self, run: Run) -> None:
         name = reached_otherwise(note_reach(run), self.parameters) if self._call.trains else None
         if name is not None:
             raise ExecutionError(
-                f"forward or loss of {self._what} reaches the parameter {_short(name)!r} in this call by another way than "
+                f"forward or loss of {self._model_name} reaches the parameter {_short(name)!r} in this call by another way than "
                 "through the model's modules, as by a global variable or a closure, where each replica has modules of its own. "
                 "Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
             )
@@ -246,10 +241,10 @@ class OpaqueCall:
     def _check_outputs(self, run: Run) -> None:
         if run.outputs is None or self.recorded.outputs is None:
             return
-        name = difference(run.outputs.told, self.recorded.outputs)
+        name = difference(run.outputs.record, self.recorded.outputs)
         if name:
             raise ExecutionError(
-                f"{self._what} or its loss returns something else as {name!r} in this call than when it was captured: the "
+                f"{self._model_name} or its loss returns something else as {name!r} in this call than when it was captured: the "
                 "structure, the shape or dtype of a tensor, or a value that is no tensor. Remedy: return tensors of the same "
                 "shapes each time, and a number that changes as a tensor; or compile without return_outputs"
             )
@@ -262,20 +257,21 @@ class OpaqueCall:
             for place in run.written(tensors):
                 name = f" {_short([*variables][place])!r}" if variables else ""
                 raise ExecutionError(
-                    f"forward of {self._what} wrote its {kind}{name} in place in this call, and did not when it was captured: "
-                    "that stays written, whatever is undone. Remedy: write a copy, and load a checkpoint of the model"
+                    f"forward of {self._model_name} wrote its {kind}{name} in place in this call, and did not when it was "
+                    "captured: that stays written, whatever is undone. Remedy: write a copy, and load a checkpoint of the model"
                 )
         names = [*self.buffers]
         for place in run.written(run.buffers):
             if place not in self.recorded.written:
                 raise ExecutionError(
-                    f"forward of {self._what} wrote the buffer {_short(names[place])!r} in this call, and did not when it was "
-                    "captured: a step keeps the same buffers each time. Remedy: have each call write it, if only its own value"
+                    f"forward of {self._model_name} wrote the buffer {_short(names[place])!r} in this call, and did not when "
+                    "it was captured: a step keeps the same buffers each time. Remedy: have each call write it, if only its "
+                    "own value"
                 )
             if run.buffers[place].requires_grad:
                 raise ExecutionError(
-                    f"forward of {self._what} wrote a value that requires a gradient to the buffer {_short(names[place])!r}: "
-                    "write the detached value"
+                    f"forward of {self._model_name} wrote a value that requires a gradient to the buffer "
+                    f"{_short(names[place])!r}: write the detached value"
                 )
 
     def _check_alike(self, run: Run) -> None:
@@ -284,14 +280,14 @@ class OpaqueCall:
             if not are_alike(value, self._used.first_value(self.buffers[name], value)):
                 raise ExecutionError(
                     f"{_short(name)!r}, a vector of a spectral norm, was iterated another number of times on some shard of this "
-                    f"batch than on another. Remedy: {self._what} calls the module as often whatever the examples are"
+                    f"batch than on another. Remedy: {self._model_name} calls the module as often whatever the examples are"
                 )
 
 
-def _not_joined(what: str) -> CaptureError:
+def _not_joined(model_name: str) -> CaptureError:
     return CaptureError(
-        f"{what} asks for values of all replicas (mirrorc.all_reduce, all_gather, replica_id, ...), which plain PyTorch has "
-        "not. Remedy: compile it with capture='dynamo'"
+        f"{model_name} asks for values of all replicas (mirrorc.all_reduce, all_gather, replica_id, ...), which plain PyTorch "
+        "has not. Remedy: compile it with capture='dynamo'"
     )
 
 
@@ -300,7 +296,6 @@ def _short(name: str) -> str:
 
 
 def _as_typed(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient in the layout of its parameter; zeros for none."""
     if gradient is not None and gradient.layout is torch.strided and gradient.stride() == parameter.stride():
         return gradient
     laid = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)

@@ -1,4 +1,4 @@
-"""Runs of a training call as plain PyTorch: what each of them is given, and what all have in common."""
+"""Runs of a training call as plain PyTorch: the inputs of each, and the facts common to all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mirrorc.capture.model.transient_attributes import Attribute
 
 @dataclass(frozen=True)
 class ThreadModes:
-    """What torch keeps for each thread by itself, as it is in the thread that captures."""
+    """torch's settings of the capturing thread."""
 
     autocast: tuple[tuple[str, torch.dtype], ...]
     caches_casts: bool
@@ -45,16 +45,15 @@ class ThreadModes:
 
 @dataclass
 class Run:
-    """A forward that has run, and whose backward has not.
+    """A forward that has run, before its backward.
 
     Attributes:
-        copy: the modules that have run, which backward may run again.
-        parameters, buffers, leaves: the tensors that forward was given, with gradients after backward.
-        versions: of these buffers and parameters, before forward.
-        stream: the random numbers that it draws from; None if it draws none.
+        copy: its modules; backward may run them again.
+        parameters, buffers, leaves: its inputs, with gradients after backward.
+        versions: of these, before forward.
+        stream: None if it draws nothing.
         loss: with its graph, until backward; without elements if an evaluation has none.
-        unreached: the places of the parameters that this graph does not reach, of a run that trains.
-        outputs: what it returns beside the loss, if the call keeps that.
+        unreached: the indices of the parameters outside of this graph, in training.
     """
 
     copy: ModuleCopy
@@ -68,24 +67,23 @@ class Run:
     outputs: RunOutputs | None = None
 
     def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The places of those of its tensors that were written in place."""
+        """The indices of the tensors among these that were written in place."""
         known = {id(t): v for t, v in zip((*self.parameters, *self.buffers, *self.leaves), self.versions, strict=True)}
         return [place for place, tensor in enumerate(tensors) if tensor._version != known[id(tensor)]]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What first runs have found, which the graph of a step says of all others.
+    """The facts of first runs, taken by the graph of a step for all others.
 
     Attributes:
-        loss_dtype: of the loss, a single number; None for an evaluation without one.
-        gradients: the places of the parameters that may get a gradient, in the order in which backward makes them.
-        written: the places of the buffers that forward writes.
+        loss_dtype: None for an evaluation without a loss.
+        gradients: the indices of the trainable parameters, in the order of backward.
+        written: the indices of written buffers.
         draws: whether random numbers are drawn.
-        outputs: what runs return beside the loss, if the call keeps that.
-        late: the places of the parameters whose gradients came in several parts, or by another way than the graph of the loss.
-        passing: the attributes that forward assigns before it reads them, so that what it leaves there does not count.
-        alike: the places of the buffers that all runs of a step write to one value.
+        late: the indices of parameters with gradients in several parts, or outside of the graph of the loss.
+        passing: the attributes with an assignment before each read.
+        alike: the indices of the buffers with one value in all runs of a step.
     """
 
     loss_dtype: torch.dtype | None
@@ -99,13 +97,13 @@ class Recorded:
 
     @property
     def outputs_of_graph(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of each tensor that a run gives beside the loss."""
+        """Shape and dtype of each output beside the loss."""
         return list(self.outputs.types.values()) if self.outputs is not None else []
 
 
-def parameter_of_run(own: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """A parameter with memory of a replica, and with what the user has put on his own."""
-    parameter = nn.Parameter(value.detach(), own.requires_grad)
-    if own.__dict__:
-        parameter.__dict__.update(own.__dict__)
+def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    """A parameter in a replica's memory, with the attributes of the user's."""
+    parameter = nn.Parameter(value.detach(), original.requires_grad)
+    if original.__dict__:
+        parameter.__dict__.update(original.__dict__)
     return parameter

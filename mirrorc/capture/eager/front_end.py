@@ -1,4 +1,4 @@
-"""The front end that leaves forward and backward to PyTorch's autograd: a graph of operators that run them."""
+"""The front end of plain PyTorch: a graph of operators that run forward and backward."""
 
 from __future__ import annotations
 
@@ -40,12 +40,11 @@ _FAKE_MODE = FakeTensorMode()  # one, so that graphs of several sizes of microba
 
 
 class AutogradFrontEnd(FrontEnd):
-    """Captures a step as operators that run forward and backward as plain PyTorch, whatever Python does in them.
+    """Captures a step as operators that run forward and backward as plain PyTorch.
 
-    One operator runs forward, and one takes each gradient, in the order in which backward makes them: so backward is cut where
-    buckets become ready, as that of any captured graph. Runs on the data of all shards tell this order, which buffers are
-    written, and whether random numbers are drawn. What a later run does otherwise is an error of its step. Each run may use
-    other parameters, and make their gradients in another order.
+    One operator runs forward, and one takes each gradient, in the order of backward: so backward can be cut between
+    buckets. Runs on the data of all shards tell this order, the written buffers, and the use of random numbers. A deviation
+    of a later run is an error of its step, except for other parameters in another order.
     """
 
     name = "autograd"
@@ -59,49 +58,47 @@ class AutogradFrontEnd(FrontEnd):
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
-        what = type(call.model).__name__
+        model_name = type(call.model).__name__
         for module in call.modules():
             if isinstance(module, nn.SyncBatchNorm) and (module.training or module.running_mean is None):
                 raise CaptureError(
-                    f"{what} has a SyncBatchNorm in train mode, which takes statistics over all replicas, and those that run as "
-                    "plain PyTorch have their own alone. Remedy: compile it with capture='dynamo', or use a BatchNorm"
+                    f"{model_name} has a SyncBatchNorm in train mode, which takes statistics over all replicas, and those that "
+                    "run as plain PyTorch have their own alone. Remedy: compile it with capture='dynamo', or use a BatchNorm"
                 )
-        opaque = OpaqueCall(call, what)
-        found = first_runs(opaque, call, call.data or [leaves], leaves, what)
-        opaque.recorded = found.recorded
+        opaque = OpaqueCall(call, model_name)
+        trials = first_runs(opaque, call, call.data or [leaves], leaves, model_name)
+        opaque.recorded = trials.recorded
         joint = _joint_graph(opaque, leaves) if call.trains else _forward_graph(opaque, leaves)
-        joint.written_inputs = found.written_inputs
+        joint.written_inputs = trials.written_inputs
         remark = _REMARK if call.trains else _REMARK_ON_EVALUATION
         buffers = [*opaque.buffers]
-        alike = [buffers[place] for place in sorted(found.recorded.alike)]
-        return Traced(joint, HeldCall(opaque, call), found.notes, opaque.recorded.outputs, (remark,), alike)
+        alike = [buffers[place] for place in sorted(trials.recorded.alike)]
+        return Traced(joint, HeldCall(opaque, call), trials.notes, opaque.recorded.outputs, (remark,), alike)
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
         """Runs the first shard with its first example once more."""
-        own = (call.data or [()])[0]
+        shard = (call.data or [()])[0]
         grown = [
             leaf if leaf.shape == like.shape else torch.cat([leaf, leaf[:1]])
-            for leaf, like in zip(own, leaves, strict=False)
+            for leaf, like in zip(shard, leaves, strict=False)
         ]
-        if len(grown) != len(leaves) or any(one.shape != like.shape for one, like in zip(grown, leaves, strict=True)):
+        if len(grown) != len(leaves) or any(
+            grown_leaf.shape != like.shape for grown_leaf, like in zip(grown, leaves, strict=True)
+        ):
             return None
-        what = type(call.model).__name__
+        model_name = type(call.model).__name__
         try:
-            return first_runs(OpaqueCall(call, what), call, [grown], grown, what).recorded.outputs
+            return first_runs(OpaqueCall(call, model_name), call, [grown], grown, model_name).recorded.outputs
         except CaptureError as error:
             logger.debug("no run of another number of examples", exc_info=error)
             return None
 
 
 class HeldCall:
-    """Guards that hold the call which a graph's operators run.
+    """Guards that hold the call of a graph's operators.
 
-    Each run reads what Python has then. Plain arguments and numbers of modules are watched even so, because what a run uses may
-    follow from them: first runs with others tell.
-
-    Args:
-        call: what runs.
-        training_call: with the plain values of first runs; guards are asked about those that it has then.
+    Each run reads Python's current state. Plain arguments and numbers of modules are watched even so, because the
+    parameters in use may follow from them.
     """
 
     numbers: tuple[int | float, ...] = ()
@@ -119,19 +116,16 @@ class HeldCall:
         ]
 
     def use_draws(self) -> Callable[[], None]:
-        """Nothing is drawn of Python's random."""
         return lambda: None
 
     def changed_numbers(self) -> list[str]:
-        """No number is a constant of the graph."""
         return []
 
     def hold(self) -> bool:
-        """Whether plain arguments and numbers are those of first runs."""
         return not self.broken()
 
     def broken(self) -> str:
-        """The name of the first that is another; empty if none is."""
+        """The name of the first difference; or empty."""
         plain = self._training_call.plain
         for name, value in self._plain.items():
             if plain.get(name) is not value.value and Constant(plain.get(name)) != value:
@@ -143,28 +137,25 @@ class HeldCall:
 
 
 class _Graph:
-    """A graph of the operators, to which inputs and calls are added.
-
-    Args:
-        call: what the operators run, of which first runs are known.
-        leaves: example tensors.
+    """Builds a graph of the operators.
 
     Attributes:
-        graph: the graph.
-        inputs: what each operator that runs forward takes first: the call's number, the seed, and lists of nodes.
-        call: the call.
+        number: the call's, by which the operators refer to it.
     """
 
     def __init__(self, call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> None:
         self.call, self.graph = call, fx.Graph()
-        self.arguments = [self.given(f"leaf_{i}", leaf) for i, leaf in enumerate(leaves)]
-        self.parameters = [self.given(f"parameter_{i}", own) for i, own in enumerate(call.parameters.values())]
-        self.buffers = [self.given(f"buffer_{i}", own) for i, own in enumerate(call.buffers.values())]
-        self.seed = self.given("seed", torch.empty((), dtype=torch.int64)) if call.recorded.draws else None
+        self.arguments = [self.placeholder_like(f"leaf_{i}", leaf) for i, leaf in enumerate(leaves)]
+        self.parameters = [
+            self.placeholder_like(f"parameter_{i}", variable) for i, variable in enumerate(call.parameters.values())
+        ]
+        self.buffers = [
+            self.placeholder_like(f"buffer_{i}", variable) for i, variable in enumerate(call.buffers.values())
+        ]
+        self.seed = self.placeholder_like("seed", torch.empty((), dtype=torch.int64)) if call.recorded.draws else None
         self.number = register_call(call)
 
-    def given(self, name: str, value: torch.Tensor) -> fx.Node:
-        """An input like this value."""
+    def placeholder_like(self, name: str, value: torch.Tensor) -> fx.Node:
         node = self.graph.placeholder(name)
         with _FAKE_MODE:
             like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -172,14 +163,12 @@ class _Graph:
         return node
 
     def result_of(self, target: Any, *args: Any) -> fx.Node:
-        """What an operator gives."""
         node = self.graph.call_function(target, args)
         with _FAKE_MODE:
-            node.meta["val"] = target(*fx.node.map_arg(args, lambda one: one.meta["val"]))
+            node.meta["val"] = target(*fx.node.map_arg(args, lambda source: source.meta["val"]))
         return node
 
     def parts_of(self, target: Any, *args: Any) -> list[fx.Node]:
-        """The parts of what an operator gives."""
         node = self.result_of(target, *args)
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(node.meta["val"]))]
         for part, value in zip(parts, node.meta["val"], strict=True):
@@ -187,15 +176,13 @@ class _Graph:
         return parts
 
     def parts_of_forward(self, target: Any) -> list[fx.Node]:
-        """The parts of what an operator gives that runs forward."""
         recorded = self.call.recorded
         outputs = recorded.outputs_of_graph
         types = [dtype for _, dtype in outputs], sizes_of([shape for shape, _ in outputs])
-        own = (self.number, self.seed, self.arguments, self.parameters, self.buffers)
-        return self.parts_of(target, *own, recorded.loss_dtype, list(recorded.written), *types)
+        inputs = (self.number, self.seed, self.arguments, self.parameters, self.buffers)
+        return self.parts_of(target, *inputs, recorded.loss_dtype, list(recorded.written), *types)
 
     def joint(self, results: Sequence[fx.Node], **about: Any) -> JointGraph:
-        """The graph, which gives these results, with what it says of its inputs, writes and outputs, and ``about`` besides."""
         self.graph.output(tuple(results))
         names = [*self.call.parameters, *self.call.buffers]
         variables = zip([*self.parameters, *self.buffers], names, strict=True)
@@ -209,7 +196,7 @@ class _Graph:
         )
 
     def writes_and_outputs(self, nodes: Sequence[fx.Node]) -> dict[str, dict[str, fx.Node]]:
-        """What `joint` is told of written buffers and outputs, which stand in this order."""
+        """The arguments of `joint` for written buffers and outputs, in this order."""
         names, recorded = [*self.call.buffers], self.call.recorded
         written = nodes[: len(recorded.written)]
         outputs = recorded.outputs.types if recorded.outputs is not None else ()
@@ -220,10 +207,9 @@ class _Graph:
 
 
 def _joint_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph:
-    """The graph of forward and backward of a call, of which first runs are known."""
     built, recorded = _Graph(call, leaves), call.recorded
     device = next(iter(call.parameters.values())).device
-    tangent = built.given("tangent", torch.empty((), dtype=recorded.loss_dtype, device=device))
+    tangent = built.placeholder_like("tangent", torch.empty((), dtype=recorded.loss_dtype, device=device))
     loss, token, *others = built.parts_of_forward(run_forward)
     gradients = [
         built.result_of(take_gradient, built.number, token, tangent, built.parameters[place], place)
@@ -240,7 +226,6 @@ def _joint_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph
 
 
 def _forward_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph:
-    """The graph of an evaluation, of which first runs are known; its loss is one of the outputs."""
     built = _Graph(call, leaves)
     nodes = built.parts_of_forward(run_evaluation)
     losses, others = (nodes[:1], nodes[1:]) if call.recorded.loss_dtype is not None else ([], nodes)

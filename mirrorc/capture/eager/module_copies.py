@@ -1,4 +1,4 @@
-"""Copies of a user's modules that have Python objects of their own, and the tensors of one replica."""
+"""Copies of a user's modules that have their own Python objects, and the tensors of one replica."""
 
 from __future__ import annotations
 
@@ -17,22 +17,18 @@ from mirrorc.torch_internals import ScriptCopy, is_script_module, renew_recurren
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 8
-"""How many containers within one another are looked into; some hold themselves."""
+"""The nesting of containers that is searched; some contain themselves."""
 
 
 class ModuleCopy:
-    """A structural copy of a module and its submodules, to be run in one thread while others run their own.
+    """A structural copy of a module and its submodules, to run in one thread while others run theirs.
 
-    The copies have the classes of the originals, their attributes, and tables of parameters, buffers and submodules of their own.
-    What is one object in the originals (shared modules, tied weights) is one object in the copy. Where attributes refer to a
-    copied module, directly, by a bound method or a `functools.partial`, or in lists, tuples and dicts, those of the copy refer to
-    its copy. Modules of TorchScript are copied as torch copies them.
-
-    Args:
-        root: the original, which is not changed.
+    The copies have the classes and attributes of the originals, and own tables of parameters, buffers and submodules.
+    Shared objects stay shared. References to copied modules become references to the copies: in attributes, bound methods,
+    `functools.partial`, lists, tuples and dicts. Modules of TorchScript are copied as torch copies them.
 
     Attributes:
-        root: its copy. It can be run after `load`.
+        root: the copy. It can be run after `load`.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -42,7 +38,7 @@ class ModuleCopy:
         }
         self._scripts = [ScriptCopy(module) for module in scripts]
         self._copies_of_all = self._copies | {
-            id(source): own for script in self._scripts for source, own in script.pairs
+            id(source): copy for script in self._scripts for source, copy in script.pairs
         }
         self._originals = modules
         self._pairs = [(vars(module), vars(self._copies[id(module)])) for module in modules]
@@ -52,33 +48,32 @@ class ModuleCopy:
         self.root = self._copies[id(root)]
 
     def load(self, tensors: Mapping[int, torch.Tensor], passing: Set[Attribute] = frozenset(), **of_root: Any) -> None:
-        """Takes over the attributes that the originals have now.
+        """Loads the current attributes of the originals, except ``passing`` ones, which the copies assign before each read.
 
         Args:
-            tensors: what takes the places of parameters and buffers, by the ids of the originals'.
-            passing: attributes that the copies are to assign before they read them; they are not taken over, and may be assigned.
-            **of_root: attributes that the root has instead of its original's.
+            tensors: the parameters and buffers, by the ids of the originals'.
+            **of_root: override attributes of the root.
         """
         self._loaded = []
         if passing != self._passing:
             self._watch(passing)
-        for module, (source, own), known in zip(self._copies.values(), self._pairs, self._known, strict=True):
-            own.clear()
-            own.update(source)
+        for module, (source, members), known in zip(self._copies.values(), self._pairs, self._known, strict=True):
+            members.clear()
+            members.update(source)
             for key, value in source.items():
                 was = known.get(key)
                 if was is None or was[0] is not value or was[1] is not value:
                     changed = value if key in _TABLES else self._of_copies(value)
                     known[key] = (value, changed)
-                    own[key] = changed
-            if own is vars(self.root):
-                own.update(of_root)
-            own["_parameters"] = _replaced(source["_parameters"], tensors.__getitem__)
-            own["_buffers"] = _replaced(source["_buffers"], tensors.__getitem__)
-            own["_modules"] = _replaced(source["_modules"], self._copies_of_all.__getitem__)
+                    members[key] = changed
+            if members is vars(self.root):
+                members.update(of_root)
+            members["_parameters"] = _replaced(source["_parameters"], tensors.__getitem__)
+            members["_buffers"] = _replaced(source["_buffers"], tensors.__getitem__)
+            members["_modules"] = _replaced(source["_modules"], self._copies_of_all.__getitem__)
             if isinstance(module, nn.RNNBase):
                 renew_recurrent_weights(module)
-            self._loaded.append((dict(own), *(dict(own[table]) for table in _TABLES)))
+            self._loaded.append((dict(members), *(dict(members[table]) for table in _TABLES)))
         for script in self._scripts:
             script.load(lambda tensor: tensors[id(tensor)])
         for place, name in passing:
@@ -87,7 +82,7 @@ class ModuleCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A block in which nothing may read the passing attributes of the originals, as a run assigns those of the copies."""
+        """A block in which reads of the originals' passing attributes fail: a run assigns the copies'."""
         names: dict[nn.Module, set[str]] = {}
         for place, name in self._passing:
             names.setdefault(self._originals[place], set()).add(name)
@@ -95,49 +90,48 @@ class ModuleCopy:
             yield
 
     def run(self, *args: Any) -> Any:
-        """Calls the copy. TorchScript runs operators as written, and does not optimize later runs by what it saw in the first."""
+        """Calls the copy. TorchScript runs operators as written, without its profile-guided optimization."""
         with torch.jit.optimized_execution(False) if self._scripts else contextlib.nullcontext():
             return self.root(*args)
 
     def unload(self) -> None:
-        """Lets go of tensors."""
+        """Releases tensors."""
         self._loaded = []
         for script in self._scripts:
             script.unload()
-        for _, own in self._pairs:
-            own.clear()
+        for _, attributes in self._pairs:
+            attributes.clear()
 
     def assigned(self) -> list[Attribute]:
-        """The attributes that were assigned, added or deleted since `load`, but for the passing ones."""
-        found = []
-        for place, ((_, own), loaded) in enumerate(zip(self._pairs, self._loaded, strict=True)):
-            changed = [key for key, value in own.items() if loaded[0].get(key, _ABSENT) is not value]
-            found += [(place, key) for key in (*changed, *(key for key in loaded[0] if key not in own))]
-        return [one for one in found if one not in self._passing]
+        """The attributes that were assigned, added or deleted since `load`, but for passing ones."""
+        assigned = []
+        for place, ((_, attributes), loaded) in enumerate(zip(self._pairs, self._loaded, strict=True)):
+            changed = [key for key, value in attributes.items() if loaded[0].get(key, _ABSENT) is not value]
+            assigned += [(place, key) for key in (*changed, *(key for key in loaded[0] if key not in attributes))]
+        return [attribute for attribute in assigned if attribute not in self._passing]
 
     def replaced(self) -> str | None:
-        """A parameter, buffer or submodule that was replaced, added or deleted since `load`; None if there is none.
+        """A parameter, buffer or submodule that was replaced, added or deleted since `load`; or None.
 
-        Of modules of TorchScript, any attribute that was changed.
+        Of modules of TorchScript, any changed attribute.
         """
-        for (_, own), loaded in zip(self._pairs, self._loaded, strict=True):
+        for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
             for table, before in zip(_TABLES, loaded[1:], strict=True):
-                now = own.get(table, {})
+                now = attributes.get(table, {})
                 for key in (*now, *before):
                     if now.get(key, _ABSENT) is not before.get(key, _ABSENT):
                         return key
         return next(filter(None, (script.changed() for script in self._scripts)), None)
 
     def _watch(self, passing: Set[Attribute]) -> None:
-        """Has the copies raise an error where a passing attribute is read that was not assigned since `load`."""
         self._passing = frozenset(passing)
         for place, module in enumerate(self._copies.values()):
-            names = frozenset(name for own, name in passing if own == place)
+            names = frozenset(name for index, name in passing if index == place)
             if type(module) is not (kind := watching_class(type(module), names)):
                 object.__setattr__(module, "__class__", kind)
 
     def _of_copies(self, value: Any, depth: int = 0) -> Any:
-        """An attribute's value with copies of modules in the place of the originals; the very value if it holds none."""
+        """A value that refers to copies instead of the originals; the same object if it refers to none."""
         kind = type(value)
         if isinstance(value, nn.Module):
             return self._copies_of_all.get(id(value), value)
@@ -165,10 +159,17 @@ _ABSENT = object()
 
 
 def _outside_of_scripts(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules of Python within a module, itself included, and the outermost ones of TorchScript."""
-    within = {id(part) for own in root.modules() if is_script_module(own) for part in own.modules() if part is not own}
-    modules = [own for own in root.modules() if id(own) not in within]
-    return [own for own in modules if not is_script_module(own)], [own for own in modules if is_script_module(own)]
+    within = {
+        id(part)
+        for module in root.modules()
+        if is_script_module(module)
+        for part in module.modules()
+        if part is not module
+    }
+    modules = [module for module in root.modules() if id(module) not in within]
+    return [module for module in modules if not is_script_module(module)], [
+        module for module in modules if is_script_module(module)
+    ]
 
 
 def _replaced(table: Mapping[str, Any], by: Callable[[int], Any]) -> dict[str, Any]:

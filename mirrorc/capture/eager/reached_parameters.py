@@ -1,4 +1,4 @@
-"""Finds the parameters to which backward of a run would lead."""
+"""Finds the parameters that backward of a run would reach."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from mirrorc.capture.eager.eager_run import Run
 
 
 def note_reach(run: Run) -> list[nn.Parameter]:
-    """Notes which of its parameters a run has reached; gives those besides in which backward from its loss ends."""
-    given = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
+    """Notes the parameters outside of the graph of a run's loss; gives other parameters at which its backward ends."""
+    known = {id(tensor) for tensor in (*run.parameters, *run.buffers, *run.leaves)}
     leaves = _leaves_of_loss(run.loss)
     reached = set(map(id, leaves))
-    run.unreached = frozenset(place for place, own in enumerate(run.parameters) if id(own) not in reached)
-    return [one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in given]
+    run.unreached = frozenset(place for place, parameter in enumerate(run.parameters) if id(parameter) not in reached)
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
 
 
 def reached_otherwise(besides: Sequence[nn.Parameter], originals: Mapping[str, nn.Parameter]) -> str | None:
-    """The name of a parameter of the user's own that forward has reached by another way than through the modules of a run."""
+    """The name of a parameter of the user's that forward has reached past the modules of a run; or None."""
     names = {id(original): name for name, original in originals.items()}
-    return next((names[id(one)] for one in besides if id(one) in names), None)
+    return next((names[id(parameter)] for parameter in besides if id(parameter) in names), None)
 
 
 def _leaves_of_loss(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in which backward from a loss ends."""
-    found, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}
+    leaves, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}
     while waiting:
         node: Any = waiting.pop()
         following = node.next_functions if node is not None else ()
         if not following and hasattr(node, "variable"):
-            found.append(node.variable)
-        for one, _ in following:
-            if one is not None and one not in seen:
-                seen.add(one)
-                waiting.append(one)
-    return found
+            leaves.append(node.variable)
+        for source, _ in following:
+            if source is not None and source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return leaves

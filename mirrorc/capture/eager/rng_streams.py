@@ -14,23 +14,18 @@ _LONGEST_WAIT_SECONDS = 3600
 
 
 class ReplicaStream:
-    """The states in which a replica's code finds the generators of the process, and in which it has left them.
-
-    Args:
-        seed: all numbers follow from it.
-        device: of the replica. There are generators for the CPU and for each GPU.
-    """
+    """The states of the process's generators, for the CPU and a replica's GPU, that its code draws from and leaves."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
-        self._states = [torch.Generator(own).manual_seed(mix(seed, 0)).get_state() for own in self._devices]
+        self._states = [torch.Generator(each).manual_seed(mix(seed, 0)).get_state() for each in self._devices]
 
     @contextlib.contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """A block that draws from the stream; one such block runs at a time, and the generators are then as they were.
+        """A block that draws from the stream, and restores the generators; one such block runs at a time.
 
         Raises:
-            ExecutionError: other blocks have taken the generators for an hour.
+            ExecutionError: other blocks have held the generators for an hour.
         """
         with contextlib.ExitStack() as stack:
             for device in self._devices:
@@ -49,18 +44,17 @@ class ReplicaStream:
                 _set_generator_states(self._devices, before)
 
     def has_advanced(self, since: ReplicaStream) -> bool:
-        """Whether numbers were drawn that another stream of the same seed has not drawn."""
+        """Whether it has drawn numbers that another stream of the same seed has not drawn."""
         return not all(map(torch.equal, self._states, since._states))
 
 
 def generator_states(devices: list[torch.device]) -> list[torch.Tensor]:
-    """The states of these devices' generators of the process."""
+    """The states of the process's generators for these devices."""
     with STATES_LOCK:
         return [torch.get_rng_state() if d.type == "cpu" else torch.cuda.get_rng_state(d) for d in devices]
 
 
 def _set_generator_states(devices: list[torch.device], states: list[torch.Tensor]) -> None:
-    """Puts the generators of the process into these states."""
     with STATES_LOCK:
         for device, state in zip(devices, states, strict=True):
             if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Refuses what a run of plain PyTorch would leave behind in objects that replicas share."""
+"""Refuses effects of a run of plain PyTorch on objects that replicas share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,8 @@ from mirrorc.user.restore import CONTAINERS, can_keep_value, content_of, is_same
 
 
 @contextlib.contextmanager
-def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
-    """A block that must not draw of generators that replicas share, nor change collections or tensors that they share.
-
-    Raises:
-        CaptureError: names what it has done.
-    """
+def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
+    """A block that must not draw from shared generators, nor change shared collections or tensors."""
     before = random.getstate(), np.random.get_state(legacy=False)
     random.seed()  # a state that no seed of forward's own leads back to
     np.random.seed()
@@ -37,69 +33,71 @@ def refused_effects(call: TrainingCall, what: str) -> Iterator[None]:
     ]
     generators = HeldGenerators(call.modules())
     kinds = _kinds_of(nn.Module)
-    modules = [one for one in gc.get_objects() if type(one) in kinds]  # of some million objects
+    modules = [value for value in gc.get_objects() if type(value) in kinds]  # of some million objects
     buffers = {id(buffer): buffer for module in modules for buffer in _buffers_of(module)}
-    kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+    snapshots = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:
         with generators.watched():
             yield
         if random.getstate() != python or not _is_same_state(np.random.get_state(legacy=False), of_numpy):
             raise CaptureError(
-                f"forward or loss of {what} draws from Python's random or numpy's, which all replicas share, and each would draw "
-                "other numbers in every run. Remedy: draw with torch, as in torch.rand(()).item(), or draw before the step and "
-                "pass what was drawn as an argument"
+                f"forward or loss of {model_name} draws from Python's random or numpy's, which all replicas share, and each "
+                "would draw other numbers in every run. Remedy: draw with torch, as in torch.rand(()).item(), or draw before "
+                "the step and pass what was drawn as an argument"
             )
         drawn = generators.drawn()
         if drawn is not None:
             raise CaptureError(
-                f"forward or loss of {what} draws from {drawn}, which all replicas share, and which number each gets would "
+                f"forward or loss of {model_name} draws from {drawn}, which all replicas share, and which number each gets would "
                 "follow their threads. Remedy: draw from torch's default generator, of which each replica has a stream of its "
                 "own, as in torch.rand(4), or draw before the step and pass what was drawn as an argument"
             )
         changed = next((key for key, value, content in contents if not is_same(value, content)), None)
         if changed is not None:
             raise CaptureError(
-                f"forward or loss of {what} changes {changed!r}, a collection that all replicas share, and whose order would "
-                "follow their threads. Remedy: collect it with the plain model between steps, or keep it in a buffer and write "
-                "that in place (self.x.copy_(value))"
+                f"forward or loss of {model_name} changes {changed!r}, a collection that all replicas share, and whose order "
+                "would follow their threads. Remedy: collect it with the plain model between steps, or keep it in a buffer and "
+                "write that in place (self.x.copy_(value))"
             )
-        if not all(have_same_bits(*pair) for pair in kept):  # a normalization does not count its writes as versions
+        if not all(
+            have_same_bits(*pair) for pair in snapshots
+        ):  # a normalization does not count its writes as versions
             raise CaptureError(
-                f"forward or loss of {what} writes a buffer of a module that neither model nor loss holds as a submodule, so "
-                "that all replicas would write the same memory. Remedy: make the module a submodule, or put it into eval mode"
+                f"forward or loss of {model_name} writes a buffer of a module that neither model nor loss holds as a "
+                "submodule, so that all replicas would write the same memory. Remedy: make the module a submodule, or put it "
+                "into eval mode"
             )
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
         generators.put_back()
-        for buffer, value in kept:
+        for buffer, value in snapshots:
             if not have_same_bits(buffer, value):
                 buffer.detach().copy_(value)
 
 
 def _kinds_of(kind: type) -> set[type]:
-    """A class and all that are derived from it."""
-    found, waiting = {kind}, [kind]
+    kinds, waiting = {kind}, [kind]
     while waiting:
         derived: list[type] = type.__subclasses__(waiting.pop())
-        new = [one for one in derived if one not in found]
-        found.update(new)
+        new = [subclass for subclass in derived if subclass not in kinds]
+        kinds.update(new)
         waiting += new
-    return found
+    return kinds
 
 
-def _is_same_state(one: Any, other: Any) -> bool:
-    one, other = one["state"], other["state"]
-    return bool(one["pos"] == other["pos"] and np.array_equal(one["key"], other["key"]))
+def _is_same_state(state: Any, other: Any) -> bool:
+    state, other = state["state"], other["state"]
+    return bool(state["pos"] == other["pos"] and np.array_equal(state["key"], other["key"]))
 
 
 def _buffers_of(module: Any) -> list[torch.Tensor]:
-    """The buffers of a module, which may be a copy that holds nothing."""
-    found = vars(module).get("_buffers") or {}
-    return [buffer for buffer in found.values() if isinstance(buffer, torch.Tensor) and can_keep_value(buffer)]
+    """A module may be a released copy without tables."""
+    table = vars(module).get("_buffers") or {}
+    return [buffer for buffer in table.values() if isinstance(buffer, torch.Tensor) and can_keep_value(buffer)]
 
 
-def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors of a type have the same bits."""
-    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
     return torch.equal(*bits)

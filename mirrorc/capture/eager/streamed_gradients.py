@@ -1,4 +1,4 @@
-"""The gradients of a run of plain PyTorch, which its backward makes one after the other."""
+"""The gradients of a run of plain PyTorch, one after the other as its backward makes them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ from mirrorc.errors import ExecutionError
 
 
 class RunGradients:
-    """Takes the gradients of a run from its backward, as it makes them.
+    """Takes the gradients of a run from its backward.
 
-    A gradient is there when backward has added up all parts of it, at which torch calls a hook of its parameter. A parameter that
-    the graph of the loss does not reach has none, which is known before backward. Even so, a backward within backward may make
-    one, or add a part to one: of such parameters nothing is known before backward ends.
+    A gradient is complete when torch calls the post-accumulate hook of its parameter. A parameter outside of the graph of
+    the loss has none, except where a backward within backward makes one: known at the end of backward only.
 
     Args:
-        run: whose forward has run.
-        backward: runs its backward.
-        late: the places of parameters of which backward may add to the gradient when it is there.
-        what: the name of the model.
+        late: the indices of parameters whose complete gradients may get further parts.
 
     Attributes:
-        came: the places of the parameters, in the order in which gradients came; twice if one came in two parts.
+        came: the indices of parameters in the order of their gradients; twice for two parts.
         has_ended: whether backward has, without an error.
     """
 
-    def __init__(self, run: Run, backward: Callable[[], None], late: Set[int], what: str) -> None:
-        self._run, self._backward, self._late, self._what = run, backward, late, what
+    def __init__(self, run: Run, backward: Callable[[], None], late: Set[int], model_name: str) -> None:
+        self._run, self._backward, self._late, self._model_name = run, backward, late, model_name
         self.came: list[int] = []
         self.has_ended = False
         self._there, self._taken, self._has_begun = set(run.unreached) - late, set[int](), False
@@ -40,11 +36,11 @@ class RunGradients:
 
     @property
     def may_wait(self) -> bool:
-        """See `mirrorc.custom_ops.eager_calls.OpaqueBackward`: who draws holds the generators of the process."""
+        """False for a run that draws: it holds the generators of the process."""
         return self._run.stream is None
 
     def has(self, place: int) -> bool:
-        """Whether the gradient of a parameter may be taken, which may be that there is none; never before backward has begun."""
+        """Whether a parameter's gradient, or its absence, is known; never before backward has begun."""
         return self.has_ended or (self._has_begun and place in self._there)
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
@@ -65,12 +61,13 @@ class RunGradients:
         self.has_ended = True
 
     def _note(self, place: int, _: torch.Tensor) -> None:
-        """Called by torch when a gradient is there; of a GPU's in a thread of its own, in which nothing else is done."""
+        """torch calls this, for a GPU in a thread of its own, in which it only takes notes."""
         if place in self._taken:
             raise ExecutionError(
-                f"backward of {self._what} has added to a gradient, of shape {list(self._run.parameters[place].shape)}, that was "
-                "complete, and did not when it was captured: a backward within backward does that, as of an autograd.Function "
-                "that calls backward() itself. Remedy: have it return gradients, or have the first call do what later ones do"
+                f"backward of {self._model_name} has added to a gradient, of shape {list(self._run.parameters[place].shape)}, "
+                "that was complete, and did not when it was captured: a backward within backward does that, as of an "
+                "autograd.Function that calls backward() itself. Remedy: have it return gradients, or have the first call do "
+                "what later ones do"
             )
         self.came.append(place)
         if place not in self._late:
@@ -79,7 +76,7 @@ class RunGradients:
             self._on_gradient()
 
     def take(self, place: int) -> torch.Tensor | None:
-        """A parameter's gradient, which it has no longer; None if this run has not used it. Runs backward if nobody has."""
+        """Removes and returns a parameter's gradient; None if unused. Runs backward if nobody has."""
         if not self._has_begun:
             self.run()
         assert self.has(place), "a gradient is taken when it is there"

@@ -1,4 +1,4 @@
-"""Runs a training call as plain PyTorch, and notes what all later runs must have in common."""
+"""Runs a training call as plain PyTorch, and records the facts that all later runs must share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mirrorc.capture.call.evaluation_call import EvaluationCall
-from mirrorc.capture.call.traced_outputs import TracedOutputs
+from mirrorc.capture.call.traced_outputs import TracedOutputs, UnreadableOutputError
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.errors import (
     HooksMissingError,
@@ -25,7 +25,7 @@ from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.eager_run import Recorded, Run
 from mirrorc.capture.eager.reached_parameters import note_reach, reached_otherwise
 from mirrorc.capture.eager.rng_streams import ReplicaStream
-from mirrorc.capture.eager.run_outputs import UnreadableOutputError, difference
+from mirrorc.capture.eager.run_outputs import difference
 from mirrorc.capture.eager.shared_effects import have_same_bits, refused_effects
 from mirrorc.capture.model.hf_output_hooks import HOOKS_ARE_INSTALLED
 from mirrorc.capture.model.transient_attributes import AssignedAttributeError, Attribute, ReadBeforeAssignedError
@@ -44,13 +44,12 @@ _OF_DATA = (
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """What first runs have found.
+    """The facts of first runs.
 
     Attributes:
-        recorded: what all runs have in common.
         written_inputs: see `mirrorc.torch_internals.JointGraph`.
         notes: warnings to give, once.
-        vectors: those of spectral norms as forward leaves them, by their places among the buffers.
+        vectors: those of spectral norms after forward, by their indices among the buffers.
     """
 
     recorded: Recorded
@@ -64,57 +63,57 @@ def first_runs(
     call: TrainingCall,
     parts: Sequence[Sequence[torch.Tensor]],
     leaves: Sequence[torch.Tensor],
-    what: str,
+    model_name: str,
 ) -> FirstRuns:
     """Runs forward, and in training backward, on copies of all tensors, once for each part of the batch.
 
-    What one run does, all may do: they write a buffer if one of them does, for instance. Any parameter that can be trained may
-    get a gradient in a later run, whatever these do. Generators of random numbers are left as they were.
+    A write or draw of one run counts for all. Any trainable parameter may get a gradient in a later run. Generators of
+    random numbers are restored.
 
     Args:
-        opaque: runs the call.
-        call: model and loss.
         parts: the data of all shards or microbatches.
-        leaves: that of one of these, which tells the types of outputs.
-        what: the name of the model.
+        leaves: one of these, for the types of outputs.
 
     Raises:
-        CaptureError: a run fails, or does what is not the same in a step.
+        CaptureError: a run fails, or has effects that a step cannot have.
     """
     passing: set[Attribute] = set()
-    with _explained(what), refused_effects(call, what):
+    with _explained(model_name), refused_effects(call, model_name):
         num_known = -1
         while len(passing) > num_known:
             num_known = len(passing)
-            each = [_first_run(opaque, call, leaves, what, passing, seed) for seed, leaves in enumerate(parts)]
-    recorded = [one.recorded for one in each]
-    dtypes = {one.loss_dtype for one in recorded}
+            each = [_first_run(opaque, call, leaves, model_name, passing, seed) for seed, leaves in enumerate(parts)]
+    recorded = [run.recorded for run in each]
+    dtypes = {record.loss_dtype for record in recorded}
     if len(dtypes) > 1:
         kinds = ", ".join(sorted(map(str, dtypes)))
         raise CaptureError(
-            f"{what} gives losses of several dtypes ({kinds}) for the shards of one batch: return one of the same dtype each time"
+            f"{model_name} gives losses of several dtypes ({kinds}) for the shards of one batch: return one of the same dtype "
+            "each time"
         )
-    written = sorted({place for one in recorded for place in one.written})
-    draws, outputs = any(one.draws for one in recorded), None
+    written = sorted({place for record in recorded for place in record.written})
+    draws, outputs = any(record.draws for record in recorded), None
     if call.keeps_outputs:
         alike = [
-            one.outputs
-            for part, one in zip(parts, recorded, strict=True)
+            record.outputs
+            for part, record in zip(parts, recorded, strict=True)
             if list(map(_type_of, part)) == list(map(_type_of, leaves))
         ]
-        outputs = _common_outputs([one for one in alike if one is not None], what)
+        outputs = _common_outputs([record for record in alike if record is not None], model_name)
     common = Recorded(
         recorded[0].loss_dtype,
         _order(opaque, recorded),
         tuple(written),
         draws,
         outputs,
-        late=frozenset().union(*(one.late for one in recorded)),
+        late=frozenset().union(*(record.late for record in recorded)),
         passing=frozenset(passing),
-        alike=frozenset(i for i in written if i in each[0].vectors and _is_alike([one.vectors[i] for one in each])),
+        alike=frozenset(i for i in written if i in each[0].vectors and _is_alike([run.vectors[i] for run in each])),
     )
-    notes = tuple(dict.fromkeys([*(note for one in each for note in one.notes), *_notes_on_passing(passing, what)]))
-    return FirstRuns(common, [one for run in each for one in run.written_inputs], notes)
+    notes = tuple(
+        dict.fromkeys([*(note for run in each for note in run.notes), *_notes_on_passing(passing, model_name)])
+    )
+    return FirstRuns(common, [written for run in each for written in run.written_inputs], notes)
 
 
 def _is_alike(values: Sequence[torch.Tensor]) -> bool:
@@ -122,10 +121,9 @@ def _is_alike(values: Sequence[torch.Tensor]) -> bool:
 
 
 def _order(opaque: OpaqueCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
-    """The places of all parameters that can be trained, in the order in which backward has made their gradients; at the end those
-    that no run has used, from the last to the first."""
-    came = [place for one in recorded for place in one.gradients]
-    trained = [place for place, own in enumerate(opaque.parameters.values()) if own.requires_grad]
+    """The indices of all trainable parameters in the order of their gradients; unused ones last, in reverse."""
+    came = [place for run in recorded for place in run.gradients]
+    trained = [place for place, parameter in enumerate(opaque.parameters.values()) if parameter.requires_grad]
     return tuple(dict.fromkeys([*came, *reversed(trained)]))
 
 
@@ -133,13 +131,12 @@ def _type_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _common_outputs(outputs: Sequence[TracedOutputs], what: str) -> TracedOutputs:
-    """What runs on shards of one shape return, which must be alike but for the values of tensors."""
+def _common_outputs(outputs: Sequence[TracedOutputs], model_name: str) -> TracedOutputs:
     for other in outputs[1:]:
         name = difference(other, outputs[0])
         if name:
             raise CaptureError(
-                f"{what} or its loss returns something else as {name!r} for one shard than for another of the same shape: "
+                f"{model_name} or its loss returns something else as {name!r} for one shard than for another of the same shape: "
                 "another structure, a tensor of another shape, or a Python number that is made of data. Remedy: return tensors "
                 "whose shapes follow those of the shard, and numbers as tensors; or compile without return_outputs"
             )
@@ -150,33 +147,28 @@ def _first_run(
     opaque: OpaqueCall,
     call: TrainingCall,
     leaves: Sequence[torch.Tensor],
-    what: str,
+    model_name: str,
     passing: set[Attribute],
     seed: int,
 ) -> FirstRuns:
-    """Runs one part, with random numbers of its own.
-
-    Notes which attributes forward assigns, in further runs, in which none of them can be read before that.
-    """
+    """Runs one part with random numbers of its own, and repeats it without the assigned attributes, so early reads fail."""
     parameters = [parameter.detach().clone() for parameter in opaque.parameters.values()]
     buffers = [buffer.detach() for buffer in opaque.buffers.values()]
     untouched = ReplicaStream(seed, parameters[0].device)
     while True:
         stream = ReplicaStream(seed, parameters[0].device)
-        own = [leaf.detach().clone() for leaf in leaves]
+        copies = [leaf.detach().clone() for leaf in leaves]
         try:
-            run = opaque.run_forward(stream, own, parameters, buffers, frozenset(passing), is_first=True)
+            run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(passing), is_first=True)
             break
         except AssignedAttributeError as error:
             if not error.attributes:
                 raise
             passing.update(error.attributes)
-    loss = _checked_loss(run.loss, call, what)
-    own_vectors = vectors_of_spectral_norms([call])
-    vectors = {
-        i: run.buffers[i].detach() for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in own_vectors
-    }
-    notes = _untrained(run, opaque, call, what) if call.trains else ()
+    loss = _checked_loss(run.loss, call, model_name)
+    ids = vectors_of_spectral_norms([call])
+    vectors = {i: run.buffers[i].detach() for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids}
+    notes = _untrained(run, opaque, call, model_name) if call.trains else ()
     written_inputs, written = _written(run, opaque, (leaves, buffers))
     came: list[int] = []
     if call.trains:
@@ -188,21 +180,21 @@ def _first_run(
     for name, parameter in zip(opaque.parameters, run.parameters, strict=True):
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise CaptureError(
-                f"the gradient of {name.removeprefix('model.')!r} in {what} is sparse: gradients that run as plain PyTorch are "
-                "dense. Remedy: look it up without sparse=True."
+                f"the gradient of {name.removeprefix('model.')!r} in {model_name} is sparse: gradients that run as plain "
+                "PyTorch are dense. Remedy: look it up without sparse=True."
             )
     late = frozenset(place for place in came if place in run.unreached or came.count(place) > 1)
-    outputs = run.outputs.told if run.outputs is not None else None
+    outputs = run.outputs.record if run.outputs is not None else None
     recorded = Recorded(loss, tuple(came), tuple(written), stream.has_advanced(untouched), outputs, late)
     return FirstRuns(recorded, written_inputs, notes, vectors)
 
 
-def _checked_loss(loss: torch.Tensor, call: TrainingCall, what: str) -> torch.dtype | None:
-    """The dtype of the loss, which must be one; None for an evaluation without one."""
+def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> torch.dtype | None:
+    """The dtype of the loss; None for an evaluation without one."""
     if not isinstance(call, EvaluationCall):
-        return check_trained_loss(loss, what).dtype
+        return check_trained_loss(loss, model_name).dtype
     if loss.shape != (0,) or call.needs_loss:
-        check_evaluated_loss(loss, what, is_from_loss_function=call.needs_loss)
+        check_evaluated_loss(loss, model_name, is_from_loss_function=call.needs_loss)
         return loss.dtype
     return None
 
@@ -210,9 +202,9 @@ def _checked_loss(loss: torch.Tensor, call: TrainingCall, what: str) -> torch.dt
 def _written(
     run: Run, opaque: OpaqueCall, before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """What forward has written besides buffers, and the places of the buffers.
+    """The written inputs other than buffers, and the indices of the written buffers.
 
-    A write is seen by the version of a tensor, or by its bits where it does not count, as through ``.data`` or numpy.
+    A write shows in the version of a tensor, or through ``.data`` or numpy in its bits alone.
     """
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]
@@ -229,21 +221,20 @@ def _written(
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """A block in which what the user's code raises becomes a `CaptureError` that names his line."""
+def _explained(model_name: str) -> Iterator[None]:
     try:
         yield
     except CaptureError:
         raise
     except UnreadableOutputError as error:
-        raise CaptureError(f"{what} {error}") from None
+        raise CaptureError(f"{model_name} {error}") from None
     except (AssignedAttributeError, ReadBeforeAssignedError) as error:
         kind = HooksMissingError if error.name == HOOKS_ARE_INSTALLED else CaptureError
         reads = "and reads what an earlier call has left there, " if isinstance(error, ReadBeforeAssignedError) else ""
         raise kind(
-            f"forward of {what} assigns an attribute, {error.name!r}, of a module (self.x = ...), {reads}which does not last in "
-            "a step, where each replica has modules of its own: write buffers in place (self.x.add_(1), self.x.copy_(value)), "
-            "pass what changes as an argument, and use local variables for what need not last"
+            f"forward of {model_name} assigns an attribute, {error.name!r}, of a module (self.x = ...), {reads}which does not "
+            "last in a step, where each replica has modules of its own: write buffers in place (self.x.add_(1), "
+            "self.x.copy_(value)), pass what changes as an argument, and use local variables for what need not last"
         ) from None
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
@@ -252,48 +243,47 @@ def _explained(what: str) -> Iterator[None]:
         )
         kind = LoneExampleError if "more than 1 value per channel" in str(error) else CaptureError
         remedy = _OF_REENTRANT if "use_reentrant=True" in str(error) else _OF_DATA
-        raise kind(f"cannot capture {what}{where}: {type(error).__name__}: {error}. Remedy: {remedy}.") from error
+        raise kind(f"cannot capture {model_name}{where}: {type(error).__name__}: {error}. Remedy: {remedy}.") from error
 
 
-def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, what: str) -> tuple[Note, ...]:
-    """A note on parameters to which backward would lead, and which neither model nor loss holds.
+def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
+    """A note on reached parameters that neither model nor loss holds.
 
     Raises:
-        CaptureError: one of them is the model's, reached by another way than through the modules.
+        CaptureError: one of them is the model's, reached past its modules.
     """
     besides = note_reach(run)
     name = reached_otherwise(besides, opaque.parameters)
     if name is not None:
         raise CaptureError(
-            f"forward or loss of {what} reaches the parameter {name.removeprefix('model.')!r} by another way than "
+            f"forward or loss of {model_name} reaches the parameter {name.removeprefix('model.')!r} by another way than "
             "through the model's modules, as by a global variable or a closure, where each replica has modules of its own. "
             "Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
         )
-    unknown = [one for one in besides if id(one) not in call.trained_elsewhere]
+    unknown = [parameter for parameter in besides if id(parameter) not in call.trained_elsewhere]
     if not unknown:
         return ()
-    shapes = ", ".join(str(list(one.shape)) for one in unknown[:3])
+    shapes = ", ".join(str(list(parameter.shape)) for parameter in unknown[:3])
     return (
         Note(
-            f"the loss of {what} depends on {len(unknown)} parameter(s) of modules that neither model nor loss holds (of shape "
-            f"{shapes}): this step gives no gradient to them. Make their module a submodule; if another step trains them, make "
-            "that step before this one is first called; if nothing is to train them, call requires_grad_(False)",
+            f"the loss of {model_name} depends on {len(unknown)} parameter(s) of modules that neither model nor loss holds (of "
+            f"shape {shapes}): this step gives no gradient to them. Make their module a submodule; if another step trains "
+            "them, make that step before this one is first called; if nothing is to train them, call requires_grad_(False)",
             "<unknown>",
             0,
         ),
     )
 
 
-def _notes_on_passing(passing: Set[Attribute], what: str) -> list[Note]:
-    """A note on attributes that forward assigns, which the user's modules do not get."""
+def _notes_on_passing(passing: Set[Attribute], model_name: str) -> list[Note]:
     if not passing:
         return []
     names = ", ".join(repr(name) for name in dict.fromkeys(name for _, name in sorted(passing)))
     return [
         Note(
-            f"forward of {what} assigns attributes of modules ({names}) before it reads them: in a step each replica has modules "
-            "of its own, so that what forward leaves there does not reach the model. Remedy, if you read them: call the model "
-            "itself, or keep the values in buffers",
+            f"forward of {model_name} assigns attributes of modules ({names}) before it reads them: in a step each replica has "
+            "modules of its own, so that what forward leaves there does not reach the model. Remedy, if you read them: call "
+            "the model itself, or keep the values in buffers",
             "<unknown>",
             0,
         )

@@ -1,4 +1,4 @@
-"""Generators of random numbers that a user has made, and that replicas would share."""
+"""The user's own generators of random numbers, shared by replicas."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from torch.overrides import TorchFunctionMode
 
 
 class HeldGenerators:
-    """Tells whether a block has drawn from generators of the user's own, and undoes that.
+    """Detects and undoes draws of a block from the user's own generators.
 
-    Those of Python's random and of numpy are seen if they are attributes of modules, those of torch wherever they are.
-
-    Args:
-        modules: those of model and loss.
+    Those of Python's random and of numpy are seen as attributes of modules, those of torch everywhere.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._found = [
+        self._generators = [
             (f"{key!r}, a {type(value).__module__}.{type(value).__name__}", states)
             for module in modules
             for key, value in vars(module).items()
             if (states := _states_of(value)) is not None
         ]
-        self._before = [read() for _, (read, _) in self._found]
+        self._before = [read() for _, (read, _) in self._generators]
         self._torchs = _Drawing()
 
     @contextlib.contextmanager
@@ -39,26 +36,26 @@ class HeldGenerators:
             yield
 
     def drawn(self) -> str | None:
-        """A description of a generator from which the block has drawn; None if there is none."""
+        """A description of a generator that the block has drawn from; None without one."""
         if self._torchs.drawn:
             return "a torch.Generator of its own"
         changed = (
             name
-            for (name, (read, _)), before in zip(self._found, self._before, strict=True)
+            for (name, (read, _)), before in zip(self._generators, self._before, strict=True)
             if not _are_equal(read(), before)
         )
         return next(changed, None)
 
     def put_back(self) -> None:
-        """Gives all generators the states that they had before."""
-        for (_, (_, write)), before in zip(self._found, self._before, strict=True):
+        """Restores the states of all generators."""
+        for (_, (_, write)), before in zip(self._generators, self._before, strict=True):
             write(before)
         for generator, state in self._torchs.drawn.values():
             generator.set_state(state)
 
 
 class _Drawing(TorchFunctionMode):
-    """Notes which generators torch's functions are given, with the states before."""
+    """Notes the generators in calls of torch's functions, with their states before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,12 +70,13 @@ class _Drawing(TorchFunctionMode):
 
 
 def _is_torchs(generator: torch.Generator) -> bool:
-    """Whether this is a default generator, of which each replica has a stream."""
-    return generator is torch.default_generator or any(generator is one for one in torch.cuda.default_generators)
+    """Each replica has a stream of the default generators."""
+    return generator is torch.default_generator or any(
+        generator is default for default in torch.cuda.default_generators
+    )
 
 
 def _states_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """What reads and what writes the state of a generator; None if a value is none."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
     if isinstance(value, np.random.RandomState):
@@ -89,10 +87,9 @@ def _states_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | 
     return None
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two states are equal, which hold dicts and arrays."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    return bool(one == other)
+def _are_equal(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(_are_equal(state[key], other[key]) for key in state)
+    if isinstance(state, np.ndarray):
+        return np.array_equal(state, other)
+    return bool(state == other)

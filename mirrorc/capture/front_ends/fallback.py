@@ -1,4 +1,4 @@
-"""The front ends that are tried one after the other, until one can capture a model."""
+"""Front ends that are tried in turn, until one can capture a model."""
 
 from __future__ import annotations
 
@@ -17,34 +17,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Climbed(Generic[T]):
-    """What the front end has given that could capture a model.
+    """The result of the first front end that could capture a model, and the reasons of those above it."""
 
-    Attributes:
-        found: what it has given.
-        front_end: which one it was.
-        failed: those above it, and why each could not, as what follows "cannot capture" and the model's name.
-    """
-
-    found: T
+    result: T
     front_end: FrontEnd
     failed: tuple[tuple[FrontEnd, str], ...]
 
-    def remarks(self, what: str) -> list[str]:
-        """What readers of the program are told of the front ends that could not capture ``what``."""
+    def remarks(self, model_name: str) -> list[str]:
+        """Remarks of the program on the front ends that could not capture the model."""
         return [
-            f"captured with capture={self.front_end.name!r}, because {failed.name!r} cannot capture {what}{why}"
+            f"captured with capture={self.front_end.name!r}, because {failed.name!r} cannot capture {model_name}{why}"
             for failed, why in self.failed
         ]
 
-    def warning(self, what: str) -> str:
-        """The same for the user, with what he can do; empty if the first front end could."""
+    def warning(self, model_name: str) -> str:
+        """The same for the user, with remedies; empty if the first front end succeeded."""
         if not self.failed:
             return ""
         first, why = self.failed[0]
         name = self.front_end.name
         by_data = "Each replica goes by the values of its own shard. " if self.front_end.needs_data else ""
         return (
-            f"{what} trains with capture={name!r}: {self.front_end.words}, because {first.name!r} cannot capture it{why}. "
+            f"{model_name} trains with capture={name!r}: {self.front_end.words}, because {first.name!r} cannot capture it{why}. "
             f"{by_data}Say capture={name!r} to have that without this warning, or capture={first.name!r} for an error that says "
             "what to change"
         )
@@ -53,12 +47,8 @@ class Climbed(Generic[T]):
 class Ladder:
     """Front ends, those of the fastest programs first.
 
-    The first leaves to the others what it cannot read: Python that it does not know, or a branch that depends on data. What is
-    refused for its meaning, such as a loss that is no scalar, is refused by the first. Whatever one of the others refuses, the
-    next one tries.
-
-    Args:
-        front_ends: one or more.
+    The first leaves unreadable Python and branches on data to the others, but refuses models for their meaning, such as a
+    loss that is no scalar. A refusal of one of the others passes to the next.
     """
 
     def __init__(self, front_ends: Sequence[FrontEnd]) -> None:
@@ -66,8 +56,7 @@ class Ladder:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the front ends."""
-        return tuple(one.name for one in self._front_ends)
+        return tuple(front_end.name for front_end in self._front_ends)
 
     @property
     def first(self) -> Ladder:
@@ -75,25 +64,21 @@ class Ladder:
         return Ladder(self._front_ends[:1])
 
     def climb(self, attempt: Callable[[FrontEnd], T]) -> Climbed[T]:
-        """What the first front end gives that can capture a model.
-
-        Args:
-            attempt: captures all shards of a step with a front end.
+        """The result of the first front end that can capture a model.
 
         Raises:
-            CaptureError: none can: that of the first, with that of the last, whose cause is what the user's code raised, if it
-                did; or the model is refused for its meaning.
+            CaptureError: none can, with the errors of the first and the last; or the model is refused for its meaning.
         """
         errors: list[tuple[FrontEnd, CaptureError]] = []
         for front_end in self._front_ends:
             try:
-                found = attempt(front_end)
+                result = attempt(front_end)
             except CaptureError as error:
                 if len(self._front_ends) == 1 or not (errors or isinstance(error, UnreadableError)):
                     raise
                 errors.append((front_end, error))
             else:
-                return Climbed(found, front_end, tuple((one, _why(error)) for one, error in errors))
+                return Climbed(result, front_end, tuple((refused, _why(error)) for refused, error in errors))
         raise _joined(errors[0], errors[-1]) from errors[-1][1].__cause__
 
 
@@ -102,10 +87,7 @@ def _why(error: CaptureError) -> str:
 
 
 def _joined(of_first: tuple[FrontEnd, CaptureError], of_last: tuple[FrontEnd, CaptureError]) -> CaptureError:
-    """The error of the first front end, with that of the last; of the kind that has a remedy of its own.
-
-    What the user's code raised in plain PyTorch, which is the cause of the last one's error then, comes first.
-    """
+    """The first error with the last one; an error of the user's code, the cause of the last one, comes first."""
     (above, first), (below, last) = of_first, of_last
     kind = LoneExampleError if isinstance(last, LoneExampleError) else CaptureError
     refusal = first.refusal if isinstance(first, UnreadableError) else first
@@ -115,7 +97,6 @@ def _joined(of_first: tuple[FrontEnd, CaptureError], of_last: tuple[FrontEnd, Ca
 
 
 def _is_raised_elsewhere(cause: BaseException | None) -> bool:
-    """Whether an error was raised by other code than this compiler's: the user's, or what that has called."""
     if cause is None:
         return False
     frames = traceback.extract_tb(cause.__traceback__)
@@ -126,9 +107,9 @@ _OWN_FOLDER = Path(__file__).parents[2]
 
 
 def ladder_named(name: object) -> Ladder:
-    """The front ends that ``capture=`` stands for: those of the ladder for "auto", and else the one of this name.
+    """The front ends of ``capture=``: all for "auto", otherwise the one of this name.
 
     Raises:
-        ValueError: there is none; lists those that there are.
+        ValueError: unknown name; lists the known ones.
     """
     return Ladder(rungs() if isinstance(name, str) and name == AUTO else [front_end_named(name)])

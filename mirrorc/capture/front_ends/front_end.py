@@ -1,4 +1,4 @@
-"""The interface and the registry of front ends, which trace a model and its loss to one graph of forward and backward."""
+"""The interface and the registry of front ends: tracers of a model and its loss to one graph of forward and backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import torch
 
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.diagnostics.loss_reduction import Reduction
 from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.capture.front_ends.guards import NO_GUARDS, Guards
 from mirrorc.errors import CaptureError
 from mirrorc.pipeline.collector_pause import collector_paused
@@ -24,16 +26,19 @@ from mirrorc.user.restore import restored
 
 @dataclass(frozen=True)
 class Traced:
-    """What a front end gives.
+    """The result of a front end.
 
     Attributes:
         joint: one functional graph of forward, loss and backward, in operators of ATen.
-        guards: whether the Python state that the graph depends on is as it was; without any, a graph is taken to depend on
-            nothing but the key of its specialization.
+        guards: on the Python state behind the graph.
         notes: warnings to give, once.
-        outputs: what a step returns beside its loss, if the call keeps it.
-        remarks: what readers of the program are told.
-        alike: the paths of buffers that are written to the same value on all replicas, besides those whose graph shows it.
+        outputs: those beside the loss, if the call keeps them.
+        remarks: for readers of the program.
+        alike: the paths of further buffers with one value on all replicas.
+        weighted_means: the losses with a mean over targets instead of examples.
+        reductions: those of torch's losses among the summands of the loss.
+        leaves_with_time_first: the arguments with the time of a recurrent layer in dim 0.
+        leaves_with_offsets: the offsets of bags of an embedding.
     """
 
     joint: JointGraph
@@ -42,20 +47,21 @@ class Traced:
     outputs: TracedOutputs | None = None
     remarks: tuple[str, ...] = ()
     alike: Sequence[str] = ()
+    weighted_means: tuple[WeightedMean, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
+    leaves_with_time_first: tuple[int, ...] = ()
+    leaves_with_offsets: tuple[int, ...] = ()
 
 
 class FrontEnd(ABC):
     """Traces a training call on example tensors.
 
-    Its guards watch the reads of `TrainingCall.plain`, so that a program serves calls with other values of the rest. The graph
-    of an `evaluation_call.EvaluationCall` is forward alone, without a tangent: its outputs are the loss, if there is one, named
-    ``loss``, and all others.
+    Its guards watch the reads of `TrainingCall.plain`, so that a program serves calls with other values of the rest. The
+    graph of an `evaluation_call.EvaluationCall` is forward alone, with ``loss``, if there is one, among its outputs.
 
     Attributes:
-        name: the name by which it is chosen.
-        words: how a step runs what it captures, as what follows a colon.
-        needs_data: whether it is given the data of a shard, and that of all others in `TrainingCall.data`; if not, tensors of any
-            values.
+        words: how steps run the capture, as a continuation after a colon.
+        needs_data: whether it needs the data of all shards (`TrainingCall.data`) instead of tensors of any values.
     """
 
     name: ClassVar[str]
@@ -70,38 +76,33 @@ class FrontEnd(ABC):
         leaves: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
-        """Traces a call to one functional graph, with guards on what it read.
+        """Traces a call to one functional graph, with guards on all reads of Python state.
 
         Gradients are switched on, or off for an evaluation.
 
         Args:
-            stack: keeps contexts open that the graph needs until it is restructured.
-            call: model and loss.
+            stack: keeps contexts open until the graph is restructured.
             leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
-            decompositions: the decompositions of ATen operators that the backend prefers.
+            decompositions: the backend's choice for ATen operators.
 
         Raises:
-            CaptureError: with the user's file and line, the reason and a remedy.
+            CaptureError: with the user's line, the reason and a remedy.
         """
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-        """What a call on example tensors of other sizes would return beside its loss; None if that is not known."""
+        """The outputs of a call on example tensors of other sizes; None if unknown."""
         return None
 
 
 AUTO = "auto"
-"""Stands for the front ends of the ladder, of which the first is used that can capture a model."""
+"""Stands for the ladder of front ends: the first one that can capture a model is used."""
 
 _front_ends: dict[str, FrontEnd] = {}
 _rungs: list[FrontEnd] = []
 
 
 def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
-    """Makes a front end known by its name.
-
-    Args:
-        front_end: the front end.
-        is_rung: whether "auto" tries it, too, after those that were registered before.
+    """Registers a front end by its name; as a rung, "auto" tries it after earlier ones.
 
     Raises:
         ValueError: another front end has this name.
@@ -114,14 +115,14 @@ def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
 
 
 def unregister_front_end(name: str) -> None:
-    """Makes a front end unknown, so that its name is free again."""
+    """Removes a front end, so that its name is free again."""
     front_end = _front_ends.pop(name)
     if front_end in _rungs:
         _rungs.remove(front_end)
 
 
 def rungs() -> list[FrontEnd]:
-    """The front ends that "auto" tries, in this order."""
+    """The front ends of "auto", in order."""
     return list(_rungs)
 
 
@@ -129,7 +130,7 @@ def front_end_named(name: object) -> FrontEnd:
     """The front end of this name; for "auto", the first one that is tried.
 
     Raises:
-        ValueError: there is none; the error lists the others.
+        ValueError: unknown name; lists the known ones.
     """
     if isinstance(name, str) and name == AUTO:
         return rungs()[0]
@@ -144,8 +145,8 @@ _LONGEST_CAPTURE_SECONDS = 3600
 
 
 @contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Lets one thread of the process trace at a time: torch's tracers change settings of the process and put them back."""
+def _exclusive() -> Iterator[None]:
+    """torch's tracers change settings of the process and restore them, so one thread traces at a time."""
     if not _CAPTURING.acquire(timeout=_LONGEST_CAPTURE_SECONDS):
         raise CaptureError(
             f"another thread has been capturing a model for {_LONGEST_CAPTURE_SECONDS} s, and only one can at a "
@@ -159,8 +160,8 @@ def _one_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
-    """A block in which a front end may trace a call, and after which the model is as it was."""
-    with _one_at_a_time(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
+    """A block for a trace of a call; restores the model."""
+    with _exclusive(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
         stack.enter_context(kept_tracing_state())
         stack.enter_context(warnings.catch_warnings())

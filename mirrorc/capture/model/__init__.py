@@ -1,1 +1,1 @@
-"""The model as data: variables, fingerprint, what is refused."""
+"""The model as data: variables, fingerprint, refusals."""

@@ -1,4 +1,4 @@
-"""Which models a step cannot be made of, whatever is called with them."""
+"""Refuses models without a possible step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mirrorc.torch_internals import is_script_module, object_within
 
 
 def check_model(model: Any) -> None:
-    """Refuses models that cannot be captured.
+    """Refuses a model that cannot be captured.
 
     Raises:
         TypeError: not a module.
-        ValueError: parameters that have no memory or no shape yet, or none to train; another library's data-parallel training; or
-            a module of TorchScript that cannot be copied.
+        ValueError: parameters without memory or shape, or none to train; another library's data-parallel training; or a
+            module of TorchScript without copies.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")
@@ -59,12 +59,7 @@ def check_model(model: Any) -> None:
 
 
 def _check_script(module: nn.Module, where: str, within: str) -> None:
-    """Refuses a module of TorchScript of which replicas cannot have copies.
-
-    Raises:
-        ValueError: names what it holds, and the remedy.
-    """
-    if any(not isinstance(one, nn.Parameter) for one in module.parameters()):
+    if any(not isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
         raise ValueError(
             f"{where} is a ScriptModule whose parameters are plain tensors, as torch.jit.load makes them. Before the optimizer "
             "is made, replace each by setattr(part, name, torch.nn.Parameter(value.detach())), where part is its module, one of "
@@ -79,5 +74,5 @@ def _check_script(module: nn.Module, where: str, within: str) -> None:
 
 
 def _loaded(*names: tuple[str, str]) -> tuple[type, ...]:
-    """The classes of these modules that were imported; of another one, there is no object."""
+    """The imported classes among these; of the others, there are no objects."""
     return tuple(getattr(sys.modules[module], name) for module, name in names if hasattr(sys.modules.get(module), name))

@@ -1,6 +1,7 @@
-"""Makes variables of the parameters and buffers of modules that forward or the loss reach, and that neither model nor loss holds.
+"""Makes variables of tensors in reach of forward or the loss, but outside of model and loss.
 
-A discriminator in the closure of a generator's loss is one, a teacher in a global, a module in a plain list of the model.
+Examples: a discriminator in the closure of a generator's loss, a teacher in a global, a module in a plain list of the
+model.
 """
 
 from __future__ import annotations
@@ -22,95 +23,70 @@ _PLACE = "mirrorc_outside"  # where a traced module has them
 def take_outside_variables(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor]
 ) -> dict[str, ReadVariable]:
-    """Has a traced graph take what it reads of such modules from itself, as it takes its own buffers.
+    """Has a traced graph read the tensors of such modules like its own buffers; gives the variables by their names.
 
-    Nothing in it gets a gradient, as no parameter does that the optimizer does not hold.
-
-    Args:
-        traced: what the tracer gave.
-        module: what was traced: model and loss.
-        leaves: the example arguments.
-
-    Returns:
-        What it takes, by the names of the buffers.
+    They get no gradient, as parameters that the optimizer does not hold.
     """
     home = leaves[0].device if leaves else None
-    found = [
-        one
-        for one in outside_variables(traced, module, leaves, guards_of(traced).names)
-        if _is_plain(one.tensor) and home in (None, one.tensor.device)
+    variables = [
+        variable
+        for variable in outside_variables(traced, module, leaves, guards_of(traced).names)
+        if _is_plain(variable.tensor) and home in (None, variable.tensor.device)
     ]
-    paths = read_from_module(traced, _PLACE, [one.tensor for one in found])
-    return dict(zip(paths, found, strict=True))
+    paths = read_from_module(traced, _PLACE, [variable.tensor for variable in variables])
+    return dict(zip(paths, variables, strict=True))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of numbers in memory, and no result."""
     is_ordinary = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return (
         is_ordinary and tensor.grad_fn is None and not (tensor.is_meta or tensor.is_quantized or tensor.is_inference())
     )
 
 
-def check_outside_writes(joint: JointGraph, names: Mapping[str, str], what: str) -> None:
-    """Refuses writes that a step cannot make.
-
-    Args:
-        joint: the graph.
-        names: the variables of what it takes from outside, by the names of the buffers.
-        what: the name of the model.
-
-    Raises:
-        CaptureError: forward writes a parameter, or a buffer that does not lie in order.
-    """
+def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name: str) -> None:
+    """Refuses writes of a parameter, or of a buffer that is not contiguous."""
     for path in joint.buffer_writes:
-        one = joint.outside.get(path)
-        if one is None:
+        variable = joint.outside.get(path)
+        if variable is None:
             continue
-        if isinstance(one.tensor, nn.Parameter):
+        if isinstance(variable.tensor, nn.Parameter):
             raise CaptureError(
-                f"forward or loss of {what} writes the parameter {names[path]!r} in place: parameters change in the optimizer "
-                "only; make it a buffer, or write it between steps"
+                f"forward or loss of {model_name} writes the parameter {names[path]!r} in place: parameters change in the "
+                "optimizer only; make it a buffer, or write it between steps"
             )
-        if not one.tensor.is_contiguous():
+        if not variable.tensor.is_contiguous():
             raise CaptureError(
-                f"forward or loss of {what} writes the buffer {names[path]!r}, which is not contiguous: "
+                f"forward or loss of {model_name} writes the buffer {names[path]!r}, which is not contiguous: "
                 "register its copy in order, with register_buffer(name, value.contiguous())"
             )
 
 
 class OutsideNames:
-    """Names what a step reads of modules outside of its model: in the user's words, and the same in all its programs."""
+    """Names the variables of modules outside of a step's model: in the user's words, and the same in all its programs."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # by the id of the tensor
         self._counters: dict[int, weakref.ref[torch.Tensor]] = {}  # by the id of the statistic, which has a name
 
     def names_of(self, outside: Mapping[str, ReadVariable], taken: Set[str]) -> dict[str, str]:
-        """The names of the variables that a graph takes, by the names of the buffers.
-
-        Args:
-            outside: what it takes, see `take_outside_variables`.
-            taken: the names of the model's variables.
-        """
+        """The names of a graph's outside variables, by the names of the buffers; ``taken`` are the model's."""
         self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
         self._counters = {key: counter for key, counter in self._counters.items() if key in self._known}
-        names = {path: self._name_of(one.tensor, one.words, taken) for path, one in outside.items()}
-        for one in outside.values():
-            self._counters.pop(id(one.tensor), None)
-            if one.counter is not None:
-                self._name_of(one.counter, one.counter_words, taken)
-                self._counters[id(one.tensor)] = weakref.ref(one.counter)
+        names = {path: self._name_of(variable.tensor, variable.words, taken) for path, variable in outside.items()}
+        for variable in outside.values():
+            self._counters.pop(id(variable.tensor), None)
+            if variable.counter is not None:
+                self._name_of(variable.counter, variable.counter_words, taken)
+                self._counters[id(variable.tensor)] = weakref.ref(variable.counter)
         return names
 
     def counters_of(self, outside: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
-        """The buffers that count the forwards which write statistics, by the names of these: each with its name.
-
-        Args:
-            outside: variables that have names, by name.
-        """
+        """The buffers that count forwards of normalization layers, by the names of the statistics: each with its name."""
         counters = {name: self._counters.get(id(tensor), lambda: None)() for name, tensor in outside.items()}
-        return {name: (self._known[id(own)][1], own) for name, own in counters.items() if own is not None}
+        return {
+            name: (self._known[id(counter)][1], counter) for name, counter in counters.items() if counter is not None
+        }
 
     def _name_of(self, tensor: torch.Tensor, called: str, taken: Set[str]) -> str:
         known = self._known.get(id(tensor))

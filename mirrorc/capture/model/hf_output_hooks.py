@@ -1,4 +1,4 @@
-"""Installs the hooks with which models of Hugging Face collect hidden states and attentions."""
+"""Installs the hooks by which models of Hugging Face collect hidden states and attentions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 from torch import nn
 
 HOOKS_ARE_INSTALLED = "_output_capturing_hooks_installed"
-"""The attribute by which a model says so."""
+"""The attribute of a model with these hooks."""
 
 
 def install_capturing_hooks(model: nn.Module) -> bool:
-    """Installs what models of Hugging Face install in their first call that is asked for hidden states or attentions.
+    """Installs the hooks of Hugging Face's models for hidden states and attentions; returns whether there are new ones.
 
-    They do so under a lock, which no tracer follows. The hooks do nothing in calls that ask for none.
-
-    Returns:
-        whether there are hooks that were not there before.
+    The models do so in their first such call, under a lock, which no tracer follows. The hooks are idle in other calls.
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)
@@ -31,7 +28,6 @@ def install_capturing_hooks(model: nn.Module) -> bool:
 
 
 def _captures(module: nn.Module, filename: str) -> bool:
-    """Whether a module's forward is decorated by a function of a file."""
     forward: Any = type(module).forward
     while forward is not None:
         if getattr(getattr(forward, "__code__", None), "co_filename", None) == filename:

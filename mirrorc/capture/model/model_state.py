@@ -1,4 +1,4 @@
-"""The user's model as a step sees it: its variables by name, and the Python state that its captured graph depends on."""
+"""The user's model as a step sees it: its variables by name, and the Python state of its captured graph."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class ModelState:
-    """The variables of a model and its loss, and a fingerprint of the plain Python state that their graph depends on.
+    """The variables of a model and its loss, and a fingerprint of the plain Python state behind their graph.
 
     Attributes:
-        tensors: parameters and buffers, by name of their variable: the first name of each in the model, with the prefix
+        tensors: parameters and buffers, by name of their variable: the first name in the model, with the prefix
             ``loss_fn.`` for those of a loss module.
-        names: the variable for each name that a parameter or buffer has in `training_call.TrainingCall`. Tied
-            weights have several names there.
-        outside: names the variables that forward or the loss read besides.
+        names: the variable for each name in `training_call.TrainingCall`; several names for tied weights.
+        outside: names the other variables of forward or the loss.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -55,7 +54,6 @@ class ModelState:
         self._added_now: tuple[_Same, ...] = ()
 
     def _look_at_modules(self) -> None:
-        """Finds the modules that there are now, and what is watched of them."""
         self._named = [named for root in self._roots.values() for named in root.named_modules()]
         self._modules = [module for _, module in self._named]
         self._dicts = [attributes for module in self._modules for attributes in _dicts_of(module)]
@@ -64,7 +62,6 @@ class ModelState:
         self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)] + global_hook_tables()
 
     def _look_again(self) -> None:
-        """After attributes or members were added or replaced."""
         self._look_at_modules()
         members_now = [
             (members, key) for module in self._modules for _, members in _members_of(module) for key in members
@@ -73,7 +70,7 @@ class ModelState:
         self._added_now = self._find_added()
 
     def names_now(self) -> tuple[dict[str, str], dict[str, str]]:
-        """`names` by what the modules hold now, and a description of each tensor among them that was added since."""
+        """The current `names`, and descriptions of the tensors that were added since, by name."""
         names, first = dict(self.names), {id(tensor): name for name, tensor in self.tensors.items()}
         added: dict[str, str] = {}
         for path, tensor in _named_tensors(self._roots):
@@ -90,24 +87,20 @@ class ModelState:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def modes(self) -> str:
-        """Which modules are in training mode now: a letter for each."""
+        """The modes of modules: "t" for train and "e" for eval."""
         return "".join("t" if module.training else "e" for module in self._modules)
 
     def check_memory(self) -> None:
-        """Refuses a trainable parameter that shares memory with another parameter or buffer.
-
-        Raises:
-            ValueError: names both, and the remedy.
-        """
+        """Refuses a trainable parameter that shares memory with another parameter or buffer."""
         refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
 
     def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
-        """The path of the attribute of the model that is this tensor, neither parameter nor buffer; else what is given."""
-        found = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
-        return next(found, otherwise).removeprefix(".")
+        """The path of the model's attribute that is this tensor, neither parameter nor buffer; or ``otherwise``."""
+        paths = (f"{path}.{key}" for path, m in self._named for key, value in vars(m).items() if value is tensor)
+        return next(paths, otherwise).removeprefix(".")
 
     def plain_attributes(self) -> dict[str, tuple[type, Any]]:
-        """The plain attributes in the fingerprint, by path, each as a value that can be compared and its type."""
+        """The plain attributes in the fingerprint, by path, each with its type and a comparable value."""
         return {
             f"{path}.{key}".removeprefix("."): (type(value), _comparable(value))
             for path, module in self._named
@@ -124,48 +117,44 @@ class ModelState:
         }
 
     def free_changed_numbers(self) -> list[tuple[tuple[str, ...], str]]:
-        """Takes the numbers that have changed since `note_numbers` out of the fingerprint: guards watch whether they were read.
+        """Takes the numbers that have changed since `note_numbers` out of the fingerprint: guards watch reads of them.
 
         Returns:
-            Where they are: the names on the way to the module, from its root on, and the attribute.
+            The names on the way to each module, from its root on, and the attribute.
         """
-        found = []
+        places = []
         for root, path, attributes, key in self._users_attributes():
             place, value = (id(attributes), key), attributes.get(key)
             before = self._last_numbers.get(place)
             if (
                 before is None
-                or type(value) not in (int, float)  # what is nan or infinite stays a constant, which guards watch
+                or type(value) not in (int, float)  # guards watch nan and infinity as constants
                 or (type(value) is type(before) and repr(value) == repr(before))
             ):
                 continue
             self._freed.add(place)
-            found.append(((root, *(path.split(".") if path else ())), key))
-        return found
+            places.append(((root, *(path.split(".") if path else ())), key))
+        return places
 
     def _users_attributes(self) -> Iterator[tuple[str, str, dict[str, Any], str]]:
-        """The plain attributes of modules whose classes are the user's alone: root, path, attributes and key."""
         for root, module in self._roots.items():
-            for path, own in module.named_modules():
-                if _is_users_alone(type(own)):
-                    for attributes, key in _plain_attributes(own):
+            for path, submodule in module.named_modules():
+                if _is_users_alone(type(submodule)):
+                    for attributes, key in _plain_attributes(submodule):
                         if key not in _TORCHS_OWN:
                             yield root, path, attributes, key
 
     def fingerprint(self) -> tuple[Any, ...]:
         """A value that stays equal as long as the captured graph is valid.
 
-        It is made of the modules' classes, modes, plain attributes and hooks, of the parameters' ``requires_grad`` and dtypes,
-        and of what was added to the model.
-
         Raises:
             ValueError: a parameter, buffer or submodule was replaced by another object, or a parameter has a hook.
         """
-        for what, members, key, member in self._members:
+        for description, members, key, member in self._members:
             if _member(members, key) is not member:
                 raise ValueError(
-                    f"the model's {what} was replaced since mirrorc.compile(): write into it instead (load_state_dict does "
-                    "without assign=True), or make a new optimizer over model.parameters() and compile the model anew"
+                    f"the model's {description} was replaced since mirrorc.compile(): write into it instead (load_state_dict "
+                    "does without assign=True), or make a new optimizer over model.parameters() and compile the model anew"
                 )
         for name, tensor in self.tensors.items():
             if has_gradient_hooks(tensor):
@@ -185,12 +174,11 @@ class ModelState:
         return plain, classes, tensors, tuple(tuple(hooks) for hooks in self._hooks if hooks), self._added_now
 
     def _find_added(self) -> tuple[_Same, ...]:
-        """The parameters, buffers and submodules in places that the model did not have at first."""
         return tuple(_Same(_member(members, key)) for members, key in self._added)
 
 
 class _Same:
-    """An object as a part of a key: equal to itself alone, and alive as long as the key."""
+    """An object in a key: equal to itself alone, and kept alive by the key."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -203,7 +191,6 @@ class _Same:
 
 
 def _named_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of some modules by each of their paths, each path with its module's prefix."""
     for prefix, root in roots.items():
         for tensors in (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
             for name, tensor in tensors:
@@ -217,7 +204,7 @@ def _free(name: str, taken: Container[str]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """What stands for an attribute's value in a fingerprint; what is no plain value any more is left to the guards."""
+    """A value in a fingerprint; values that are no longer plain are left to the guards."""
     if not isinstance(value, _SCALARS):
         return None
     is_odd = type(value) is float and (not value or value != value)  # -0.0 == 0.0, and nan differs from itself
@@ -225,28 +212,27 @@ def _comparable(value: Any) -> Any:
 
 
 def _oddity(value: Any) -> str | None:
-    """What guards do not see of a number: the sign of a zero; None if there is nothing."""
+    """The part of a number that guards do not see: the sign of a zero; otherwise None."""
     return repr(value) if type(value) is float and value == 0.0 and repr(value)[0] == "-" else None
 
 
 def _is_users_alone(kind: type) -> bool:
-    """Whether a class of modules is the user's, and made of no class of torch's but containers."""
+    """Whether a class of modules is the user's, without bases of torch's other than containers."""
     torchs = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base.__module__.startswith("torch.")]
     return kind not in torchs and set(torchs) <= {nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict}
 
 
 def _plain_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """The attributes of a module that are plain values, each as (dict, key)."""
     return [(vars(module), key) for key, value in vars(module).items() if isinstance(value, _SCALARS)]
 
 
 def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
-    """The dicts whose sizes tell that something was added to a module."""
+    """Their sizes show additions to a module."""
     return [vars(module), *(members for _, members in _members_of(module))]
 
 
 def _member(members: Mapping[str, Any], key: str) -> Any:
-    """One of those that `_members_of` gives, which TorchScript keeps in what has no ``get``; None if it is not there."""
+    """TorchScript keeps members in objects without ``get``."""
     if key not in members:
         return None
     return members[key]

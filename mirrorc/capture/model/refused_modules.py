@@ -1,4 +1,4 @@
-"""Refuses modules of torch that a captured step cannot run as they are."""
+"""Refuses modules of torch that a captured step cannot run."""
 
 from __future__ import annotations
 
@@ -12,33 +12,21 @@ from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import hook_tables, is_script_module
 
 
-def _refuse_scripts(root: nn.Module, what: str) -> None:
-    """Refuses modules that run outside of Python, where tracers do not follow them.
-
-    Raises:
-        UnreadableError: names the module and the remedy.
-    """
+def _refuse_scripts(root: nn.Module, model_name: str) -> None:
+    """Tracers do not follow modules that run outside of Python."""
     for path, module in root.named_modules():
         if is_script_module(module):
-            why = f"{path.removeprefix('model.')!r} of {what}" if path != "model" else what
+            why = f"{path.removeprefix('model.')!r} of {model_name}" if path != "model" else model_name
             why += " is a ScriptModule, which runs outside of Python"
             raise UnreadableError(
-                f"cannot capture {what}: {why}. Remedy: give the module that it was made of, as it was before torch.jit.",
+                f"cannot capture {model_name}: {why}. Remedy: give the module that it was made of, as it was before torch.jit.",
                 f": {why}",
             )
 
 
-def refuse_modules(root: nn.Module, what: str) -> None:
-    """Refuses modules that cannot be captured in the mode that they are in.
-
-    Args:
-        root: the call's module.
-        what: the name of the model.
-
-    Raises:
-        CaptureError: names the module and the remedy.
-    """
-    _refuse_scripts(root, what)
+def refuse_modules(root: nn.Module, model_name: str) -> None:
+    """Refuses modules that cannot be captured in their current mode."""
+    _refuse_scripts(root, model_name)
     for path, module in root.named_modules():
         name = path.removeprefix("model.")
         kind = type(module).__name__
@@ -49,19 +37,19 @@ def refuse_modules(root: nn.Module, what: str) -> None:
                     "number, which a captured graph cannot"
                 )
                 raise UnreadableError(
-                    f"cannot capture {what}: {why}. Remedy: give it a momentum, such as 0.1.", f": {why}"
+                    f"cannot capture {model_name}: {why}. Remedy: give it a momentum, such as 0.1.", f": {why}"
                 )
         elif isinstance(module, nn.EmbeddingBag) and module.sparse and module.mode == "max":
             raise CaptureError(
-                f"{kind} {name!r} of {what} has sparse=True and mode='max', which torch does not support together. Remedy: "
+                f"{kind} {name!r} of {model_name} has sparse=True and mode='max', which torch does not support together. Remedy: "
                 "sparse=False"
             )
         for hook in [hook for table in hook_tables(module) for hook in table.values()]:
             remedy = next((words for kind, words in _HOOKS.items() if isinstance(hook, kind)), "")
             if remedy:
                 raise CaptureError(
-                    f"{kind} {name!r} of {what} has a hook of torch.nn.utils ({type(hook).__name__}), which assigns an attribute "
-                    f"in forward, and a captured step does not do that again. Remedy: {remedy}."
+                    f"{kind} {name!r} of {model_name} has a hook of torch.nn.utils ({type(hook).__name__}), which assigns an "
+                    f"attribute in forward, and a captured step does not do that again. Remedy: {remedy}."
                 )
 
 

@@ -1,4 +1,4 @@
-"""Attributes of modules that each run of forward assigns before it reads them, so that what it leaves there does not count."""
+"""Attributes of modules with an assignment before each read of a forward, so their values need not last."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ from mirrorc.errors import CaptureError, ExecutionError
 from mirrorc.torch_internals import is_users_file
 
 Attribute = tuple[int, str]
-"""An attribute of a module that is no parameter, buffer or submodule: the module's place among those of Python in
-``root.modules()``, and the name."""
+"""An attribute other than a parameter, buffer or submodule: the module's index among those of Python in ``root.modules()``,
+and the name.
+"""
 
 _ABSENT = object()
 _WATCHED = "_mirrorc_passing_attributes"
 
 
 class AssignedAttributeError(ExecutionError):
-    """Forward has assigned an attribute of a module.
-
-    Attributes:
-        name: its name; empty if the text alone is known.
-        attributes: all that it has assigned; empty if one of them is a parameter, a buffer or a submodule.
-    """
+    """Forward has assigned attributes of a module; ``attributes`` is empty if one is a parameter, buffer or submodule."""
 
     def __init__(self, text: str, name: str = "", attributes: Sequence[Attribute] = ()) -> None:
         super().__init__(text)
@@ -35,7 +31,7 @@ class AssignedAttributeError(ExecutionError):
 
     @classmethod
     def of(cls, name: str, attributes: Sequence[Attribute] = ()) -> AssignedAttributeError:
-        """One that names the attribute."""
+        """An error with the attribute's name."""
         text = (
             f"forward assigns the attribute {name!r} of a module, which would not last: write buffers in place "
             "(self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and use local variables for what need "
@@ -45,7 +41,7 @@ class AssignedAttributeError(ExecutionError):
 
 
 class ReadBeforeAssignedError(ExecutionError):
-    """Forward has read an attribute that it assigns, and that it had not assigned before in the same run."""
+    """Forward has read an attribute before its assignment in the same run."""
 
     def __init__(self, text: str, name: str = "") -> None:
         super().__init__(text)
@@ -53,7 +49,7 @@ class ReadBeforeAssignedError(ExecutionError):
 
     @classmethod
     def of(cls, name: str) -> ReadBeforeAssignedError:
-        """One that names the attribute."""
+        """An error with the attribute's name."""
         text = (
             f"forward reads the attribute {name!r} of a module, which it assigns as well, so that what one call leaves there "
             "counts in the next one, and in a step such a value does not last: write buffers in place (self.x.add_(1), "
@@ -63,7 +59,7 @@ class ReadBeforeAssignedError(ExecutionError):
 
 
 class _PassingAttribute:
-    """An attribute that can be read only once it was assigned."""
+    """An attribute that can be read only after its assignment."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -84,7 +80,7 @@ class _PassingAttribute:
 
 
 class _LeftAttribute(_PassingAttribute):
-    """An attribute of a user's own module, which nothing may read while a run assigns that of its copy."""
+    """An attribute of a user's own module, unreadable while a run assigns that of its copy."""
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is not None and self._name not in vars(module):
@@ -104,19 +100,15 @@ def _read_elsewhere(name: str) -> CaptureError:
 
 @contextlib.contextmanager
 def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
-    """A block in which reading attributes of modules, of which copies run, raises a `CaptureError`.
-
-    Args:
-        modules: the user's own, with the names of attributes that forward assigns in the copies.
-    """
+    """A block in which reads of these attributes of the originals raise a `CaptureError`, as copies run."""
     kinds = {module: type(module) for module in modules}
-    kept = [
+    removed = [
         (vars(module), name, vars(module)[name])
         for module, names in modules.items()
         for name in names & vars(module).keys()
     ]
     try:
-        for attributes, name, _ in kept:
+        for attributes, name, _ in removed:
             del attributes[name]
         for module, names in modules.items():
             object.__setattr__(module, "__class__", watching_class(kinds[module], names, _LeftAttribute))
@@ -124,17 +116,15 @@ def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
     finally:
         for module, kind in kinds.items():
             object.__setattr__(module, "__class__", kind)
-        for attributes, name, value in kept:
+        for attributes, name, value in removed:
             attributes[name] = value
 
 
 def watching_class(kind: type, names: Set[str], attribute: type[_PassingAttribute] = _PassingAttribute) -> type:
-    """A class like that of a module, whose attributes of these names can be read only once they were assigned.
+    """A subclass of a module's class (or of its earlier watching class) in which these names can be read only after their
+    assignment.
 
-    Args:
-        kind: the class, or what this function has made of it for other names.
-        names: of attributes; if there are none, it is the class itself.
-        attribute: what stands for each of them in the class.
+    Without names, the class itself.
     """
     watched: Set[str] = getattr(kind, _WATCHED, frozenset())
     if names == watched:
@@ -142,10 +132,17 @@ def watching_class(kind: type, names: Set[str], attribute: type[_PassingAttribut
     if watched:
         return watching_class(kind.__mro__[1], names, attribute)
     attributes = {name: attribute(name) for name in names}
-    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__, _WATCHED: names}
-    return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update({**own, **attributes}))
+    namespace_of_class = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        _WATCHED: names,
+    }
+    return new_class(
+        kind.__name__, (kind,), exec_body=lambda namespace: namespace.update({**namespace_of_class, **attributes})
+    )
 
 
 def unwatched_class(kind: type) -> type:
-    """The class of which `watching_class` has made this one; the class itself if it has not."""
+    """The original class of a `watching_class`, or the class itself."""
     return kind.__mro__[1] if _WATCHED in vars(kind) else kind

@@ -1,7 +1,4 @@
-"""From a model and a batch's shapes to a captured program, ready for the passes.
-
-It is long, as all that a captured program has comes together here.
-"""
+"""From a model and a batch's shapes to a captured program, ready for the passes."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_o
 from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named
 from mirrorc.capture.front_ends.guards import AllGuards
 from mirrorc.capture.model.model_state import ModelState
-from mirrorc.capture.program.agreement import check_agreement
 from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.capture.program.constants import with_constants_apart
 from mirrorc.capture.program.gathered_rows import GatheredRows
@@ -46,6 +42,7 @@ from mirrorc.capture.rewrites.replica_values import refuse_replica_values
 from mirrorc.capture.rewrites.sparse_lookups import refuse_split_offsets
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.custom_ops.replica_values import gathering
+from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.names import identifier
@@ -59,16 +56,14 @@ from mirrorc.user.optimizer_groups import OptimizerGroups, hyperparameters_by_la
 
 @dataclass(frozen=True)
 class CapturedProgram:
-    """A CAPTURED program, and what it was captured from.
+    """A CAPTURED program, and its sources.
 
     Attributes:
-        program: the program.
-        constants: the tensors in it that are neither parameters nor buffers.
-        outside: the parameters and buffers in it of modules that neither model nor loss holds, by name of their variable.
-        guards: whether the Python state that its graphs depend on is as it was.
+        constants: the tensors in it other than parameters and buffers.
+        outside: variables of modules outside of model and loss.
+        differences: sentences on the differences between a step on this batch and one device.
         notes: warnings to give, once.
-        outputs: what a step returns beside its loss, if that is kept.
-        differences: sentences on what makes a step on this batch differ from that of one device.
+        outputs: those beside the loss, if kept.
         sizes: of its graphs, if they have symbols.
     """
 
@@ -88,7 +83,7 @@ class CapturedProgram:
         return output["loss"].meta["val"].dtype if self.program.trains else None
 
     def written(self) -> set[str]:
-        """The names of the buffers that its steps write."""
+        """The names of the buffers written by its steps."""
         variables = self.program.variables.values()
         return {v.name for v in variables if v.synchronization is Synchronization.PER_REPLICA}
 
@@ -107,43 +102,40 @@ def capture_program(
     symbolic: SymbolicDims = (),
     workers: Workers = ALONE,
 ) -> CapturedProgram:
-    """Captures one graph for each distinct shape of a shard, or of a microbatch; for shards without examples, one that none runs.
+    """Captures a graph for each distinct shape of a shard or microbatch, or one for a worker without examples.
 
     Args:
-        training_call: model and loss.
-        call: the step's arguments, taken apart into tensors.
-        shards: the shards of these tensors, one for each device.
-        devices: the devices, in order of replicas.
-        state: the model's variables.
-        optimizers: the user's.
-        decompositions: the decompositions of ATen operators that the backend prefers.
-        front_end: traces the model; None for the first one that "auto" tries.
-        symbolic: the dimensions of the tensors that are to be symbolic.
-        workers: whose replicas meet where the model asks for values of all.
+        shards: of the call's tensors, one for each device.
+        decompositions: the backend's choice for ATen operators.
+        front_end: None for the first one of "auto".
+        symbolic: the symbolic dimensions of the tensors.
+        workers: exchange values on the model's request.
 
     Raises:
         SizesGivenUp: these cannot be symbolic.
         CaptureError: the model cannot be captured.
-        ValueError: it reads a parameter or a buffer that was added to it since the step was made.
+        ValueError: it reads a parameter or a buffer added since the step was made.
     """
-    what = type(training_call.model).__name__
+    model_name = type(training_call.model).__name__
     front_end = front_end or front_end_named(AUTO)
     distinct, runs = graphs_to_capture(shards, call, devices, symbolic)
     training_call.data = data_of(shards, call, devices) if front_end.needs_data else None
-    examples = leaves_of(distinct, training_call.data, devices[0].torch_device, what)
-    for own in examples:
-        mark_symbolic_dims(own, symbolic)
+    examples = leaves_of(distinct, training_call.data, devices[0].torch_device, model_name)
+    for tensors in examples:
+        mark_symbolic_dims(tensors, symbolic)
     rows = GatheredRows(shards.num_examples, runs, workers, shards.rows_elsewhere)
     capture_all = functools.partial(
         _capture_each, front_end, training_call, call, examples, rows, state, optimizers, decompositions
     )
-    captured = rows.settled(capture_all, what)
+    captured = rows.settled(capture_all, model_name)
     captured = with_numbers_of_each(captured) if shards.microbatches else captured
-    refuse_replica_values([one.graph for one in captured], runs, devices, in_parts=bool(shards.microbatches), what=what)
+    refuse_replica_values(
+        [graph.graph for graph in captured], runs, devices, in_parts=bool(shards.microbatches), model_name=model_name
+    )
     parts = shards.by_microbatch(call)
     if len(parts.num_examples) > 1:
-        refuse_split_time(call.leaves, captured[0].leaves_with_time_first, what)
-        refuse_split_offsets(call.leaves, captured[0].leaves_with_offsets, what)
+        refuse_split_time(call.leaves, captured[0].traced.leaves_with_time_first, model_name)
+        refuse_split_offsets(call.leaves, captured[0].traced.leaves_with_offsets, model_name)
 
     def trace_grown() -> TracedOutputs | None:
         with gathering(rows.of(0, more=1)):
@@ -153,9 +145,9 @@ def capture_program(
     return CapturedProgram(
         _program(captured, runs, call, shards, devices, state, optimizers, loss_reduction),
         {name: value for graph in captured for name, value in graph.constants.items()},
-        AllGuards([graph.guards for graph in captured]),
-        differences_in(captured[0].weighted_means, parts),
-        _notes(captured, outputs, len(parts.num_examples), what, loss_reduction),
+        AllGuards([graph.traced.guards for graph in captured]),
+        differences_in(captured[0].traced.weighted_means, parts),
+        _notes(captured, outputs, len(parts.num_examples), model_name, loss_reduction),
         outputs,
         {name: tensor for graph in captured for name, tensor in graph.outside.items()},
         _sizes(captured, runs, shards, call),
@@ -166,8 +158,8 @@ def _sizes(
     captured: Sequence[CapturedGraph], runs: tuple[tuple[int, ...], ...], shards: Shards, call: Call
 ) -> SymbolicSizes | None:
     sizes = SymbolicSizes(
-        tuple((one.sizes, one.size_keys) for one in captured),
-        tuple(own[0] if own else None for own in runs),
+        tuple((graph.sizes, graph.size_keys) for graph in captured),
+        tuple(indices[0] if indices else None for indices in runs),
         shards.microbatches,
         tuple(leaf.split for leaf in call.leaves),
     )
@@ -190,7 +182,7 @@ def _program(
         variables=_variables(captured, state, optimizers),
         arguments=tuple(_with_examples(argument, call) for argument in captured[0].arguments),
         shard_graphs=tuple(c.graph for c in captured),
-        shard_of_replica=tuple(own[0] if own else None for own in runs),
+        shard_of_replica=tuple(indices[0] if indices else None for indices in runs),
         shard_of_microbatch=runs if shards.microbatches else (),
         num_examples=shards.num_examples,
         microbatches=shards.microbatches,
@@ -198,12 +190,11 @@ def _program(
         optimizer_groups=hyperparameters_by_label(optimizers) if captured[0].trains else {},
     )
     first, num_parts = captured[0], len(shards.by_microbatch(call).num_examples)
-    on_means = remarks_on(first.weighted_means, num_parts)
-    return program.with_remarks(*first.remarks, *on_means, *remarks_on_numbers(captured))
+    on_means = remarks_on(first.traced.weighted_means, num_parts)
+    return program.with_remarks(*first.traced.remarks, *on_means, *remarks_on_numbers(captured))
 
 
 def _with_examples(argument: Argument, call: Call) -> Argument:
-    """An argument of the graphs, with whether it is split."""
     is_split = argument.kind is ArgumentKind.BATCH and call.leaves[argument.leaf or 0].split
     return replace(argument, has_examples=True) if is_split else argument
 
@@ -218,7 +209,6 @@ def _capture_each(
     optimizers: OptimizerGroups,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> list[CapturedGraph]:
-    """One graph for each kind of shard, of which there are example tensors; the graphs agree on what they are a step of."""
     groups = optimizers.hyperparameters if training_call.trains else ()
     updated = {id(parameter) for group in groups for parameter in group["params"]}
     trained = {name for name, p in state.parameters.items() if id(p) in updated and p.requires_grad}
@@ -232,26 +222,47 @@ def _capture_each(
         return graph
 
     def capture_all() -> list[CapturedGraph]:
-        return [captured_from(shard, own) for shard, own in enumerate(examples_of)]
+        return [captured_from(shard, tensors) for shard, tensors in enumerate(examples_of)]
 
     captured = captured_with_numbers(training_call.numbers, capture_all, type(training_call.model).__name__)
     outside = {name for graph in captured for name in graph.outside}
     captured = with_constants_apart(captured, {*paths.values(), *state.tensors, *outside})
     captured = with_equal_sizes(captured)
-    check_agreement(captured, type(training_call.model).__name__)
+    _check_agreement(captured, type(training_call.model).__name__)
     return captured
 
 
+def _check_agreement(captured: Sequence[CapturedGraph], model_name: str) -> None:
+    """Checks that the graphs of all shard shapes make the same gradients and draw random numbers in the same places."""
+    first, *others = captured
+    for other in others:
+        if list(first.traced.guards.draws) != list(other.traced.guards.draws):
+            raise CaptureError(
+                f"{model_name} draws other numbers from Python's random for a shard of another size, one for each example "
+                "perhaps, and a step draws the same for all replicas. Remedy: draw them with torch, as in torch.rand(len(x)), "
+                "or earlier"
+            )
+        for part in ("gradients", "writes"):
+            if set(_output(first)[part]) != set(_output(other)[part]):
+                raise CaptureError(
+                    f"{model_name} makes other {part} for a shard of another size: its graph depends on the batch size; use "
+                    "batches that divide by the number of devices"
+                )
+        if [argument.kind for argument in first.arguments] != [argument.kind for argument in other.arguments]:
+            raise CaptureError(
+                f"{model_name} draws random numbers for some shard sizes only; use batches that divide evenly"
+            )
+
+
 def _notes(
-    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, what: str, loss_reduction: str
+    captured: Sequence[CapturedGraph], outputs: Outputs | None, num_parts: int, model_name: str, loss_reduction: str
 ) -> tuple[Note, ...]:
-    """The warnings to give on all graphs, each once."""
-    notes = [note for graph in captured for note in graph.notes]
-    if outputs is not None and outputs.told:
-        notes.append(Note(f"{what}: {outputs.told}", "<unknown>", 0))
+    notes = [note for graph in captured for note in graph.traced.notes]
+    if outputs is not None and outputs.unknown:
+        notes.append(Note(f"{model_name}: {outputs.unknown}", "<unknown>", 0))
     if num_parts > 1 and captured[0].trains:
-        notes += notes_on_counted_lookups(captured[0].graph, what)
-        notes += notes_on_reductions(captured[0].reductions, loss_reduction, num_parts, what)
+        notes += notes_on_counted_lookups(captured[0].graph, model_name)
+        notes += notes_on_reductions(captured[0].traced.reductions, loss_reduction, num_parts, model_name)
     return tuple(dict.fromkeys(notes))
 
 
@@ -262,16 +273,16 @@ def _gathered(
     loss_reduction: str,
     trace_grown: Callable[[], TracedOutputs | None],
 ) -> Outputs:
-    """What steps return beside their loss; notes in the graphs how each output is gathered, and the loss of an evaluation."""
+    """Also notes in the graphs how each output is gathered, and the loss of an evaluation."""
     size_of: dict[int, int] = {}
-    for own, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
-        for shard, size in zip(own, of_graphs, strict=False):
+    for indices, of_graphs in zip(runs, shards.microbatches or [[size] for size in shards.num_examples], strict=True):
+        for shard, size in zip(indices, of_graphs, strict=False):
             size_of.setdefault(shard, size)  # of the first replica: a graph of symbolic sizes is traced with its shard
     sizes = [size_of[shard] for shard in range(len(captured))] if size_of else [STAND_IN_SIZE]
-    traced = [graph.outputs for graph in captured if graph.outputs is not None]
+    traced = [graph.traced.outputs for graph in captured if graph.traced.outputs is not None]
     is_split = len(runs) > 1 or bool(shards.microbatches) or not size_of
     other = trace_grown() if len(set(sizes)) == 1 and is_split else None
-    shard_of_replica = [own[0] if own else None for own in runs]
+    shard_of_replica = [indices[0] if indices else None for indices in runs]
     outputs = outputs_of(traced, shard_of_replica, [*sizes, *([sizes[0] + 1] if other is not None else [])], other)
     if shards.microbatches:
         refuse_outputs_apart(outputs.ways, traced)
@@ -295,7 +306,7 @@ def _unique(names: list[str]) -> list[str]:
 
 
 def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
-    """Refuses variables that were added to the model: memory, updates and copies are made for those that it had."""
+    """Refuses variables added to the model: memory and updates exist for the first ones alone."""
     for node in calls_to(captured.graph, ops.read):
         if node.kwargs["variable"] in added:
             raise ValueError(
@@ -310,7 +321,7 @@ def _output(captured: CapturedGraph) -> dict[str, Any]:
 
 
 def _constants_on_host(captured: Sequence[CapturedGraph]) -> set[str]:
-    """The constants that operators on GPUs read in the host's memory, which torch permits for numbers alone."""
+    """The constants that operators on GPUs read in the host's memory, as torch permits for scalars."""
     reads = [node for c in captured for node in calls_to(c.graph, ops.read) if node.kwargs["variable"] in c.constants]
     elsewhere = [node for node in reads if node.meta["val"].device != any_value(node.graph).device]
     return {str(node.kwargs["variable"]) for node in elsewhere}

@@ -1,7 +1,4 @@
-"""Brings the graph of forward, loss and backward, or of forward alone, into the form that passes take.
-
-It is long, as it has all steps from the one form of a graph to the other.
-"""
+"""Brings the graph of forward, loss and backward, or of forward alone, into the form that passes take."""
 
 from __future__ import annotations
 
@@ -14,18 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.diagnostics.errors import refuse_written_inputs
-from mirrorc.capture.diagnostics.loss_reduction import Reduction
-from mirrorc.capture.diagnostics.side_effects import Note
-from mirrorc.capture.diagnostics.weighted_means import WeightedMean
-from mirrorc.capture.front_ends.guards import NO_GUARDS, Guards
+from mirrorc.capture.front_ends.front_end import Traced
 from mirrorc.capture.rewrites.asserts import keep_asserts
 from mirrorc.capture.rewrites.checkpoint_tags import note_checkpoints
 from mirrorc.capture.rewrites.replica_values import keep_replica_values
 from mirrorc.capture.rewrites.seed_random_ops import seed_random_ops
 from mirrorc.capture.rewrites.sparse_lookups import rows_of_lookups
-from mirrorc.capture.rewrites.strided_reads import own_strided_reads
+from mirrorc.capture.rewrites.strided_reads import confine_strided_reads
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.names import identifier
@@ -38,45 +31,26 @@ from mirrorc.torch_internals import JointGraph, NumberInput, SizesOfArguments, h
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """The result of `capture`.
+    """The graph of one shard.
 
     Attributes:
-        graph: the graph of one shard. Placeholders are the arguments, `mirrorc.ir.ops.read` nodes the variables; the
-            output is a dict: ``loss`` (None in an evaluation), ``gradients`` by parameter and ``writes`` by buffer, in order of
-            the program.
-        arguments: what the placeholders are.
-        constants: tensors that are neither parameter nor buffer of a module, by the name of their variable.
-        outside: parameters and buffers of modules that neither model nor loss holds, likewise.
-        weighted_means: the losses that average over something else than examples.
-        reductions: how losses of torch among the summands of the loss reduce.
-        leaves_with_time_first: the arguments whose dim 0 a recurrent layer takes as time.
-        leaves_with_offsets: the arguments that say where bags of an embedding begin.
-        sparse: the parameters whose gradients torch would give as sparse tensors.
-        guards: whether the Python state that the graph depends on is as it was.
-        notes: warnings to give, once.
-        outputs: what a step returns beside its loss, if that is kept.
-        numbers: the Python numbers that the graph takes.
-        remarks: what readers of the program are told.
+        graph: placeholders are the arguments, `mirrorc.ir.ops.read` nodes the variables. The output is a dict: ``loss``
+            (None in an evaluation), ``gradients`` by parameter and ``writes`` by buffer, in order of the program.
+        constants: tensors other than variables, by name.
+        outside: variables of modules outside of model and loss.
+        sparse: the parameters with sparse gradients in torch.
         sizes: its symbols; None if all sizes are numbers.
-        size_keys: what its arguments of the kind SIZE are, in their order.
-        alike: the buffers that it writes to the same value on all replicas that run it, see `written_alike`.
+        size_keys: the meanings of its arguments of the kind SIZE, in order.
+        alike: see `written_alike`.
     """
 
     graph: fx.Graph
     arguments: tuple[Argument, ...]
     constants: Mapping[str, torch.Tensor]
-    weighted_means: tuple[WeightedMean, ...] = ()
-    guards: Guards = NO_GUARDS
-    notes: tuple[Note, ...] = ()
-    outputs: TracedOutputs | None = None
-    numbers: tuple[NumberInput, ...] = ()
-    reductions: tuple[Reduction, ...] = ()
-    leaves_with_time_first: tuple[int, ...] = ()
-    leaves_with_offsets: tuple[int, ...] = ()
+    traced: Traced
     sparse: frozenset[str] = frozenset()
     outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     alike: Mapping[str, int] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
     sizes: SizesOfArguments | None = None
     size_keys: tuple[Any, ...] = ()
 
@@ -85,47 +59,49 @@ class CapturedGraph:
         """Whether it has backward."""
         return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
 
+    @property
+    def numbers(self) -> tuple[NumberInput, ...]:
+        """The Python numbers among its arguments."""
+        return self.traced.joint.numbers
+
 
 def restructure(
-    joint: JointGraph, leaf_names: Sequence[str], variable_names: Mapping[str, str], trained: Set[str], what: str
+    traced: Traced, leaf_names: Sequence[str], variable_names: Mapping[str, str], trained: Set[str], model_name: str
 ) -> CapturedGraph:
     """The joint graph with variables as reads, named arguments, and outputs by name."""
-    refuse_written_inputs(joint, leaf_names, variable_names, what)
+    joint = traced.joint
+    refuse_written_inputs(joint, leaf_names, variable_names, model_name)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     keys = _symbolic_numbers(joint, values)
     arguments, seed, sizes = _add_arguments(graph, joint, leaf_names, values, keys)
     values |= {node: sizes.get(key, key) for node, key in values.items() if not isinstance(key, fx.Node)}
     constants = _copy_nodes(graph, joint, variable_names, values)
-    note_checkpoints(values, what)
-    graph.output(_outputs(joint, values, variable_names, trained, what))
+    note_checkpoints(values, model_name)
+    graph.output(_outputs(joint, values, variable_names, trained, model_name))
     looked_up = frozenset(variable_names.get(path, path) for path in joint.looked_up)
-    sparse = rows_of_lookups(graph, looked_up, what)
+    sparse = rows_of_lookups(graph, looked_up, model_name)
     if seed_random_ops(graph, seed) == 0 and not seed.users:
         graph.erase_node(seed)
         arguments.pop()
-    keep_asserts(graph, values[joint.tangent] if joint.tangent is not None else None, what)
+    keep_asserts(graph, values[joint.tangent] if joint.tangent is not None else None, model_name)
     if joint.tangent is not None and joint.loss is not None:
-        given = [joint.loss, *joint.buffer_writes.values(), *joint.outputs.values()]
-        _move_before_backward(values[joint.tangent], [values[node] for node in given])
+        results = [joint.loss, *joint.buffer_writes.values(), *joint.outputs.values()]
+        _move_before_backward(values[joint.tangent], [values[node] for node in results])
     _insert_gathers(graph, {name: values[node] for name, node in joint.outputs.items()})
     _remove_dead_code(graph)
     arguments += keep_replica_values(graph)
-    own_strided_reads(graph)
-    _own_gradients(graph)
+    confine_strided_reads(graph)
+    _separate_gradients(graph)
     _take_sizes_as_arguments(graph, joint, arguments, sizes, keys)
     read = {str(node.kwargs["variable"]) for node in calls_to(graph, ops.read)}
     output: Any = graph.output_node().args[0]
-    outside = {variable_names[path]: one.tensor for path, one in joint.outside.items()}
+    outside = {variable_names[path]: variable.tensor for path, variable in joint.outside.items()}
     return CapturedGraph(
         graph,
         tuple(arguments),
         {name: constant for name, constant in constants.items() if name in read},
-        joint.weighted_means,
-        numbers=joint.numbers,
-        reductions=joint.reductions,
-        leaves_with_time_first=joint.leaves_with_time_first,
-        leaves_with_offsets=joint.leaves_with_offsets,
+        traced,
         sparse=sparse,
         outside={name: tensor for name, tensor in outside.items() if name in read or name in output["writes"]},
         sizes=joint.sizes,
@@ -134,17 +110,17 @@ def restructure(
 
 
 def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
-    """What the graph takes as numbers that are computed of sizes: all symbols, then what operators are given.
+    """The keys of numbers that the graph computes of sizes: all symbols, then operands.
 
-    ``values`` gets the keys of the nodes that give such numbers, or the number if it is always the same one.
+    ``values`` gets the key for each node of such a number, or the number itself if it is constant.
     """
     if joint.sizes is None:
         return []
     for node in joint.graph_module.graph.nodes:
         value = node.meta.get("val")
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if has_symbols(one):
-                joint.sizes.check_symbols(one)
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if has_symbols(item):
+                joint.sizes.check_symbols(item)
         if is_symbolic(value):
             values[node] = joint.sizes.add(value)
     return list(dict.fromkeys([*joint.sizes.symbols, *joint.sizes.numbers]))
@@ -196,8 +172,6 @@ def _add_arguments(
 def _take_sizes_as_arguments(
     graph: fx.Graph, joint: JointGraph, arguments: list[Argument], sizes: dict[Any, fx.Node], keys: list[Any]
 ) -> None:
-    """Puts arguments in the place of symbolic sizes that operators have been given as they are in types."""
-
     def taken(value: Any) -> Any:
         if not is_symbolic(value) or joint.sizes is None:
             return value
@@ -214,7 +188,7 @@ def _take_sizes_as_arguments(
 
     for node in graph.nodes if joint.sizes is not None else ():
         if node.op == "call_function" and raw_symbols([node.args, node.kwargs]):
-            args, kwargs = (fx.node.map_aggregate(given, taken) for given in (node.args, node.kwargs))
+            args, kwargs = (fx.node.map_aggregate(operands, taken) for operands in (node.args, node.kwargs))
             node.args, node.kwargs = args, kwargs
 
 
@@ -226,7 +200,7 @@ def _free_name(name: str, taken: Set[str]) -> str:
 def _copy_nodes(
     graph: fx.Graph, joint: JointGraph, variable_names: Mapping[str, str], values: dict[fx.Node, Any]
 ) -> dict[str, torch.Tensor]:
-    """Copies all other nodes, variables as reads; returns the tensors that are no variables of the model, by name."""
+    """Copies all other nodes, variables as reads; returns the constants by name."""
     reads: dict[str, fx.Node] = {}
     constants: dict[str, torch.Tensor] = {}
     for node in joint.graph_module.graph.nodes:
@@ -244,16 +218,16 @@ def _copy_nodes(
             values[node] = reads[name]
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
-            values[node].meta = _kept_meta(node)
+            values[node].meta = _copied_meta(node)
     return constants
 
 
-def _move_before_backward(tangent: fx.Node, given: Sequence[fx.Node]) -> None:
-    """Moves what forward gives before backward: AOTAutograd makes views of what was written in place anew at the very end."""
+def _move_before_backward(tangent: fx.Node, results: Sequence[fx.Node]) -> None:
+    """Moves the results of forward before backward: AOTAutograd regenerates views of mutated inputs at the very end."""
     if not tangent.users:
         return
     first = min(tangent.users)  # nodes compare by their places in the graph
-    late, waiting = set(), list(given)
+    late, waiting = set(), list(results)
     while waiting:
         node = waiting.pop()
         if node > first and node not in late:
@@ -264,7 +238,7 @@ def _move_before_backward(tangent: fx.Node, given: Sequence[fx.Node]) -> None:
 
 
 def _insert_gathers(graph: fx.Graph, outputs: Mapping[str, fx.Node]) -> None:
-    """Hands outputs to the caller, each replica's part by itself until more is known of them, see `call.outputs`."""
+    """Gathers outputs, for now with each replica's part apart, see `call.outputs`."""
     first = next((node for node in graph.nodes if node.op != "placeholder"), None)
     for name, value in outputs.items():
         is_early = value.op == "placeholder" and first is not None
@@ -274,14 +248,13 @@ def _insert_gathers(graph: fx.Graph, outputs: Mapping[str, fx.Node]) -> None:
 
 
 def _constant_name(node: fx.Node, taken: Set[str]) -> str:
-    """A name for a tensor that is neither parameter nor buffer: after the module that uses it first."""
     module = next((module_of(user) for user in node.users if module_of(user)), "")
     base = f"{module}.constant".removeprefix(".")
     names = (base if i == 1 else f"{base}_{i}" for i in itertools.count(1))
     return next(name for name in names if name not in taken)
 
 
-def _kept_meta(node: fx.Node) -> dict[str, Any]:
+def _copied_meta(node: fx.Node) -> dict[str, Any]:
     meta: dict[str, Any] = {
         key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta
     }
@@ -295,7 +268,7 @@ def _outputs(
     values: Mapping[fx.Node, fx.Node],
     variable_names: Mapping[str, str],
     trained: Set[str],
-    what: str,
+    model_name: str,
 ) -> dict[str, Any]:
     gradients: dict[str, fx.Node] = {}
     for name, node in joint.gradients.items():
@@ -304,15 +277,15 @@ def _outputs(
             continue
         if node.meta["val"].layout is not torch.strided:
             raise CaptureError(
-                f"the gradient of {variable!r} in {what} is sparse: gradients of mirrored variables are dense. Remedy: look it "
-                "up without sparse=True."
+                f"the gradient of {variable!r} in {model_name} is sparse: gradients of mirrored variables are dense. Remedy: "
+                "look it up without sparse=True."
             )
         gradient = _without_idle_transpositions(values[node])
         assert variable not in gradients, f"two gradients for {variable}"  # AOTAutograd adds up those of tied weights
         gradients[variable] = gradient
     if joint.loss is not None and not gradients:
         raise CaptureError(
-            f"the loss of {what} does not depend on any parameter that the optimizer updates: check what the optimizer "
+            f"the loss of {model_name} does not depend on any parameter that the optimizer updates: check what the optimizer "
             "was given"
         )
     writes = {variable_names.get(name, name): values[node] for name, node in joint.buffer_writes.items()}
@@ -323,7 +296,7 @@ def _outputs(
 def _without_idle_transpositions(node: fx.Node) -> fx.Node:
     """Skips transpositions that cancel each other: autograd transposes gradients of weights twice.
 
-    Returns the earliest value from which they lead to this one, and which has the same shape and strides.
+    Returns the earliest value of the same shape and strides.
     """
     same, wanted = node, node.meta["val"]
     while node.target in TRANSPOSITIONS:
@@ -336,17 +309,15 @@ def _without_idle_transpositions(node: fx.Node) -> fx.Node:
 
 
 def _remove_dead_code(graph: fx.Graph) -> None:
-    """Removes calls whose results are not used. Placeholders are kept, and what is called for its effect."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and node.target not in ops.OF_FORWARD:
             graph.erase_node(node)
 
 
-def _own_gradients(graph: fx.Graph) -> None:
-    """Gives every gradient a value of its own, because buckets are summed in place.
+def _separate_gradients(graph: fx.Graph) -> None:
+    """Makes each gradient a separate value, because buckets are summed in place.
 
-    Without this, one value may have several uses: the terms of a sum have the same gradient; a gradient may be an operand of
-    another one; the gradient of a plain term of the loss is the gradient of the loss itself.
+    Otherwise the terms of a sum share a gradient, and a gradient may be an operand of another one.
     """
     output: Any = graph.output_node().args[0]
     counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])
@@ -356,9 +327,9 @@ def _own_gradients(graph: fx.Graph) -> None:
         if node.op == "placeholder" or node.target is ops.read or used_by_others:
             is_early = node.op == "placeholder" or node.target is ops.read  # before backward: copy it at the end
             with graph.inserting_before(graph.output_node()) if is_early else graph.inserting_after(node):
-                own = graph.call_function(torch.ops.aten.clone.default, (node,))
-            own.meta = dict(node.meta)
-            gradients[name] = own
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            gradients[name] = copy
         else:
             gradients[name] = node
     order = {node: i for i, node in enumerate(graph.nodes)}

@@ -1,4 +1,4 @@
-"""Names the tensors in graphs that are neither parameters nor buffers of the model, over the graphs of all shards."""
+"""Names the constants of the graphs of all shards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from mirrorc.ir.nodes import calls_to
 
 
 def with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
-    """Gives each constant a name of its own where several graphs have different ones under one name.
+    """Renames different constants of one name, to names outside of ``taken``.
 
-    Constants that follow the size of a shard, as ``torch.tensor(len(x))`` does, are different ones. So are two tensors of the
-    user that are equal now: a graph reads them where they lie, and the user may write one of them later.
-
-    Args:
-        captured: the graph of each kind of shard.
-        taken: the names of the model's variables.
+    Constants with the size of a shard, such as ``torch.tensor(len(x))``, differ. So do two equal tensors of the user: he
+    may write one of them later.
     """
     known: dict[str, torch.Tensor] = {}
     named = []

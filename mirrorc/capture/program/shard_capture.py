@@ -33,46 +33,39 @@ def capture(
     """Captures one step on one shard.
 
     Args:
-        front_end: the front end that traces the step.
-        call: model and loss.
         leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
         leaf_names: identifiers for them.
-        variable_names: from the names that parameters and buffers have in ``call`` to the names of variables (tied
-            weights have several names and are one variable).
+        variable_names: the variable for each name of a parameter or buffer; several names for tied weights.
         trained: the variables that the optimizer updates.
-        decompositions: the decompositions of ATen operators that the backend prefers.
-        outside: names what is read of modules that neither model nor loss holds.
 
     Raises:
-        CaptureError: with the user's file and line, the reason and a remedy.
+        CaptureError: with the user's line, the reason and a remedy.
     """
     with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
-    what, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})
-    check_outside_writes(traced.joint, names, what)
+    model_name, names = type(call.model).__name__, outside.names_of(traced.joint.outside, {*variable_names.values()})
+    check_outside_writes(traced.joint, names, model_name)
     names = {**variable_names, **names}
-    captured = restructure(traced.joint, leaf_names, names, trained, what)
+    captured = restructure(traced, leaf_names, names, trained, model_name)
     graph = with_stable_names(captured.graph, captured.arguments)
     graph.lint()
     alike = {**_written_alike(graph, call, traced.joint, names), **{names[path]: 0 for path in traced.alike}}
-    told = replace(captured, guards=traced.guards, notes=traced.notes, outputs=traced.outputs, remarks=traced.remarks)
-    return replace(told, graph=graph, alike=alike)
+    return replace(captured, graph=graph, alike=alike)
 
 
 def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names: Mapping[str, str]) -> dict[str, int]:
-    """The buffers that a graph writes to the same value on all replicas."""
-    roots = [call, *(one.root for one in joint.outside.values() if one.root is not None)]
+    roots = [call, *(variable.root for variable in joint.outside.values() if variable.root is not None)]
     of_norms = (vectors_of_spectral_norms, buffers_of_synchronized_norms)
-    ids = {own for found in of_norms for own in found(roots)} if joint.buffer_writes else set()
+    ids = {tensor_id for ids_in in of_norms for tensor_id in ids_in(roots)} if joint.buffer_writes else set()
     if not ids:
         return {}
-    tensors = tensors_at(call, {path: one.tensor for path, one in joint.outside.items()})
+    tensors = tensors_at(call, {path: variable.tensor for path, variable in joint.outside.items()})
     vectors = [names[path] for path in joint.buffer_writes if id(tensors.get(path)) in ids]
     output: Any = graph.output_node().args[0]
     return written_alike(graph, output["writes"], vectors)
 
 
 def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-    """What a step on shards of another size would return beside its loss; None if that is not known."""
+    """The outputs of a step on shards of another size; None if unknown."""
     with tracing(call):
         return front_end.trace_outputs(call, leaves)

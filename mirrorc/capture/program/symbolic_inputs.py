@@ -1,4 +1,4 @@
-"""Makes the graphs of a program that have symbolic sizes take the same arguments, and says what their sizes are in a call."""
+"""Gives the graphs of a program the same arguments for symbolic sizes, and computes their values in a call."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from mirrorc.torch_internals import SizesGivenUp, SizesOfArguments
 
 
 def with_equal_sizes(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
-    """Has all graphs take arguments for sizes of the same names; one that a graph does not need has no value there.
+    """Gives all graphs the same arguments for sizes; an unneeded one has no value.
 
-    A name may stand for other sizes in a graph for another kind of shard, each of which has symbols of its own.
+    Each graph has symbols of its own, so a name may stand for different sizes.
 
     Raises:
-        SizesGivenUp: replicas gather rows, of which each graph has to say how many all have.
+        SizesGivenUp: replicas gather rows, of which each graph has the total.
     """
-    names = list(dict.fromkeys(argument.name for one in captured for argument in _sizes_of(one)))
+    names = list(dict.fromkeys(argument.name for graph in captured for argument in _sizes_of(graph)))
     names.sort(key=lambda name: name.startswith("size"))  # symbols come first
-    if names and any(next(calls_to(one.graph, *ops.MEETINGS), None) is not None for one in captured):
+    if names and any(next(calls_to(graph.graph, *ops.MEETINGS), None) is not None for graph in captured):
         raise SizesGivenUp("the model asks for values of all replicas")
-    return [_with_sizes(one, names) for one in captured] if names else list(captured)
+    return [_with_sizes(graph, names) for graph in captured] if names else list(captured)
 
 
-def _sizes_of(one: CapturedGraph) -> list[Argument]:
-    return [argument for argument in one.arguments if argument.kind is ArgumentKind.SIZE]
+def _sizes_of(captured: CapturedGraph) -> list[Argument]:
+    return [argument for argument in captured.arguments if argument.kind is ArgumentKind.SIZE]
 
 
-def _with_sizes(one: CapturedGraph, names: Sequence[str]) -> CapturedGraph:
-    key_of = {own.name: one.size_keys[own.leaf or 0] for own in _sizes_of(one)}
-    places = {str(node.target): node for node in one.graph.find_nodes(op="placeholder")}
-    batch = [argument for argument in one.arguments if argument.kind is ArgumentKind.BATCH]
+def _with_sizes(captured: CapturedGraph, names: Sequence[str]) -> CapturedGraph:
+    key_of = {size.name: captured.size_keys[size.leaf or 0] for size in _sizes_of(captured)}
+    places = {str(node.target): node for node in captured.graph.find_nodes(op="placeholder")}
+    batch = [argument for argument in captured.arguments if argument.kind is ArgumentKind.BATCH]
     last = places[batch[-1].name]
     for name in names:
         node = places.get(name)
         if node is None:
-            with one.graph.inserting_after(last):
-                node = one.graph.placeholder(name)
+            with captured.graph.inserting_after(last):
+                node = captured.graph.placeholder(name)
             node.meta["val"] = 0
         else:
             last.append(node)
         last = node
-    others = [argument for argument in one.arguments[len(batch) :] if argument.kind is not ArgumentKind.SIZE]
+    others = [argument for argument in captured.arguments[len(batch) :] if argument.kind is not ArgumentKind.SIZE]
     sizes = [Argument(name, ArgumentKind.SIZE, index) for index, name in enumerate(names)]
     keys = tuple(key_of.get(name) for name in names)
-    return replace(one, arguments=(*batch, *sizes, *others), size_keys=keys)
+    return replace(captured, arguments=(*batch, *sizes, *others), size_keys=keys)
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class SymbolicSizes:
     """The sizes of a program whose graphs have symbols.
 
     Attributes:
-        graphs: the symbols of each graph, and the keys of the numbers that it takes.
-        shard_of_replica: which of the graphs each replica runs; None without examples.
-        microbatches: how many examples each replica's microbatches have, of which one graph takes all; empty for whole shards.
-        are_split: of each argument, whether it is split.
+        graphs: the symbols of each graph, and the keys of its numbers.
+        shard_of_replica: the graph of each replica; None without examples.
+        microbatches: the sizes of each replica's, all with one graph; empty for whole shards.
+        are_split: of each argument.
     """
 
     graphs: tuple[tuple[SizesOfArguments | None, tuple[Any, ...]], ...]
@@ -77,25 +77,24 @@ class SymbolicSizes:
         return any(sizes is not None and sizes.symbols for sizes, _ in self.graphs)
 
     def of_shards(self, shards: Shards) -> list[tuple[int | float, ...]] | None:
-        """For each replica, the numbers that its graph takes for its shard; None if some graph is not that of its shard."""
+        """For each replica, the numbers that its graph takes for its shard; None if a graph does not fit its shard."""
         if shards.microbatches != self.microbatches:
             return None
-        found: list[tuple[int | float, ...]] = []
+        numbers_of_replicas: list[tuple[int | float, ...]] = []
         for replica, shard in enumerate(self.shard_of_replica):
             if (shard is None) is not (shards.num_examples[replica] == 0):
                 return None
             if shard is None:
-                found.append(())
+                numbers_of_replicas.append(())
                 continue
             sizes, keys = self.graphs[shard]
             numbers = sizes.numbers_for(self._tensors(shards, replica), keys) if sizes is not None else None
             if numbers is None:
                 return None
-            found.append(numbers)
-        return found
+            numbers_of_replicas.append(numbers)
+        return numbers_of_replicas
 
     def _tensors(self, shards: Shards, replica: int) -> Sequence[torch.Tensor]:
-        """What a replica's graph takes first: its shard, or the first microbatch of it."""
         if not self.microbatches:
             return shards.tensors[replica]
         size = self.microbatches[replica][0]

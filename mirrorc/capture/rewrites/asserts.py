@@ -1,4 +1,4 @@
-"""Keeps what a forward asserts about tensors, and refuses other operators that are called for an effect."""
+"""Keeps a forward's asserts on tensors, and refuses other operators that are called for an effect."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mirrorc.torch_internals import is_operator, schema_of, with_overload, write
 
 _aten: Any = torch.ops.aten
 _ASSERTS = (_aten._assert_async.msg, _aten._functional_assert_async.msg)
-_IDLE = ("profiler", "aten::_assert_tensor_metadata", "aten::sym_constrain_range")  # labels; what tracing has proved
+_IDLE = ("profiler", "aten::_assert_tensor_metadata", "aten::sym_constrain_range")  # labels; facts proved by tracing
 
 
-def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, what: str) -> None:
+def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, model_name: str) -> None:
     """Turns each assert on a tensor into a `mirrorc.ir.ops.check`, which no pass removes.
 
     Raises:
@@ -30,10 +30,10 @@ def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, what: str) -> None:
         if not is_compute(node) or node.users or not _has_effect(node.target):
             continue
         if node.target not in _ASSERTS:
-            _refuse(node.target, node, what)
+            _refuse(node.target, node, model_name)
         if first_backward is not None and first_backward < node:
             raise CaptureError(
-                f"{_place(node, what)} asserts something in backward, when gradients may be on their way already. Remedy: "
+                f"{_place(node, model_name)} asserts something in backward, when gradients may be on their way already. Remedy: "
                 "assert it in forward, or compare parameters between steps."
             )
         condition, text = node.args[0], node.args[1]
@@ -44,41 +44,34 @@ def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, what: str) -> None:
         graph.erase_node(node)
 
 
-def _place(node: fx.Node, what: str) -> str:
+def _place(node: fx.Node, model_name: str) -> str:
     line = source_line(node)
-    return f"{what}, at {line}," if line else what
+    return f"{model_name}, at {line}," if line else model_name
 
 
-def _refuse(target: Any, node: fx.Node, what: str) -> NoReturn:
+def _refuse(target: Any, node: fx.Node, model_name: str) -> NoReturn:
     if target is _aten._assert_scalar.default:
         line = source_line(node)
         why = (
             f"{f' at {line}' if line else ''}: the shape of a tensor depends on values, and shapes of a graph are fixed"
         )
         raise UnreadableError(
-            f"cannot capture {what}{why}. Remedy: use tensors of one shape and torch.where, or choose elements before the step.",
+            f"cannot capture {model_name}{why}. Remedy: use tensors of one shape and torch.where, or choose elements before "
+            "the step.",
             why,
         )
     raise CaptureError(
-        f"{_place(node, what)} calls {target}, which gives nothing: a captured step would not do what it is called for. "
+        f"{_place(node, model_name)} calls {target}, which gives nothing: a captured step would not do what it is called for. "
         "Remedy: call it between steps, or let it return a tensor that the loss depends on."
     )
 
 
-def refuse_effects(graph: fx.Graph, what: str) -> None:
-    """Refuses operators that are called only for their effect; torch's joint export would drop them without a word.
-
-    Args:
-        graph: of torch functions, as a tracer gives it.
-        what: the name of the model.
-
-    Raises:
-        CaptureError: names the operator and its line.
-    """
+def refuse_effects(graph: fx.Graph, model_name: str) -> None:
+    """Refuses operators that are called only for their effect; torch's joint export would drop them silently."""
     for node in graph.nodes:
         target = with_overload(node.target)
         if is_operator(target) and not writes_argument(target) and _has_effect(target):
-            _refuse(target, node, what)
+            _refuse(target, node, model_name)
 
 
 def _has_effect(target: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Takes over which operators `torch.utils.checkpoint` has backward run again."""
+"""Copies the recomputation tags of `torch.utils.checkpoint`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from mirrorc.messages.source_lines import source_line
 from mirrorc.torch_internals import checkpoint_tag
 
 
-def note_checkpoints(values: Mapping[fx.Node, fx.Node], what: str) -> None:
-    """Notes at each operator of a graph the checkpoint that its counterpart in the joint graph is tagged with.
-
-    Args:
-        values: the operators by their counterparts, in the order of the joint graph.
-        what: whose graph it is, for an error.
+def note_checkpoints(values: Mapping[fx.Node, fx.Node], model_name: str) -> None:
+    """Notes at each operator of a graph the checkpoint of its counterpart, a key of ``values``, in the joint graph.
 
     Raises:
         CaptureError: a policy moves results elsewhere.
@@ -30,8 +26,9 @@ def note_checkpoints(values: Mapping[fx.Node, fx.Node], what: str) -> None:
             tag = checkpoint_tag(joint_node)
         except ValueError as error:
             raise CaptureError(
-                f"the policy of a checkpoint in {what} asks for {error} at {source_line(node) or node.name}, and a step keeps a "
-                "result where it is or computes it again. Remedy: let the policy return MUST_SAVE or PREFER_RECOMPUTE there"
+                f"the policy of a checkpoint in {model_name} asks for {error} at {source_line(node) or node.name}, and a step "
+                "keeps a result where it is or computes it again. Remedy: let the policy return MUST_SAVE or PREFER_RECOMPUTE "
+                "there"
             ) from None
         if tag is not None:
             number, keeps = tag

@@ -1,4 +1,4 @@
-"""Has ``x[mask] = value`` choose between two values at each place, so that the gradient of the value has a fixed shape."""
+"""Turns ``x[mask] = value`` into a ``where``, for a gradient of the value with a fixed shape."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import fx
 
 
 def choose_where_masked(graph: fx.Graph) -> None:
-    """Rewrites assignments to masked places of a tensor, of a value that has a gradient, in a tracer's graph.
+    """Rewrites ``x[mask] = value``, of a value with a gradient, to ``x.copy_(torch.where(mask, value, x))``.
 
-    ``x[mask] = value`` becomes ``x.copy_(torch.where(mask, value, x))``, with a mask as wide as ``x``. PyTorch's backward of
-    the former gathers the gradient at the masked places, and how many these are depends on the mask.
+    PyTorch's backward of the former gathers the gradient at the masked places, and their number depends on the mask.
     """
     for node in list(graph.find_nodes(op="call_function", target=operator.setitem)):
         place, mask, value = node.args
@@ -33,16 +32,18 @@ def choose_where_masked(graph: fx.Graph) -> None:
 
 
 def _is_masked(place: Any, mask: Any, value: Any) -> bool:
-    """Whether a value that has a gradient, and that all masked places get alike, is assigned."""
+    """Whether the value has a gradient, and all masked places get it alike."""
     if not all(isinstance(arg, fx.Node) for arg in (place, mask, value)):
         return False
-    found = [arg.meta.get("example_value") for arg in (place, mask, value)]
-    if not all(isinstance(one, torch.Tensor) for one in found):
+    values = [arg.meta.get("example_value") for arg in (place, mask, value)]
+    if not all(isinstance(item, torch.Tensor) for item in values):
         return False
-    source, chosen, given = found
-    if not all(type(size) is int for one in found for size in one.shape):  # a size that the mask decides, say
+    source, chosen, assigned = values
+    if not all(type(size) is int for item in values for size in item.shape):  # a size that the mask decides, say
         return False
     is_mask = chosen.dtype == torch.bool and chosen.shape == source.shape[: chosen.dim()] and chosen.dim() > 0
-    counted = len([*itertools.dropwhile(lambda size: size == 1, given.shape)])  # PyTorch leaves out leading ones
-    is_alike = counted <= source.dim() - chosen.dim() and given.dim() <= source.dim() and given.dtype == source.dtype
-    return is_mask and is_alike and given.requires_grad
+    counted = len([*itertools.dropwhile(lambda size: size == 1, assigned.shape)])  # PyTorch leaves out leading ones
+    is_alike = (
+        counted <= source.dim() - chosen.dim() and assigned.dim() <= source.dim() and assigned.dtype == source.dtype
+    )
+    return is_mask and is_alike and assigned.requires_grad

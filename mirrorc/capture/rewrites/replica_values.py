@@ -1,4 +1,4 @@
-"""Turns what a model asks of all replicas into operations of the IR, and refuses where that cannot be kept."""
+"""Turns a model's requests for values of all replicas into operations of the IR."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ _ASKED_BY: dict[Any, str] = {
 
 
 def keep_replica_values(graph: fx.Graph) -> list[Argument]:
-    """Makes meetings of replicas operations of the IR, numbered in program order; and the numbers of replicas, arguments.
+    """Turns exchanges between replicas into operations of the IR, numbered in program order, and replica numbers into
+    arguments.
 
-    A value of a meeting that is a result of the graph is copied, so that a region gives it.
+    An exchanged value among the graph's results is copied, so a region gives it.
 
     Returns:
-        The arguments that the graph has got, in the order of their placeholders, which come last.
+        The added arguments, whose placeholders come last, in this order.
     """
     arguments = [argument for target, kind in _ARGUMENTS.items() for argument in _number(graph, target, kind)]
     for number, node in enumerate(list(calls_to(graph, *_MEETINGS))):
@@ -58,7 +59,6 @@ def keep_replica_values(graph: fx.Graph) -> list[Argument]:
 
 
 def _number(graph: fx.Graph, target: Any, kind: ArgumentKind) -> list[Argument]:
-    """Puts an argument in the place of what asks for a number of replicas, if anything does."""
     asked = [node for node in graph.find_nodes(op="call_function", target=target) if node.users]
     if not asked:
         return []
@@ -76,46 +76,39 @@ def _number(graph: fx.Graph, target: Any, kind: ArgumentKind) -> list[Argument]:
 
 
 def refuse_replica_values(
-    graphs: Sequence[fx.Graph], runs: Sequence[Sequence[int]], devices: Sequence[Device], *, in_parts: bool, what: str
+    graphs: Sequence[fx.Graph],
+    runs: Sequence[Sequence[int]],
+    devices: Sequence[Device],
+    *,
+    in_parts: bool,
+    model_name: str,
 ) -> None:
-    """Refuses meetings of replicas that cannot be kept.
-
-    Args:
-        graphs: the graph of each kind of shard.
-        runs: for each replica, the graphs that it runs.
-        devices: of the replicas.
-        in_parts: whether shards are run in microbatches.
-        what: the name of the model.
-
-    Raises:
-        CaptureError: says which, where, why, and the remedy.
-    """
+    """Refuses exchanges between replicas that a step cannot make; ``in_parts`` means microbatches."""
     met = [list(calls_to(graph, *ops.MEETINGS)) for graph in graphs]
-    first = next((node for own in met for node in own), None)
+    first = next((node for items in met for node in items), None)
     if first is None:
         return
-    said = f"{what} calls {_say(first)}"
+    call = f"{model_name} calls {_say(first)}"
     if in_parts:
         raise CaptureError(
-            f"{said}, and its shards are run in microbatches: replicas would meet for parts of the batch, of which they may have "
+            f"{call}, and its shards are run in microbatches: replicas would meet for parts of the batch, of which they may have "
             "different numbers, and the loss would not be that of the whole batch. Remedy: leave microbatches out"
         )
     if len(devices) > 1 and any(device.is_asynchronous for device in devices):
-        raise CaptureError(f"{said}, which several GPUs cannot do yet. Remedy: train it on CPU devices, or on one GPU")
-    run = sorted({shard for own in runs for shard in own})
+        raise CaptureError(f"{call}, which several GPUs cannot do yet. Remedy: train it on CPU devices, or on one GPU")
+    run = sorted({shard for items in runs for shard in items})
     for shard in run[1:]:
-        _refuse_met_otherwise(met[run[0]], met[shard], what)
+        _refuse_met_otherwise(met[run[0]], met[shard], model_name)
 
 
-def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], what: str) -> None:
-    """Refuses graphs of two kinds of shards by which replicas would meet in different ways."""
+def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], model_name: str) -> None:
     for node, same in zip(first, other, strict=False):
         if (node.target, source_line(node)) != (same.target, source_line(same)):
             raise CaptureError(
-                f"{what} calls {_say(node)} for a shard of one size, where it calls {_say(same)} for another: all replicas meet "
-                "in the same order. Remedy: use batches that divide by the number of devices"
+                f"{model_name} calls {_say(node)} for a shard of one size, where it calls {_say(same)} for another: all "
+                "replicas meet in the same order. Remedy: use batches that divide by the number of devices"
             )
-        types = [value_type(one.all_input_nodes[0].meta["val"]) for one in (node, same)]
+        types = [value_type(meeting.all_input_nodes[0].meta["val"]) for meeting in (node, same)]
         is_of_rows = node.target is ops.rows_of_replicas
         shapes = [kind[1][1:] if is_of_rows else kind[1] for kind in types]
         if shapes[0] != shapes[1] or types[0][3] != types[1][3]:
@@ -125,20 +118,19 @@ def _refuse_met_otherwise(first: Sequence[fx.Node], other: Sequence[fx.Node], wh
                 else "reduce it over the examples before, or gather it by mirrorc.all_gather"
             )
             raise CaptureError(
-                f"{_say(same)} in {what} is given {say_type(types[0])} on one replica and {say_type(types[1])} on another, which "
-                f"do not go together: its shape follows the number of examples. Remedy: {remedy}, or use batches that divide by "
-                "the number of devices"
+                f"{_say(same)} in {model_name} is given {say_type(types[0])} on one replica and {say_type(types[1])} on "
+                f"another, which do not go together: its shape follows the number of examples. Remedy: {remedy}, or use "
+                "batches that divide by the number of devices"
             )
     if len(first) != len(other):
         more = max((first, other), key=len)[min(len(first), len(other))]
         raise CaptureError(
-            f"{what} calls {_say(more)} for a shard of one size, and not for another: all replicas meet as often. Remedy: use "
-            "batches that divide by the number of devices"
+            f"{model_name} calls {_say(more)} for a shard of one size, and not for another: all replicas meet as often. "
+            "Remedy: use batches that divide by the number of devices"
         )
 
 
 def _say(node: fx.Node) -> str:
-    """What has asked for a meeting, and where."""
     kinds = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
     if kinds and "SyncBatchNorm" in str(kinds[-1]):
         return f"the SyncBatchNorm {module_of(node)!r}"
@@ -147,11 +139,7 @@ def _say(node: fx.Node) -> str:
 
 
 def refuse_over_workers(program: Program) -> None:
-    """Refuses what asks the replicas of several workers for values that lie on GPUs.
-
-    Raises:
-        CaptureError: says why, and the remedy.
-    """
+    """Refuses exchanges between replicas of several workers with GPUs."""
     if not program.meets_workers or not any(device.is_asynchronous for device in program.devices):
         return
     met = next((node for graph in program.shard_graphs for node in calls_to(graph, *ops.MEETINGS)), None)

@@ -20,13 +20,10 @@ aten = torch.ops.aten
 
 
 def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
-    """Replaces every random operation of a graph by one that draws from a stream of ``seed``.
+    """Replaces each random operation of a graph by one that draws from a stream of ``seed``; returns their number.
 
-    Dropout becomes a mask and a product. Every other random operation of ATen becomes an operator of the same schema
-    that runs it under the seed.
-
-    Returns:
-        How many random operations there were.
+    Dropout becomes a mask and a product. Every other random operation of ATen becomes an operator of the same schema that
+    runs it under the seed.
     """
     stream = 0
     for node in list(graph.nodes):
@@ -77,7 +74,7 @@ def _replace_dropout(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int)
 
 
 def _draw(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int, keep: float) -> fx.Node:
-    """Draws a mask whose elements lie in memory as those of the dropout's argument do, so that types stay as they are."""
+    """The mask has the memory order of the dropout's argument, so that types stay as they are."""
     noted = node.meta["val"][1]
     order = list(range(noted.dim()))  # of dimensions, from the outermost one in memory
     if not noted.is_contiguous():
@@ -90,7 +87,7 @@ def _draw(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int, keep: floa
 
 
 def _follow(graph: fx.Graph, changed: set[fx.Node]) -> None:
-    """Finds the types of all values anew that depend on the layout of these.
+    """Infers the types of all values anew that depend on the layout of these.
 
     Raises:
         CaptureError: an operator addresses elements by their position in memory.

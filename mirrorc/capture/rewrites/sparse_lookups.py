@@ -1,4 +1,4 @@
-"""Traces lookups with ``sparse=True`` as others, and finds the variables whose gradients torch would give as sparse tensors."""
+"""Traces lookups with ``sparse=True`` as dense ones, and finds the variables with sparse gradients in torch."""
 
 from __future__ import annotations
 
@@ -19,38 +19,33 @@ _LOOKUPS = (F.embedding, F.embedding_bag)
 _MEAN, _MAX = 1, 2  # the modes of bags, as the operator numbers them
 
 
-def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], what: str) -> frozenset[str]:
+def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], model_name: str) -> frozenset[str]:
     """Makes lookups with ``sparse=True`` in a tracer's graph lookups with dense gradients.
 
-    Args:
-        traced: of `mirrorc.torch_internals.trace_full_graph`.
-        leaves: the example arguments.
-        what: the name of the model.
-
     Returns:
-        The paths of the parameters that are looked up so, and never otherwise. Torch gives the gradient of one that is used in
-        another way, too, as a sum of dense and sparse tensors, which is dense; see `rows_of_lookups` for these.
+        The paths of the parameters with sparse lookups only; others have dense gradients in torch, too. See
+        `rows_of_lookups`.
 
     Raises:
-        CaptureError: torch would refuse the lookup, or what is looked up is no parameter.
+        CaptureError: torch would refuse the lookup, or its table is no parameter.
     """
     sparse: set[str] = set()
     dense: set[str] = set()
-    lookups = [(node, _given(node)) for node in _lookups(traced.graph)]
-    if not any(given.get("sparse") is True for _, given in lookups):
+    lookups = [(node, _arguments_of(node)) for node in _lookups(traced.graph)]
+    if not any(arguments.get("sparse") is True for _, arguments in lookups):
         return frozenset()
     paths = own_variables(traced, leaves)
-    for node, given in lookups:
-        weight: Any = given["weight"]
+    for node, arguments in lookups:
+        weight: Any = arguments["weight"]
         path = paths.get(weight, "")
-        if given.get("sparse") is not True:
+        if arguments.get("sparse") is not True:
             dense.add(path)
             continue
         if weight.meta["example_value"].requires_grad:
-            _check(given, path, what)
+            _check(arguments, path, model_name)
             sparse.add(path)
-        given["sparse"] = False
-        node.args, node.kwargs = (), given
+        arguments["sparse"] = False
+        node.args, node.kwargs = (), arguments
     traced.recompile()
     return frozenset(sparse - dense)
 
@@ -59,38 +54,35 @@ def _lookups(graph: fx.Graph) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if node.op == "call_function" and node.target in _LOOKUPS)
 
 
-def _given(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a lookup, by name."""
+def _arguments_of(node: fx.Node) -> dict[str, Any]:
     return dict(inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments)  # type: ignore[arg-type]
 
 
-def _check(given: Mapping[str, Any], path: str, what: str) -> None:
-    """Refuses what torch refuses in backward, and what is no variable."""
+def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
     name = path.removeprefix("model.")
     if not path:
         raise CaptureError(
-            f"a lookup of {what} has sparse=True, and what it reads is computed, no parameter: its gradient goes on through what "
-            "computes it, where a step has dense tensors. Remedy: look up without sparse=True"
+            f"a lookup of {model_name} has sparse=True, and what it reads is computed, no parameter: its gradient goes on "
+            "through what computes it, where a step has dense tensors. Remedy: look up without sparse=True"
         )
-    if given.get("scale_grad_by_freq"):
+    if arguments.get("scale_grad_by_freq"):
         raise CaptureError(
-            f"the lookup in {name!r} of {what} has sparse=True and scale_grad_by_freq=True, which torch does not support "
+            f"the lookup in {name!r} of {model_name} has sparse=True and scale_grad_by_freq=True, which torch does not support "
             "together. Remedy: leave one of them out"
         )
 
 
 def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
-    """The tensor arguments that say where bags begin among the indices of an ``embedding_bag``, in a tracer's graph."""
-    found: dict[int, None] = {}
+    """The tensor arguments that are offsets of bags of an ``embedding_bag``, in a tracer's graph."""
+    leaves: dict[int, None] = {}
     for node in _lookups(graph):
-        offsets = _given(node).get("offsets")
+        offsets = _arguments_of(node).get("offsets")
         for leaf in _origins(offsets) if isinstance(offsets, fx.Node) else ():
-            found[leaf] = None
-    return tuple(found)
+            leaves[leaf] = None
+    return tuple(leaves)
 
 
 def _origins(value: fx.Node) -> Iterator[int]:
-    """The arguments of which a value is computed."""
     waiting, seen = [value], {value}
     while waiting:
         node = waiting.pop()
@@ -101,19 +93,15 @@ def _origins(value: fx.Node) -> Iterator[int]:
         seen.update(node.all_input_nodes)
 
 
-def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], what: str) -> None:
-    """Refuses to split offsets: each counts from the first index of the whole batch, which a shard does not have.
-
-    Raises:
-        CaptureError: names the argument and the remedy.
-    """
+def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], model_name: str) -> None:
+    """Refuses to split offsets: each counts from the first index of the whole batch, which a shard does not have."""
     for index in with_offsets:
         leaf = leaves[index]
         if leaf.split:
             raise CaptureError(
-                f"an embedding_bag of {what} takes argument {leaf.path!r} as offsets, which count indices of the whole batch: a "
-                "step splits arguments along dim 0, and a shard has other indices. Remedy: give each bag a row of 2-D indices, "
-                "filled up with padding_idx"
+                f"an embedding_bag of {model_name} takes argument {leaf.path!r} as offsets, which count indices of the whole "
+                "batch: a step splits arguments along dim 0, and a shard has other indices. Remedy: give each bag a row of 2-D "
+                "indices, filled up with padding_idx"
             )
 
 
@@ -136,9 +124,9 @@ def _gradient_of_bags(
 ) -> Any:
     """The gradient of a table of bags as that of an embedding: rows that are added up at indices.
 
-    Torch's backward of an ``embedding_bag`` gives a gradient as large as the table. In modes "sum" and "mean", the row for an
-    index is the gradient of its bag, times the index's weight, over the size of the bag. A largest element, and rows that are
-    divided by how often they occur, are left to torch.
+    Torch's backward of an ``embedding_bag`` gives a gradient as large as the table. In modes "sum" and "mean", the row for
+    an index is the gradient of its bag, times its weight, over the size of the bag. Other modes, and scaling by frequency,
+    are left to torch.
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented
@@ -156,34 +144,34 @@ BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_
 """Has joint export write gradients of tables of bags as rows."""
 
 
-def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], what: str) -> frozenset[str]:
-    """Which gradients are sparse tensors in torch: of those that are ``looked_up``, those to which nothing else adds.
+def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str) -> frozenset[str]:
+    """The parameters with sparse gradients in torch: those among ``looked_up`` without other summands.
 
     Several lookups in one table become one, of the rows and indices of all, in their order, in the output of the graph.
 
     Raises:
-        CaptureError: the lookups of one table leave out different rows.
+        CaptureError: the lookups of one table have different padding rows.
     """
     output: Any = graph.output_node().args[0]
-    gradients, found = dict(output["gradients"]), set()
+    gradients, sparse = dict(output["gradients"]), set()
     for name in sorted(looked_up & gradients.keys()):
         lookups = _summands(gradients[name])
         if lookups is None:
             continue
-        found.add(name)
+        sparse.add(name)
         if len({node.args[3] for node in lookups}) > 1:
             raise CaptureError(
-                f"lookups with sparse=True in {name!r} of {what} have different values of padding_idx, and its rows are added up "
-                "together. Remedy: give them one padding_idx, or sparse=False"
+                f"lookups with sparse=True in {name!r} of {model_name} have different values of padding_idx, and its rows are "
+                "added up together. Remedy: give them one padding_idx, or sparse=False"
             )
         if len(lookups) > 1:
             gradients[name] = _joined(graph, gradients[name], lookups)
     graph.output_node().args = ({**output, "gradients": gradients},)
-    return frozenset(found)
+    return frozenset(sparse)
 
 
 def _summands(gradient: fx.Node) -> list[fx.Node] | None:
-    """The lookups' gradients of which a gradient is the sum; None if something else is added."""
+    """The lookups' gradients in a sum; None if it has other summands."""
     if gradient.target is torch.ops.aten.embedding_dense_backward.default:
         return [gradient]
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs:
@@ -213,7 +201,6 @@ def _joined(graph: fx.Graph, gradient: fx.Node, lookups: Sequence[fx.Node]) -> f
 
 
 def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-    """Inserts a call where the graph inserts, on the account of the line of another node."""
     node = graph.call_function(target, args, kwargs or {})
     node.meta = dict(like.meta)
     find_type_anew(node)

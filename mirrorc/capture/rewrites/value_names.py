@@ -19,10 +19,9 @@ from mirrorc.torch_internals import bare_name, is_operator
 def with_stable_names(graph: fx.Graph, arguments: Sequence[Argument]) -> fx.Graph:
     """A copy whose values are named after module and operator: ``encoder_fc1_addmm``, and ``d_encoder_fc1_mm`` in backward.
 
-    A value that the model computes outside of its modules is named after the module that came last among its sources:
-    ``torch.relu(self.fc1(x))`` is ``fc1_relu``. Values of equal names are numbered: ``encoder_fc1_mm_2`` is the second one.
-    Names are therefore the same in every process. A change of one module, or of what is computed from its result, does not
-    change the names in other modules.
+    A value computed outside of modules is named after the latest module among its sources: ``torch.relu(self.fc1(x))`` is
+    ``fc1_relu``. Values of equal names are numbered. Names are the same in every process, and a change of one module, or of
+    its users, does not change the names in other modules.
     """
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -66,12 +65,10 @@ def _numbered(base: str, counts: Counter[str]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """The module, variable or argument that a value is named after.
+    """The module, variable or argument that names a value: that of its latest operand.
 
     Attributes:
-        name: its name.
-        since: the position in the graph where it was first used. A value with several operands is named after the operand
-            with the latest position. Arguments of the step have none, so they are chosen last.
+        since: the position of its first use; -1 for arguments.
         is_owned: whether it is a variable. A module does not name values after its own variables.
     """
 
@@ -81,12 +78,12 @@ class _Place:
 
 
 class _Places:
-    """Finds what each value of a graph is named after; must be asked for the values in the order of the graph."""
+    """Finds the place of each value of a graph; must be asked in the order of the graph."""
 
     def __init__(self, graph: fx.Graph, arguments: Sequence[Argument]) -> None:
         self._tangents = placeholders_of(graph, arguments, ArgumentKind.LOSS_WEIGHT)
         self._of_the_batch = placeholders_of(graph, arguments, ArgumentKind.BATCH)
-        self._found: dict[fx.Node, _Place] = {}
+        self._known: dict[fx.Node, _Place] = {}
         self._backward: set[fx.Node] = set()
         self._last = _Place()  # of the operators so far
         self._position = {node: i for i, node in enumerate(graph.nodes)}
@@ -94,14 +91,13 @@ class _Places:
         self._containers = {name[:i] for name in modules for i, char in enumerate(name) if char == "."} | {""}
 
     def is_backward(self, node: fx.Node) -> bool:
-        """Whether a value depends on the gradient of the loss."""
         return node in self._backward
 
     def of(self, node: fx.Node) -> str:
-        """What a value is named after; must have been asked for all operands of the value before."""
+        """The name of the value's place; all operands must have been asked for before."""
         if node in self._tangents or any(source in self._backward for source in node.all_input_nodes):
             self._backward.add(node)
-        place = self._found[node] = self._place(node)
+        place = self._known[node] = self._place(node)
         if node.op == "call_function" and node.target is not ops.read and place.since >= 0:
             self._last = place
         return place.name
@@ -113,23 +109,22 @@ class _Places:
         if node.target is ops.read:
             first_use = min((self._position[user] for user in node.users), default=position)
             return _Place(str(node.kwargs["variable"]), first_use, is_owned=True)
-        own = module_of(node)
-        saved = self._latest(own, (n for n in node.all_input_nodes if not self.is_backward(n)))
+        module = module_of(node)
+        saved = self._latest(module, (n for n in node.all_input_nodes if not self.is_backward(n)))
         if self.is_backward(node) and saved.since >= 0:
-            return _Place(saved.name, position)  # the gradient of what was saved
-        made_of = max(saved, self._latest(own, node.all_input_nodes), key=lambda place: place.since)
-        if own:
-            return made_of if made_of.since >= 0 else _Place(own, position)
+            return _Place(saved.name, position)  # the gradient of a saved value
+        made_of = max(saved, self._latest(module, node.all_input_nodes), key=lambda place: place.since)
+        if module:
+            return made_of if made_of.since >= 0 else _Place(module, position)
         return made_of if made_of.name else self._last
 
-    def _latest(self, own: str, operands: Iterable[fx.Node]) -> _Place:
-        """Of the operands' places inside the module `own`, the one with the latest position."""
-        inside = [self._found[node] for node in operands if self._is_inside(self._found[node], own)]
+    def _latest(self, module: str, operands: Iterable[fx.Node]) -> _Place:
+        inside = [self._known[node] for node in operands if self._is_inside(self._known[node], module)]
         return max(inside, key=lambda place: place.since, default=_Place())
 
-    def _is_inside(self, place: _Place, own: str) -> bool:
-        if not own:
+    def _is_inside(self, place: _Place, module: str) -> bool:
+        if not module:
             return bool(place.name)
-        is_part = place.name.startswith(f"{own}.")
-        is_own_variable = place.is_owned and place.name.rpartition(".")[0] == own
-        return is_part and not (is_own_variable and own not in self._containers)
+        is_part = place.name.startswith(f"{module}.")
+        is_variable = place.is_owned and place.name.rpartition(".")[0] == module
+        return is_part and not (is_variable and module not in self._containers)

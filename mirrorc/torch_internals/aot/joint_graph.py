@@ -46,13 +46,8 @@ class JointGraph:
         written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index); and buffers to
             which it writes a value with a gradient, as ("buffer", name).
         fake_mode: the mode of the graph's fake tensors.
-        weighted_means: the losses that average over something else than examples, as the front end has found them.
-        reductions: how losses of torch among the summands of the loss reduce, likewise.
-        leaves_with_time_first: the arguments whose dim 0 a recurrent layer takes as time, likewise.
-        leaves_with_offsets: the arguments that say where bags of an embedding begin, likewise.
-        looked_up: the names of parameters that are looked up for sparse gradients alone, likewise.
-        outside: what it reads of modules that neither model nor loss holds, by the names that it has in ``variable_of``,
-            likewise.
+        looked_up: the names of parameters with lookups for sparse gradients alone, set by the front end.
+        outside: the variables of modules that neither model nor loss holds, by their names in ``variable_of``, likewise.
         sizes: its symbols; None if all sizes are numbers.
     """
 
@@ -68,10 +63,6 @@ class JointGraph:
     gradients: dict[str, fx.Node | None] = field(default_factory=dict)
     buffer_writes: dict[str, fx.Node] = field(default_factory=dict)
     written_inputs: list[tuple[str, str]] = field(default_factory=list)
-    weighted_means: tuple[Any, ...] = ()
-    reductions: tuple[Any, ...] = ()
-    leaves_with_time_first: tuple[int, ...] = ()
-    leaves_with_offsets: tuple[int, ...] = ()
     looked_up: frozenset[str] = frozenset()
     outside: dict[str, Any] = field(default_factory=dict)
     seed: fx.Node | None = None
