@@ -40,11 +40,11 @@ class LossCheck:
     Attributes:
         same: whether loss and gradients agree.
         loss: of the whole batch.
-        sharded_loss: the loss that a step would return: the weighted sum over the shards.
+        sharded_loss: the loss of a step: the weighted sum over the shards.
         num_examples: of each shard.
         differences: for each trainable variable, the largest difference of its gradients, relative to their largest entry;
             the largest first.
-        tolerance: the largest relative difference that counts as rounding.
+        tolerance: the largest relative difference due to rounding.
         reasons: sentences on the coupling of examples; empty without any.
     """
 
@@ -90,11 +90,10 @@ def check_loss(
 ) -> LossCheck:
     """Checks on one batch whether a step on several devices makes the update that one device makes on the whole batch.
 
-    It computes loss and gradients of the whole batch, and of shards of it as a step would split it, one after the other on
-    the model's own device. Model, gradients and random streams are left as they are, and so is the Python state of model
-    and loss: attributes, containers, closures, random generators. Changes of globals and classes stay, and so do those of
-    iterators, Python generators and queues of the standard library. Random numbers are the same for each example, so
-    dropout makes no difference.
+    It computes loss and gradients of the whole batch, and of its shards one after the other on the model's own device.
+    Model, gradients and random streams are left as they are, and so is the Python state of model and loss: attributes,
+    containers, closures, random generators. Changes of globals, classes, iterators, Python generators and queues of the
+    standard library stay. Random numbers are the same for each example, so dropout makes no difference.
 
     Example:
         >>> mirrorc.check_loss(model, x, target=y, loss_fn=F.cross_entropy, num_replicas=2)  # doctest: +SKIP
@@ -107,8 +106,8 @@ def check_loss(
         loss_fn: as for `mirrorc.compile`.
         loss_reduction: as for `mirrorc.compile`.
         num_replicas: the number of shards.
-        tolerance: the largest relative difference that counts as rounding; None for 1e-7 with parameters of 64 bits, 1e-3
-            with 32 bits and 0.05 with 16 bits or autocast.
+        tolerance: the largest relative difference due to rounding; None for 1e-7 with parameters of 64 bits, 1e-3 with 32
+            bits and 0.05 with 16 bits or autocast.
         raises: raise an error if they are not the same.
         **kwargs: as for the step; with a loss_fn, ``target`` is the second argument of the loss_fn.
 

@@ -42,8 +42,7 @@ _DRAWS = (
 class EqualDraws:
     """Replaces random numbers by the first example's of the first run, for every example of all runs.
 
-    A draw corresponds to the draw at the same place in the first run. Means over examples stay such, although the values
-    are no longer independent.
+    Draws correspond by their order. Means over examples stay such, although the values are no longer independent.
 
     Attributes:
         unequal: operators whose draws could not be replaced.

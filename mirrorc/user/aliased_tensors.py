@@ -17,11 +17,7 @@ from mirrorc.torch_internals import is_dense, num_users
 def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
     """Refuses two tensors with common elements if one of them is moved, or copied for each replica.
 
-    A write to one of them would no longer show in the other, as it does in PyTorch.
-
-    Args:
-        tensors: by name, each object once.
-        moving: the names of those that are moved.
+    A write to one of them would no longer show in the other. ``tensors`` has each object once.
     """
     spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if _has_memory(tensor))
     reaching: list[tuple[str, int, int, str]] = []
@@ -48,8 +44,7 @@ def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Coll
 def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torch.Tensor]) -> None:
     """Warns of other references to the memory of moving tensors, which do not follow the move.
 
-    Args:
-        tensors: all parameters and buffers, whose references to this memory are expected.
+    References of ``tensors``, all parameters and buffers, are expected.
     """
     memory = {name: tensor.untyped_storage() for name, tensor in moving.items()}
     bases = (tensor if tensor._base is None else tensor._base for tensor in tensors)

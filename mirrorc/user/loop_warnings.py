@@ -35,10 +35,9 @@ class AccumulatedGradients(Protocol):
 
 
 class GradientHabits:
-    """Warns once of each habit of a training loop that has no effect after a compiled step.
+    """Warns once of each habit of a training loop without effect after a compiled step.
 
-    Args:
-        groups: the user's optimizers. Gradients of other parameters are left alone, as ``zero_grad`` leaves them.
+    Gradients of other parameters than those of ``groups`` are left alone, as ``zero_grad`` leaves them.
 
     Attributes:
         has_trained: whether the step has run; before, there are no warnings.
@@ -76,7 +75,7 @@ class GradientHabits:
     def look_for_gradients(self, *, are_used: bool) -> None:
         """Called before a step, which drops gradients of a backward of the user's.
 
-        ``are_used``: whether an optimizer has made a step with them.
+        ``are_used``: by an optimizer's step.
         """
         groups = self._groups.hyperparameters
         self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]

@@ -22,9 +22,6 @@ class OptimizerGroups:
 
     The groups of the first optimizer come first, then those of the next one. A group added later gets the next number, so a
     number always means the same group.
-
-    Args:
-        optimizers: in the order of their steps.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -76,7 +73,7 @@ class OptimizerGroups:
     def are_elementwise(self) -> tuple[bool, ...]:
         """For each optimizer, whether it may run on whole buckets.
 
-        Hooks of one of several optimizers may read the parameters and gradients of all: then each runs by itself, in order.
+        Hooks of one of several optimizers may read the parameters of all: then each runs by itself, in order.
         """
         if len(self.optimizers) > 1 and any(has_step_hooks(o) or not has_torchs_step(o) for o in self.optimizers):
             return (False,) * len(self.optimizers)
@@ -118,10 +115,7 @@ class OptimizerGroups:
 
 
 def check_optimizers(option: Any, parameters: Mapping[str, torch.nn.Parameter]) -> OptimizerGroups:
-    """The optimizers, if they can train these parameters.
-
-    Args:
-        option: an optimizer, or a list or tuple of them.
+    """The optimizer or optimizers of the option, if they can train these parameters.
 
     Raises:
         TypeError: no optimizer, or one whose step needs a closure.
@@ -176,10 +170,9 @@ def update_rules(
     *,
     may_be_unused: bool = False,
 ) -> dict[str, UpdateRule]:
-    """The rule of each parameter.
+    """The rule of each parameter among ``updated``, those with a gradient.
 
     Args:
-        updated: names of those with a gradient; others get no rule.
         sparse: names of those with sparse gradients.
         may_be_unused: whether some may have no gradient in a step.
 

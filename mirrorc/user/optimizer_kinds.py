@@ -78,7 +78,7 @@ def check_state(optimizer: torch.optim.Optimizer, group: int, name: str, paramet
 
 
 def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a parameter's state that element-wise optimizers know; others are the user's."""
+    """The entries of a parameter's state known to element-wise optimizers; others are the user's."""
     return {key: value for key, value in state.items() if key in _KNOWN and value is not None}
 
 
@@ -92,7 +92,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def writes_rows(optimizer: torch.optim.Optimizer, index: int) -> bool:
     """Whether a step with a sparse gradient writes only the gradient's rows of a table.
 
-    SGD with momentum writes every row with momentum; a hook or a replaced step may write anything.
+    SGD with momentum writes further rows; a hook or a replaced step may write anything.
     """
     kind, momentum = type(optimizer), optimizer.param_groups[index].get("momentum", 0)
     if kind not in _WRITE_ROWS or not isinstance(momentum, int | float) or momentum != 0:
@@ -105,8 +105,7 @@ def check_gradient_of(
 ) -> None:
     """Refuses sparse or dense gradients that torch's own optimizers refuse.
 
-    This depends on hyperparameters, so an optimizer of the same class makes a step with a tiny parameter. The user's
-    classes are not tried.
+    This depends on hyperparameters, so an optimizer of the same class makes a trial step with a tiny parameter.
     """
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or not has_torchs_step(optimizer):
@@ -134,13 +133,7 @@ def check_gradient_of(
 
 
 def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A table's gradient as a sparse tensor of its rows, coalesced.
-
-    Args:
-        indices: of the rows, [k].
-        rows: [k * width], or [k, width].
-        shape: of the table.
-    """
+    """A table's gradient as a coalesced sparse tensor of its rows, [k * width] or [k, width]."""
     values = rows.view(len(indices), *shape[1:])
     return torch.sparse_coo_tensor(indices[None], values, tuple(shape), is_coalesced=True, check_invariants=False)
 
@@ -148,9 +141,8 @@ def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[i
 def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
     """Whether torch's fused kernels update a group's parameters of a dtype on devices of a type.
 
-    If the group leaves the choice open, they do for dtypes that every fused kernel updates: on CPUs those of 32 and 64 bits
-    (torch's fused SGD updates no 16-bit ones there, seen in 2.13), on GPUs 16-bit ones, too, but not by Adagrad with a
-    torch without that kernel.
+    If the group leaves the choice open, they do for dtypes of every fused kernel: on CPUs those of 32 and 64 bits (not 16
+    by SGD, seen in 2.13), on GPUs 16-bit ones, too, but not by Adagrad with a torch without that kernel.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):

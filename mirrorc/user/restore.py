@@ -30,8 +30,8 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mirrorc"} - {"collect
 def restored(root: nn.Module, *, deep: bool = False) -> Iterator[None]:
     """Undoes the changes of a block to a module and its submodules, also if the block fails.
 
-    This covers the attributes and tables of modules, the contents of collections among these, memory, shape,
-    ``requires_grad`` and ``grad`` of parameters and buffers, and the values of buffers.
+    This covers attributes and tables of modules, the contents of collections among these, memory, shape, ``requires_grad``
+    and ``grad`` of parameters and buffers, and the values of buffers.
 
     Args:
         deep: restore all objects in reach of the modules: dicts and slots, collections, closures, tensors, numpy's arrays,

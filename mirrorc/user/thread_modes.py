@@ -15,11 +15,7 @@ class CallersModes:
         self._warned: set[str] = set()
 
     def look(self, *, trains: bool) -> None:
-        """Called in the caller's thread.
-
-        Args:
-            trains: whether anything is saved for backward.
-        """
+        """Called in the caller's thread; ``trains`` if anything is saved for backward."""
         for kind in dispatch_modes():
             self._warn(
                 kind,

@@ -73,8 +73,6 @@ def outputs_of(
     another dimension, so a trace of another size is compared.
 
     Args:
-        traced: the outputs of each graph.
-        shard_of_replica: the graph of each replica; None without examples.
         sizes: the number of examples of each graph, then that of ``other``.
         other: the outputs for a shard of another size; None if unknown.
 

@@ -12,10 +12,10 @@ class KnownFailure:
     """A cause of tracer exceptions.
 
     Attributes:
-        reason: the effect of the user's line, as a continuation after a colon.
+        reason: the effect of the user's line, after a colon.
         words: the exception's text contains one of them, in any case.
-        line: the user's line contains this word.
-        file: a frame of the failure is in a file of this name.
+        line: a word of the user's line.
+        file: a name of a file among the frames.
         runs_as_pytorch: whether plain PyTorch runs it with the meaning of a step.
     """
 

@@ -42,8 +42,8 @@ def masked_spans(
     Args:
         shape: rows, and places in a row.
         mask_prob: the part of a row's places in spans, if these do not overlap.
-        attention_mask: [rows, places]; spans lie in the first places of a row, as many as it has ones.
-        min_masks: the fewest spans in a row.
+        attention_mask: [rows, places], ones first; spans lie there.
+        min_masks: of a row.
 
     Returns:
         [rows, places], bool: the masked places. Spans of a row begin at different places, all choices equally likely.

@@ -51,7 +51,6 @@ class Run:
         copy: its modules; backward may run them again.
         parameters, buffers, leaves: its inputs, with gradients after backward.
         versions: of these, before forward.
-        stream: None if it draws nothing.
         loss: with its graph, until backward; without elements if an evaluation has none.
         unreached: the indices of the parameters outside of this graph, in training.
     """

@@ -16,14 +16,13 @@ class RunGradients:
     """Takes the gradients of a run from its backward.
 
     A gradient is complete when torch calls the post-accumulate hook of its parameter. A parameter outside of the graph of
-    the loss has none, except where a backward within backward makes one: known at the end of backward only.
+    the loss has none, except from a backward within backward: known at the end of backward only.
 
     Args:
         late: the indices of parameters whose complete gradients may get further parts.
 
     Attributes:
         came: the indices of parameters in the order of their gradients; twice for two parts.
-        has_ended: whether backward has, without an error.
     """
 
     def __init__(self, run: Run, backward: Callable[[], None], late: Set[int], model_name: str) -> None:

@@ -24,14 +24,14 @@ class Climbed(Generic[T]):
     failed: tuple[tuple[FrontEnd, str], ...]
 
     def remarks(self, model_name: str) -> list[str]:
-        """Remarks of the program on the front ends that could not capture the model."""
+        """Remarks of the program on the failed front ends."""
         return [
             f"captured with capture={self.front_end.name!r}, because {failed.name!r} cannot capture {model_name}{why}"
             for failed, why in self.failed
         ]
 
     def warning(self, model_name: str) -> str:
-        """The same for the user, with remedies; empty if the first front end succeeded."""
+        """The same for the user, with remedies; empty without failures."""
         if not self.failed:
             return ""
         first, why = self.failed[0]
@@ -48,7 +48,7 @@ class Ladder:
     """Front ends, those of the fastest programs first.
 
     The first leaves unreadable Python and branches on data to the others, but refuses models for their meaning, such as a
-    loss that is no scalar. A refusal of one of the others passes to the next.
+    loss that is no scalar. Refusals of the others pass to the next.
     """
 
     def __init__(self, front_ends: Sequence[FrontEnd]) -> None:
@@ -107,7 +107,7 @@ _OWN_FOLDER = Path(__file__).parents[2]
 
 
 def ladder_named(name: object) -> Ladder:
-    """The front ends of ``capture=``: all for "auto", otherwise the one of this name.
+    """The front ends of ``capture=``: all for "auto".
 
     Raises:
         ValueError: unknown name; lists the known ones.

@@ -56,8 +56,7 @@ class Traced:
 class FrontEnd(ABC):
     """Traces a training call on example tensors.
 
-    Its guards watch the reads of `TrainingCall.plain`, so that a program serves calls with other values of the rest. The
-    graph of an `evaluation_call.EvaluationCall` is forward alone, with ``loss``, if there is one, among its outputs.
+    Its guards watch the reads of `TrainingCall.plain`, so that a program serves calls with other values of the rest.
 
     Attributes:
         words: how steps run the capture, as a continuation after a colon.
@@ -78,12 +77,12 @@ class FrontEnd(ABC):
     ) -> Traced:
         """Traces a call to one functional graph, with guards on all reads of Python state.
 
-        Gradients are switched on, or off for an evaluation.
+        The graph of an `evaluation_call.EvaluationCall` is forward alone, with ``loss``, if there is one, among its
+        outputs. Gradients are off for it, and otherwise on.
 
         Args:
             stack: keeps contexts open until the graph is restructured.
             leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
-            decompositions: the backend's choice for ATen operators.
 
         Raises:
             CaptureError: with the user's line, the reason and a remedy.

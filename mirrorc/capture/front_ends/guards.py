@@ -19,7 +19,7 @@ class Guards(Protocol):
 
     @property
     def draws(self) -> Sequence[object]:
-        """The draws of forward and loss from Python's random and numpy's in each step, in order; comparable."""
+        """The comparable draws of forward and loss from Python's random and numpy's in each step, in order."""
 
     def use_draws(self) -> Callable[[], None]:
         """Advances the generators past the draws of `hold`; gives a function that undoes it."""
@@ -31,7 +31,7 @@ class Guards(Protocol):
         """Whether a trace would read the same state."""
 
     def broken(self) -> str:
-        """The change, in a few words with the line that reads it; for messages, after `hold` was false."""
+        """The change, in a few words with its line; for messages, after `hold` was false."""
 
 
 class AllGuards:

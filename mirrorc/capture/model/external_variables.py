@@ -1,7 +1,6 @@
 """Makes variables of tensors in reach of forward or the loss, but outside of model and loss.
 
-Examples: a discriminator in the closure of a generator's loss, a teacher in a global, a module in a plain list of the
-model.
+Examples: a discriminator in the closure of a generator's loss, a teacher in a global.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name
 
 
 class OutsideNames:
-    """Names the variables of modules outside of a step's model: in the user's words, and the same in all its programs."""
+    """Names the variables of modules outside of a step's model, in the user's words and the same in all its programs."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # by the id of the tensor
@@ -82,7 +81,7 @@ class OutsideNames:
         return names
 
     def counters_of(self, outside: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
-        """The buffers that count forwards of normalization layers, by the names of the statistics: each with its name."""
+        """The counters of forwards of normalization layers, by the names of the statistics: each with its name."""
         counters = {name: self._counters.get(id(tensor), lambda: None)() for name, tensor in outside.items()}
         return {
             name: (self._known[id(counter)][1], counter) for name, counter in counters.items() if counter is not None

@@ -70,7 +70,7 @@ class ModelState:
         self._added_now = self._find_added()
 
     def names_now(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The current `names`, and descriptions of the tensors that were added since, by name."""
+        """The current `names`, and descriptions of tensors added since, by name."""
         names, first = dict(self.names), {id(tensor): name for name, tensor in self.tensors.items()}
         added: dict[str, str] = {}
         for path, tensor in _named_tensors(self._roots):
@@ -117,7 +117,7 @@ class ModelState:
         }
 
     def free_changed_numbers(self) -> list[tuple[tuple[str, ...], str]]:
-        """Takes the numbers that have changed since `note_numbers` out of the fingerprint: guards watch reads of them.
+        """Moves the numbers changed since `note_numbers` from the fingerprint to the guards.
 
         Returns:
             The names on the way to each module, from its root on, and the attribute.

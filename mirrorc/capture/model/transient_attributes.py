@@ -121,7 +121,7 @@ def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
 
 
 def watching_class(kind: type, names: Set[str], attribute: type[_PassingAttribute] = _PassingAttribute) -> type:
-    """A subclass of a module's class (or of its earlier watching class) in which these names can be read only after their
+    """A subclass of a module's class (or of its earlier watching class) with these names readable only after their
     assignment.
 
     Without names, the class itself.

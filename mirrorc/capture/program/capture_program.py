@@ -105,8 +105,6 @@ def capture_program(
     """Captures a graph for each distinct shape of a shard or microbatch, or one for a worker without examples.
 
     Args:
-        shards: of the call's tensors, one for each device.
-        decompositions: the backend's choice for ATen operators.
         front_end: None for the first one of "auto".
         symbolic: the symbolic dimensions of the tensors.
         workers: exchange values on the model's request.

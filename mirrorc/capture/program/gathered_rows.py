@@ -26,11 +26,10 @@ class GatheredRows:
 
     The first guess: rows are proportional to examples if they are a multiple of them, and otherwise equal on all replicas.
     The rows in the captured graphs then replace it, separately for each type of value. Until other workers report, each
-    device there is taken to gather as many as one here. A worker without examples gathers none; its graph, which no replica
-    runs, has the number of the others.
+    device there is taken to gather as many as one here. A worker without examples gathers none; its graph, for no replica,
+    has the number of the others.
 
     Args:
-        num_examples: of each replica; those without examples gather nothing.
         runs: for each replica, its graphs, of which the first counts.
         elsewhere: the rows of the other workers, once reported.
     """

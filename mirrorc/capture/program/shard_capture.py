@@ -34,7 +34,6 @@ def capture(
 
     Args:
         leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
-        leaf_names: identifiers for them.
         variable_names: the variable for each name of a parameter or buffer; several names for tied weights.
         trained: the variables that the optimizer updates.
 
