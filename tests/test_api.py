@@ -108,6 +108,7 @@ def test_models_with_unusual_gradients_train_as_on_one_device(kind: type[nn.Modu
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_the_loss_trains_as_on_one_device() -> None:
     model = OnlyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -139,6 +140,7 @@ def test_types_name_the_texts_that_options_take() -> None:
         assert named(option) == choices, option
 
 
+@pytest.mark.slow
 def test_a_step_says_what_it_is() -> None:
     with compiled(nn.Linear(3, 2)) as step:
         assert repr(step) == "<Step of Linear on cpu:0, cpu:1, backend eager: not compiled yet>"

@@ -38,6 +38,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_show_prints_a_saved_program(captured: Path) -> None:
     program = captured_two_layers()
     done = run(app, ["show", str(captured)])
@@ -46,6 +47,7 @@ def test_show_prints_a_saved_program(captured: Path) -> None:
     assert done.stdout == program.to_text(regions=True, slots=True, sources=False)
 
 
+@pytest.mark.slow
 def test_opt_runs_passes_and_saves(captured: Path, tmp_path: Path) -> None:
     output = tmp_path / "lowered.json.gz"
     passes = format_passes(default_pipeline(**SMALL_BUCKETS))
@@ -78,6 +80,7 @@ def test_opt_refuses_what_cannot_run(captured: Path, passes: str, message: str) 
     assert done.exit_code == 2 and message in words(done.stderr) and isinstance(done.exception, SystemExit)
 
 
+@pytest.mark.slow
 def test_diff_says_what_differs_and_exits_with_one(captured: Path, tmp_path: Path) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     run_up_to("lower-devices", captured_two_layers()).save(one)
@@ -108,6 +111,7 @@ def test_diff_compares_what_regions_compute(tmp_path: Path) -> None:
     assert "+    _1_sigmoid: f32[4, 6] = aten.sigmoid.default(_0_addmm)\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_saved_program_is_equal_to_its_own_print_in_every_form(tmp_path: Path) -> None:
     program = run_up_to("lower-devices", handmade(2, [Weight(f"layer{i}.weight") for i in range(9)], buffer=True))
     saved, printed = tmp_path / "saved.json.gz", tmp_path / "printed.txt"
@@ -119,6 +123,7 @@ def test_a_saved_program_is_equal_to_its_own_print_in_every_form(tmp_path: Path)
             assert done.exit_code == 0 and done.stdout == "", (regions, slots, sources)
 
 
+@pytest.mark.slow
 def test_a_saved_program_is_equal_to_the_dump_of_its_last_pass(captured: Path, tmp_path: Path) -> None:
     output, passes = tmp_path / "lowered.json.gz", format_passes(default_pipeline(**SMALL_BUCKETS))
     command = ["opt", str(captured), "--passes", passes, "--output", str(output), "--dump", str(tmp_path / "dump")]
@@ -174,6 +179,7 @@ def malformed(tmp_path: Path) -> Path:
     return tmp_path / "malformed.json"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_printed_is_named(malformed: Path, tmp_path: Path) -> None:
     done = run(app, ["show", str(malformed)])
     assert done.exit_code == 2 and done.stderr == (

@@ -116,6 +116,7 @@ def test_a_changed_program_is_explained_and_says_how_to_renew_the_file() -> None
     assert UPDATE in difference("no-such-model-2.txt", text)
 
 
+@pytest.mark.slow
 def test_buckets_of_the_golden_programs_are_several_so_that_the_schedule_shows() -> None:
     heading = "# mirrorc · stage LOWERED · {} device"
     for file in LOWERED:

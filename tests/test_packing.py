@@ -54,6 +54,7 @@ def test_workers_tell_plans_and_orders_of_ones_own_by_their_names() -> None:
     assert any("Order object" in text for text in kept[0].values())
 
 
+@pytest.mark.slow
 @fuzzed(100)
 @given(num_elements=st.integers(1, 5000), number=st.integers(1, 40))
 def test_ranges_are_equal_but_for_the_last(num_elements: int, number: int) -> None:

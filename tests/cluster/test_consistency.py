@@ -61,6 +61,7 @@ def test_calls_in_another_order_are_told_apart() -> None:
     assert set(raised) == {raised[0]} and "compares the options, worker 2 (host-2, process 102) the files" in raised[0]
 
 
+@pytest.mark.slow
 def test_who_does_not_come_to_compare_is_named() -> None:
     raised = compared([{}], [], [{}], seconds=0.2)
     late = "worker 1 (host-1, process 101) did not come to compare the options with the other workers in time"

@@ -133,6 +133,7 @@ def compiled(**options: Any) -> mirrorc.Step:
     return mirrorc.compile(model, optimizer=optimizer, loss_fn=nn.functional.mse_loss, backend="eager", **options)
 
 
+@pytest.mark.slow
 def test_compile_trains_alone_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in told(1, 4, free_port()).items():
         monkeypatch.setenv(name, value)
@@ -150,6 +151,7 @@ def test_compile_trains_alone_only_where_that_is_asked_for(monkeypatch: pytest.M
     compiled().close()
 
 
+@pytest.mark.slow
 def test_compile_waits_for_the_workers_of_a_process_group() -> None:
     distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
     try:
@@ -159,6 +161,7 @@ def test_compile_waits_for_the_workers_of_a_process_group() -> None:
         distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_store_that_stops_to_answer_is_not_waited_for_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
 

@@ -263,6 +263,7 @@ def test_every_change_is_seen_from_both_sides_at_every_later_stage(name: str) ->
     assert sentences(diff_programs(new, old)) and sentences(diff_programs(old, new, regions=True))
 
 
+@pytest.mark.slow
 def test_the_changes_of_each_pass_are_seen() -> None:
     stages = list(stages_of("mlp").values())
     for before, after in itertools.pairwise(stages):
@@ -281,6 +282,7 @@ class Net(nn.Module):
         return self.fc2(self.activation(self.fc1(x)))
 
 
+@pytest.mark.slow
 def test_bodies_of_regions_are_compared_if_asked_for() -> None:
     old, new = (lowered(captured_model(Net(activation))) for activation in (nn.Tanh(), nn.Sigmoid()))
     assert diff_programs(old, new) == "only the bodies of regions differ: pass regions=True to see how\n"
@@ -296,6 +298,7 @@ def test_bodies_of_regions_are_compared_if_asked_for() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_captured_graph_is_compared_statement_by_statement() -> None:
     old, new = (captured_model(Net(activation)) for activation in (nn.Tanh(), nn.ReLU()))
     (found,) = sentences(diff_programs(old, new))

@@ -177,6 +177,7 @@ def test_an_exception_ends_the_line_and_the_thread(
     assert not progress_threads()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_cannot_be_written_stops_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     is_tried = threading.Event()
 

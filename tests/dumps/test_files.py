@@ -182,6 +182,7 @@ def test_of_passes_of_one_name_the_one_that_failed_is_noted() -> None:
     assert [row[0] for row in texts.rows()[1:]] == ["01-does-nothing", "02-does-nothing, failed: PassError"]
 
 
+@pytest.mark.slow
 def test_the_index_says_which_pass_could_not_take_the_program(tmp_path: Path) -> None:
     with pytest.raises(PassError, match="add a pass that gives REPLICATED") as caught:
         passes = [one for one in default_pipeline() if one.name != "replicate"]
@@ -192,6 +193,7 @@ def test_the_index_says_which_pass_could_not_take_the_program(tmp_path: Path) ->
     assert len(list(tmp_path.glob("mirrorc-pack-gradients-*/reproducer.json"))) == 1
 
 
+@pytest.mark.slow
 def test_the_index_says_that_the_captured_program_was_refused() -> None:
     texts, program = Texts(), captured_two_layers()
     targets(program.shard_graphs[0], ops.read)[0].kwargs = {"variable": "gone"}
@@ -237,6 +239,7 @@ def without_buckets(program: Program) -> Program:
 BREAKS = [without_bucket, with_odd_output, without_output, with_foreign_node, without_devices, without_buckets]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", BREAKS, ids=lambda action: action.__name__)
 def test_looking_at_a_broken_program_does_not_hide_what_the_verifier_says(
     action: Callable[[Program], Program], capfd: pytest.CaptureFixture[str]
@@ -284,6 +287,7 @@ def test_a_remark_is_one_cell_of_the_index_and_one_line_of_the_text() -> None:
     assert "# remark of this pass: a|b\\nc<d>\n" in texts["01-acts.txt"]
 
 
+@pytest.mark.slow
 def test_the_captured_program_is_saved_for_the_command_line(tmp_path: Path) -> None:
     with step_with(dump=tmp_path) as step:
         text = str(step.program)

@@ -280,6 +280,7 @@ def test_numbers_that_forward_returns_are_those_of_the_step() -> None:
             assert torch.allclose(outputs["y"], expected)
 
 
+@pytest.mark.slow
 def test_an_attribute_that_nothing_reads_compiles_once_more() -> None:
     class Counting(Applied):
         count = 0

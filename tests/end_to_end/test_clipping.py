@@ -216,6 +216,7 @@ def test_a_norm_is_measured_without_a_bound() -> None:
         assert torch.equal(kept, before) and not torch.equal(step.grad_norm, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, *slow((1,))])
 def test_what_is_not_finite_spreads_as_in_a_plain_loop_and_the_table_recovers(num_devices: int) -> None:
     with (pair := Pair(SGD, num_devices, clip_grad_norm=1.0)).step as step:
@@ -324,6 +325,7 @@ def test_what_it_refuses() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
+@pytest.mark.slow
 def test_groups_of_two_dtypes_are_bounded_whichever_comes_first() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3).double())

@@ -241,6 +241,7 @@ def test_any_changes_together(actions: list[Change], sizes: list[int], kind: str
 # Memory
 
 
+@pytest.mark.slow
 def test_a_graph_reads_its_batch_from_memory_of_its_own(recorder: CallRecorder) -> None:
     model = make_net()
     with compiled(model, torch.optim.AdamW(model.parameters(), lr=RATE)) as step:
@@ -255,6 +256,7 @@ def test_a_graph_reads_its_batch_from_memory_of_its_own(recorder: CallRecorder) 
     assert addresses == [addresses[0]] * 6
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_kept_stays_as_it_is(recorder: CallRecorder) -> None:
     model = make_net()
     with compiled(model, torch.optim.AdamW(model.parameters(), lr=RATE)) as step:
@@ -266,6 +268,7 @@ def test_a_loss_that_is_kept_stays_as_it_is(recorder: CallRecorder) -> None:
     assert [loss.item() for loss in losses] == values and len(set(values)) == 7
 
 
+@pytest.mark.slow
 def test_expanded_and_transposed_inputs(recorder: CallRecorder) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -311,6 +314,7 @@ def refuses(error: type[Exception], *words: str) -> Any:
     return pytest.raises(error, match="(?s)" + ".*".join(re.escape(word) for word in words))
 
 
+@pytest.mark.slow
 def test_a_capture_that_fails_leaves_everything_as_it_was(recorder: CallRecorder) -> None:
     model = make_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -333,6 +337,7 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(recorder: CallRecorder
         )
 
 
+@pytest.mark.slow
 def test_an_operation_that_cannot_be_captured_is_named(recorder: CallRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_net()
     with compiled(model, torch.optim.SGD(model.parameters(), lr=RATE)) as step:
@@ -346,6 +351,7 @@ def test_an_operation_that_cannot_be_captured_is_named(recorder: CallRecorder, m
             step(x, target=target)
 
 
+@pytest.mark.slow
 def test_adam_neither_refuses_to_be_captured_nor_warns(recorder: CallRecorder) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -353,6 +359,7 @@ def test_adam_neither_refuses_to_be_captured_nor_warns(recorder: CallRecorder) -
     assert recorder.num_replays == 6 - NUM_WARM_UP_STEPS
 
 
+@pytest.mark.slow
 def test_hyperparameters_that_keep_changing_are_warned_of(recorder: CallRecorder) -> None:
     def cycles(model: nn.Module, optimizer: torch.optim.Optimizer, i: int) -> None:
         optimizer.param_groups[0]["betas"] = (0.9 - i / 100, 0.99)
@@ -371,6 +378,7 @@ def with_hook(parameters: Iterator[nn.Parameter], lr: float) -> torch.optim.Opti
     return optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -397,6 +405,7 @@ def test_optimizers_that_cannot_be_captured(
     assert_same_bits(list(model.state_dict().values()), list(before.values()))
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_ceases_to_be_fused(recorder: CallRecorder) -> None:
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -412,6 +421,7 @@ def test_an_optimizer_that_ceases_to_be_fused(recorder: CallRecorder) -> None:
         step(x, target=target)
 
 
+@pytest.mark.slow
 def test_asserts_are_refused(recorder: CallRecorder) -> None:
     model = Asserting()
     with (
@@ -429,6 +439,7 @@ def test_random_operations_are_refused(recorder: CallRecorder) -> None:
             step(x, target=target)
 
 
+@pytest.mark.slow
 def test_nothing_is_recorded_and_explain_says_why(recorder: CallRecorder) -> None:
     model = make_net()
     with compiled(model, torch.optim.AdamW(model.parameters(), lr=RATE)) as step:

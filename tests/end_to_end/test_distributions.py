@@ -71,6 +71,7 @@ def test_losses_of_distributions_are_captured(loss_fn: Callable[..., Any], monke
     assert D.Distribution._validate_args
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "told"),
     [(normal, "the parameter scale of a distribution Normal"), (exponential, "a value of a distribution Exponential")],

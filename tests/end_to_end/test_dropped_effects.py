@@ -283,6 +283,7 @@ def mean_of_recent(y: torch.Tensor) -> Any:
     return sum(recent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "name"),
     [

@@ -75,6 +75,7 @@ def test_a_loss_that_is_a_view_of_a_parameter_is_that_before_the_update(backend:
                     assert torch.allclose(give(model.weight), before - 0.1, rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_verifier_refuses_to_return_a_view_of_what_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirrorc.capture.dynamo.front_end._copy_aliased_loss", lambda graph: None)
     for devices in (1, 2):
@@ -170,6 +171,7 @@ def write_into_the_buffer(model: Assigns) -> None:
     model.average.add_(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("assign", "name"), [(count, "count"), (replace_the_buffer, "average")])
 @pytest.mark.parametrize("devices", [2, *slow((1,))])
 def test_a_forward_that_assigns_state_is_refused(assign: Callable[[Assigns], None], name: str, devices: int) -> None:
@@ -268,6 +270,7 @@ def test_a_channels_last_model(backend: str, disable_passes: tuple[str, ...]) ->
     assert_same_training(mirrored, train_on_one_device(model, ADAM, batches, F.cross_entropy), 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 @pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
 def test_a_transposed_parameter(backend: str, disable_passes: tuple[str, ...]) -> None:
@@ -409,6 +412,7 @@ def test_sizes_per_replica_are_told_beside_a_whole_tensor() -> None:
 # Modes of autograd around a call
 
 
+@pytest.mark.slow
 def test_a_call_without_gradients_enabled_trains_all_the_same() -> None:
     model = make_mlp()
     twin = copy.deepcopy(model)
@@ -442,6 +446,7 @@ def test_a_call_in_inference_mode(first_call: bool) -> None:
     model(mlp_batch(6)["x"]).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_parameter_that_gets_other_strides_between_steps_keeps_its_state_in_order(devices: int) -> None:
     """Torch's fused kernel itself would take the state for numbers in the order of the parameter's new memory."""

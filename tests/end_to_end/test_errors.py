@@ -494,6 +494,7 @@ def test_no_program_before_the_first_call() -> None:
                 getattr(step, name)
 
 
+@pytest.mark.slow
 def test_an_unknown_device_of_a_variable() -> None:
     with compile_mlp() as step:
         step(**mlp_batch(4))
@@ -552,6 +553,7 @@ def test_a_call_within_a_step() -> None:
         step(**batch)
 
 
+@pytest.mark.slow
 def test_a_call_from_a_second_thread() -> None:
     ENTERED.clear(), RELEASE.clear()
     model, batch = Held(), mlp_batch(4)

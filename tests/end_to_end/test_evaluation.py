@@ -415,6 +415,7 @@ def test_an_evaluation_that_fails_changes_nothing() -> None:
         step.evaluate(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check_finite", ["skip", *(pytest.param(way, marks=pytest.mark.slow) for way in (False, True))]
 )

@@ -89,6 +89,7 @@ def test_figures_of_real_runs_hold_together(num_devices: int, without: tuple[str
     assert sum(e["ph"] == "X" and e["cat"] == "backward" for e in events) >= 6 * num_devices * len(found.buckets) / 2
 
 
+@pytest.mark.slow
 def test_one_step_is_explained_though_it_warmed_up() -> None:
     with compiled() as step:
         step(**mlp_batch(8))
@@ -150,6 +151,7 @@ def test_a_step_that_fails_leaves_no_record() -> None:
         check(step, step.explain(), 2)
 
 
+@pytest.mark.slow
 def test_a_step_that_was_interrupted_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where every device finishes it: the only one does, as it waits for nobody."""
     with compiled(1) as step:
@@ -171,6 +173,7 @@ def test_a_step_that_was_interrupted_leaves_no_record(monkeypatch: pytest.Monkey
         check(step, step.explain(), 2)
 
 
+@pytest.mark.slow
 def test_before_the_first_step(tmp_path: Path) -> None:
     with compiled() as step:
         for ask in (step.explain, lambda: step.timeline(tmp_path / "trace.json")):
@@ -182,6 +185,7 @@ def test_before_the_first_step(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_without_records(tmp_path: Path) -> None:
     with compiled(record=False) as step:
         step(**mlp_batch(8))
@@ -207,6 +211,7 @@ def test_recording_changes_no_bit() -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_a_closed_step_can_still_be_explained() -> None:
     with compiled() as step:
         for _ in range(2):

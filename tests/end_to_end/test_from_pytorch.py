@@ -198,11 +198,13 @@ def test_training_step() -> None:
         pair.train(3, size=5)
 
 
+@pytest.mark.slow
 def test_to_device() -> None:
     with Pair() as pair:
         assert pair.step(X.to("cpu"), target=Y.to("cpu")).device == torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_data_parallel() -> None:
     with Pair(nn.DataParallel(net())) as pair:
         pair.train(2)
@@ -215,6 +217,7 @@ def test_data_parallel() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_process_group() -> None:
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=torch.distributed.HashStore())
     try:
@@ -263,6 +266,7 @@ def test_dict_batch() -> None:
         torch.testing.assert_close(step(**{"x": X, "labels": Y}), F.cross_entropy(net()(X), Y).detach())
 
 
+@pytest.mark.slow
 def test_several_targets() -> None:
     def loss_fn(output: torch.Tensor, target: Any) -> torch.Tensor:
         return (F.cross_entropy(output, target[0], reduction="none") * target[1]).mean()
@@ -278,6 +282,7 @@ def test_positional_target() -> None:
         step(X, Y)
 
 
+@pytest.mark.slow
 def test_whole_tensor() -> None:
     model = Around(lambda own, x, table: own.net(x @ table))
     table = torch.randn(3, 3, dtype=torch.float64)
@@ -310,6 +315,7 @@ def test_changing_number() -> None:
         assert "2 compiled programs" in repr(step)
 
 
+@pytest.mark.slow
 def test_sequence_first() -> None:
     class First(nn.Module):
         def __init__(self) -> None:
@@ -334,12 +340,14 @@ def test_sequence_first() -> None:
 # The loss and the outputs
 
 
+@pytest.mark.slow
 def test_loss_item() -> None:
     with compiled(net()) as step:
         losses = [step(X, target=Y) for _ in range(3)]
         assert losses[0].item() > losses[2].item() and not losses[0].requires_grad
 
 
+@pytest.mark.slow
 def test_loss_backward() -> None:
     model = net()
     with compiled(model) as step:
@@ -354,6 +362,7 @@ def test_sum_loss() -> None:
         pair.train(2)
 
 
+@pytest.mark.slow
 def test_sum_loss_unsaid() -> None:
     with compiled(net(), loss_fn=nn.CrossEntropyLoss(reduction="sum")) as step, warned("sum-loss-unsaid"):
         step(X, target=Y)
@@ -390,6 +399,7 @@ def test_penalty() -> None:
     assert_same_model(model, plain, 1e-10)
 
 
+@pytest.mark.slow
 def test_class_weights() -> None:
     with (
         compiled(net(), loss_fn=nn.CrossEntropyLoss(torch.tensor([1.0, 3.0], dtype=torch.float64))) as step,
@@ -398,6 +408,7 @@ def test_class_weights() -> None:
         step(X, target=Y)
 
 
+@pytest.mark.slow
 def test_ignore_index() -> None:
     with compiled(net()) as step, warned("ignore-index"):
         step(X, target=torch.tensor([-100, -100, 0, 1]))
@@ -518,6 +529,7 @@ def test_clip_after_the_step() -> None:
         pair.train()
 
 
+@pytest.mark.slow
 def test_clip_grad_value() -> None:
     with Pair(clip_grad_value=0.01) as pair:
         pair.train(2, lambda: nn.utils.clip_grad_value_(pair.plain.parameters(), 0.01))
@@ -599,6 +611,7 @@ def test_drop_accumulated() -> None:
 # The optimizer, its groups and schedulers
 
 
+@pytest.mark.slow
 def test_optimizer_step() -> None:
     with Pair() as pair, warned("optimizer-step"):
         pair.train()
@@ -625,6 +638,7 @@ def test_add_group() -> None:
         pair.train()
 
 
+@pytest.mark.slow
 def test_scheduler() -> None:
     with Pair() as pair:
         schedulers = [OneCycleLR(optimizer, 0.5, total_steps=5) for _, optimizer in pair.sides]
@@ -635,6 +649,7 @@ def test_scheduler() -> None:
         assert "1 compiled program" in repr(pair.step)
 
 
+@pytest.mark.slow
 def test_plateau() -> None:
     with Pair() as pair:
         schedulers = [ReduceLROnPlateau(optimizer, patience=0) for _, optimizer in pair.sides]
@@ -808,6 +823,7 @@ def test_autocast_option() -> None:
         assert step(X.float(), target=Y)[1].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_grad_scaler() -> None:
     model = net()
     with compiled(model) as step:
@@ -816,6 +832,7 @@ def test_grad_scaler() -> None:
             torch.amp.GradScaler("cpu").scale(loss).backward()
 
 
+@pytest.mark.slow
 def test_scaler_option() -> None:
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1) for _ in range(2)]
     with Pair(scaler=scalers[0]) as pair:
@@ -945,6 +962,7 @@ def test_layerdrop() -> None:
 # Between steps
 
 
+@pytest.mark.slow
 def test_load_state_dict() -> None:
     with Pair() as pair:
         pair.train()
@@ -955,6 +973,7 @@ def test_load_state_dict() -> None:
         pair.train()
 
 
+@pytest.mark.slow
 def test_ema() -> None:
     with Pair() as pair:
         averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model, _ in pair.sides]
@@ -1000,6 +1019,7 @@ def test_clamp_weights() -> None:
                     model[0].weight.clamp_(-0.1, 0.1)
 
 
+@pytest.mark.slow
 def test_clamp_data() -> None:
     with Pair() as pair:
         pair.train()
@@ -1008,6 +1028,7 @@ def test_clamp_data() -> None:
         pair.train()
 
 
+@pytest.mark.slow
 def test_new_head() -> None:
     model = net()
     with compiled(model) as step:
@@ -1035,6 +1056,7 @@ def test_module_attribute() -> None:
             pair.train()
 
 
+@pytest.mark.slow
 def test_deepcopy() -> None:
     with Pair() as pair:
         pair.train()
@@ -1069,6 +1091,7 @@ def test_evaluate_on_all_devices() -> None:
         pair.train()
 
 
+@pytest.mark.slow
 def test_best_weights() -> None:
     with Pair() as pair:
         pair.train()
@@ -1125,6 +1148,7 @@ def test_early_state_dict() -> None:
     assert not torch.equal(state["0.weight"], model[0].weight)
 
 
+@pytest.mark.slow
 def test_save_a_part() -> None:
     def size_of(state: Any) -> int:
         torch.save(state, file := io.BytesIO())
@@ -1221,6 +1245,7 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     assert line.startswith("compiling Sequential for cpu:0, cpu:1 (the first call): ")
 
 
+@pytest.mark.slow
 def test_print_in_forward() -> None:
     def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
         print("shape", x.shape)  # noqa: T201
@@ -1289,6 +1314,7 @@ def test_forward_hook() -> None:
         pair.train(2)
 
 
+@pytest.mark.slow
 def test_backward_hook() -> None:
     model = net()
     model[-1].register_full_backward_hook(lambda module, given, output: tuple(2 * gradient for gradient in given))
@@ -1296,6 +1322,7 @@ def test_backward_hook() -> None:
         pair.train(2)
 
 
+@pytest.mark.slow
 def test_profiler() -> None:
     with compiled(net()) as step:
         step(X[:4], target=Y[:4])
@@ -1330,6 +1357,7 @@ def test_activation_memory_budget() -> None:
 # Errors, numbers that are not finite, Ctrl-C
 
 
+@pytest.mark.slow
 def test_branch_on_a_tensor() -> None:
     def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
         y = own.net(x)
@@ -1339,6 +1367,7 @@ def test_branch_on_a_tensor() -> None:
         pair.train(2)
 
 
+@pytest.mark.slow
 def test_item_in_forward() -> None:
     model = Around(lambda own, x: own.net(x) / next(own.net.parameters()).abs().max().item())
     with Pair(model) as pair, pytest.warns(UserWarning, match=quoted("item-in-forward")):

@@ -216,6 +216,7 @@ def test_positional_and_keyword_arguments() -> None:
     check_parity(weighted, (X,), {"weights": WEIGHTS})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_tensors_that_are_lazily_negated_or_conjugated(backend: str) -> None:
     """Compiled regions read memory, which holds the numbers without their signs."""
@@ -533,6 +534,7 @@ def test_autocast_around_the_call(backend: str) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["keywords", "pair"])
 def test_example_inputs_compile_at_once(form: str) -> None:
     model, batch = make_mlp(), mlp_batch(6)

@@ -146,6 +146,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_cannot_be_captured_is_refused_in_a_few_lines(capfd: pytest.CaptureFixture[str]) -> None:
     for name, (make, data, words) in REFUSED.items():
         model = seeded(make)

@@ -98,6 +98,7 @@ class Assigns(Net):
         return y
 
 
+@pytest.mark.slow
 def test_what_no_front_end_takes_is_refused_with_both_reasons() -> None:
     model = Assigns()
     words = r"row.sum\(\) > 0.*Remedy: .* With capture='autograd', which was tried last: .*assigns an attribute, 'last_seen'"
@@ -136,6 +137,7 @@ def test_a_batch_norm_over_all_steps_so_far_runs_as_plain_pytorch() -> None:
     assert_same_training(found, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_workers_whose_front_ends_differ_are_told_so_first() -> None:
     said = []
     for front_end in ("dynamo", "autograd"):

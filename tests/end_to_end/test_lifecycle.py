@@ -230,6 +230,7 @@ def test_a_forked_data_loader_beside_a_step() -> None:
     assert (code, errors) == (0, "")
 
 
+@pytest.mark.slow
 def test_with_ends_the_threads() -> None:
     with compile_mlp(make_mlp(), devices=3) as step:
         assert device_threads() == []
@@ -238,6 +239,7 @@ def test_with_ends_the_threads() -> None:
     assert device_threads() == []
 
 
+@pytest.mark.slow
 def test_close_ends_the_threads_and_the_model_keeps_its_weights() -> None:
     model = make_mlp()
     step = compile_mlp(model)
@@ -249,6 +251,7 @@ def test_close_ends_the_threads_and_the_model_keeps_its_weights() -> None:
     torch.optim.SGD(model.parameters(), 0.1).step()
 
 
+@pytest.mark.slow
 def test_with_ends_the_threads_when_a_step_fails() -> None:
     with pytest.raises(ValueError, match="disagree on dim 0"), compile_mlp(make_mlp()) as step:
         step(**mlp_batch(4))
@@ -256,6 +259,7 @@ def test_with_ends_the_threads_when_a_step_fails() -> None:
     assert device_threads() == []
 
 
+@pytest.mark.slow
 def test_garbage_collection_ends_the_threads() -> None:
     step = compile_mlp(make_mlp())
     step(**mlp_batch(4))
@@ -294,6 +298,7 @@ def test_models_that_draw_nothing_leave_the_generator_alone(backend: str) -> Non
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_capturing_dropout_draws_nothing() -> None:
     model = make_mlp(dropout=0.5)
     before = torch.random.get_rng_state()
@@ -303,6 +308,7 @@ def test_capturing_dropout_draws_nothing() -> None:
         assert not torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", slow_but([3], [1, 2, 3]))
 def test_the_callers_number_of_threads_is_unchanged(num_threads: int) -> None:
     before = torch.get_num_threads()
@@ -321,6 +327,7 @@ def test_the_callers_number_of_threads_is_unchanged(num_threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_gradient_mode_is_the_callers() -> None:
     with compile_mlp(make_mlp()) as step:
         with torch.no_grad():
@@ -331,6 +338,7 @@ def test_gradient_mode_is_the_callers() -> None:
     assert second < first
 
 
+@pytest.mark.slow
 def test_memory_is_given_back() -> None:
 
     model = make_mlp()

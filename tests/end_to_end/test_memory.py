@@ -353,6 +353,7 @@ def test_the_state_of_an_unknown_optimizer_is_not_guessed(num_devices: int) -> N
         assert not any("first step" in remark for remark in after.remarks)
 
 
+@pytest.mark.slow
 def test_loaded_state_is_looked_at() -> None:
     model, (x, y) = mlp(), vectors(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

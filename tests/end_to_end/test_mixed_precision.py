@@ -69,6 +69,7 @@ class Pair:
             torch.testing.assert_close(dict(mine), dict(theirs), check_dtype=False, **exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "num_devices", "options"),
     [
@@ -99,6 +100,7 @@ def test_bounds_are_of_unscaled_gradients(num_devices: int, options: dict[str, A
             assert bool(step.grad_norm.isnan()) is (i in BAD) and not step.grad_norm > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [*slow((math.inf,)), [math.inf]])
 def test_a_first_step_that_is_skipped_has_a_norm_that_is_not_a_number(bound: Any) -> None:
     with (pair := Pair(ADAMW, 2, clip_grad_norm=bound)).step as step:

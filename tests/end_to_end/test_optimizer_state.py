@@ -153,6 +153,7 @@ def test_an_optimizer_that_has_stepped_before_compile_goes_on() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 def test_step_counts_are_distinct_tensors() -> None:
     pair = Pair(make_mlp(), ADAMW)
     pair.train(2)
@@ -172,6 +173,7 @@ def test_saved_state_is_small() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_optimizer", "change"),
     [
@@ -226,6 +228,7 @@ def test_state_loaded_between_steps_is_honored(make_optimizer: OptimizerMaker) -
     pair.check()
 
 
+@pytest.mark.slow
 def test_state_cleared_between_steps_begins_afresh() -> None:
     pair = Pair(make_mlp(), ADAMW)
     pair.train(2)
@@ -234,6 +237,7 @@ def test_state_cleared_between_steps_begins_afresh() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 def test_optimizer_state_written_in_place_is_honored() -> None:
     def write(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
@@ -364,6 +368,7 @@ class WithUnused(nn.Module):
         return self.inner(x) + self.frozen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [ADAMW, *slow((STATEFUL["adadelta"],))], ids=["adamw", "adadelta"])
 def test_frozen_and_unused_parameters_are_untouched(make_optimizer: OptimizerMaker) -> None:
     model = WithUnused()
@@ -396,6 +401,7 @@ class Tied(nn.Module):
         return self.decoder(torch.tanh(self.encoder(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [ADAMW, *slow((STATEFUL["adadelta"],))], ids=["adamw", "adadelta"])
 def test_tied_weights_are_one_variable(make_optimizer: OptimizerMaker) -> None:
     pair = Pair(Tied(), make_optimizer)
@@ -500,6 +506,7 @@ def test_two_steps_in_turn_over_one_model() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 def test_training_by_hand_between_steps_is_honored() -> None:
     pair = Pair(make_mlp(), ADAMW)
     pair.train(2)

@@ -170,6 +170,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(LOSSES))
 @pytest.mark.parametrize("devices", slow_but([2], [1, 2, 3]))
 def test_a_model_may_return_its_loss_among_outputs(kind: str, devices: int) -> None:
@@ -183,6 +184,7 @@ def test_a_model_may_return_its_loss_among_outputs(kind: str, devices: int) -> N
         assert (outputs[0] if kind == "tuple" else outputs["loss"]) is loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(LOSSES))
 def test_such_a_model_trains_without_outputs_too(kind: str) -> None:
     model, optimizer = make(LOSSES[kind])
@@ -230,6 +232,7 @@ def test_what_loss_fn_returns_beside_the_loss(devices: int) -> None:
         assert loss.item() == pytest.approx(F.cross_entropy(logits, target).item())
 
 
+@pytest.mark.slow
 def test_with_loss_reduction_sum_scalars_are_still_means() -> None:
     model, optimizer = make(lambda logits, hidden, loss: (logits, logits.mean()))
     x, target = batch(7)
@@ -240,6 +243,7 @@ def test_with_loss_reduction_sum_scalars_are_still_means() -> None:
         assert step(x, target=target)[1][1].item() == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 6, 7])
 def test_what_happens_to_be_as_long_as_a_shard_is_no_batch(size: int) -> None:
     """A matrix of three rows beside shards of three examples."""
@@ -304,6 +308,7 @@ def test_outputs_of_a_step_stay_as_they_are_in_later_steps() -> None:
             assert all(map(torch.equal, outputs[2].values, sums))
 
 
+@pytest.mark.slow
 def test_what_is_written_in_place_after_it_was_returned_shows_the_write() -> None:
     def loss_that_writes(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(logits, target)
@@ -467,6 +472,7 @@ def test_counts_made_of_the_size_of_a_shard_are_added_up() -> None:
             assert step(x, target=target)[1][1]["n"].item() == size
 
 
+@pytest.mark.slow
 def test_outputs_that_cannot_be_put_together_say_that_the_step_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make(SHAPES["tensor"])
     x, target = batch(8)
@@ -483,6 +489,7 @@ def test_outputs_that_cannot_be_put_together_say_that_the_step_is_done(monkeypat
         assert step(x, target=target)[1].shape == (8, 3)
 
 
+@pytest.mark.slow
 def test_a_list_with_an_item_for_each_example_is_refused() -> None:
     model, optimizer = make(lambda logits, hidden, loss: list(logits))
     before = copy.deepcopy(model.state_dict())
@@ -494,6 +501,7 @@ def test_a_list_with_an_item_for_each_example_is_refused() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_sum_of_something_along_the_batch_is_refused() -> None:
     model, optimizer = make(lambda logits, hidden, loss: {"logits": logits, "rows": mirrorc.summed(hidden)})
     x, target = batch(8)
@@ -543,6 +551,7 @@ def test_the_printed_program_shows_what_is_gathered_and_a_saved_one_keeps_it(tmp
         assert step.memory().total > 0
 
 
+@pytest.mark.slow
 def test_dropout_and_accuracy_agree_with_the_outputs() -> None:
     """What is returned is what the loss was made of, masks included."""
 

@@ -123,6 +123,7 @@ def test_compiled_regions() -> None:
     assert_same_training(mirrored, train_on_one_device(model, SGD, given, F.mse_loss), 1e-12)
 
 
+@pytest.mark.slow
 def test_padding_that_is_no_number_has_no_effect() -> None:
     class Direct(nn.Module):
         def __init__(self) -> None:

@@ -247,6 +247,7 @@ def test_packs_of_accumulated_gradients_and_of_replicas_without_examples(link: s
     assert_same_model(*trained_models, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_scaler_skips_a_step_whose_packs_are_not_finite() -> None:
     tiny = MODELS["mlp"]
     model = tiny.make(torch.float32)
@@ -353,6 +354,7 @@ class Crossed(nn.Module):
         return self.one(torch.tanh(self.two(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "expected"),
     [

@@ -259,6 +259,7 @@ def test_parameter_groups_and_a_scheduler(optimizer_class: type[torch.optim.Opti
     assert mirrored.optimizer.param_groups[0]["lr"] == single.optimizer.param_groups[0]["lr"] != 0.02
 
 
+@pytest.mark.slow
 def test_one_cycle_changes_momentum_between_steps() -> None:
     tiny = MODELS["mlp"]
     schedulers: dict[int, Any] = {}

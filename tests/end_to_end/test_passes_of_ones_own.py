@@ -176,6 +176,7 @@ def test_a_declared_change_of_what_is_computed_is_run() -> None:
     assert "d(last.weight)_mul" in str(program)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_ones_own_and_added_passes_go_together() -> None:
     pipeline = [*default_pipeline()]
     added = [mirrorc.before("lower-collectives", custom_pass.Bfloat16OnTheWire())]

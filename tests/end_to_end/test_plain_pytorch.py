@@ -156,6 +156,7 @@ def test_what_dynamo_cannot_read_equals_one_device(model: Callable[[], nn.Module
     assert_same_training(found, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"link": "copy"}, {"microbatches": 2}, *slow(({"backend": "inductor"},))], ids=str)
 def test_options_of_a_step_are_those_of_any_other(options: dict[str, Any]) -> None:
     data = batches(7, 9)
@@ -172,6 +173,7 @@ def test_batches_smaller_than_the_number_of_devices() -> None:
     assert_same_training(found, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_gradients_are_accumulated_over_calls() -> None:
     first, second, whole = Branches(), batches(8), Branches()
     x, target = second[0]["x"], second[0]["target"]
@@ -280,6 +282,7 @@ def test_what_is_not_updated_stays_so_in_every_kind_of_step(num_devices: int, op
     assert_same_state(found.optimizer, expected.optimizer)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_loaded_goes_on_with_the_numbers_of_each_parameter() -> None:
     data, model, whole = of_experts(), Mixture(), Mixture()
     expected = ADAM(whole.parameters())
@@ -321,6 +324,7 @@ def test_what_an_earlier_call_has_used_is_updated() -> None:
         torch.testing.assert_close(own, wanted, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_no_trace_of_what_it_has_used() -> None:
     data, model, whole = of_experts(), Mixture(), Mixture()
     optimizer, expected = ADAM(model.parameters()), ADAM(whole.parameters())
@@ -379,6 +383,7 @@ class Drops(Net):
         return self.last(checkpoint(self.between, h, use_reentrant=self.reenters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reenters", [None, False], ids=["plain", "checkpoint"])
 def test_replicas_draw_from_streams_of_their_own(reenters: bool | None) -> None:
     data = batches(8, 8)
@@ -405,6 +410,7 @@ def test_replicas_draw_from_streams_of_their_own(reenters: bool | None) -> None:
         torch.testing.assert_close(own, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_attributes_are_those_that_the_model_has_in_each_step() -> None:
     class Scales(Branches):
         def __init__(self) -> None:
@@ -489,6 +495,7 @@ def test_an_attribute_that_one_shard_reads_first_is_refused() -> None:
         step(**batch)
 
 
+@pytest.mark.slow
 def test_autocast_is_as_in_the_callers_thread() -> None:
     class Sees(Net):
         def between(self, h: torch.Tensor) -> torch.Tensor:
@@ -615,6 +622,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("deed", "words"), REFUSED, ids=[deed.__name__ for deed, _ in REFUSED])
 def test_a_first_run_is_refused(deed: Callable[[Any, torch.Tensor], Any], words: str) -> None:
     model = Does(deed)
@@ -690,6 +698,7 @@ LATER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("deed", "words"), LATER, ids=[deed.__name__ for deed, _ in LATER])
 def test_a_later_run_that_differs_fails_before_anything_is_updated(
     deed: Callable[[Any, torch.Tensor], Any], words: str
@@ -706,6 +715,7 @@ def test_a_later_run_that_differs_fails_before_anything_is_updated(
         assert step(**batch).item() < before.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deed", [uses_the_spare, detaches])
 def test_a_later_run_may_use_other_parameters(deed: Callable[[Any, torch.Tensor], Any]) -> None:
     """The first run has used no spare, or all others."""
@@ -726,6 +736,7 @@ def test_a_later_run_may_use_other_parameters(deed: Callable[[Any, torch.Tensor]
         torch.testing.assert_close(own, wanted, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_a_replica_that_fails_alone_leaves_nothing_behind() -> None:
     kept: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
@@ -791,6 +802,7 @@ def test_what_is_over_all_replicas_is_refused() -> None:
         step(batch["x"], target=batch["target"])
 
 
+@pytest.mark.slow
 def test_other_purposes_are_refused(tmp_path: Path) -> None:
     batch = batches(6)[0]
     with compile_plain(Branches()) as step:

@@ -130,6 +130,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("also", "words"), REFUSED)
 def test_what_cannot_be_put_together_is_refused(also: Callable[..., Any], words: str) -> None:
     model = Returns(also)

@@ -110,6 +110,7 @@ def test_a_compiled_step_is_that_of_one_device(num_devices: int) -> None:
     assert_same_training(mirrored, train_on_one_device(model, ADAMW, few, F.mse_loss), TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_sum_over_examples() -> None:
     loss_fn = partial(F.mse_loss, reduction="sum")
     model = make_net()
@@ -205,6 +206,7 @@ def test_only_a_batch_of_one_has_no_statistics(norm: Callable[[], nn.Module]) ->
         assert step._specializer.num_programs == compiled == 3
 
 
+@pytest.mark.slow
 def test_images_have_statistics_of_one_example() -> None:
     """As on one device, where torch takes them over the pixels."""
     torch.manual_seed(0)

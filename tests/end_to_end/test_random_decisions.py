@@ -178,6 +178,7 @@ def test_a_scalar_that_decides_is_a_tensor() -> None:
         assert step(torch.ones(4, 3), target=torch.zeros(4, 3)).item() == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_leaves_the_generators_as_they_were() -> None:
     model = LeavesOutLayers()
     with compiled(model, torch.optim.SGD(model.parameters(), **SGD)) as step:
@@ -192,6 +193,7 @@ def test_a_step_that_fails_leaves_the_generators_as_they_were() -> None:
                 assert states() == before
 
 
+@pytest.mark.slow
 def test_draws_that_cannot_be_the_same_for_all_replicas_are_refused() -> None:
     cases: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         r"because .*takes it as a number that does not change.*torch\.rand": lambda y: F.dropout(y, random.random()),

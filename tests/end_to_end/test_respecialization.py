@@ -423,6 +423,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@pytest.mark.slow
 def test_another_default_dtype_respecializes() -> None:
     with compiled(AsksForTheDefaultDtype(), partial(SGD, lr=0.0)) as step:
         for dtype in (torch.float32, torch.float64, torch.float32):
@@ -430,6 +431,7 @@ def test_another_default_dtype_respecializes() -> None:
                 assert step(torch.ones(4)).item() == (2.0 if dtype is torch.float64 else 1.0)
 
 
+@pytest.mark.slow
 def test_constants_have_the_default_dtype() -> None:
     class AddsOnes(nn.Module):
         def __init__(self) -> None:
@@ -595,6 +597,7 @@ def test_a_few_programs_do_not_warn() -> None:
             step(torch.ones(4, 2), temperature=float(i % 2))
 
 
+@pytest.mark.slow
 def test_what_is_replaced_by_loading_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
     with compiled(model, loss_fn=F.mse_loss) as step:

@@ -260,6 +260,7 @@ def test_a_hook_of_one_of_several_optimizers_has_all_tables_sent() -> None:
         assert_copies_are_equal(step, model)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_writes_no_rows() -> None:
     model, x = Table(), torch.tensor([1, 2])
     before = copy.deepcopy(model.state_dict())

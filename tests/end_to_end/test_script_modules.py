@@ -286,6 +286,7 @@ def test_bits_do_not_depend_on_what_torchscript_has_optimized_before(make: Calla
     assert_same_bits(train(model, data, 2), train(Looping(), data, 2, **AUTOGRAD))
 
 
+@pytest.mark.slow
 def test_its_other_attributes_are_those_of_each_call() -> None:
     model, plain, data = scripted(Scaled()), Scaled(), batches(6, 6, 6, 6)
     with compiled(model, **AUTOGRAD) as step, compiled(plain, **AUTOGRAD) as other:
@@ -300,6 +301,7 @@ def test_its_other_attributes_are_those_of_each_call() -> None:
             assert step(**data[0]) == other(**data[0])
 
 
+@pytest.mark.slow
 def test_a_module_of_python_may_have_a_part_of_it_as_its_own() -> None:
     data = batches(6, 6)
     expected = train(Shares(Looping()), data, 2, **AUTOGRAD)

@@ -117,6 +117,7 @@ def one(own: Any, h: torch.Tensor) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["auto", "autograd"])
 @pytest.mark.parametrize("where", ["model", "layer"])
 def test_another_class_of_a_module_counts_in_the_next_step(where: str, capture: str) -> None:

@@ -85,6 +85,7 @@ def test_variables_that_share_memory_are_refused_by_name() -> None:
             compiled(model)
 
 
+@pytest.mark.slow
 def test_memory_that_is_shared_between_steps_is_refused_until_it_is_given_back() -> None:
     for share, (first, second) in SHARED:
         if share is buffer_of_a_weight or share is view_of_a_bias:
@@ -148,6 +149,7 @@ def read_only(model: Model) -> None:
     model.plain = model.held.detach().expand(4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [side_by_side, interleaved, read_only])
 def test_memory_without_common_elements_or_that_nothing_writes_is_trained_from(share: Callable[[Model], None]) -> None:
     model = make()

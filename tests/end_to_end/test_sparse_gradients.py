@@ -185,6 +185,7 @@ def test_bags_train_as_on_one_device(devices: int) -> None:
         torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_rows_cannot_be_given_to_an_owner() -> None:
     with pytest.raises(
         mirrorc.MirrorcError,
@@ -215,6 +216,7 @@ class Table(nn.Module):
         return self.table(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"link": "copy", "disable_passes": ["share-parameters"]}])
 def test_gradients_of_replicas_are_added_up_by_rows(options: dict[str, Any]) -> None:
     x = mirrorc.PerReplica([torch.tensor([1, 4]), torch.tensor([1, 3])])
@@ -250,6 +252,7 @@ def test_a_row_whose_gradients_cancel_each_other_is_updated() -> None:
     assert optimizer.found[0].values().tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.slow
 def test_a_table_that_is_a_layer_too_has_a_dense_gradient() -> None:
     class Tied(Table):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -268,6 +271,7 @@ def test_a_table_that_is_a_layer_too_has_a_dense_gradient() -> None:
     torch.testing.assert_close(model.table.weight, alone.table.weight, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_rows_are_gathered_in_the_program_and_nothing_else_is_kept_of_the_gradient() -> None:
     model = nn.Sequential(nn.Embedding(4000, 8, sparse=True), nn.Flatten(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -302,6 +306,7 @@ REFUSED: dict[str, tuple[Maker, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_torch_refuses_is_refused_before_anything_changes(case: str) -> None:
     make, words = REFUSED[case]
@@ -432,6 +437,7 @@ class Learned(nn.Module):
         return self.bags(x, per_sample_weights=self.weights(x).squeeze(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, *selections.slow((1,), (3,))])
 def test_weights_of_bags_are_trained(devices: int) -> None:
     alone, model = seeded(Learned), seeded(Learned)

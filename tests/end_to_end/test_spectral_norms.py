@@ -191,6 +191,7 @@ class OnePerExample(nn.Module):
         return torch.stack([self.layer(row) for row in x])
 
 
+@pytest.mark.slow
 def test_calls_that_follow_the_size_of_a_shard_are_refused() -> None:
     model = OnePerExample()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -127,6 +127,7 @@ class Tokens(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "dims"), [((3,), 2), *slow(((4, 3), 1), ((), 2), ((1, 1, 1), 3))])
 def test_learned_values_in_masked_places_train_as_on_one_device(shape: tuple[int, ...], dims: int) -> None:
     torch.manual_seed(0)

@@ -73,6 +73,7 @@ def trained(num_devices: int, **options: Any) -> tuple[mirrorc.Step, dict[str, t
     return step, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [3, *slow((2,))])
 def test_a_toy_link_carries_what_it_says(num_devices: int) -> None:
     options: dict[str, Any] = {"disable_passes": ["share-parameters"], "bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
@@ -103,6 +104,7 @@ def test_what_it_does_not_carry_goes_over_the_link_that_it_names() -> None:
         verify(program)
 
 
+@pytest.mark.slow
 def test_a_receipt_is_launched_before_it_is_waited_for() -> None:
     """A ring's receipts, on every route of the program: a link between processes would post them there."""
     without = {"disable_passes": ["share-parameters"], "add_passes": [mirrorc.after("lower-collectives", Ring())]}
@@ -130,6 +132,7 @@ def test_mailboxes_are_made_for_receipts_as_well_as_for_sends() -> None:
     assert set(communicator._mailboxes) == received != set()
 
 
+@pytest.mark.slow
 def test_a_link_is_implemented_once() -> None:
     class Another(CopyCommunicator):
         link = "toy"

@@ -148,6 +148,7 @@ def test_it_is_printed_and_saved(row_sum: Symbol, tmp_path: Path) -> None:
     assert_same(reload(program, tmp_path), program)
 
 
+@pytest.mark.slow
 def test_the_verifier_knows_it(row_sum: Symbol) -> None:
     program = compiled()
     node = targets(program.device_graphs["cpu:1"].graph, row_sum)[0]
@@ -215,6 +216,7 @@ def test_it_runs(row_sum: Symbol, num_devices: int, way: str) -> None:
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_form_without_a_class_that_makes_shares_is_refused(row_sum: Symbol) -> None:
     makes_shares_of.forget(row_sum)
     model = Shifted()
@@ -230,6 +232,7 @@ def test_a_form_without_a_class_that_makes_shares_is_refused(row_sum: Symbol) ->
         step(torch.randn(8, 4), target=torch.randint(37, (8,)))
 
 
+@pytest.mark.slow
 def test_a_form_must_have_an_operation_of_its_own_that_gives_factors(row_sum: Symbol) -> None:
     with pytest.raises(
         ValueError, match="RowSumForm: pack is not declared as an operation that gives a gradient as factors"

@@ -128,6 +128,7 @@ COUPLED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_couples_examples_is_found_and_named(name: str) -> None:
     make, loss_fn, more, reason = COUPLED[name]

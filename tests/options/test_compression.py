@@ -63,6 +63,7 @@ def test_what_is_sent_is_counted_in_memory(devices: int) -> None:
     assert "compressed sums" in told["bfloat16"] and "compressed sums" not in told[None]
 
 
+@pytest.mark.slow
 def test_factors_are_sent_as_they_are() -> None:
     program = prepared(exchange="factors")
     (graph,) = program.graphs()
@@ -178,6 +179,7 @@ def test_a_number_is_no_compression() -> None:
         step_of(compression=16)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_ones_own_may_compress() -> None:
     program = prepared(
         compression=None, exchange="dense", passes=default_pipeline(over_workers=True, compression="float16")
@@ -227,6 +229,7 @@ def test_what_workers_cannot_have_is_refused_with_compression_too(
         step_of(world=World(2, 2), compression=compression, **options)
 
 
+@pytest.mark.slow
 def test_a_payload_is_printed_and_read_back(tmp_path: Path) -> None:
     program = prepared(compression=FirstElements(), exchange="dense")
     text = program.to_text(fold=False)
@@ -237,6 +240,7 @@ def test_a_payload_is_printed_and_read_back(tmp_path: Path) -> None:
     assert_same(program, reload(program, tmp_path))
 
 
+@pytest.mark.slow
 def test_a_payload_is_counted_in_memory() -> None:
     step = step_of(exchange="dense", compression=FirstElements(), world=World(2, (1, 2)))
     step.prepare(torch.zeros(6, 5), target=torch.zeros(6, dtype=torch.int64))
@@ -283,6 +287,7 @@ def test_a_payload_that_is_not_complete_is_refused(kind: Any, why: str) -> None:
         step_of(compression=kind())
 
 
+@pytest.mark.slow
 def test_a_size_that_is_no_number_of_bytes_is_refused() -> None:
     with pytest.raises(mirrorc.PassError, match=re.escape("says that it sends 0.5 bytes of 4.weight")):
         prepared(compression=Fractional(), exchange="dense")

@@ -83,6 +83,7 @@ def test_the_printed_program_says_whose_part_it_is_and_is_read_back(tmp_path: Pa
     assert "scatter_sums" in diff_programs(whole, program)
 
 
+@pytest.mark.slow
 def test_a_process_on_its_own_deals_nothing_out() -> None:
     with step_of(world=None) as step:
         optimizer = step._options.optimizers.optimizers[0]
@@ -93,6 +94,7 @@ def test_a_process_on_its_own_deals_nothing_out() -> None:
         assert all(bucket.part is None for bucket in step.program.buckets)
 
 
+@pytest.mark.slow
 def test_small_gradients_are_sent_whole() -> None:
     _, program = prepared(world=World(2), rank=0, exchange="auto")
     assert not any(bucket.is_sent_as_factors for bucket in program.buckets)
@@ -159,6 +161,7 @@ def test_gpus_are_refused() -> None:
         OPTIONS.check_exclusions(Request(asked, World(2).worker(0), (Device("cuda:0", torch.device("cuda:0")),)))
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_the_pass_is_refused() -> None:
     with pytest.raises(ValueError, match="asks for the pass 'shard-optimizer', which disable_passes leaves out"):
         step_of(disable_passes=("shard-optimizer",))

@@ -67,6 +67,7 @@ def test_a_dict_names_owners_and_tied_parameters_have_all_their_names() -> None:
     assert owners({"body.bias": "cpu:0", "*": "cpu:1"}) == {"table.weight": 1, "body.weight": 1, "body.bias": 0}
 
 
+@pytest.mark.slow
 def test_a_program_with_owners_is_saved_and_loaded(tmp_path: Path) -> None:
     program = step_of("least-loaded", devices=3).prepare(torch.tensor([0, 1, 2]), target=torch.tensor([0, 1, 2]))
     loaded = reload(program, tmp_path)
@@ -74,6 +75,7 @@ def test_a_program_with_owners_is_saved_and_loaded(tmp_path: Path) -> None:
     assert [bucket.owner for bucket in loaded.buckets] == [bucket.owner for bucket in program.buckets]
 
 
+@pytest.mark.slow
 def test_what_nothing_updates_has_no_owner_and_a_remark_says_so() -> None:
     model = Tied()
     model.body.weight.requires_grad_(False)
@@ -148,6 +150,7 @@ def test_sharing_is_refused_where_devices_have_memories_of_their_own() -> None:
         OPTIONS.check_exclusions(Request(asked, devices=tuple(gpus)))
 
 
+@pytest.mark.slow
 def test_owners_may_be_devices_of_torch() -> None:
     owners = {"body.weight": torch.device("cpu", 1), "*": torch.device("cpu")}
     program = step_of(owners).prepare(torch.tensor([0, 1]), target=torch.tensor([0, 1]))

@@ -106,6 +106,7 @@ def _text(value: Any) -> str:
     return re.sub(" at 0x[0-9a-f]+", "", shown)
 
 
+@pytest.mark.slow
 def test_every_option_has_its_effect_or_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(api, "Step", Options)
     monkeypatch.chdir(tmp_path)

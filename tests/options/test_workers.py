@@ -85,6 +85,7 @@ def test_early_updates_are_said_and_can_be_left_out() -> None:
         assert "waited for before the commit, because clip_grad_norm needs them" in str(step.prepare(**batch()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "world", "options", "cap"),
     [
@@ -176,6 +177,7 @@ def test_a_dump_has_the_program_of_the_worker_after_each_pass(tmp_path: Path) ->
     assert read.after == "reduce-over-workers" and read.worker == "worker 1 of 3, replicas 1 … 2 of 4"
 
 
+@pytest.mark.slow
 def test_a_step_of_a_world_is_for_reading(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     before = [parameter.detach().clone() for parameter in model.parameters()]

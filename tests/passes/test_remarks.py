@@ -46,6 +46,7 @@ def test_a_pass_that_does_nothing_says_why() -> None:
         assert said[name] == [why]
 
 
+@pytest.mark.slow
 def test_gradients_are_counted_by_what_becomes_of_them() -> None:
     said = remarks_of(captured_two_layers(2, rows=2), min_factored_elements=10)
     assert said["factor-gradients"] == [

@@ -118,6 +118,7 @@ def _weighted(loss_fn: Loss, model: nn.Module, x: torch.Tensor, target: torch.Te
     return sum(loss_fn(model(own), t) * len(own) for own, t in shards) / len(x)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [[0, IGNORED, 2], [IGNORED] * 3], ids=["some ignored", "all ignored"])
 @pytest.mark.parametrize("worst", [0.0, -math.inf, math.nan], ids=str)
 def test_numbers_that_are_not_finite_are_those_of_torch(target: list[int], worst: float) -> None:
@@ -198,6 +199,7 @@ def test_the_verifier_refuses_any_other_element(break_it: Callable[[fx.Node], No
         run_passes(captured(F.cross_entropy), [Wrong()], [Verify()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "is_same"),
     [

@@ -118,6 +118,7 @@ def test_whatever_takes_updated_programs_takes_scheduled_ones() -> None:
         assert run_passes(handmade(1), select_passes(core_pipeline(), [without])).stage is Stage.LOWERED
 
 
+@pytest.mark.slow
 def test_passes_say_what_must_be_true_of_a_program_and_the_runner_notes_it() -> None:
     options = {"max_grad_norm": 1.0, "scales_loss": True, "over_workers": True, "shard_optimizer": True}
     asked = default_pipeline(**options, compression="bfloat16")  # type: ignore[arg-type]
@@ -276,6 +277,7 @@ def test_what_is_no_pass_is_refused(thing: object) -> None:
         select_passes([thing], [])  # type: ignore[list-item]
 
 
+@pytest.mark.slow
 def test_a_pass_of_ones_own_runs_between_others() -> None:
     seen = []
 

@@ -74,6 +74,7 @@ def failure(program: Program, passes: list[Pass], directory: Path | None) -> Mir
     return caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("raises", "kind"), [(False, VerifyError), (True, PassError)])
 def test_a_failing_pass_can_be_replayed(tmp_path: Path, raises: bool, kind: type[MirrorcError]) -> None:
     error = failure(captured_two_layers(), pipeline(raises=raises), tmp_path / "deep")

@@ -210,6 +210,7 @@ def test_received_parameters_are_printed_with_their_type() -> None:
 REGION_CALL = r"(fwd|bwd)_\d+(\.shard\d+)?\("
 
 
+@pytest.mark.slow
 def test_every_value_of_a_collective_and_of_a_region_has_a_type() -> None:
     for name, program in every_stage(captured_two_layers(2), **SMALL_BUCKETS).items():
         for line in program.to_text(regions=True).splitlines():

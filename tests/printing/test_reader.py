@@ -110,6 +110,7 @@ def assert_all_lines(read: PrintedProgram, text: str) -> None:
             assert not line or line.startswith(("#", "    # ", "    return ", "def ", "region ")), line
 
 
+@pytest.mark.slow
 def test_names_of_modules_may_be_odd() -> None:
     names = ["layers.e = f.weight", "größe.☃", "a, b.weight", "it's.weight", "x[1].weight", "1.weight"]
     for program in every_stage(handmade(2, [Weight(name) for name in names]), **SMALL_BUCKETS).values():
@@ -119,6 +120,7 @@ def test_names_of_modules_may_be_odd() -> None:
         assert_same_buckets(read_program_text(program.to_text()), program)
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_line() -> None:
     read = read_program_text(every_stage(captured_two_layers())["lower-devices"].to_text())
     forward, backward, pack, launch, commit, wait, update = read.functions[0].lines

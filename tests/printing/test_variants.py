@@ -125,6 +125,7 @@ def test_regions_say_what_they_cover() -> None:
     assert "# forward of fc1 … fc2 and the loss" in text and "# backward of the loss, fc2" in text
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_those_at_compilation_and_no_part_of_the_plan() -> None:
     program = captured_two_layers(2)
     assert dict(program.optimizer_groups) == {"SGD group 0": "lr=0.1, momentum=0, dampening=0, weight_decay=0"}

@@ -168,6 +168,7 @@ def test_no_path_of_this_machine_is_in_a_file(tmp_path: Path) -> None:
         assert folder not in text
 
 
+@pytest.mark.slow
 def test_compressed_files_hold_the_same_and_are_known_by_their_content(tmp_path: Path) -> None:
     program = lowered()
     assert_same(reload(program, tmp_path, "program.json.gz"), program)

@@ -220,6 +220,7 @@ def test_expected_to_differ(mirror_snapshot):
 """
 
 
+@pytest.mark.slow
 def test_what_is_no_program_is_a_type_error_and_unequal_programs_are_unequal(folder: Folder) -> None:
     folder.write(TEST_FILE + OTHERS)
     directory = folder.pytester.path / SNAPSHOT.parent
@@ -231,6 +232,7 @@ def test_what_is_no_program_is_a_type_error_and_unequal_programs_are_unequal(fol
     assert status == 0 and "8 passed, 1 xfailed" in output, output
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_somebody_has_edited_is_compared_line_by_line(folder: Folder) -> None:
     folder.run("--snapshot-update")
     path = folder.pytester.path / SNAPSHOT

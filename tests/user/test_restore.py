@@ -84,6 +84,7 @@ def _members(module: nn.Module) -> list[tuple[str, Any]]:
     return [*module.__dict__.items(), *(member for table in tables for member in table.items())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_a_module_under_several_names_is_trained_as_in_pytorch(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -101,6 +102,7 @@ def test_a_module_under_several_names_is_trained_as_in_pytorch(make: Callable[[]
     assert_same_model(model, twin, 1e-12)
 
 
+@pytest.mark.slow
 def test_a_failed_capture_leaves_the_model() -> None:
     class Branching(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -290,6 +290,7 @@ def test_what_cannot_be_put_back_leaves_the_rest_put_back_and_errors_as_they_are
     assert ("could not be put back" in str(notes) and "read-only" in str(notes)) == raises
 
 
+@pytest.mark.slow
 def test_held_tensors_that_are_no_numbers_in_memory_are_left_alone() -> None:
     model = Net()
     model.held = [torch.eye(2).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]

@@ -66,6 +66,7 @@ def assert_refused(before: Program, after: Program) -> None:
         verify(after, before=before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [aten.as_strided.default, first_in_memory], ids=["strides", "memory"])
 def test_what_reads_memory_needs_values_as_they_lay(target: Any) -> None:
     before = program()
@@ -74,6 +75,7 @@ def test_what_reads_memory_needs_values_as_they_lay(target: Any) -> None:
     assert_refused(before, changed(before, lambda graph: put(targets(graph, target)[0], LAST)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [aten.clone.default, aten.contiguous.default, aten._to_copy.default], ids=str)
 def test_what_takes_elements_by_their_indices_may_have_them_in_any_format(target: Any) -> None:
     before = program()
@@ -106,6 +108,7 @@ def test_operators_that_depend_on_memory_are_known() -> None:
     assert may_read_memory_in_order(first_in_memory)
 
 
+@pytest.mark.slow
 def test_gelu_without_tanh_is_accepted_and_any_other_product_refused() -> None:
     before = program()
     after = DecomposeGelu().run(before)
@@ -129,6 +132,7 @@ def test_gelu_without_tanh_is_accepted_and_any_other_product_refused() -> None:
         assert_refused(before, changed(after, change))
 
 
+@pytest.mark.slow
 def test_gelu_by_the_error_function_is_not_the_one_by_tanh() -> None:
     before = program()
 

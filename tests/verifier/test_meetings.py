@@ -58,6 +58,7 @@ WRONG: dict[str, tuple[str, Callable[[Program], object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", WRONG)
 def test_a_program_in_which_they_would_not_meet_is_refused(text: str) -> None:
     pass_name, change = WRONG[text]

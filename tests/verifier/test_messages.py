@@ -82,6 +82,7 @@ def test_the_message_shows_the_program_around_the_place() -> None:
     assert lines == [line for line in printed if line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pass_name", ["insert-update", "lower-devices"])
 def test_at_most_eleven_lines_are_shown(pass_name: str) -> None:
     program = run_up_to(pass_name, captured_two_layers(3), **SMALL_BUCKETS)
@@ -105,6 +106,7 @@ def test_a_place_in_a_region_is_shown_in_its_body() -> None:
     assert len(shown) == 11 and shown[5].startswith(f"  > {node.name}: f32[1, 4, 6] = aten.threshold_backward.default(")
 
 
+@pytest.mark.slow
 def test_a_region_call_is_shown_with_the_users_line() -> None:
     program, before = (run_up_to("schedule-overlap", captured_two_layers()) for _ in range(2))
     call = next(node for node in targets(program.mirrored_graph, ops.call_region) if node.kwargs["gradients"])
@@ -163,6 +165,7 @@ class ClipsGradients:
         return program.evolve(shard_graphs=(graph,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1], ids=["before-planning", "after-planning"])
 def test_a_pass_that_changes_the_dataflow_says_so(place: int) -> None:
     pipeline = core_pipeline()

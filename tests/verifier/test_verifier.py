@@ -189,6 +189,7 @@ def test_getitems_belong_to_the_replica_of_their_source() -> None:
             assert replica_of(node) == node.args[0].kwargs["replica"]
 
 
+@pytest.mark.slow
 def test_devices_that_wait_for_each_other_are_found() -> None:
     """One waits for bucket 0 before it launches bucket 1, the other the other way round."""
     program = run_up_to("lower-devices", two_buckets(), **CAPS)

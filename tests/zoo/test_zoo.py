@@ -66,6 +66,7 @@ def test_trains_as_in_plain_pytorch(family: str, entry: ZooModel, size: int) -> 
     assert len(told) == bool(entry.warns) and all(entry.warns in words for words in told), told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "entry"), cases([own for own in ALL if own[1].name in ONCE_TRACED]))
 def test_the_fallback_trains_models_that_were_traced_in_python(family: str, entry: ZooModel) -> None:
     model, batches = entry.made(), entry.batches((UNEVEN, UNEVEN))
@@ -92,6 +93,7 @@ def test_the_committed_table_is_what_the_entries_give() -> None:
     assert table() in PAGE.read_text(encoding="utf-8"), "run: python tests/support/zoo_table.py"
 
 
+@pytest.mark.slow
 def test_the_selections_are_as_large_as_they_are_said_to_be() -> None:
     names = [entry.name for _, entry in ALL]
     assert len(set(names)) == len(names) >= 40

@@ -194,6 +194,7 @@ class Kind(torch.Tensor):
     """A kind of tensor that does nothing of its own."""
 
 
+@pytest.mark.slow
 def test_what_holds_itself_is_refused_by_name() -> None:
     ring: list[Any] = [torch.zeros(4)]
     ring.append(ring)

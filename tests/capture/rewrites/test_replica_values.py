@@ -91,12 +91,14 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", REFUSED)
 def test_values_that_do_not_go_together(text: str) -> None:
     with pytest.raises(mirrorc.CaptureError, match=text):
         captured_model(Asking(REFUSED[text]), 2, 5)
 
 
+@pytest.mark.slow
 def test_microbatches_are_refused() -> None:
     with pytest.raises(
         mirrorc.CaptureError, match=r"Meeting calls mirrorc.all_reduce at .*microbatches.*leave microbatches out"

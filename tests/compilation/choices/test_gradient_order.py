@@ -110,6 +110,7 @@ def test_all_go_by_the_chief() -> None:
     assert slots == list(OTHER)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_before_workers_could_be_asked_is_kept_if_it_is_in_order() -> None:
     for chief in (OTHER, READY):
         order, words = order_with(chief)
@@ -144,6 +145,7 @@ def test_what_the_chief_does_not_name_comes_by_the_numbers_of_layers() -> None:
         assert listed(put_into(order, own)) == ("3.weight", *others)
 
 
+@pytest.mark.slow
 def test_gradients_of_compiled_graphs_are_in_the_order_of_the_chief_too() -> None:
     order, words = order_with(OTHER)
     program = plain(front_end=front_end_named("dynamo"))
@@ -157,6 +159,7 @@ def test_gradients_of_compiled_graphs_are_in_the_order_of_the_chief_too() -> Non
     assert before == after, "no operator is moved"
 
 
+@pytest.mark.slow
 def test_evaluations_stay_as_they_are_and_tell_nothing() -> None:
     order, words = order_with(OTHER)
     program = plain(evaluates=True, front_end=front_end_named("dynamo"))
@@ -178,6 +181,7 @@ def test_attention_over_one_example_has_the_buckets_of_several(chief: int, own: 
     verify(found)
 
 
+@pytest.mark.slow
 def test_a_world_that_is_not_there_has_the_order_of_its_own_run() -> None:
     order, _ = order_with(None)
     assert taken(put_into(order, plain())) == READY

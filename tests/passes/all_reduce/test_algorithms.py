@@ -81,6 +81,7 @@ def test_an_empty_share_is_measured_too() -> None:
     assert sorted(value.meta["val"].numel() for value in values if value.target is not ops.commit) == [0, 0, 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_any_dtype_is_summed(dtype: torch.dtype) -> None:
     packed = [torch.arange(7.0).to(dtype) + replica for replica in range(3)]
@@ -109,6 +110,7 @@ def test_the_order_and_the_precision_of_a_sum_can_be_chosen() -> None:
     assert not targets(wider.mirrored_graph, torch.ops.aten._to_copy.default)
 
 
+@pytest.mark.slow
 def test_devices_take_turns_with_buckets() -> None:
     def adders(algorithm: AllReduceAlgorithm, num_devices: int) -> list[int]:
         after = algorithm.run(linked(num_devices, 3, 3, 3, 3))
@@ -136,6 +138,7 @@ TEXTBOOK: dict[str, Callable[[int], tuple[float, int, int, float]]] = {
 """Of N devices, a power of two: buckets and messages that the busiest one sends, the longest chain, and the time, in buckets."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 def test_costs_are_those_of_the_textbook(num_devices: int) -> None:
     num_elements = 64 * num_devices
@@ -147,6 +150,7 @@ def test_costs_are_those_of_the_textbook(num_devices: int) -> None:
         assert f"the longest chain of a bucket has {costs.path_messages} message" in str(after.remarks[-1])
 
 
+@pytest.mark.slow
 def test_costs_of_numbers_of_devices_that_are_no_power_of_two() -> None:
     def costs(algorithm: AllReduceAlgorithm, num_devices: int) -> tuple[float, int, int, float]:
         found = message_costs(algorithm.run(linked(num_devices, 96)))
@@ -221,6 +225,7 @@ def test_native_sums_stay_and_a_single_device_has_none() -> None:
     assert said_by(Ring(), 1, 3) == ["no ring: no devices sum up gradients here"]
 
 
+@pytest.mark.slow
 def test_each_algorithm_is_listed_under_its_name() -> None:
     assert {name: algorithm().name for name, algorithm in ALGORITHMS.items()} == {name: name for name in ALGORITHMS}
     assert [*ALGORITHMS] == [

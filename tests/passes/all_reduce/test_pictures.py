@@ -19,6 +19,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.slow
 def test_the_pictures_are_those_of_the_graphs(tmp_path: Path) -> None:
     """Otherwise run: python -m mirrorc.passes.all_reduce docs/all_reduce"""
     main(tmp_path)

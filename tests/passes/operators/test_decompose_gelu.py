@@ -81,6 +81,7 @@ def test_one_value_may_be_both_arguments() -> None:
     assert all(len(targets(graph, aten.sigmoid.default)) == 2 for graph in after.shard_graphs)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_to_be_done_the_program_stays_and_a_remark_says_why() -> None:
     program = captured_model(TwoGelus(), 2, 4, columns=3)
     after = DecomposeGelu(wanted=False).run(program)

@@ -81,12 +81,14 @@ def test_parameters_and_arguments_keep_their_strides_and_each_is_copied_once() -
     assert all(node.meta["val"].is_contiguous() for node in sources)
 
 
+@pytest.mark.slow
 def test_what_lies_so_already_is_not_copied() -> None:
     model = Convolutions().to(memory_format=torch.channels_last)
     x = torch.randn(4, 3, 6, 6).contiguous(memory_format=torch.channels_last)
     assert targets(laid(model, x), aten.clone.default) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "x"),
     [

@@ -96,6 +96,7 @@ def captured(model: nn.Module, x: torch.Tensor) -> Program:
     return capture_program(training_call, call, shards, devices, state, OptimizerGroups([optimizer]), {}).program
 
 
+@pytest.mark.slow
 def test_results_have_rows_of_whole_blocks() -> None:
     after = run_passes(captured(Net(), torch.randn(4, 6)), [ALL], [Verify()])
     graph = after.shard_graphs[0]
@@ -107,6 +108,7 @@ def test_results_have_rows_of_whole_blocks() -> None:
     assert any(remark.text.startswith("3 products with an odd number of columns") for remark in after.remarks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "columns"), [(torch.float32, 12), (torch.bfloat16, 16), (torch.float16, 16), (torch.float64, 9)]
 )

@@ -104,6 +104,7 @@ def test_the_factors_of_all_microbatches_are_to_be_smaller() -> None:
     assert "no larger than their factors" in str(stages["factor-gradients"].remarks[-1])
 
 
+@pytest.mark.slow
 def test_the_verifier_refuses_a_microbatch_that_is_missing_twice_or_another() -> None:
     found = microbatched(1, 6, 2)
     before, after = found["place-gradients"], found[PASS.name]

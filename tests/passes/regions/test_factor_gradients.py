@@ -72,6 +72,7 @@ def matrix_products(program: Program) -> int:
     return sum(len(targets(body, aten.mm.default)) for body in bodies)
 
 
+@pytest.mark.slow
 def test_products_larger_than_their_factors_leave_their_region() -> None:
     before = outlined(TwoLayers())
     after = FactorGradients(min_elements=0).run(before)
@@ -87,6 +88,7 @@ def test_products_larger_than_their_factors_leave_their_region() -> None:
     assert outputs(after.shard_graphs[0])["gradients"]["wide.weight"] is product
 
 
+@pytest.mark.slow
 def test_a_region_is_not_given_what_only_its_product_needed() -> None:
     after = FactorGradients(min_elements=0).run(outlined(TwoLayers()))
     for call in targets(after.shard_graphs[0], ops.call_region):
@@ -121,6 +123,7 @@ def test_one_device_has_nothing_to_share() -> None:
     )
 
 
+@pytest.mark.slow
 def test_on_one_device_tables_stay_factors_alone() -> None:
     """Their rows are added to memory that is zero already; a product would be written whole in either place."""
     before = outlined(TwoTables(padding_idx=1), num_devices=1, rows=4)
@@ -257,6 +260,7 @@ def test_regions_that_are_left_with_nothing_to_do_are_not_called() -> None:
     assert {str(call.kwargs["region"]) for call in calls} == set(after.regions)
 
 
+@pytest.mark.slow
 def test_a_table_is_printed_saved_and_checked(tmp_path: Path) -> None:
     pipeline = default_pipeline(min_factored_elements=0)
     program = run_passes(captured_model(TwoTables(padding_idx=1), 2, 8, columns=40), pipeline)
@@ -304,6 +308,7 @@ def test_no_gradient_stays_factors_if_no_device_would_make_a_share(options: dict
     assert factored(run_passes(before, [FactorGradients(min_elements=0, link="shared-memory")]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_tables_are_exchanged_whole_and_products_where_devices_make_shares(num_devices: int) -> None:
     """Other workers add rows that were not looked up here, and one device makes no shares that it could exchange."""
@@ -338,6 +343,7 @@ def test_the_pipeline_tells_whether_parameters_are_shared() -> None:
     assert told_of_sharing(asked) == asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"link": "copy"}, {"disable_passes": ["share-parameters"]}], ids=str)
 def test_a_step_whose_devices_make_no_shares_does_not_say_that_they_do(options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 3))

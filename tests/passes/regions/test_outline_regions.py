@@ -46,6 +46,7 @@ def test_backward_is_cut_where_buckets_become_ready() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_regions_hold_all_operators_of_the_graph_and_no_more() -> None:
     captured = captured_two_layers()
     program = outlined(captured)
@@ -72,6 +73,7 @@ def test_shard_shapes_share_the_regions_that_do_not_depend_on_them() -> None:
     assert called == [["fwd_0", "bwd_0", "bwd_1"], ["fwd_0_shard1", "bwd_0", "bwd_1"]]
 
 
+@pytest.mark.slow
 def test_a_region_of_another_shard_shape_is_called_after_its_counterpart() -> None:
     program = outlined(captured_two_layers(3, rows=8))
     first, second = (
@@ -95,6 +97,7 @@ def test_calls_match_their_regions(program: Program) -> None:
         assert [user.args[1] for user in call.users] == list(range(len(graph.output_node().args[0])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("classes", "rows", "stays"), [(512, 8, True), (6, 8, False)])
 def test_a_value_that_a_much_smaller_product_alone_reads_does_not_pass_a_cut(
     classes: int, rows: int, stays: bool

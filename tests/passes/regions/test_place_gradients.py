@@ -82,6 +82,7 @@ class Tied(nn.Module):
         return self.head(self.body(self.table((x > 0).long()).sum(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 7])
 def test_rows_of_a_tied_table_are_added_to_the_product_in_its_slot(rows: int) -> None:
     before = outlined(captured_model(Tied(), rows=rows))

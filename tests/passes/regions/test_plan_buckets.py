@@ -269,6 +269,7 @@ def test_every_element_lies_in_one_pack(weights: list[Weight], number: int, is_r
         assert dict.fromkeys(covered).keys() == bucket.slot_of.keys()
 
 
+@pytest.mark.slow
 def test_functions_of_the_users_that_fail_are_told_from_ours() -> None:
     def groups(gradients: Any) -> Any:
         return [[one["name"]] for one in gradients]

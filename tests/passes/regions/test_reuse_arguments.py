@@ -202,6 +202,7 @@ def origin(node: fx.Node) -> fx.Node:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", STILL_READ)
 def test_what_something_else_reads_is_not_written(change: str) -> None:
     program = outlined()
@@ -210,6 +211,7 @@ def test_what_something_else_reads_is_not_written(change: str) -> None:
     assert place not in dying_places(program, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [lambda value: value.double(), lambda value: value.t().contiguous().t(), lambda value: value[:, :1]],
@@ -233,6 +235,7 @@ def test_what_is_small_or_not_wanted_stays_and_the_program_given_is_not_changed(
         assert not written(unwanted.run(program))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", ["the argument", "an earlier view"])
 def test_the_verifier_refuses_reads_of_what_is_overwritten(reads: str) -> None:
     program = REUSING.run(outlined())

@@ -33,6 +33,7 @@ def said(program: Program) -> list[str]:
     return [remark.text for remark in program.remarks if remark.by == "send-rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_rows_are_broadcast_and_stored_by_what_each_device_has_gathered(num_devices: int) -> None:
     program = run_passes(whole(num_devices), [SendRows()])
@@ -63,6 +64,7 @@ def rows_of(program: Program):  # type: ignore[no-untyped-def]
 ALL = "all of table.weight is sent, 5.9 KiB, and not its rows, "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "rows", "writes_rows", "text"),
     [

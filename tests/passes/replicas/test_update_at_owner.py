@@ -113,6 +113,7 @@ def test_one_device_has_nothing_to_leave() -> None:
     assert not any(targets(graph, ops.reduce, ops.store, ops.send) for graph in program.graphs())
 
 
+@pytest.mark.slow
 def test_it_refuses_what_it_cannot_leave_to_owners() -> None:
     program = scheduled()
     with pytest.raises(PassError, match="was given buckets 0, 1 and 2 without an owner: run 'place-variables'"):

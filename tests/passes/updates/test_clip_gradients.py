@@ -74,6 +74,7 @@ def test_it_says_what_it_did() -> None:
         assert [remark.text for remark in program.remarks if remark.by == "clip-gradients"] == [said]
 
 
+@pytest.mark.slow
 def test_what_it_refuses() -> None:
     with pytest.raises(PassError, match="max_norm has 1 number, but the optimizer has a group 1"):
         run_passes(scheduled(2, GROUPS), [ClipGradients((1.0,))])

@@ -33,6 +33,7 @@ def scaled(
     return run_passes(program, [*sharing, *passes, LowerCollectives(link), ScaleInUpdates((0,))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_updates_take_the_factors(num_devices: int) -> None:
     for passes in (

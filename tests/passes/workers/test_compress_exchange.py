@@ -85,6 +85,7 @@ def test_a_dtype_that_is_not_wider_is_sent_as_it_is() -> None:
     assert any("not compressed: sent as factors, or bfloat16 is not narrower" in text for text in remarks(program))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_packs_and_other_optimizers_are_compressed(devices: int) -> None:
     cut = program_of(World(2, devices), packing=EqualPacks(3))
@@ -96,6 +97,7 @@ def test_packs_and_other_optimizers_are_compressed(devices: int) -> None:
     assert all(given.target is ops.decompress for given in taker.all_input_nodes)
 
 
+@pytest.mark.slow
 def test_workers_that_compress_otherwise_differ_in_what_they_exchange() -> None:
     hashes = {schedule_hash(program_of(World(2), compression=one)) for one in ("bfloat16", "float16", None)}
     assert len(hashes) == 3
@@ -119,6 +121,7 @@ def test_it_needs_exchanges() -> None:
         CompressExchange().run(before)
 
 
+@pytest.mark.slow
 def test_an_update_from_what_is_still_narrow_is_refused() -> None:
     program = program_of(World(2))
     (graph,) = program.graphs()

@@ -232,6 +232,7 @@ def test_all_workers_of_a_world_have_one_schedule(
     assert len(schedules) == 1
 
 
+@pytest.mark.slow
 def test_another_plan_and_another_world_are_another_schedule() -> None:
     def hash_of(world: World, weights: list[Weight] = LARGE, **options: float) -> str:
         given = {**SMALL_BUCKETS, **options}

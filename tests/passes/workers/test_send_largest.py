@@ -88,6 +88,7 @@ def test_complex_numbers_are_sent_whole() -> None:
     assert len(targets(graph, ops.exchange)) == 1 == len(targets(graph, ops.gather_largest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_packs_and_other_optimizers_are_sent_in_part(devices: int) -> None:
     cut = program_of(World(2, devices), packing=EqualPacks(3))
@@ -97,6 +98,7 @@ def test_packs_and_other_optimizers_are_sent_in_part(devices: int) -> None:
     assert all(own.all_input_nodes[0].target is ops.gather_largest for own in taker.all_input_nodes)
 
 
+@pytest.mark.slow
 def test_workers_that_send_other_parts_differ_in_what_they_exchange() -> None:
     hashes = {schedule_hash(program_of(World(2), compression=one)) for one in (TopK(0.1), TopK(0.2), None)}
     assert len(hashes) == 3

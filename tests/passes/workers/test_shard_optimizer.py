@@ -118,6 +118,7 @@ def test_of_factors_each_worker_makes_what_it_updates(devices: int) -> None:
     assert [start for start, _ in made] == [0, *(stop for _, stop in made[:-1])] and made[-1][1] == sent.num_elements
 
 
+@pytest.mark.slow
 def test_it_says_what_is_sent_besides_factors() -> None:
     program = run_until(sending(0, 1), "shard-optimizer")
     (dealt,) = [one.text for one in program.remarks if "updates its part" in one.text]

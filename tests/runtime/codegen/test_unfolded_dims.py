@@ -138,6 +138,7 @@ def test_sizes_that_are_numbers_are_left_to_inductor() -> None:
     assert builder.targets() == targets
 
 
+@pytest.mark.slow
 def test_inductor_compiles_what_is_unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "compile_with_inductor", lambda graph_module, examples, num_threads: graph_module)
     builder = Builder()

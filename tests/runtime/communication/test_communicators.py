@@ -262,6 +262,7 @@ def test_a_reduce_scatter_gives_each_replica_its_share_of_the_same_sum(link: str
     assert torch.equal(torch.cat(on_threads(num_replicas, job)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
 def test_each_part_of_a_share_is_visited_once_and_may_be_written(link: str) -> None:
     size = 3 * CACHED_ELEMENTS

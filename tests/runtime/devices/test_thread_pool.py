@@ -122,6 +122,7 @@ def test_threads_record_no_gradients() -> None:
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_end_is_named() -> None:
     pool, release = pool_of(2, timeout_seconds=0.2), threading.Event()
     try:

@@ -194,6 +194,7 @@ def test_a_deep_region_is_followed_in_one_go() -> None:
     assert len(lives(found)) == 3000 and sum(len(step.dropped) for step in found.steps) == 3000
 
 
+@pytest.mark.slow
 def test_arguments_that_share_memory_are_all_dropped() -> None:
     """A value and a view of it, both saved for backward."""
 

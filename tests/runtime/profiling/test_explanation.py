@@ -277,6 +277,7 @@ def test_a_wait_that_ends_before_the_launch_it_needs_has_returned() -> None:
     assert (own.skew_ms, own.transfer_ms, own.exposed_ms) == (1.0, 0.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ["shared-memory", "nccl"])
 def test_many_tiny_buckets(link: str) -> None:
     """Twenty buckets cost 0.1 ms for their waits and 0.2 ms for an update on one of the two devices, whatever their size."""

@@ -305,6 +305,7 @@ def test_events_become_times_of_the_host_only_when_asked_for() -> None:
     assert gpu.log == ["record"] * 3 + waits, "one wait for the last event each time, and one for the anchor"
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=3), st.floats(0.0, 60_000.0))
 @fuzzed(10)
 def test_times_of_gpus_agree_however_far_each_lags_behind(lags: list[float], idle_ms: float) -> None:
@@ -407,6 +408,7 @@ def test_a_step_notes_every_call_of_every_device(num_devices: int) -> None:
                 assert recorded.begun_ns < started and all(call.duration_ns > 0 for call in own)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_records_go_on_when_memory_is_laid_out_anew() -> None:
     model = nn.Linear(3, 2)

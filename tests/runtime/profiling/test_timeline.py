@@ -132,6 +132,7 @@ def test_steps_whose_clocks_overlap_are_cut() -> None:
     check(trace_events(program, [step, step_of(program, step.ended_ns - 3_000)]))
 
 
+@pytest.mark.slow
 @fuzzed(40)
 @given(st.integers(1, 3), st.integers(0, 2**32), st.integers(1, 3))
 def test_traces_are_always_valid(num_devices: int, seed: int, num_steps: int) -> None:

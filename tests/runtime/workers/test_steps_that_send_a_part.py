@@ -217,6 +217,7 @@ def test_training_comes_as_far_as_with_whole_gradients(found: Mapping[str, Any])
     assert own[-1] < 0.5 * own[0] and losses[0] - own[-1] > 0.8 * (losses[0] - losses[-1])
 
 
+@pytest.mark.slow
 def test_what_three_workers_had_not_sent_is_dealt_out_to_two(found: Mapping[str, Any]) -> None:
     model, unsent, _ = simulated(GOES_ON)
     for own, expected in zip(found["goes on"][:2], unsent, strict=True):

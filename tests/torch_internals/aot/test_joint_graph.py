@@ -44,6 +44,7 @@ def test_export_joint_graph_computes_loss_and_gradient() -> None:
     torch.testing.assert_close(of[joint.buffer_writes["count"]], torch.tensor(1.0))
 
 
+@pytest.mark.slow
 def test_a_graph_reads_variables_from_its_module_and_says_what_else_it_reads() -> None:
     class Call(Small):
         def __init__(self, *others: torch.Tensor) -> None:
@@ -69,6 +70,7 @@ def test_a_graph_reads_variables_from_its_module_and_says_what_else_it_reads() -
     ]
 
 
+@pytest.mark.slow
 def test_a_graph_reads_variables_of_other_modules_from_its_own_and_writes_them_there() -> None:
     class Call(Small):
         def __init__(self, other: nn.Module, weight: nn.Parameter, constant: torch.Tensor) -> None:
@@ -126,6 +128,7 @@ def test_a_fake_seed_belongs_to_the_graphs_mode() -> None:
     assert seed.fake_mode is joint.fake_mode and (seed.dtype, seed.shape) == (torch.int64, ())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_export_forward_graph_has_no_backward() -> None:
     """Buffers that forward writes and outputs are told apart, as in a joint graph."""
 

@@ -57,6 +57,7 @@ def test_a_patient_worker_waits_longer_than_the_timeout(is_patient: bool) -> Non
     late.join()
 
 
+@pytest.mark.slow
 def test_a_group_that_is_cut_ends_what_runs_on_it() -> None:
     groups = opened()
     began = time.monotonic()

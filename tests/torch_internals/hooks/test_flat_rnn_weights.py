@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 from mirrorc.torch_internals import renew_recurrent_weights, weights_for_cudnn
 
 
+@pytest.mark.slow
 def test_a_layer_computes_with_its_new_parameters_and_finds_nothing_changed() -> None:
     x = torch.randn(3, 2, 4)
     for kind in (nn.LSTM, nn.GRU, nn.RNN):

@@ -178,6 +178,7 @@ def test_which_numbers_have_changed() -> None:
     assert internals.is_ordinary(1) and not internals.is_ordinary(True) and not internals.is_ordinary(2**60)
 
 
+@pytest.mark.slow
 def test_dynamo_is_as_before() -> None:
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.tensor import SymNodeVariable

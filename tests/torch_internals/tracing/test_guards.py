@@ -51,6 +51,7 @@ def test_guards_hold_until_something_that_was_read_changes(call: Call) -> None:
     assert guards.hold()
 
 
+@pytest.mark.slow
 def test_new_guards_are_not_timed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = []
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: timed.append(1) or 1.0)

@@ -225,6 +225,7 @@ def read_and_changed(net: Net) -> list[tuple[Any, Callable[[], object], str]]:
     ]
 
 
+@pytest.mark.slow
 def test_what_was_read_and_has_changed_is_named_as_the_user_names_it() -> None:
     for i in range(len(read_and_changed(Net()))):
         model = Net()

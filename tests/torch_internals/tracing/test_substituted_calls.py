@@ -1,5 +1,6 @@
 """A function of ours is traced where the traced code calls a function of torch."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -54,6 +55,7 @@ def test_a_method_of_torch_is_traced_instead_with_its_object() -> None:
     assert "3 * " in traced.code
 
 
+@pytest.mark.slow
 def test_traced_instead_traces_another_function() -> None:
     module, x = Calls(), torch.ones(4, 2, 2)
     with internals.traced_instead({torch.gru: cube}):
@@ -64,6 +66,7 @@ def test_traced_instead_traces_another_function() -> None:
     assert torch.equal(inside(x), (x**3).sum())
 
 
+@pytest.mark.slow
 def test_calls_of_a_function_are_noted() -> None:
     with internals.noted_calls(torch.gru) as found:
         internals.trace_full_graph(Calls(), (torch.ones(4, 2, 2),))

@@ -239,6 +239,7 @@ def test_settings_of_the_callers_thread_change_nothing(monkeypatch: pytest.Monke
     assert torch.get_num_threads() == before and torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     interleave_at_once(monkeypatch)
     model = nn.Linear(4, 3)
@@ -261,6 +262,7 @@ def test_an_interrupt_is_raised_and_the_next_step_runs(monkeypatch: pytest.Monke
         assert step(x, target=target).isfinite()
 
 
+@pytest.mark.slow
 def test_other_programs_run_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     interleave_at_once(monkeypatch)
     make: Callable[..., torch.optim.Optimizer] = (

@@ -108,6 +108,7 @@ def test_an_optimizer_that_takes_no_hooks_is_guarded_by_the_rest() -> None:
         model.state_dict()
 
 
+@pytest.mark.slow
 def test_hooks_are_gone_after_the_next_use_and_others_are_not_concerned() -> None:
     model, optimizer, _, kept = torn()
     refuse_torn({id(parameter) for parameter in nn.Linear(1, 1).parameters()})
@@ -134,6 +135,7 @@ def test_a_step_over_them_is_refused() -> None:
     assert state.is_restored
 
 
+@pytest.mark.slow
 def test_nothing_keeps_them_alive() -> None:
     model, optimizer, _, _ = torn()
     refuse = {id(parameter) for parameter in model.parameters()}

@@ -172,6 +172,7 @@ def test_tables_are_deferred_where_a_step_adds_few_rows() -> None:
     assert not has_few_rows(100, 2, torch.complex64)
 
 
+@pytest.mark.slow
 def test_what_is_copied_to_measure_tables_is_counted() -> None:
     """But for numbers of rows, which are small."""
     buckets = buckets_of([(2000, 600), (4, 4)], [100, 100], [-1, -1])

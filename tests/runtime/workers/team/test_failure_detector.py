@@ -31,6 +31,7 @@ class Told:
         self.has_come.set()
 
 
+@pytest.mark.slow
 def test_a_worker_on_which_others_have_given_up_is_told_so() -> None:
     store = distributed.HashStore()
     one, other = Told(store, 0), Told(store, 1)
@@ -76,6 +77,7 @@ def test_who_tells_nothing_is_silent() -> None:
         told.watcher.close()
 
 
+@pytest.mark.slow
 def test_who_has_told_nothing_for_long_is_known_at_once_unless_this_worker_has_not_listened() -> None:
     both = [Told(distributed.HashStore(), rank, num_workers=2) for rank in range(2)]  # each is alone in its store
     for told in both:

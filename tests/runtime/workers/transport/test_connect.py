@@ -38,6 +38,7 @@ class StoppingStore:
             self._goes_on.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_answers", [0, 1, 2, 5])
 @pytest.mark.parametrize("wait", ["for calls", "for texts"])
 def test_a_store_that_stops_while_workers_wait_in_it_is_lost(
@@ -78,6 +79,7 @@ def test_who_may_wait_on_waits_as_often_as_that_is_so() -> None:
         await_all(ComingStore(), _CLUSTER, 0.03, lambda: False)
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_while_connections_are_opened_is_not_waited_for_longer_than_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
