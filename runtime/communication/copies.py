@@ -1,4 +1,4 @@
-"""Reductions by copies: every replica fetches the others' buckets and adds them up for itself."""
+"""Reductions by copies: every replica fetches the others' buckets and adds them up."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class CopyCommunicator(Communicator):
     def _sum(self, kind: str, bucket: int, replica: int, part: slice) -> torch.Tensor:
         rendezvous = self._rendezvous[(kind, bucket)]
         rendezvous.await_replicas(replica, range(len(self.devices)))
-        own = self.devices[replica].torch_device
+        device = self.devices[replica].torch_device
         for event in rendezvous.events:
             wait_event(event)
         first, *rest = rendezvous.tensors
-        total = first[part].to(own, copy=True, non_blocking=True)
+        total = first[part].to(device, copy=True, non_blocking=True)
         for tensor in rest:
-            total.add_(tensor[part].to(own, non_blocking=True))
+            total.add_(tensor[part].to(device, non_blocking=True))
         return total

@@ -24,10 +24,10 @@ guard, and NCCL forbids parallel launches on communicators of one GPU."""
 
 @register_communicator
 class NcclCommunicator(Communicator):
-    """Lets the replica that offers a bucket last launch the collective for all, on streams only for communication.
+    """All-reduces on side streams; the last replica to offer a bucket launches for all.
 
-    Every replica offers its buckets in program order, and the last one launches a bucket before it continues. So buckets
-    are launched in one order on all GPUs. Sends are copies between GPUs, as over the link copy.
+    Every replica offers its buckets in program order, and the last launches a bucket before it continues. So buckets are
+    launched in the same order on all GPUs. Sends are copies between GPUs, as over the link copy.
     """
 
     link = "nccl"

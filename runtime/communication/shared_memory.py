@@ -90,7 +90,7 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.announce(replica)
 
     def _unmade(self, tag: Tag, replica: int, change: Visit | None = None) -> UnmadeShare:
-        """A replica's share of the sum in replica 0's memory, when all replicas have offered what it is made of."""
+        """A replica's unmade share of the sum in replica 0's memory, when all replicas have offered their parts."""
         rendezvous = self._rendezvous[tag]
         rendezvous.await_replicas(replica, range(len(self.devices)))
         buckets = tuple(rendezvous.tensors)

@@ -115,6 +115,8 @@ class DeviceTimes:
 
 
 def mean_over_devices(steps: Sequence[RecordedStep], num_devices: int, counts: Callable[[fx.Node], bool]) -> float:
-    """The milliseconds in the calls for which ``counts`` is true, as a mean over devices and steps."""
-    calls = [[call for own in step.calls for call in own if counts(call.node)] for step in steps]
-    return statistics.fmean(sum(call.duration_ns for call in own) / num_devices / 1e6 for own in calls)
+    """The milliseconds in the calls selected by ``counts``, as a mean over devices and steps."""
+    calls = [[call for device_calls in step.calls for call in device_calls if counts(call.node)] for step in steps]
+    return statistics.fmean(
+        sum(call.duration_ns for call in device_calls) / num_devices / 1e6 for device_calls in calls
+    )
