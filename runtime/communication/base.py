@@ -21,10 +21,8 @@ class Communicator:
     A subclass names its link and implements the link's collectives; `register_communicator` registers it.
 
     Every method with ``replica`` is called from that replica's thread. Launches never block; waits do, for
-    ``timeout_seconds``
-    at most. ``bucket`` is the key of a collective: the number of the bucket, or of the pack (`mirrorc.ir.buckets.Pack`)
-    if the
-    program's buckets are cut, and a bucket is a pack then.
+    ``timeout_seconds`` at most. ``bucket`` is the key of a collective: the number of the bucket, or of the pack
+    (`mirrorc.ir.buckets.Pack`) if the program's buckets are cut, and a bucket is a pack then.
 
     Args:
         devices: the devices, in order of replicas.
@@ -131,8 +129,7 @@ class Communicator:
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor | None) -> None:
         """Offers this replica's part of ``whole``, 1-D, the worker's local sum of a bucket, for the sum over all workers;
-        None stands
-        for the memory of `memory_to_send`. It is sent when all replicas have offered theirs.
+        None stands for the memory of `memory_to_send`. It is sent when all replicas have offered theirs.
         """
         raise self._not_carried("exchange")
 
@@ -142,8 +139,7 @@ class Communicator:
 
     def launch_part(self, bucket: int, replica: int, make: Callable[[], Any]) -> None:
         """Offers this replica's part of a bucket's payload. When all replicas of this worker have offered theirs, ``make``
-        returns
-        a `mirrorc.runtime.workers.buckets.payload.SentPart`.
+        returns a `mirrorc.runtime.workers.buckets.payload.SentPart`.
         """
         raise self._not_carried("parts of sums")
 
@@ -153,8 +149,7 @@ class Communicator:
 
     def launch_gather(self, bucket: int, replica: int, factored_bucket: Any) -> None:
         """Offers this replica's bucket, with gradients left as factors, to all workers. The buckets are sent when all
-        replicas of
-        this worker have offered theirs.
+        replicas of this worker have offered theirs.
         """
         raise self._not_carried("gather_factors")
 
@@ -172,8 +167,7 @@ class Communicator:
 
     def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         """Offers this replica's updated share of a bucket's parameters, ``whole``, 1-D. The worker's shard is sent to all
-        workers
-        when all replicas have, and the other workers' shards are written.
+        workers when all replicas have, and the other workers' shards are written.
         """
         raise self._not_carried("gather_parameters")
 
@@ -193,9 +187,8 @@ class Communicator:
     def launch_receive(self, route: Route) -> None:
         """Announces a later `receive` on a route, from the same thread; never blocks.
 
-        A link with posted receipts, such as one between processes, starts the transfer here. Here it does nothing,
-        because `receive`
-        takes the tensor from the sender's memory.
+        A link with posted receipts, such as one between processes, starts the transfer here. Here it does nothing, because
+        `receive` takes the tensor from the sender's memory.
         """
 
     def receive(self, route: Route) -> torch.Tensor:

@@ -34,9 +34,8 @@ class InterruptGuard:
     """The handler of Ctrl-C (SIGINT) while a step runs in the main thread.
 
     Until the commit, the user's handler is called at once and usually raises KeyboardInterrupt. After it, the call is
-    deferred to
-    the step's end. While device threads run, an exception of the user's handler stops the threads and is raised after
-    their end.
+    deferred to the step's end. While device threads run, an exception of the user's handler stops the threads and is raised
+    after their end.
 
     Only the main thread gets signals; in other threads, and without a Python handler, the guard does nothing.
 

@@ -75,9 +75,8 @@ def mean_parts_ms(program: Program, steps: Sequence[RecordedStep], replica: int)
 def typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     """The middle third of steps by duration, in the order of time.
 
-    Every figure is a mean over these same steps. Relations that hold in each step, such as sums of parts, hold of means
-    as well,
-    but not of medians.
+    Every figure is a mean over these same steps. Relations that hold in each step, such as sums of parts, hold of means as
+    well, but not of medians.
     """
     order = sorted(range(len(steps)), key=lambda i: steps[i].ended_ns - steps[i].begun_ns)
     num_left_out = len(steps) // 3 if len(steps) > 2 else 0

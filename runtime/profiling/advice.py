@@ -140,9 +140,8 @@ class _Costs:
 def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_devices: int) -> _Costs:
     """The costs of buckets, linear in their sizes.
 
-    On asynchronous links, moving a bucket takes the time from its launch, or from the arrival of the bucket before it,
-    to its own
-    arrival. This is known only for buckets with waiting devices.
+    On asynchronous links, moving a bucket takes the time from its launch, or from the arrival of the bucket before it, to
+    its own arrival. This is known only for buckets with waiting devices.
     """
     moves_by_itself = any(link_named(bucket.link).moves_by_itself for bucket in buckets)
     moving = [(bucket.num_bytes, bucket.transfer_ms) for bucket in buckets]

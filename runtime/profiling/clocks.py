@@ -22,9 +22,8 @@ _SECONDS_OF_AN_ANCHOR = 8.0  # within this time, 32 bits tell milliseconds betwe
 class Clock:
     """Marks the ends of a device's calls, in the device's thread.
 
-    This class uses the host's clock, for synchronous devices. Its marks are seconds as floats, faster for Python to
-    make and free
-    than integers, with which a mark took twice as long.
+    This class uses the host's clock, for synchronous devices. Its marks are seconds as floats, faster for Python to make
+    and free than integers, with which a mark took twice as long.
 
     Attributes:
         begin, mark: return a mark of the present moment: of the beginning of a step, and of the end of a call.
@@ -63,11 +62,9 @@ def nanoseconds(seconds: float) -> int:
 class EventClock(Clock):
     """Marks the ends of calls of a GPU with events on the thread's current stream.
 
-    Events are read lazily. Another event, the anchor, relates the GPU's clock to the host's: the host waits for it, and
-    so knows
-    its time. So times of several GPUs agree, however far each of them lags behind its thread. An anchor serves for the
-    steps of
-    a few seconds, because the time between two events is a 32-bit number. Events of dropped steps are reused.
+    Events are read lazily. Another event, the anchor, relates the GPU's clock to the host's: the host waits for it, and so
+    knows its time. So times of several GPUs agree, however far each of them lags behind its thread. An anchor serves for
+    the steps of a few seconds, because the time between two events is a 32-bit number. Events of dropped steps are reused.
 
     Args:
         timeout_seconds: the longest time of every wait for the GPU.

@@ -38,9 +38,8 @@ class Collective:
     """A collective of a program, on all devices that take part.
 
     Attributes:
-        kind: the name of its operation. A ``send`` and its ``recv`` are a single ``send``; each chunk and each round of
-            a bucket
-            is another ``send``.
+        kind: the name of its operation. A ``send`` and its ``recv`` are a single ``send``; each chunk and each round of a
+            bucket is another ``send``.
         launches: the devices' parts in it, in order of replicas.
         chunk, round: those of a ``send``; None if it names none.
         pack: the pack of a cut bucket; otherwise None.

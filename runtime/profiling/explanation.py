@@ -30,23 +30,23 @@ _BUCKET_COLUMNS = (
 class Explanation:
     """Where the time of the last recorded steps went; `str` of it is a table, with its columns defined below it.
 
-    All times are means over the same typical steps: of all steps that are considered, the third with the middle durations. Parts
-    therefore add up.
+    All times are means over the same typical steps: of all steps that are considered, the third with the middle durations.
+    Parts therefore add up.
 
     Attributes:
         num_steps: the number of steps considered: the recorded ones, without the program's first one if there are others.
-        step_ms: the time from when the caller began to start the devices until the last device was done. It does not include
-            the caller's work before and after it (splitting the batch, showing the optimizer's state).
-        parts_ms: the parts of the step, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices. Their sum is
-            step_ms.
-        hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several buckets may be in flight at the
-            same time.
+        step_ms: the time from when the caller began to start the devices until the last device was done. It does not
+            include the caller's work before and after it (splitting the batch, showing the optimizer's state).
+        parts_ms: the parts of the step, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices. Their sum
+            is step_ms.
+        hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several buckets may be in flight
+            at the same time.
         buckets: the collectives, in the order in which they were launched.
         devices: the devices' times, in order of replicas.
         advice: the change that is estimated to help most, or why there is none.
         prediction: what a simulation of such a step gives, where it goes over several workers; otherwise None.
-        capture: which front end has captured the program and why, if it was not the first one; which sizes are numbers in it
-            although they change, and why.
+        capture: which front end has captured the program and why, if it was not the first one; which sizes are numbers in
+            it although they change, and why.
     """
 
     num_steps: int

@@ -60,9 +60,8 @@ class RecordedStep:
 class Recorder:
     """Stores the marks of an executor's last steps. Steps run one after the other; they may be read at any time.
 
-    Recording is cheap, because it only stores each device's marks. They are assigned to steps when the steps are read,
-    by the
-    time of their beginnings. An unfinished device has no marks.
+    Recording is cheap, because it only stores each device's marks. They are assigned to steps when the steps are read, by
+    the time of their beginnings. An unfinished device has no marks.
 
     Args:
         clocks: the devices' clocks, in order of replicas.

@@ -58,11 +58,10 @@ def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequen
 def trace_events(program: Program, steps: Sequence[RecordedStep]) -> list[Event]:
     """The events of a trace, in microseconds from the beginning of the first step.
 
-    A track has a slice for each step. Each device has a track with a slice for its start and for each of its calls.
-    Each link
-    has a track with an asynchronous slice for each bucket, from the first launch to the end of the last wait; these may
-    overlap.
-    Slices of the other tracks are disjoint: if clocks of GPUs disagree, a slice begins at the end of the one before.
+    A track has a slice for each step. Each device has a track with a slice for its start and for each of its calls. Each
+    link has a track with an asynchronous slice for each bucket, from the first launch to the end of the last wait; these
+    may overlap. Slices of the other tracks are disjoint: if clocks of GPUs disagree, a slice begins at the end of the one
+    before.
     """
     collectives = collectives_of(steps[0])
     links = list(dict.fromkeys(collective.link for collective in collectives))

@@ -24,9 +24,8 @@ class Asked:
     Args:
         taken: the gradients that the region takes.
         token, tangent: identify the backward.
-        are_last: whether no later region takes gradients of this backward. Then it must have ended, so that its
-            exceptions are
-            raised before the function goes on.
+        are_last: whether no later region takes gradients of this backward. Then it must have ended, so that its exceptions
+            are raised before the function goes on.
     """
 
     def __init__(self, taken: Taken, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:
@@ -68,9 +67,8 @@ def driven(function: GraphFunction) -> Callable[[list[Any]], Any]:
     """The call of a function that requests gradients.
 
     It runs each backward at its first request, in the same thread. Whenever a gradient is ready, the function goes on
-    within
-    the backward as far as its requests are met. So buckets are launched during backward, in the order of the program. Where
-    backward blocks other replicas, the function waits for none of them meanwhile.
+    within the backward as far as its requests are met. So buckets are launched during backward, in the order of the
+    program. Where backward blocks other replicas, the function waits for none of them meanwhile.
     """
     call: Any = function.call
     if function.pauses:

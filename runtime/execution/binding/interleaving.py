@@ -84,8 +84,7 @@ class InterleavingTrial:
     """Chooses between threads and interleaving by the times of the first steps.
 
     The first steps run in threads. If they are short, the next are interleaved, and the faster way stays. Both give the
-    same
-    numbers.
+    same numbers.
 
     Attributes:
         interleaves: whether the next step is to be interleaved.

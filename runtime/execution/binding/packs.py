@@ -20,8 +20,7 @@ def pack_of_cut_bucket(
     """The function of a `pack` of some elements of a bucket.
 
     The first pack of a device that takes a gradient copies all of it into its slot, if no region has written it there.
-    Later
-    packs must not copy it again, as the elements of earlier packs may be sums by then.
+    Later packs must not copy it again, as the elements of earlier packs may be sums by then.
 
     Args:
         slots: the gradients' places in the device's memory.

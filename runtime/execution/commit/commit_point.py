@@ -141,8 +141,8 @@ class CommitPoint:
         self._rendezvous.announce(replica)
 
     def leave(self, replica: int) -> torch.Tensor | None:
-        """Waits for all replicas and the commit; returns their numbers, [numbers of each, replicas], or those of the workers'
-        `mirrorc.runtime.workers.protocol.vote.Columns`.
+        """Waits for all replicas and the commit; returns their numbers, [numbers of each, replicas], or those of the
+        workers' `mirrorc.runtime.workers.protocol.vote.Columns`.
 
         Raises:
             Aborted: the step is stopped.

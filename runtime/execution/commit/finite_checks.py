@@ -29,9 +29,8 @@ from mirrorc.runtime.workers.protocol.vote import Vote
 class Examined:
     """A value, and the sum of its elements on the value's device: if the sum is finite, all elements are.
 
-    A sum takes a single pass over the value and no memory. A sum that is not finite may have overflowed; then the
-    elements are
-    examined.
+    A sum takes a single pass over the value and no memory. A sum that is not finite may have overflowed; then the elements
+    are examined.
     """
 
     value: torch.Tensor

@@ -1,8 +1,7 @@
 """Visits of a share's parts as they are made, to measure or bound them while they are in cache.
 
 A pass over a share in memory takes longer than making the share of factors. So a wait does, part by part, the work that
-later
-nodes do on the whole share.
+later nodes do on the whole share.
 """
 
 from __future__ import annotations

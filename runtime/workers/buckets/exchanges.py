@@ -28,13 +28,12 @@ from mirrorc.runtime.workers.team.team import Team
 class Exchanges(Communicator):
     """Exchanges the buckets of a program over gloo.
 
-    Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device
-    to launch
-    then sends the whole bucket. All devices launch in the order of the bucket plan, so all workers send in this order.
+    Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device to
+    launch then sends the whole bucket. All devices launch in the order of the bucket plan, so all workers send in this
+    order.
 
-    A bucket of factors is not added up first: the last device to launch packs the factors of all devices into a
-    message. When
-    the messages of all workers have come, each device makes its share from the factors of all replicas.
+    A bucket of factors is not added up first: the last device to launch packs the factors of all devices into a message.
+    When the messages of all workers have come, each device makes its share from the factors of all replicas.
 
     Args:
         devices: devices of this worker.
@@ -195,9 +194,8 @@ class Exchanges(Communicator):
 
 
 class ExchangesOfGpus(Exchanges):
-    """As `Exchanges`, over NCCL, for workers with a GPU each. The host waits for each sum, so that a step fails and
-    commits as on
-    CPUs.
+    """As `Exchanges`, over NCCL, for workers with a GPU each. The host waits for each sum, so that a step fails and commits
+    as on CPUs.
 
     Attributes:
         end_collectives: ends running collectives. Otherwise a GPU would wait forever for a lost worker.

@@ -21,15 +21,12 @@ _SENT_AS = {torch.int16: torch.int64}  # what gloo cannot add; the sum wraps aro
 class WorkerValues:
     """Meetings of a program's forward and backward with the replicas of other workers.
 
-    Each present replica leaves a copy of its value. The last to come adds them up, in the order of replicas, and
-    launches the sum
-    over all workers. A gather is a sum, too: each worker writes its rows in their place, and zeros elsewhere, as
-    integers, so
-    that no bit changes. A worker without examples contributes zeros.
+    Each present replica leaves a copy of its value. The last to come adds them up, in the order of replicas, and launches
+    the sum over all workers. A gather is a sum, too: each worker writes its rows in their place, and zeros elsewhere, as
+    integers, so that no bit changes. A worker without examples contributes zeros.
 
-    Every replica waits in a meeting until all have come, so all workers launch these sums in the order of the program,
-    over a
-    separate lane.
+    Every replica waits in a meeting until all have come, so all workers launch these sums in the order of the program, over
+    a separate lane.
 
     Args:
         timeout_seconds: the longest wait of a replica for the others.

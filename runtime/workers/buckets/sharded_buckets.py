@@ -15,8 +15,7 @@ class ShardedBuckets:
     """Moves the buckets of a program that workers update in shards of equal length, in the order of ranks.
 
     Sums go by an all_to_all: each worker sends each other its shard, half of an all_reduce's bytes, and adds up in the
-    order of
-    ranks. gloo's reduce_scatter takes longer than its all_reduce.
+    order of ranks. gloo's reduce_scatter takes longer than its all_reduce.
 
     Args:
         num_devices: devices of this worker.

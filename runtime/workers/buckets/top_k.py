@@ -68,9 +68,8 @@ class LargestElements:
 def places_of_largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
     """The places of the ``count`` largest elements, in any order; NaN is the largest.
 
-    On a CPU, ``torch.topk`` takes five times as long: it moves pairs of elements and places. Here a sample gives a
-    bound that
-    somewhat more elements reach than are wanted, and only these are compared. If the sample was wrong, ``torch.topk``
+    On a CPU, ``torch.topk`` takes five times as long: it moves pairs of elements and places. Here a sample gives a bound
+    that somewhat more elements reach than are wanted, and only these are compared. If the sample was wrong, ``torch.topk``
     decides.
 
     Args:

@@ -33,9 +33,8 @@ class Header:
         num_examples: examples in its batch.
         num_present: number of its replicas with examples.
         seed: seed of the step's random streams; that of worker 0 counts.
-        kind: gradient accumulation of its program, see `kind_of`; a guess of a worker that has left. `BESIDES` for a
-            call that
-            does not train, `TURN` for a meeting before one.
+        kind: gradient accumulation of its program, see `kind_of`; a guess of a worker that has left. `BESIDES` for a call
+            that does not train, `TURN` for a meeting before one.
         num_kept_calls, num_kept: accumulated calls, and their examples.
         parameters: digest of the parameters whose optimizers are not element-wise, run by each worker; 0 for none.
         num_steps: its steps that count for comparisons of copies.
@@ -170,8 +169,8 @@ def agreement(headers: Sequence[torch.Tensor]) -> tuple[Agreement | None, str, i
 
 
 def _differs(header: Header, source: Header, name: str) -> bool:
-    """A worker that has left adopts hyperparameters, kind and turn. An update may end an accumulation: it does on all workers,
-    or on none.
+    """A worker that has left adopts hyperparameters, kind and turn. An update may end an accumulation: it does on all
+    workers, or on none.
     """
     if name == "kind" and min(header.kind, source.kind) < 0:
         return header.kind != source.kind

@@ -46,9 +46,8 @@ class Failure:
         text: its cause, as a clause: "it raised ValueError: ...".
         is_final: whether the worker cannot go on; otherwise all may call their steps again.
         had_voted: whether it had voted for the step before, so that others may have committed.
-        before_end: whether it came before this worker had all sums of a step that updates early. Then no worker can
-            have ended
-            that step, and all go on together, once partial updates are restored.
+        before_end: whether it came before this worker had all sums of a step that updates early. Then no worker can have
+            ended that step, and all go on together, once partial updates are restored.
     """
 
     rank: int
@@ -71,8 +70,7 @@ class Watcher:
         workers: all, by rank.
         rank: rank of this worker.
         on_failure: a method, weakly held, called in the thread with each failure that another worker has published, in
-            order. It
-            may name this worker, when the others have given up on it.
+            order. It may name this worker, when the others have given up on it.
 
     Raises:
         CommunicationError: the store does not answer.
@@ -162,8 +160,7 @@ class Watcher:
         """The ranks without heartbeats; None if the store does not answer.
 
         Takes some seconds, or one if the thread has already waited as long for the store. Ends early, without a result,
-        when
-        ``is_known`` says that a failure is known.
+        when ``is_known`` says that a failure is known.
         """
         seconds = self._silent_seconds + _SLACK_SECONDS
         try:
@@ -174,9 +171,8 @@ class Watcher:
             return None
 
     def _await_answer(self, seconds: float, is_known: Callable[[], bool]) -> None:
-        """Waits if the thread has waited long for an answer of the store. Then the store hangs, or this worker was
-        stopped, and
-        gets the answer now.
+        """Waits if the thread has waited long for an answer of the store. Then the store hangs, or this worker was stopped,
+        and gets the answer now.
 
         Raises:
             TimeoutError: there is none.

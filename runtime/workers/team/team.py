@@ -30,9 +30,8 @@ from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError
 class Team:
     """The workers of a step, seen from a single worker.
 
-    They have two lanes: for buckets, and for control messages. A step that fails on any worker fails on all, before it
-    has changed
-    anything; connections are closed, which ends running collectives, and reopened at the next call.
+    They have two lanes: for buckets, and for control messages. A step that fails on any worker fails on all, before it has
+    changed anything; connections are closed, which ends running collectives, and reopened at the next call.
 
     Args:
         cluster: the workers.
@@ -83,8 +82,8 @@ class Team:
 
     @property
     def have_parted(self) -> bool:
-        """Whether a step has failed when some workers may have updated, and others not, or in part: a broadcast of values must
-        precede the next step.
+        """Whether a step has failed when some workers may have updated, and others not, or in part: a broadcast of values
+        must precede the next step.
         """
         return self._failed.have_parted
 

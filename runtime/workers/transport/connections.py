@@ -46,9 +46,8 @@ _HOST = torch.device("cpu")
 class Connections:
     """A lane for control messages and a lane for buckets, opened together, at a call, and closed together, by a failure.
 
-    Values of the model, gathered over replicas, have a third lane. A device without examples launches its buckets at
-    any time,
-    so before such a value on some workers and after it on others: a shared lane would mix them up.
+    Values of the model, gathered over replicas, have a third lane. A device without examples launches its buckets at any
+    time, so before such a value on some workers and after it on others: a shared lane would mix them up.
 
     Args:
         store: the team's store; these keys are used for nothing else.

@@ -43,9 +43,8 @@ def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float
 class Lane:
     """Launches collectives in order, and reports the end of each in this order.
 
-    Waiting for a collective is deaf to signals, and a waiting device has a timeout of its own. So the lane's thread
-    waits, and
-    passes on results.
+    Waiting for a collective is deaf to signals, and a waiting device has a timeout of its own. So the lane's thread waits,
+    and passes on results.
 
     Args:
         store: the workers' store.
@@ -71,9 +70,8 @@ class Lane:
     def launch(self, collective: Callable[[Any], Any], done: Done) -> None:
         """Launches a collective, returned by ``collective`` as a work, without waiting. ``done`` receives its error, if any.
 
-        After the first work of `SeveralRounds`, each work is launched after the end of those before it: then all
-        workers launch
-        the rounds of all of them in the same order, too.
+        After the first work of `SeveralRounds`, each work is launched after the end of those before it: then all workers
+        launch the rounds of all of them in the same order, too.
         """
         with self._launching:
             try:
@@ -134,8 +132,7 @@ class Lane:
 
     def close(self) -> bool:
         """Ends all collectives, and the thread; returns whether that was done in time. Then memory passed to the lane is
-        not written
-        any more.
+        not written any more.
         """
         self.cut()
         with self._launching:
