@@ -108,10 +108,10 @@ class StepOutputs:
     def _together(self, name: str, output: _Output, num_examples: Sequence[int]) -> Any:
         if name in self._written:
             return self._wholes[name]
-        own = [self._parts[name][replica] for replica in output.types]
+        replica_parts = [self._parts[name][replica] for replica in output.types]
         if output.how == "apart":
-            return own
-        parts = [part.to(self._devices[0]) for part in own]
+            return replica_parts
+        parts = [part.to(self._devices[0]) for part in replica_parts]
         if output.how == "concatenated":
             return torch.cat(parts)
         dtype = parts[0].dtype
