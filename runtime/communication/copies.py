@@ -20,29 +20,23 @@ class CopyCommunicator(Communicator):
     link = "copy"
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """See `Communicator`."""
         self._offer("all_reduce", bucket, replica, tensor)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """See `Communicator`."""
         self._offer("reduce_scatter", bucket, replica, tensor)
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
-        """See `Communicator`."""
         self._leave("reduce", bucket, replica, tensor).announce_to(root, replica)
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """See `Communicator`."""
         return self._sum("all_reduce", bucket, replica, slice(None))
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """See `Communicator`."""
         num_elements = self._rendezvous[("reduce_scatter", bucket)].tensors[replica].numel()
         share = slice(*share_bounds(num_elements, len(self.devices), replica))
         return self._sum("reduce_scatter", bucket, replica, share)
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """See `Communicator`."""
         if replica != root:
             return self._rendezvous[("reduce", bucket)].tensors[replica][:0]
         return self._sum("reduce", bucket, replica, slice(None))

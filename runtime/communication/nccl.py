@@ -39,12 +39,10 @@ class NcclCommunicator(Communicator):
         self._offers: dict[int, int] = {}
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """As in the base class."""
         super().prepare(tags, routes)
         self._offers = {bucket: 0 for _, bucket in tags}
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """See `Communicator`."""
         rendezvous = self._rendezvous[("all_reduce", bucket)]
         rendezvous.tensors[replica] = tensor
         rendezvous.events[replica] = record_event(tensor.device)
@@ -63,7 +61,6 @@ class NcclCommunicator(Communicator):
         return is_last
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """See `Communicator`."""
         rendezvous = self._rendezvous[("all_reduce", bucket)]
         if not pending:
             rendezvous.await_anyone(replica)  # the replica that offered last, and launched

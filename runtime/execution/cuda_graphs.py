@@ -120,7 +120,6 @@ class CudaCapturer:
         return graph
 
     def wait(self) -> bool:
-        """As in `Capturer`."""
         return wait_device(self._device, self._timeout_seconds)
 
 

@@ -94,13 +94,11 @@ class EventClock(Clock):
         return self._now(), self.mark()
 
     def mark(self) -> Any:
-        """As in `Clock`."""
         event = self._free.popleft() if self._free else self._make_event()  # only this thread takes events out
         event.record()
         return event
 
     def begun_seconds(self, marks: Sequence[Any]) -> float:
-        """As in `Clock`."""
         return float(marks[0][0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:

@@ -132,7 +132,6 @@ class CheckedCommit(CommitPoint):
             self._ranges.append([list(_ranges(program, value, parts.of(value))) for value in values])
 
     def begin(self) -> None:
-        """See `CommitPoint`."""
         super().begin()
         self._faults_by_replica = {}
 

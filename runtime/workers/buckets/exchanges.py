@@ -79,7 +79,6 @@ class Exchanges(Communicator):
         self.release()
 
     def release(self) -> None:
-        """See `Communicator`."""
         self._offered: dict[int, list[FactoredBucket | None]] = {
             bucket: [None] * len(self.devices) for bucket in self._messages
         }
@@ -89,21 +88,18 @@ class Exchanges(Communicator):
         self._sharded.release()
 
     def memory_to_send(self, bucket: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `Communicator`."""
         with self._joint.lock:
             if bucket not in self._to_send:
                 self._to_send[bucket] = like.new_empty(num_elements, dtype=dtype)
             return self._to_send[bucket]
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor | None) -> None:
-        """See `Communicator`."""
         with self._joint.lock:
             if self._joint.is_last(bucket):
                 sent = self._to_send.pop(bucket) if whole is None else whole
                 self._joint.send(bucket, (lambda group: group.all_reduce(sent)) if sent.numel() else None)
 
     def launch_part(self, bucket: int, replica: int, make: Callable[[], SentPart]) -> None:
-        """See `Communicator`."""
         with self._joint.lock:
             if self._joint.is_last(bucket):
                 part = self._parts[bucket] = make()
@@ -115,7 +111,6 @@ class Exchanges(Communicator):
         return self._parts[bucket]
 
     def launch_gather(self, bucket: int, replica: int, factored_bucket: FactoredBucket) -> None:
-        """See `Communicator`."""
         with self._joint.lock:
             offered = self._offered[bucket]
             offered[replica] = factored_bucket
@@ -162,7 +157,6 @@ class Exchanges(Communicator):
         return share.buckets[0].tensor[share.start : share.stop]
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """See `Communicator`."""
         self._sharded.launch_sums(bucket, whole)
 
     def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
@@ -170,7 +164,6 @@ class Exchanges(Communicator):
         return self._sharded.wait_sums(bucket, replica, whole, *elements)
 
     def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """See `Communicator`."""
         self._sharded.launch_parameters(bucket, whole)
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
@@ -205,7 +198,6 @@ class ExchangesOfGpus(Exchanges):
     end_collectives: Callable[[], object]
 
     def abort(self) -> None:
-        """See `Communicator`."""
         super().abort()
         if self._joint.under_way:  # otherwise nothing waits, and the connections can be used again
             self.end_collectives()
