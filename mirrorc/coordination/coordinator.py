@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from mirrorc.analysis.communication.worker_meetings import RowsElsewhere, no_rows_told, rows_agree, rows_elsewhere
+from mirrorc.analysis.communication.worker_meetings import RowsElsewhere, no_gathered_rows, rows_agree, rows_elsewhere
 from mirrorc.analysis.gradients.sent_factors import no_rows
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.coordination.call_header import Announcements
@@ -136,7 +136,7 @@ class JointCalls:
         self._num_present = sum(number > 0 for number in num_examples)
         facts, program = self._announcements.facts_of(executor), executor.program
         counts = facts.row_counts if num_examples else no_rows(program)
-        told = facts.rows_told if num_examples else no_rows_told(program)
+        told = facts.gathered_rows if num_examples else no_gathered_rows(program)
         own, details = self._announcements.of_step(
             executor, num_examples, written=written, num_steps=self._num_steps, has_left=self.has_left
         )
@@ -161,7 +161,7 @@ class JointCalls:
         Raises:
             CommunicationError: no programs agree, however often workers tell each other; all raise it.
         """
-        told = self.team.rows_told
+        told = self.team.gathered_rows
         if not told[0]:
             return True
         self.rows_elsewhere = rows_elsewhere(told, self.team.cluster.rank)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.analysis.communication.worker_meetings import rows_told, worker_meetings
+from mirrorc.analysis.communication.worker_meetings import gathered_rows, worker_meetings
 from mirrorc.analysis.communication.worker_schedule import worker_schedule
 from mirrorc.analysis.gradients.sent_factors import Counts, row_counts
 from mirrorc.capture.model.model_state import ModelState
@@ -31,14 +31,19 @@ class Facts:
     Args:
         said: what it has, by name.
         row_counts: of the program; empty if it is none, or sends none.
-        rows_told: what it tells of the rows that all replicas gather, see `mirrorc.analysis.communication.worker_meetings`.
+        gathered_rows: what it tells of the rows that all replicas gather, see `mirrorc.analysis.communication.worker_meetings`.
         meets: whether its replicas meet those of other workers.
     """
 
     def __init__(
-        self, said: Mapping[str, str], row_counts: Counts = (), rows_told: Counts = (), *, meets: bool = False
+        self, said: Mapping[str, str], row_counts: Counts = (), gathered_rows: Counts = (), *, meets: bool = False
     ) -> None:
-        self.said, self.digest, self.row_counts, self.rows_told = said, digest(repr(said)), row_counts, rows_told
+        self.said, self.digest, self.row_counts, self.gathered_rows = (
+            said,
+            digest(repr(said)),
+            row_counts,
+            gathered_rows,
+        )
         self.meets = meets
 
 
@@ -56,7 +61,7 @@ def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
     first = {"forward and backward": "plain PyTorch, as capture='autograd'" if runs_plain else "compiled graphs"}
     more = {"buffers that forward writes": written, "random numbers": str(needs_seed)}
     return Facts(
-        {**first, **lines, **more}, row_counts(program), rows_told(program), meets=bool(worker_meetings(program))
+        {**first, **lines, **more}, row_counts(program), gathered_rows(program), meets=bool(worker_meetings(program))
     )
 
 

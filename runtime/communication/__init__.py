@@ -1,4 +1,4 @@
-"""The communicators, one file for each link that carries collectives."""
+"""Communicators, in a file for each link with collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of communicators: each replica launches its part of a collective and waits for those of the others."""
+"""Interface of communicators: replicas launch their parts of a collective and wait for the others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Visit, visit_par
 
 
 class Communicator:
-    """Performs the collectives of one link among the devices of one process.
+    """Performs a link's collectives among the devices of a process.
 
-    A subclass names its link and has the methods of the collectives that the link carries; `register_communicator` makes
-    it known.
+    A subclass names its link and implements the link's collectives; `register_communicator` registers it.
 
-    Every method that takes ``replica`` is called from that replica's thread. Launches never block; waits do, for
-    ``timeout_seconds`` at most. ``bucket`` is the number by which a collective is told from others: that of the bucket, or if the
-    program's buckets are cut, of the pack (`mirrorc.ir.buckets.Pack`), and a bucket is a pack then.
+    Every method with ``replica`` is called from that replica's thread. Launches never block; waits do, for
+    ``timeout_seconds`` at most. ``bucket`` is the key of a collective: the number of the bucket, or of the pack
+    (`mirrorc.ir.buckets.Pack`) if the program's buckets are cut, and a bucket is a pack then.
 
     Args:
         devices: the devices, in order of replicas.
@@ -31,7 +30,7 @@ class Communicator:
 
     Attributes:
         link: the name of the link that the class implements, see `mirrorc.ir.links`.
-        unit: what it calls what a collective moves, in messages: a bucket, or a pack.
+        unit: name of the moved thing in messages: a bucket, or a pack.
     """
 
     link: ClassVar[str]
@@ -51,17 +50,17 @@ class Communicator:
         self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}
 
     def begin_afresh(self) -> None:
-        """Makes the same rendezvous and mailboxes anew after a failed step, so that the next step does not see its tensors."""
+        """Replaces rendezvous and mailboxes after a failed step, so that the next step does not see its tensors."""
         self.prepare(*self._prepared_for)
 
     def _make_rendezvous(self, tag: Tag) -> Rendezvous:
         return Rendezvous(f"{tag[0]} of {self.unit} {tag[1]}", self.devices, self.timeout_seconds)
 
     def release(self) -> None:
-        """Drops the tensors of a step that all replicas have finished, so that their memory is free until the next one."""
+        """Drops the tensors of a finished step, so that their memory is free until the next."""
 
     def abort(self) -> None:
-        """Wakes every replica that waits; they raise `Aborted`."""
+        """Wakes every waiting replica; they raise `Aborted`."""
         for rendezvous in self._rendezvous.values():
             rendezvous.abort()
         for mailbox in self._mailboxes.values():
@@ -75,11 +74,11 @@ class Communicator:
         raise self._not_carried("all_reduce")
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """The sum over all replicas: the same bits on every replica, and added in the order of replicas unless a library adds."""
+        """The sum over all replicas, bitwise the same on each, added in the order of replicas unless a library adds."""
         raise self._not_carried("all_reduce")
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """As `launch_all_reduce`, for a sum of which every replica gets its share."""
+        """As `launch_all_reduce`, for shares of the sum."""
         raise self._not_carried("reduce_scatter")
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
@@ -87,11 +86,11 @@ class Communicator:
         raise self._not_carried("reduce_scatter")
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
-        """As `launch_all_reduce`, for a sum that replica ``root`` alone gets."""
+        """As `launch_all_reduce`, for a sum on replica ``root`` alone."""
         raise self._not_carried("reduce")
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """On replica ``root`` the sum, the same bits as in an all_reduce; nothing of it on another one, which does not wait."""
+        """The sum on replica ``root``, the same bits as in an all_reduce. Other replicas do not wait."""
         raise self._not_carried("reduce")
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
@@ -101,14 +100,14 @@ class Communicator:
         return share
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        """What this replica's share of a sum is made of, when all of it is there; here the share itself."""
+        """The unmade share of a sum, when all its inputs are there; here the share itself."""
         share = self.wait_reduce_scatter(bucket, replica, pending)
         return unmade_sum([share], (0, share.numel()))
 
-    def launch_factors(self, bucket: int, replica: int, own: FactoredBucket) -> Any:
-        """Offers this replica's bucket, whose gradients are left as factors, to all replicas."""
+    def launch_factors(self, bucket: int, replica: int, factored_bucket: FactoredBucket) -> Any:
+        """Offers this replica's bucket, with gradients left as factors, to all replicas."""
         rendezvous = self._rendezvous[("all_gather", bucket)]
-        rendezvous.tensors[replica] = own
+        rendezvous.tensors[replica] = factored_bucket
         rendezvous.events[replica] = record_event(self.devices[replica].torch_device)
         rendezvous.announce(replica)
 
@@ -119,58 +118,61 @@ class Communicator:
         for event in rendezvous.events:
             wait_event(event)
         home = self.devices[replica].torch_device
-        return [_on_device(own, home) for own in rendezvous.tensors]
+        return [_on_device(factored_bucket, home) for factored_bucket in rendezvous.tensors]
 
     def memory_to_send(self, bucket: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Memory, 1-D, apart from the bucket, into which this worker's replicas write what `launch_exchange` sends.
+        """Separate memory for `launch_exchange`, 1-D, written by this worker's replicas.
 
-        All get the same memory, until the last of them launches; ``like`` is a tensor on the device where it is to lie.
+        All get the same memory, until the last of them launches; ``like`` is a tensor on its device.
         """
         raise self._not_carried("exchange")
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor | None) -> None:
-        """Offers this replica's part of ``whole``, 1-D, a bucket in which the worker's replicas add up theirs, for the sum over
-        all workers; None for what `memory_to_send` has given. It is sent when all replicas have offered theirs."""
+        """Offers this replica's part of ``whole``, 1-D, the worker's local sum of a bucket, for the sum over all workers;
+        None stands for the memory of `memory_to_send`. It is sent when all replicas have offered theirs.
+        """
         raise self._not_carried("exchange")
 
     def wait_exchange(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
-        """This replica's part of the bucket, which was given, when it holds the sum over all workers."""
+        """This replica's part of the bucket, with the sum over all workers."""
         raise self._not_carried("exchange")
 
     def launch_part(self, bucket: int, replica: int, make: Callable[[], Any]) -> None:
-        """Offers this replica's part of what is sent of a bucket in place of the whole: when all replicas of this worker have
-        offered theirs, ``make`` is called, and gives a `mirrorc.runtime.workers.buckets.payload.SentPart`."""
+        """Offers this replica's part of a bucket's payload. When all replicas of this worker have offered theirs, ``make``
+        returns a `mirrorc.runtime.workers.buckets.payload.SentPart`.
+        """
         raise self._not_carried("parts of sums")
 
     def wait_part(self, bucket: int, replica: int) -> Any:
-        """What was made so, when all workers have sent theirs."""
+        """The `SentPart`, when all workers have sent theirs."""
         raise self._not_carried("parts of sums")
 
-    def launch_gather(self, bucket: int, replica: int, own: Any) -> None:
-        """Offers this replica's bucket, whose gradients are left as factors, to all workers. They are sent when all replicas of
-        this worker have offered theirs."""
+    def launch_gather(self, bucket: int, replica: int, factored_bucket: Any) -> None:
+        """Offers this replica's bucket, with gradients left as factors, to all workers. The buckets are sent when all
+        replicas of this worker have offered theirs.
+        """
         raise self._not_carried("gather_factors")
 
     def wait_gather(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """The elements of the sum over the replicas of all workers, in their order, that this replica updates, made from their
-        factors."""
+        """This replica's elements of the sum over the replicas of all workers, in their order, made from their factors."""
         raise self._not_carried("gather_factors")
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """As `launch_exchange`, for a sum of which every worker gets its part."""
+        """As `launch_exchange`, for each worker's shard of the sum."""
         raise self._not_carried("scatter_sums")
 
     def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
-        """The elements of ``whole`` that this replica updates, from the first to one before the last, when they are the sum."""
+        """This replica's elements of ``whole``, a half-open range, when they are the sum."""
         raise self._not_carried("scatter_sums")
 
     def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """Tells that this replica has updated its share of a bucket's parameters, which are ``whole``, 1-D. Its worker's part is
-        sent to all workers when all replicas have, and the other workers' parts are written."""
+        """Offers this replica's updated share of a bucket's parameters, ``whole``, 1-D. The worker's shard is sent to all
+        workers when all replicas have, and the other workers' shards are written.
+        """
         raise self._not_carried("gather_parameters")
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
-        """Returns when the bucket's parameters are those that all workers have updated."""
+        """Waits for the bucket's updated parameters from all workers."""
         raise self._not_carried("gather_parameters")
 
     def _not_carried(self, operation: str) -> NotImplementedError:
@@ -183,19 +185,18 @@ class Communicator:
         self._mailboxes[route].put(tensor)
 
     def launch_receive(self, route: Route) -> None:
-        """Tells that the replica will receive on a route; called before `receive`, from the same thread, and never blocks.
+        """Announces a later `receive` on a route, from the same thread; never blocks.
 
-        A link that must post its receipts, such as one between processes, starts the transfer here. Here it does nothing,
-        because `receive` takes the tensor from the sender's memory.
+        A link with posted receipts, such as one between processes, starts the transfer here. Here it does nothing, because
+        `receive` takes the tensor from the sender's memory.
         """
 
     def receive(self, route: Route) -> torch.Tensor:
-        """The tensor that is sent on a route, on the receiver's device. It may be the sender's memory, so do not write it."""
+        """The tensor sent on a route, on the receiver's device. It may be the sender's memory, so do not write it."""
         return self._mailboxes[route].take()
 
 
 def _on_device(bucket: FactoredBucket, device: torch.device) -> FactoredBucket:
-    """A bucket with its factors on a device: copies, unless they are there."""
     factors = [
         [tuple(factor.to(device, non_blocking=True) for factor in part) for part in gradient]
         for gradient in bucket.factors

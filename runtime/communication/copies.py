@@ -1,4 +1,4 @@
-"""Reductions by copies: every replica fetches the others' buckets and adds them up for itself."""
+"""Reductions by copies: every replica fetches the others' buckets and adds them up."""
 
 from __future__ import annotations
 
@@ -20,29 +20,23 @@ class CopyCommunicator(Communicator):
     link = "copy"
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """See `Communicator`."""
         self._offer("all_reduce", bucket, replica, tensor)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """See `Communicator`."""
         self._offer("reduce_scatter", bucket, replica, tensor)
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
-        """See `Communicator`."""
         self._leave("reduce", bucket, replica, tensor).announce_to(root, replica)
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """See `Communicator`."""
         return self._sum("all_reduce", bucket, replica, slice(None))
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """See `Communicator`."""
         num_elements = self._rendezvous[("reduce_scatter", bucket)].tensors[replica].numel()
         share = slice(*share_bounds(num_elements, len(self.devices), replica))
         return self._sum("reduce_scatter", bucket, replica, share)
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """See `Communicator`."""
         if replica != root:
             return self._rendezvous[("reduce", bucket)].tensors[replica][:0]
         return self._sum("reduce", bucket, replica, slice(None))
@@ -59,11 +53,11 @@ class CopyCommunicator(Communicator):
     def _sum(self, kind: str, bucket: int, replica: int, part: slice) -> torch.Tensor:
         rendezvous = self._rendezvous[(kind, bucket)]
         rendezvous.await_replicas(replica, range(len(self.devices)))
-        own = self.devices[replica].torch_device
+        device = self.devices[replica].torch_device
         for event in rendezvous.events:
             wait_event(event)
         first, *rest = rendezvous.tensors
-        total = first[part].to(own, copy=True, non_blocking=True)
+        total = first[part].to(device, copy=True, non_blocking=True)
         for tensor in rest:
-            total.add_(tensor[part].to(own, non_blocking=True))
+            total.add_(tensor[part].to(device, non_blocking=True))
         return total

@@ -24,10 +24,10 @@ guard, and NCCL forbids parallel launches on communicators of one GPU."""
 
 @register_communicator
 class NcclCommunicator(Communicator):
-    """Lets the replica that offers a bucket last launch the collective for all, on streams only for communication.
+    """All-reduces on side streams; the last replica to offer a bucket launches for all.
 
-    Every replica offers its buckets in program order, and the last one launches a bucket before it continues. So buckets
-    are launched in one order on all GPUs. Sends are copies between GPUs, as over the link copy.
+    Every replica offers its buckets in program order, and the last launches a bucket before it continues. So buckets are
+    launched in the same order on all GPUs. Sends are copies between GPUs, as over the link copy.
     """
 
     link = "nccl"
@@ -39,12 +39,10 @@ class NcclCommunicator(Communicator):
         self._offers: dict[int, int] = {}
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """As in the base class."""
         super().prepare(tags, routes)
         self._offers = {bucket: 0 for _, bucket in tags}
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """See `Communicator`."""
         rendezvous = self._rendezvous[("all_reduce", bucket)]
         rendezvous.tensors[replica] = tensor
         rendezvous.events[replica] = record_event(tensor.device)
@@ -63,7 +61,6 @@ class NcclCommunicator(Communicator):
         return is_last
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """See `Communicator`."""
         rendezvous = self._rendezvous[("all_reduce", bucket)]
         if not pending:
             rendezvous.await_anyone(replica)  # the replica that offered last, and launched

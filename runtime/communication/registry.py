@@ -1,4 +1,4 @@
-"""The registry of communicators by the link that they implement."""
+"""Registry of communicators by link."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _communicators: dict[str, type[Communicator]] = {}
 
 
 def register_communicator(communicator: _Class) -> _Class:
-    """Registers a class as the implementation of the link that its attribute ``link`` names; used as a decorator.
+    """Decorator that registers a class for the link named by its attribute ``link``.
 
     Raises:
         ValueError: there is no such link, or another class implements it.
@@ -36,7 +36,7 @@ def register_communicator(communicator: _Class) -> _Class:
 
 
 def unregister_communicator(communicator: type[Communicator]) -> None:
-    """Removes a class from the registry, so that another one can implement its link."""
+    """Removes a class from the registry, so that another can implement its link."""
     del _communicators[communicator.link]
 
 
@@ -47,9 +47,9 @@ def communicators_of(program: Program, timeout_seconds: float) -> dict[str, Comm
     for module in program.device_graphs.values():
         for node in calls_to(module.graph, *ops.REDUCTIONS, ops.send, ops.recv):
             link = str(node.kwargs["link"])
-            own = tags.setdefault(link, {})
+            link_tags = tags.setdefault(link, {})
             if node.target in ops.REDUCTIONS:
-                own[(name_of(node), pack_of(node))] = None
+                link_tags[(name_of(node), pack_of(node))] = None
             else:
                 routes.setdefault(link, {})[route_of(program, node)] = None
     made = {link: communicator_for(link, program.devices, timeout_seconds) for link in tags}

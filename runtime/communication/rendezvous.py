@@ -1,4 +1,4 @@
-"""Synchronizes the threads of replicas that exchange tensors: a rendezvous for a collective, a mailbox for a send."""
+"""Thread synchronization of replicas: a rendezvous for a collective, a mailbox for a send."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Tag = tuple[str, int]  # kind of collective, index of bucket
 
 
 class Aborted(Exception):
-    """Raised in a replica that waits when another replica has failed."""
+    """Raised in a waiting replica after a failure of another."""
 
 
 class StepStoppedError(ExecutionError):
-    """Raised for a step in which no replica has failed: another thread has stopped it."""
+    """Raised for a step stopped by another thread, without a failed replica."""
 
 
 class Rendezvous:
-    """Serves one collective: each replica leaves a tensor, announces itself, and waits until the others have done so.
+    """Synchronizes a collective: each replica leaves a tensor, announces itself, and waits for the others.
 
     Args:
-        what: what it is for, in words of a message.
+        subject: name of the collective, for messages.
         devices: the devices, in order of replicas.
-        timeout_seconds: the longest time that a replica waits.
+        timeout_seconds: the longest wait of a replica.
     """
 
-    def __init__(self, what: str, devices: Sequence[Device], timeout_seconds: float) -> None:
-        self.what = what
+    def __init__(self, subject: str, devices: Sequence[Device], timeout_seconds: float) -> None:
+        self.subject = subject
         self.tensors: list[Any] = [None] * len(devices)
         self.events: list[Any] = [None] * len(devices)
         self._devices = devices
@@ -42,29 +42,29 @@ class Rendezvous:
         self._inboxes: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in devices]
 
     def announce(self, replica: int) -> None:
-        """Tells all other replicas that this one has left its tensor."""
+        """Announces this replica's tensor to all others."""
         for other in range(len(self._inboxes)):
             if other != replica:
                 self._inboxes[other].put(replica)
 
     def announce_to(self, root: int, replica: int) -> None:
-        """Tells one replica alone that this one has left its tensor; no other one may wait here."""
+        """Announces this replica's tensor to a single waiting replica."""
         if root != replica:
             self._inboxes[root].put(replica)
 
     def await_replicas(self, replica: int, awaited: Iterable[int]) -> None:
-        """Returns when these other replicas have announced themselves.
+        """Waits for the announcements of these other replicas.
 
         Raises:
             Aborted: another replica failed.
-            CommunicationError: they did not announce themselves in time.
+            CommunicationError: timeout.
         """
         missing = set(awaited) - {replica}
         while missing:
             missing.discard(self._receive(replica, missing))
 
     def await_anyone(self, replica: int) -> None:
-        """Returns when one other replica has announced itself; raises as `await_replicas` does."""
+        """Waits for the announcement of any other replica; raises as `await_replicas` does."""
         self._receive(replica, set(range(len(self._devices))) - {replica})
 
     def _receive(self, replica: int, missing: set[int]) -> int:
@@ -72,23 +72,23 @@ class Rendezvous:
             came = self._inboxes[replica].get(timeout=self._timeout_seconds)
         except queue.Empty:
             missed = [self._devices[r] for r in sorted(missing)]
-            raise _too_late(self._devices[replica], self._timeout_seconds, self.what, missed) from None
+            raise _too_late(self._devices[replica], self._timeout_seconds, self.subject, missed) from None
         if came is None:
             raise Aborted
         return came
 
     def abort(self) -> None:
-        """Wakes every replica that waits here."""
+        """Wakes every waiting replica."""
         for inbox in self._inboxes:
             for _ in self._devices:
                 inbox.put(None)
 
 
 class Mailbox:
-    """A place for one send: the sender leaves a tensor and goes on, the receiver waits for it.
+    """A slot for a single send: the sender leaves a tensor and goes on, the receiver waits for it.
 
     Attributes:
-        tensor: the last tensor that was sent; kept until the next step, because a GPU may copy it after `take` has returned.
+        tensor: the last sent tensor; held until the next step, because a GPU may copy it after `take` has returned.
     """
 
     def __init__(self, route: Route, devices: Sequence[Device], timeout_seconds: float) -> None:
@@ -97,35 +97,35 @@ class Mailbox:
         self._inbox: queue.SimpleQueue[tuple[torch.Tensor, Any] | None] = queue.SimpleQueue()
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Offers a tensor; the receiver gets its value after the work that is queued on its device so far."""
+        """Offers a tensor; the receiver gets its value after the work queued on its device so far."""
         self.tensor = tensor
         self._inbox.put((tensor, record_event(tensor.device)))
 
     def take(self) -> torch.Tensor:
-        """The tensor that was offered, on the receiver's device; on the CPU, the very same one.
+        """The offered tensor, on the receiver's device; on the CPU, the same object.
 
         Raises:
             Aborted: another replica failed.
-            CommunicationError: nothing came in time.
+            CommunicationError: timeout.
         """
-        route, own = self._route, self._devices[self._route.destination]
+        route, device = self._route, self._devices[self._route.destination]
         try:
             came = self._inbox.get(timeout=self._timeout_seconds)
         except queue.Empty:
-            raise _too_late(own, self._timeout_seconds, f"send of {route}", [self._devices[route.source]]) from None
+            raise _too_late(device, self._timeout_seconds, f"send of {route}", [self._devices[route.source]]) from None
         if came is None:
             raise Aborted
         tensor, event = came
         wait_event(event)
-        return tensor.to(own.torch_device, non_blocking=True)
+        return tensor.to(device.torch_device, non_blocking=True)
 
     def abort(self) -> None:
         """Wakes the receiver."""
         self._inbox.put(None)
 
 
-def _too_late(own: Device, seconds: float, what: str, missing: Sequence[Device]) -> CommunicationError:
+def _too_late(device: Device, seconds: float, subject: str, missing: Sequence[Device]) -> CommunicationError:
     return CommunicationError(
-        f"{own} waited {seconds:g} s in {what} for {', '.join(map(str, missing))}: a replica hangs or is far slower; see what "
-        "it does, or raise timeout_seconds"
+        f"{device} waited {seconds:g} s in {subject} for {', '.join(map(str, missing))}: a replica hangs or is far slower; see "
+        "what it does, or raise timeout_seconds"
     )

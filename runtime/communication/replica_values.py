@@ -1,4 +1,4 @@
-"""Puts together what the replicas of one process have, where the model asks for it."""
+"""Collectives over the replicas of a process within the model."""
 
 from __future__ import annotations
 
@@ -15,38 +15,37 @@ from mirrorc.runtime.communication.rendezvous import Rendezvous
 
 
 class ReplicaValues:
-    """The meetings of one program's forward and backward, at which each present replica leaves a value, and takes all of them.
+    """Meetings of a program's forward and backward, at which each present replica leaves a value, and takes all of them.
 
     Args:
-        program: a LOWERED program.
-        timeout_seconds: the longest time that a replica waits for the others.
+        timeout_seconds: the longest wait of a replica for the others.
     """
 
     def __init__(self, program: Program, timeout_seconds: float) -> None:
         self._devices, self._present = program.devices, tuple(program.present)
         self._timeout_seconds = timeout_seconds
-        found = [node for graph in program.graphs() for node in calls_to(graph, *ops.MEETINGS)]
-        self._names = {_number(node): f"{name_of(node)} {_number(node)} of the model" for node in found}
+        meetings = [node for graph in program.graphs() for node in calls_to(graph, *ops.MEETINGS)]
+        self._names = {_number(node): f"{name_of(node)} {_number(node)} of the model" for node in meetings}
         self.begin_afresh()
 
     def begin_afresh(self) -> None:
-        """Forgets who has come, after a step that has failed."""
+        """Clears the arrivals of a failed step."""
         self._meetings = {
-            number: Rendezvous(what, self._devices, self._timeout_seconds) for number, what in self._names.items()
+            number: Rendezvous(subject, self._devices, self._timeout_seconds) for number, subject in self._names.items()
         }
 
     def abort(self) -> None:
-        """Wakes every replica that waits here; they raise `Aborted`."""
+        """Wakes every waiting replica; they raise `Aborted`."""
         for meeting in self._meetings.values():
             meeting.abort()
 
     def release(self) -> None:
-        """Drops the values of a step that all replicas have finished."""
+        """Drops the values of a finished step."""
         for meeting in self._meetings.values():
             meeting.tensors = [None] * len(self._devices)
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor) -> None:
-        """Leaves a copy of a replica's value, whose memory its next region may write; never blocks."""
+        """Leaves a copy of a replica's value, since its next region may write that memory; never blocks."""
         meeting = self._meetings[_number(node)]
         rows = node.kwargs["rows"] if node.target is ops.own_rows_of_sum else None
         meeting.tensors[replica] = (value.clone(memory_format=torch.contiguous_format), rows)
@@ -54,7 +53,8 @@ class ReplicaValues:
             meeting.announce_to(other, replica)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor:
-        """What the values of all present replicas make, in their order: a contiguous tensor of this replica's own.
+        """The result over the values of all present replicas, in their order, as a contiguous tensor not shared with other
+        replicas.
 
         Raises:
             Aborted: another replica failed.
@@ -62,7 +62,7 @@ class ReplicaValues:
         """
         meeting = self._meetings[_number(node)]
         meeting.await_replicas(replica, self._present)
-        left = [meeting.tensors[one] for one in self._present]
+        left = [meeting.tensors[present] for present in self._present]
         return _MAKES[node.target](
             [value for value, _ in left], [rows for _, rows in left], self._present.index(replica)
         )
@@ -80,14 +80,14 @@ def _gathered(values: Sequence[torch.Tensor], rows: Sequence[Any], place: int) -
     return torch.cat(list(values))
 
 
-def _own_rows(values: Sequence[torch.Tensor], rows: Sequence[int], place: int) -> torch.Tensor:
+def _replica_rows(values: Sequence[torch.Tensor], rows: Sequence[int], place: int) -> torch.Tensor:
     return _sum([value.narrow(0, sum(rows[:place]), rows[place]) for value in values], rows, place)
 
 
 _MAKES: dict[Any, Callable[[Sequence[torch.Tensor], Sequence[Any], int], torch.Tensor]] = {
     ops.sum_over_replicas: _sum,
     ops.rows_of_replicas: _gathered,
-    ops.own_rows_of_sum: _own_rows,
+    ops.own_rows_of_sum: _replica_rows,
 }
 
 

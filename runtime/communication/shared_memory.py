@@ -33,7 +33,6 @@ class SharedMemoryCommunicator(Communicator):
                 self._rendezvous[("summed", bucket)] = self._make_rendezvous(("all_reduce", bucket))
 
     def launch_all_reduce(self, bucket: int, replica: int, tensor: torch.Tensor) -> Any:
-        """See `Communicator`."""
         self._offer(self._rendezvous[("all_reduce", bucket)], replica, tensor)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor | FactoredBucket) -> Any:
@@ -41,7 +40,6 @@ class SharedMemoryCommunicator(Communicator):
         self._offer(self._rendezvous[("reduce_scatter", bucket)], replica, tensor)
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
-        """See `Communicator`."""
         rendezvous = self._rendezvous[("reduce", bucket)]
         rendezvous.tensors[replica] = tensor
         rendezvous.announce_to(root, replica)
@@ -58,7 +56,6 @@ class SharedMemoryCommunicator(Communicator):
         return total
 
     def wait_all_reduce(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """See `Communicator`."""
         total = self._unmade(("all_reduce", bucket), replica)
         total.make()
         summed = self._rendezvous[("summed", bucket)]
@@ -67,7 +64,6 @@ class SharedMemoryCommunicator(Communicator):
         return total.buckets[0].tensor
 
     def wait_reduce_scatter(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """See `Communicator`."""
         return self._unmade(("reduce_scatter", bucket), replica).make()
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
@@ -75,11 +71,9 @@ class SharedMemoryCommunicator(Communicator):
         return self._unmade(("reduce_scatter", bucket), replica, visit).make()
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        """See `Communicator`."""
         return self._unmade(("reduce_scatter", bucket), replica)
 
     def release(self) -> None:
-        """See `Communicator`."""
         for rendezvous in self._rendezvous.values():
             rendezvous.tensors = [None] * len(self.devices)
         for mailbox in self._mailboxes.values():
@@ -90,7 +84,7 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.announce(replica)
 
     def _unmade(self, tag: Tag, replica: int, change: Visit | None = None) -> UnmadeShare:
-        """A replica's share of the sum in replica 0's memory, when all replicas have offered what it is made of."""
+        """A replica's unmade share of the sum in replica 0's memory, when all replicas have offered their parts."""
         rendezvous = self._rendezvous[tag]
         rendezvous.await_replicas(replica, range(len(self.devices)))
         buckets = tuple(rendezvous.tensors)

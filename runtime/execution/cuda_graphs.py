@@ -1,4 +1,4 @@
-"""Replays the steady state of a step on one GPU as a CUDA graph: one launch in place of one for every kernel."""
+"""Replay of a step on a single GPU as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Function = Callable[[list[Any]], torch.Tensor]
 
 
 def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
-    """Refuses a captured program whose steps are known not to be replayable.
+    """Refuses a captured program whose steps cannot be replayed.
 
     Raises:
         ValueError: names the random operation or the update, and the remedy.
@@ -60,35 +60,33 @@ def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
 
 
 class Graph(Protocol):
-    """Recorded work of a GPU that can be replayed. `torch.cuda.CUDAGraph` is one."""
+    """Recorded work of a GPU, such as a `torch.cuda.CUDAGraph`."""
 
     def replay(self) -> None:
-        """Does the recorded work again, on the same memory."""
+        """Repeats the recorded work on the same memory."""
 
     def reset(self) -> None:
         """Frees the graph, which must not be running."""
 
 
 class Capturer(Protocol):
-    """Captures graphs. `CudaCapturer` captures CUDA graphs; tests have a capturer of their own."""
+    """Captures graphs. Tests replace `CudaCapturer` by their own."""
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """Captures the work that a function queues on the current stream, without running it; raises what the function raises."""
+        """Captures the work that a function queues on the current stream, without running it. Exceptions of the function
+        pass through.
+        """
 
     def wait(self) -> bool:
-        """Returns when the device has done all its work, or when that takes too long: then False."""
+        """Synchronizes with the device; False on timeout."""
 
 
 class CudaCapturer:
-    """Captures with `torch.cuda.graph`, all into one private pool of memory.
+    """Captures with `torch.cuda.graph`, all into a single private memory pool.
 
-    Graphs may share a pool if no value in it must survive the replay of another graph. None must: inputs, loss, variables and the
-    optimizer's state are in memory outside of the pool. A pool is freed with its last graph, so an anchor graph keeps this one.
-    After a failed capture the next one gets a new pool.
-
-    Args:
-        device: the GPU.
-        timeout_seconds: the longest time of a wait for it.
+    Graphs may share a pool if no value in it must survive the replay of another graph. None must: inputs, loss, variables
+    and the optimizer's state are in memory outside of the pool. A pool is freed with its last graph, so an anchor graph
+    keeps this one. After a failed capture the next graph gets a new pool.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
@@ -98,7 +96,7 @@ class CudaCapturer:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """As in `Capturer`; must be called in the device's thread, on whose stream the warm-up steps have run."""
+        """Captures in the device's thread, on the stream of the warm-up steps."""
         if self._anchor is None:
             self._anchor = self._capture(lambda: torch.zeros((), device=self._device))
         try:
@@ -122,7 +120,6 @@ class CudaCapturer:
         return graph
 
     def wait(self) -> bool:
-        """As in `Capturer`."""
         return wait_device(self._device, self._timeout_seconds)
 
 
@@ -131,13 +128,9 @@ _still_running: list[Graph] = []
 
 
 class StepGraph:
-    """Runs one replica's function as it is for a few steps, then captures and replays it.
+    """Runs a replica's function eagerly for a few steps, then captures and replays it.
 
-    Arguments, on the device by then, are copied into memory that stays in place, and the loss is written to such memory.
-
-    Args:
-        capturer: captures the function.
-        device: the device on which it runs.
+    Arguments are copied into static device memory, and the loss is written to such memory.
     """
 
     def __init__(self, capturer: Capturer, device: torch.device) -> None:
@@ -154,10 +147,10 @@ class StepGraph:
         return tuple(fixed.values()) == self._key
 
     def renew_for(self, program: Program, optimizers: BucketOptimizers, *, memory: int) -> None:
-        """Drops the graph if the layout of memory or hyperparameters have changed; see `renew`.
+        """Drops the graph if the memory layout or hyperparameters have changed.
 
         Raises:
-            ValueError: the optimizer has become one that cannot be captured.
+            ValueError: the optimizer can no longer be captured.
         """
         fixed = {"memory": memory, "hyperparameters": optimizers.baked_hyperparameters()}
         if not self.is_for(**fixed):
@@ -165,10 +158,10 @@ class StepGraph:
             self.renew(**fixed)
 
     def renew(self, **fixed: Any) -> None:
-        """Drops the graph, because a value that it was captured for has changed.
+        """Drops the graph after a change of a value that was baked in.
 
         Args:
-            **fixed: the values that a graph is captured for besides the function, by readable names.
+            **fixed: the baked values besides the function, by readable names.
         """
         key = tuple(fixed.values())
         changed = [name for name, old, new in zip(fixed, self._key, key, strict=False) if old != new]
@@ -184,7 +177,7 @@ class StepGraph:
             )
 
     def release(self) -> None:
-        """Frees the graph; the next steps run without one, until it is captured anew."""
+        """Frees the graph; the next steps run without it until it is captured anew."""
         if self._graph is not None:
             if self._capturer.wait():
                 self._graph.reset()
@@ -203,20 +196,20 @@ class StepGraph:
         return self._graph is None and self._num_left == 0
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Copies a step's arguments, whose shapes and strides are the same in every step, into the memory that is read."""
+        """Copies a step's arguments, of constant shapes and strides, into the graph's static inputs."""
         if not self._inputs:
             self._inputs = [
                 torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
                 for value in values
             ]
-        for own, value in zip(self._inputs, values, strict=True):
-            _copy(own, value)
+        for memory, value in zip(self._inputs, values, strict=True):
+            _copy(memory, value)
 
     def capture(self, function: Function) -> None:
-        """Captures the function on the loaded arguments. This runs nothing, so variables stay as they are.
+        """Captures the function on the loaded arguments. Nothing runs, so variables stay unchanged.
 
         Raises:
-            ExecutionError: it cannot be captured; says why.
+            ExecutionError: the capture failed; says why.
         """
         loss = self._loss
         assert loss is not None, "it has run before"
@@ -255,9 +248,9 @@ class StepGraph:
         return loss
 
 
-def _copy(own: torch.Tensor, value: torch.Tensor) -> None:
+def _copy(memory: torch.Tensor, value: torch.Tensor) -> None:
     """``own.copy_(value)``; if both tensors are expanded, each memory location is copied once."""
-    for dim, stride in enumerate(own.stride()):
+    for dim, stride in enumerate(memory.stride()):
         if stride == 0:
-            own, value = own.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    own.copy_(value)
+            memory, value = memory.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    memory.copy_(value)

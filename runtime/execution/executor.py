@@ -1,7 +1,4 @@
-"""Runs the steps of a lowered program: on every device, the function of its graph.
-
-It is long, as it tells all that happens to a step, from its arguments to its failure.
-"""
+"""Runs the steps of a lowered program: on every device, the function of its graph."""
 
 from __future__ import annotations
 
@@ -53,19 +50,18 @@ class Executor:
     """A lowered program, ready to run.
 
     Args:
-        program: a LOWERED program.
-        regions: for each device, its compiled regions by name.
-        state: the variables and the optimizer, which all programs of one step share; an attribute, too.
-        constants: tensors that the capture found outside of parameters and buffers.
-        timeout_seconds: the longest time that a replica waits for another one.
-        recorder: keeps the times of the last steps; None for no recording.
-        step_graph: captures and replays the steps of a program of one device; None to make all calls in every step.
-        team: the workers that train together; None for a process on its own.
+        regions: compiled regions of each device, by name.
+        state: the variables and the optimizer, shared by all programs of a step; also an attribute.
+        constants: tensors from the capture that are neither parameters nor buffers.
+        timeout_seconds: the longest wait of a replica for another.
+        recorder: records the times of the last steps; None for no recording.
+        step_graph: captures and replays the steps of a program of a single device; None to make all calls in every step.
+        team: the workers that train together; None for a process that trains alone.
 
     Attributes:
-        commit: decides whether a step takes place.
-        outputs: what the last step has given beside its loss.
-        functions: those that run its graphs.
+        commit: the commit point of its steps.
+        outputs: outputs of the last step beside its loss.
+        functions: the bound functions of its graphs.
     """
 
     def __init__(
@@ -122,20 +118,19 @@ class Executor:
 
     @property
     def _torn(self) -> str:
-        """Which buckets the last step has updated, if it has failed behind an early commit; else empty."""
-        return self._progress.told_if_begun() if self._progress is not None else ""
+        """Buckets updated by the last step, if it failed after an early commit; else empty."""
+        return self._progress.clause_if_begun() if self._progress is not None else ""
 
     @property
     def needs_seed(self) -> bool:
-        """Whether the program draws random numbers."""
         return any(argument.kind is ArgumentKind.SEED for argument in self.program.arguments)
 
-    def _agree(self, team: Team, columns: Columns, own: Vote) -> tuple[bool, torch.Tensor | None]:
-        """Called by one replica when all have come to the commit."""
-        own = dataclasses.replace(own, used=self._used.tell())
-        found = team.vote(own, columns=columns, is_early=self._progress is not None)
-        self._used.hear(found.used)
-        return found.takes_place, found.numbers
+    def _agree(self, team: Team, columns: Columns, vote: Vote) -> tuple[bool, torch.Tensor | None]:
+        """Called by a single replica when all have come to the commit."""
+        vote = dataclasses.replace(vote, used=self._used.tell())
+        outcome = team.vote(vote, columns=columns, is_early=self._progress is not None)
+        self._used.hear(outcome.used)
+        return outcome.takes_place, outcome.numbers
 
     def run(
         self,
@@ -148,24 +143,25 @@ class Executor:
         numbers: Sequence[Sequence[int | float]] = (),
         sizes: Sequence[Sequence[int | float]] = (),
     ) -> torch.Tensor | None:
-        """Runs one step, which `commit` has begun.
+        """Runs a step after `commit` has begun it.
 
         Args:
             pool: the devices' threads.
-            shards: for each replica, its tensors in order of the call's leaves.
-            weights, examples: for each replica, the weight of its loss in the batch's loss; and how many examples there are.
-            seed: of the step's random streams, if the program draws random numbers.
+            shards: tensors of each replica, in order of the call's leaves.
+            weights, examples: weight of each replica's loss in the batch's loss; counts of examples.
+            seed: seed of the step's random streams, if the program draws random numbers.
             guard: handles Ctrl-C.
-            numbers: for each replica, the Python numbers that its program takes.
-            sizes: likewise, those that are computed of the sizes of its shard.
+            numbers: Python numbers of each replica.
+            sizes: numbers computed from the sizes of each shard.
 
         Returns:
-            The weighted sum of the replicas' losses, a scalar on the first device; None in an evaluation, which gathers it, and
-            if no replica has examples.
+            The weighted sum of the replicas' losses, a scalar on the first device. None in an evaluation, and if no
+                replica has
+            examples.
 
         Raises:
             ExecutionError: a replica failed; names device, operation and source line.
-            ValueError: the optimizer has become one that cannot be captured in a CUDA graph.
+            ValueError: the optimizer can no longer be captured in a CUDA graph.
         """
         self.functions.bind()
         self._renew_step_graph()
@@ -179,7 +175,10 @@ class Executor:
         ]  # what the caller's streams have queued comes first: weights, too
         none = [()] * len(shards)
         each = zip(shards, weighted, numbers or none, sizes or none, strict=True)
-        given = [(r, start, shard, weight, seed, own, of, examples) for r, (shard, weight, own, of) in enumerate(each)]
+        calls = [
+            (r, start, shard, weight, seed, replica_numbers, of, examples)
+            for r, (shard, weight, replica_numbers, of) in enumerate(each)
+        ]
         self.state.begin()
         self.outputs.begin()
         self._used.begin()
@@ -188,7 +187,7 @@ class Executor:
         results: list[tuple[bool, Any] | None] = []
         loss, number = None, self.state.num_skipped + 1  # of this step, if it is skipped
         try:
-            seconds = self._run_replicas(pool, given, guard, results)
+            seconds = self._run_replicas(pool, calls, guard, results)
             if self._is_done(results):
                 loss = completed(functools.partial(self._finish, results, weights, seconds, number))
         except BaseException as error:
@@ -209,25 +208,24 @@ class Executor:
         return loss
 
     def _is_done(self, results: Sequence[tuple[bool, Any] | None]) -> bool:
-        """Whether the step has taken place on all replicas, or was skipped by all."""
         num_done = sum(result is not None and result[0] for result in results)
         return self.commit.is_decided and num_done == self.program.num_replicas
 
     def _run_replicas(
-        self, pool: DevicePool, given: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
+        self, pool: DevicePool, calls: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
     ) -> float:
-        """Runs the replicas, fills in their results, and gives the seconds that they took."""
+        """Fills in the replicas' results; returns the seconds they took."""
         began = time.perf_counter()
         if self.is_interleaved:
-            pool.run_here(lambda: interleave([self._run_interleaved(*own) for own in given], results))
+            pool.run_here(lambda: interleave([self._run_interleaved(*call) for call in calls], results))
         else:
-            self._run_in_threads(pool, given, guard, results)
+            self._run_in_threads(pool, calls, guard, results)
         return time.perf_counter() - began
 
     def _run_in_threads(
-        self, pool: DevicePool, given: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
+        self, pool: DevicePool, calls: Sequence[Any], guard: InterruptGuard, results: list[tuple[bool, Any] | None]
     ) -> None:
-        """Runs the replicas in the devices' threads, which an interrupt ends if the step is not committed."""
+        """An interrupt ends the threads if the step is not committed."""
 
         def stop() -> None:
             if self.commit.stop():
@@ -237,20 +235,20 @@ class Executor:
         self._stop = stop
         guard.stop_by(stop)
         try:
-            pool.run([functools.partial(self._run_replica, *own) for own in given], self._abort, results)
+            pool.run([functools.partial(self._run_replica, *call) for call in calls], self._abort, results)
         finally:
             self._stop = self.commit.stop
             guard.stop_by(None)
 
     def interrupt(self) -> None:
-        """Stops the step that runs in another thread, unless it is committed."""
+        """Stops a step that runs in another thread, unless it is committed."""
         with self._stopping:
             self._stop()
 
     def _finish(
         self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float, number: int
     ) -> torch.Tensor | None:
-        """Ends a step that all replicas have done; gives the batch's loss. May be repeated from any point."""
+        """Ends a step of all replicas and returns the batch's loss. May be repeated from any point."""
         done = [result[1] for result in results if result is not None]
         self._losses.wait(done)
         if self.commit.is_skipped:
@@ -268,7 +266,7 @@ class Executor:
         return loss
 
     def _choose_way(self) -> None:
-        """Chooses threads or interleaving; if the last step was of the other mode or of another program, forgets its records."""
+        """Chooses threads or interleaving, and clears records of a step of the other mode or of another program."""
         is_interleaved = self.trial.interleaves and is_plain_thread()
         if is_interleaved:
             self.functions.bind_pausing()
@@ -283,33 +281,29 @@ class Executor:
         self.state.give_gradients_to(writer)
 
     def _renew_step_graph(self) -> None:
-        """Drops a graph that was captured for another layout of memory or for other hyperparameters."""
         if self._step_graph is not None:
             self._step_graph.renew_for(self.program, self.state.optimizers, memory=self.state.layout)
 
     def release(self) -> None:
-        """Frees the memory that it keeps on a GPU for later steps."""
+        """Frees the GPU memory reserved for later steps."""
         if self._step_graph is not None:
             self._step_graph.release()
 
-    def _run_replica(self, replica: int, *given: Any) -> tuple[torch.Tensor | None, Any]:
-        """Runs a replica's step in its thread; returns its loss, if any, and an event that tells when a GPU has done the step."""
-        values = replica_arguments(self.program, replica, self._host_copies[replica], *given)
+    def _run_replica(self, replica: int, *arguments: Any) -> tuple[torch.Tensor | None, Any]:
+        values = replica_arguments(self.program, replica, self._host_copies[replica], *arguments)
         call = seen(self.functions.whole[replica])
         loss = call(values) if self._step_graph is None else self._run_captured(self._step_graph, call, values)
         done = record_event(self.program.devices[replica].torch_device)
         self._host_copies[replica].wait_until_read()
         return loss, done
 
-    def _run_interleaved(self, replica: int, *given: Any) -> PausingStep:
-        """Runs a replica's step on a CPU in the caller's thread."""
-        values = replica_arguments(self.program, replica, self._host_copies[replica], *given)
+    def _run_interleaved(self, replica: int, *arguments: Any) -> PausingStep:
+        values = replica_arguments(self.program, replica, self._host_copies[replica], *arguments)
         return (yield from seen(self.functions.pausing[replica])(values)), None
 
     def _run_captured(
         self, step_graph: StepGraph, function: Callable[[list[Any]], Any], values: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Runs a step with a CUDA graph, which is captured when it is due and replayed from then on."""
         step_graph.load(values)
         if step_graph.is_due:
             with self.state.optimizers.capturing(), self.commit.suspended():
@@ -319,7 +313,6 @@ class Executor:
         return step_graph.run(function)
 
     def _abort(self) -> None:
-        """Stops the step, unless it is committed, and wakes the replicas that wait."""
         self.commit.stop()
         self._forget_step()
         self.commit.abort()
@@ -331,7 +324,7 @@ class Executor:
             self.recorder.forget()
 
     def _give_up(self, pool: DevicePool) -> None:
-        """Cleans up after a failed step: waits for the GPUs' queued work, because the memory of the step will be used again."""
+        """Waits for the GPUs' queued work after a failed step, because its memory will be reused."""
         self.commit.stop()
         for device in dict.fromkeys(device.torch_device for device in self.program.devices if not pool.is_stuck):
             if not wait_device(device, self._timeout_seconds):
@@ -341,7 +334,7 @@ class Executor:
             self.commit.revoke()
         elif self._progress is not None:
             assert isinstance(self.state, StepState), "a program that commits early trains"
-            self.state.tear(self._progress.told())
+            self.state.tear(self._progress.clause())
         if pool.is_stuck:  # a device that is stuck must find its rendezvous aborted when it goes on
             return
         self._forget_step()

@@ -1,4 +1,4 @@
-"""Explains why a step failed: on which device, in which operation, at which line of the user's source."""
+"""Errors of failed steps, with device, operation and source line."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def explain_failure(
     """The error to raise for a step, or another call, that failed.
 
     Args:
-        program: what has run.
         failures: the exception of each failed replica; `Aborted` if another replica's failure has stopped it.
         has_committed: whether the step had committed, so that variables may have changed.
-        torn: which buckets it has updated, if it had committed before all sums were there.
+        torn: the buckets it had updated, if it failed after an early commit.
     """
     devices = program.devices
     replica, error = next(((r, e) for r, e in failures.items() if not isinstance(e, Aborted)), (-1, None))
@@ -51,7 +50,7 @@ def explain_failure(
     if not line and (runs_plain or runs_optimizer):
         line = raising_line(error)
     at = f", at {line}" if line else ""
-    state = f"It had committed. {_what_may_be_torn(program, torn)}" if has_committed else "No parameter was changed."
+    state = f"It had committed. {_possible_damage(program, torn)}" if has_committed else "No parameter was changed."
     explained: MirrorcError
     if isinstance(error, NonFiniteError):  # of all replicas
         explained = NonFiniteError(f"{error}. {state}")
@@ -67,27 +66,25 @@ def explain_failure(
 
 
 def _runs_plain(program: Program, node: fx.Node) -> bool:
-    """Whether a node runs plain PyTorch, or is a region's that takes gradients of it."""
     is_region = node.op == "call_module" and node.target in program.regions
     body = program.regions[str(node.target)].graph_module.graph if is_region else None
     return node.target in OPAQUE or (body is not None and bool(taken_gradients(body)))
 
 
 def _advice(nodes: Sequence[fx.Node], line: str) -> str:
-    """What to look at; tracebacks that end at the call of a region, as of compiled ones, name no operator of it."""
+    """Tracebacks that end at the call of a compiled region name no operator, hence the hint."""
     is_opaque = bool(nodes) and nodes[-1].op == "call_module"
     hint = "; with backend='eager' the operator is named exactly" if is_opaque else ""
     return f"Check this step's batch{' and that line' if line else ''}{hint}."
 
 
 def note_if_torn(error: BaseException, program: Program, has_committed: bool, torn: str = "") -> None:
-    """Adds to what has interrupted a call, and is raised as it is, what may have been done in part."""
+    """Adds a note on possible partial writes to an exception that interrupted a call."""
     if has_committed:
-        error.add_note(f"mirrorc's step was interrupted when it had committed. {_what_may_be_torn(program, torn)}")
+        error.add_note(f"mirrorc's step was interrupted when it had committed. {_possible_damage(program, torn)}")
 
 
-def _what_may_be_torn(program: Program, torn: str) -> str:
-    """What a program that fails behind its commit may have written in part, and what to do."""
+def _possible_damage(program: Program, torn: str) -> str:
     if torn:
         return f"Parameters are between those before and those after this step: {torn}. Load a checkpoint of model and optimizer."
     if program.trains and not program.accumulates:
@@ -98,8 +95,8 @@ def _what_may_be_torn(program: Program, torn: str) -> str:
         return (
             f"No parameter was changed, but {buffers}." if writes_buffers else "It writes nothing: nothing was changed."
         )
-    kept = "the gradients that step.accumulate() has kept may be incomplete: drop them with step.zero_grad()"
-    return f"No parameter was changed, but {kept}{f'; {buffers}' if writes_buffers else ''}."
+    gradients = "the gradients that step.accumulate() has kept may be incomplete: drop them with step.zero_grad()"
+    return f"No parameter was changed, but {gradients}{f'; {buffers}' if writes_buffers else ''}."
 
 
 def _name(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C during a step: it stops the step as long as that is possible, and waits for the step's end otherwise."""
+"""Ctrl-C during a step: stops the step until its commit, and is deferred to the step's end afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def _functions() -> tuple[Callable[[int], Any], Callable[[int, Any], Any]]:
-    """The functions that `signal.getsignal` and `signal.signal` wrap: they take a quarter of the time, where there are such."""
+    """The C functions behind `signal.getsignal` and `signal.signal`, if present: they take a quarter of the time."""
     try:
         module = importlib.import_module("_signal")
         return module.getsignal, module.signal
@@ -33,20 +33,19 @@ _handler_of, _set_handler = _functions()
 class InterruptGuard:
     """The handler of Ctrl-C (SIGINT) while a step runs in the main thread.
 
-    Until the step is committed, the user's handler is called, which usually raises KeyboardInterrupt. From then on the signal is
-    kept, and the user's handler is called when the step has ended. While devices' threads run, what the user's handler raises is
-    kept, too: it stops the threads, and is raised when they have ended.
+    Until the commit, the user's handler is called at once and usually raises KeyboardInterrupt. After it, the call is
+    deferred to the step's end. While device threads run, an exception of the user's handler stops the threads and is raised
+    after their end.
 
-    Only the main thread gets signals; in another one there is nothing to handle. Likewise if no Python function handles the
-    signal.
+    Only the main thread gets signals; in other threads, and without a Python handler, the guard does nothing.
 
-    An exception that comes while ``torch.no_grad()`` ends would leave the caller without gradients, so what a step sets for a
-    while in the caller's thread is put back here, too.
+    An exception at the exit of ``torch.no_grad()`` would leave the caller without gradients, so the guard also restores the
+    thread's settings.
 
     Attributes:
-        commit: decides on the step; None until the step has one.
-        is_ending: keeps signals from now on; must be followed by `end`.
-        raised: what the user's handler has raised while devices' threads ran.
+        commit: the step's commit point; None until the step has one.
+        is_ending: defers signals from now on; must be followed by `end`.
+        raised: exception of the user's handler while device threads ran.
     """
 
     def __init__(self) -> None:
@@ -54,36 +53,36 @@ class InterruptGuard:
         self.raised: BaseException | None = None
         self._stop: Callable[[], None] | None = None
         self._users: Handler | None = None
-        self._own: Handler | None = None
+        self._installed: Handler | None = None
         self.is_ending = False
         self._is_holding = False
-        self._kept_at: float | None = None
+        self._held_since: float | None = None
         self._settings: tuple[bool, int] | None = None
 
     def begin(self) -> None:
-        """Begins to handle the signal."""
-        self.commit = self.raised = self._stop = self._users = self._own = self._kept_at = None
+        """Installs the handler."""
+        self.commit = self.raised = self._stop = self._users = self._installed = self._held_since = None
         self.is_ending = self._is_holding = False
         self._settings = (torch.is_grad_enabled(), torch.get_num_threads())
         if threading.current_thread() is not threading.main_thread():
             return
         users = _handler_of(signal.SIGINT)
         if callable(users):
-            self._users, self._own = users, self._handle
-            _set_handler(signal.SIGINT, self._own)
+            self._users, self._installed = users, self._handle
+            _set_handler(signal.SIGINT, self._installed)
 
     def end(self) -> None:
-        """Gives the signal back to the user's handler, and calls that if the signal came meanwhile. May be repeated."""
+        """Restores the user's handler, and calls it if a signal was deferred. May be repeated."""
         self._put_settings_back()
-        own = self._own
-        if own is None:
+        installed = self._installed
+        if installed is None:
             return
         replaced = _set_handler(signal.SIGINT, self._users)
-        if replaced is not own:  # the user has set another handler during the step
+        if replaced is not installed:  # the user has set another handler during the step
             _set_handler(signal.SIGINT, replaced)
-        users, self._users, self._own = self._users, None, None
-        kept, self._kept_at = self._kept_at, None
-        if kept is not None and users is not None:
+        users, self._users, self._installed = self._users, None, None
+        held_since, self._held_since = self._held_since, None
+        if held_since is not None and users is not None:
             users(signal.SIGINT, None)
 
     def _put_settings_back(self) -> None:
@@ -97,18 +96,18 @@ class InterruptGuard:
             torch.set_num_threads(num_threads)
 
     def hold(self) -> None:
-        """Keeps the signal until `let_go`: for calls that swallow what the handler raises."""
+        """Defers the signal until `let_go`: for calls that swallow exceptions of the handler."""
         self._is_holding = True
 
     def let_go(self) -> None:
-        """Ends `hold`: what the user's handler raises for a signal that came meanwhile is raised here."""
+        """Ends `hold`; the user's handler may raise here for a deferred signal."""
         self._is_holding = False
-        if self._kept_at is not None and self._users is not None and not self.is_ending:
-            self._kept_at = None
+        if self._held_since is not None and self._users is not None and not self.is_ending:
+            self._held_since = None
             self._users(signal.SIGINT, None)
 
     def stop_by(self, stop: Callable[[], None] | None) -> None:
-        """Says what stops devices' threads; None when they have ended."""
+        """Sets the function that stops device threads; None when they have ended."""
         self._stop = stop
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -116,9 +115,9 @@ class InterruptGuard:
         assert users is not None, "it is set while the handler is"
         is_binding = self.commit is not None and self.commit.is_binding
         if is_binding or self.is_ending or self._is_holding:
-            if self._kept_at is None:
-                self._kept_at = time.monotonic()
-            elif time.monotonic() - self._kept_at > _LONGEST_SECONDS:
+            if self._held_since is None:
+                self._held_since = time.monotonic()
+            elif time.monotonic() - self._held_since > _LONGEST_SECONDS:
                 users(number, frame)
         elif self._stop is None or self.raised is not None:
             users(number, frame)

@@ -1,4 +1,4 @@
-"""The loss of a batch: the weights of its replicas' losses, and their sum; an evaluation gathers its loss, and has none here."""
+"""The loss of a batch as the weighted sum of its replicas' losses."""
 
 from __future__ import annotations
 
@@ -17,33 +17,23 @@ _MOST_KEPT = 16
 
 
 class Losses:
-    """Weighs and adds the losses of a program's replicas.
-
-    Args:
-        program: a LOWERED program.
-        state: knows what the loss is multiplied by.
-    """
+    """Weighs and adds the losses of a program's replicas. An evaluation gathers its loss, and has no sum."""
 
     def __init__(self, program: Program, state: ProgramState) -> None:
         self._program, self._state = program, state
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
-    def weight_tensors(self, given: Sequence[float], examples: Examples) -> Sequence[torch.Tensor | None]:
-        """What backward begins with on each replica, a scalar on its device: the weight of its loss in the batch's loss, times
-        what this step's loss is multiplied by.
+    def weight_tensors(self, replica_weights: Sequence[float], examples: Examples) -> Sequence[torch.Tensor | None]:
+        """The tangent of backward on each replica, a scalar on its device: the loss weight times the step's loss scale.
 
         None for each if the program takes none, or no replica has examples.
-
-        Args:
-            given: the weights.
-            examples: how many the call has.
         """
         if not self._program.trains:
-            return [None] * len(given)
+            return [None] * len(replica_weights)
         scale = self._state.weight_of_loss(self._program, examples)
         if not self._program.present:
-            return [None] * len(given)
-        weights = tuple(weight * scale for weight in given) if scale != 1.0 else tuple(given)
+            return [None] * len(replica_weights)
+        weights = tuple(weight * scale for weight in replica_weights) if scale != 1.0 else tuple(replica_weights)
         if weights not in self._weights:
             if len(self._weights) >= _MOST_KEPT:  # this number may change in every step
                 self._weights.clear()
@@ -58,7 +48,7 @@ class Losses:
         return self._weights[weights]
 
     def wait(self, results: Sequence[tuple[torch.Tensor | None, Any]]) -> None:
-        """Lets the caller's streams wait for the replicas' ends: what is queued there later reads what the step has written.
+        """Makes the caller's streams wait for the ends of the replicas.
 
         Args:
             results: for each replica, its loss, or None, and the event of its GPU's end.
@@ -73,10 +63,9 @@ class Losses:
     def total(
         self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]
     ) -> torch.Tensor | None:
-        """The weighted sum of the replicas' losses, on the first device, from what was given to `wait` before.
+        """The weighted sum of the replicas' losses, on the first device, after `wait`.
 
-        A replica without examples gives None, and so do all replicas of an evaluation, which has no sum; nor have the replicas
-        of a worker without examples.
+        None in an evaluation, and on a worker without examples.
         """
         if not self._program.trains or not self._program.present:
             return None

@@ -1,4 +1,4 @@
-"""Names what a device calls as ranges for torch's profiler, which sees operators by itself."""
+"""Ranges of torch's profiler for the calls of a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.torch_internals import is_profiled
 
 
 def seen(function: GraphFunction) -> Callable[[list[Any]], Any]:
-    """The call of a device's function; with a range around each call in it if a profiler watches the thread."""
+    """The call of a device's function, with a profiler range around each inner call if a profiler is active."""
     if not is_profiled():
         return function.call
     return functools.partial(_paused_in_ranges if function.pauses else _in_ranges, function)
@@ -38,7 +38,7 @@ def _paused_in_ranges(function: GraphFunction, values: list[Any]) -> Iterator[An
 
 
 def _named(function: GraphFunction) -> Mapping[str, Any]:
-    """Puts ranges around the calls of a function; returns what was there before."""
+    """Wraps the calls of a function in ranges; returns the plain calls."""
     plain = {name: function.namespace[name] for name, node in function.calls.items() if _is_named(node)}
     for name, bound in plain.items():
         function.namespace[name] = _ranged(range_name(function.calls[name], function.title), bound)
@@ -50,7 +50,7 @@ def _is_named(node: fx.Node) -> bool:
 
 
 def range_name(node: fx.Node, device: str) -> str:
-    """What the profiler calls a node's call, such as ``mirrorc::bwd_0 cpu:0`` and ``mirrorc::wait b0 cpu:0``."""
+    """Range of a node's call in the profiler, such as ``mirrorc::bwd_0 cpu:0`` and ``mirrorc::wait b0 cpu:0``."""
     if is_region_call(node):
         return f"mirrorc::{region_of(node)} {device}"
     bucket = f" b{node.kwargs['bucket']}" if isinstance(node.kwargs.get("bucket"), int) else ""

@@ -1,4 +1,4 @@
-"""Accounts for the whole time of a step on every device: each nanosecond belongs to one part."""
+"""Accounts for the whole time of a step on every device: each nanosecond belongs to a single part."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARTS: Mapping[str, str] = MappingProxyType(
 
 
 def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, int]:
-    """The nanoseconds that a device spent in each of PARTS; their sum is the duration of the step."""
+    """A device's nanoseconds in each of PARTS; their sum is the duration of the step."""
     skews = {
         launch.wait: skew_ns(step, launch)
         for collective in collectives_of(step)
@@ -54,7 +54,7 @@ def parts_of(program: Program, step: RecordedStep, replica: int) -> dict[str, in
 
 
 def _part_of(program: Program, node: fx.Node) -> str:
-    """The part that a call's time belongs to; for a wait it is ``transfer``, from which the caller splits off the skew."""
+    """For a wait it is ``transfer``, from which the caller splits off the skew."""
     if is_region_call(node):
         return program.regions[region_of(node)].phase
     if node.target is ops.commit:  # of a checked step, which waits for all devices
@@ -67,16 +67,16 @@ def _part_of(program: Program, node: fx.Node) -> str:
 
 
 def mean_parts_ms(program: Program, steps: Sequence[RecordedStep], replica: int) -> dict[str, float]:
-    """The milliseconds that a device spends in each of PARTS, on average over steps."""
-    found = [parts_of(program, step, replica) for step in steps]
-    return {part: statistics.fmean(own[part] for own in found) / 1e6 for part in PARTS}
+    """A device's milliseconds in each of PARTS, on average over steps."""
+    parts = [parts_of(program, step, replica) for step in steps]
+    return {part: statistics.fmean(step_parts[part] for step_parts in parts) / 1e6 for part in PARTS}
 
 
 def typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """The middle third of some steps by their duration, in the order of time: neither the fastest nor the slowest third.
+    """The middle third of steps by duration, in the order of time.
 
-    Every figure is a mean over these same steps. What holds in each step, such as that parts add up or that a launch comes
-    before its wait, therefore holds of the means as well, which it does not of medians.
+    Every figure is a mean over these same steps. Relations that hold in each step, such as sums of parts, hold of means as
+    well, but not of medians.
     """
     order = sorted(range(len(steps)), key=lambda i: steps[i].ended_ns - steps[i].begun_ns)
     num_left_out = len(steps) // 3 if len(steps) > 2 else 0
@@ -84,7 +84,7 @@ def typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
 
 
 def apportioned(values: Sequence[float], num_units: int) -> list[int]:
-    """Distributes ``num_units`` in proportion to some values, as whole numbers; rounds by the largest remainder.
+    """Distributes ``num_units`` in proportion to values, as whole numbers; rounds by the largest remainder.
 
     Negative values count as 0. If all are 0, so are the results.
     """

@@ -1,4 +1,4 @@
-"""Estimates the gain of several changes, and advises the one with the largest gain."""
+"""Estimates the gain of several changes, and advises the best."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def advise(
 
 
 def _evener_devices(devices: Sequence[DeviceTimes], skew_ms: float) -> tuple[float, str]:
-    """The gain if every device took the mean time for its regions; at most the time that devices wait for one another."""
+    """The gain of equal compute times; at most the skew."""
     replica = max(range(len(devices)), key=lambda r: devices[r].compute_ms)
     late, others = devices[replica], [device for r, device in enumerate(devices) if r != replica]
     usual_ms = statistics.fmean(device.compute_ms for device in others)
@@ -87,9 +87,9 @@ def _evener_devices(devices: Sequence[DeviceTimes], skew_ms: float) -> tuple[flo
 
 
 def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """The gain of buckets of up to 25 MiB: each bucket less saves the cost that does not depend on its size.
+    """The gain of buckets of up to 25 MiB: each bucket less saves the fixed cost.
 
-    On links that move by themselves, a larger last bucket leaves more to move after backward.
+    On asynchronous links, a larger last bucket leaves more to move after backward.
     """
     totals: Counter[Any] = Counter()
     for times in buckets:
@@ -108,10 +108,10 @@ def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Cos
 
 
 def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """The gain of a lower cap that makes the last bucket smaller, because no work is left to hide it.
+    """The gain of a lower cap that shrinks the last bucket, because no work is left to hide it.
 
-    The cap is not smaller than the largest gradient of the bucket. There is no gain on links that move nothing before the wait:
-    there, all buckets together take the same time, whatever their sizes.
+    The cap is at least the largest gradient of the bucket. On links that move nothing before the wait there is no gain: all
+    buckets together take the same time, whatever their sizes.
     """
     last = buckets[-1]
     planned = [program.buckets[times.index] for times in buckets]
@@ -138,10 +138,10 @@ class _Costs:
 
 
 def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_devices: int) -> _Costs:
-    """The costs of buckets, as straight lines over their sizes.
+    """The costs of buckets, linear in their sizes.
 
-    On links that move by themselves, moving a bucket takes the time from its launch, or from the arrival of the bucket before
-    it, to its own arrival. This is known only for buckets that a device waited for until they arrived.
+    On asynchronous links, moving a bucket takes the time from its launch, or from the arrival of the bucket before it, to
+    its own arrival. This is known only for buckets with waiting devices.
     """
     moves_by_itself = any(link_named(bucket.link).moves_by_itself for bucket in buckets)
     moving = [(bucket.num_bytes, bucket.transfer_ms) for bucket in buckets]
@@ -156,7 +156,7 @@ def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_de
 
 
 def _ms_besides_waits(steps: Sequence[RecordedStep], bucket: int, num_devices: int) -> float:
-    """The milliseconds that a bucket costs a device besides waiting: for packing, launching and updating."""
+    """A bucket's milliseconds of packing, launching and updating on a device."""
 
     def is_of_bucket(node: fx.Node) -> bool:
         return node.target is not ops.wait and "bucket" in node.kwargs and bucket_of(node) == bucket

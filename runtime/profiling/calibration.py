@@ -1,4 +1,4 @@
-"""Learns from recorded steps what the calls of a step take."""
+"""Measured costs of a step's calls, from recorded steps."""
 
 from __future__ import annotations
 
@@ -28,14 +28,9 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 
 def costs_of_steps(program: Program, steps: Sequence[RecordedStep], machine: Machine, link: LinkSpeed) -> StepCosts:
-    """What the calls of a lowered program took, as means over the typical ones of some recorded steps, at least one.
+    """Costs of a lowered program's calls, as means over typical steps among those recorded, at least one.
 
-    Waits between workers tell nothing of what calls take. A commit takes what it takes the device that comes last.
-
-    Args:
-        program: of the steps.
-        steps: what was recorded.
-        machine, link: as measured.
+    Waits between workers say nothing about costs. A commit costs as much as on the last device to arrive.
     """
     steps = typical([step for step in steps if not step.warms_up] or steps)
     replicas = range(program.num_replicas)
@@ -56,8 +51,8 @@ def costs_of_steps(program: Program, steps: Sequence[RecordedStep], machine: Mac
 
 
 def _seconds_of_calls(steps: Sequence[RecordedStep], replica: int) -> dict[fx.Node, float]:
-    """What a device's calls took, without the time in which they waited for other devices or workers."""
-    found: defaultdict[fx.Node, list[float]] = defaultdict(list)
+    """Seconds of a device's calls, without waits for other devices or workers."""
+    seconds: defaultdict[fx.Node, list[float]] = defaultdict(list)
     for step in steps:
         skews = {
             launch.wait: skew_ns(step, launch)
@@ -66,24 +61,25 @@ def _seconds_of_calls(steps: Sequence[RecordedStep], replica: int) -> dict[fx.No
             if launch.wait is not None and launch.replica == replica
         }
         last_ns = max(
-            (call.start_ns for own in step.calls for call in own if call.node.target is ops.commit), default=0
+            (call.start_ns for device_calls in step.calls for call in device_calls if call.node.target is ops.commit),
+            default=0,
         )
         for call in step.calls[replica]:
             waited = skews.get(call.node, 0)
             if call.node.target is ops.commit:
                 waited = max(0, last_ns - call.start_ns)
-            found[call.node].append(max(0, call.duration_ns - waited) / 1e9)
-    return {node: statistics.fmean(own) for node, own in found.items()}
+            seconds[call.node].append(max(0, call.duration_ns - waited) / 1e9)
+    return {node: statistics.fmean(durations) for node, durations in seconds.items()}
 
 
 def _lines(program: Program, seconds: Sequence[Mapping[fx.Node, float]]) -> dict[str, Line]:
     points: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for replica, own in enumerate(seconds):
-        for node, took in own.items():
+    for replica, device_seconds in enumerate(seconds):
+        for node, took in device_seconds.items():
             if is_region_call(node) or _is_wait_between_workers(node):
                 continue
             points[kind_of_call(program, node)].append((num_bytes_of_call(program, replica, node), took))
-    return {kind: Line.through(own) for kind, own in points.items()}
+    return {kind: Line.through(kind_points) for kind, kind_points in points.items()}
 
 
 def _is_wait_between_workers(node: fx.Node) -> bool:

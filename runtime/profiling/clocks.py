@@ -1,4 +1,4 @@
-"""Clocks with which devices mark the ends of their calls."""
+"""Clocks for the ends of devices' calls."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SECONDS_OF_AN_ANCHOR = 8.0  # within this time, 32 bits tell milliseconds betwe
 
 
 class Clock:
-    """Marks the ends of a device's calls; the device's generated function uses it in the device's thread.
+    """Marks the ends of a device's calls, in the device's thread.
 
-    This class uses the host's clock, for devices whose work is done when a call returns. Its marks are seconds as floats, which
-    Python makes and frees faster than integers; with integers, a mark took twice as long.
+    This class uses the host's clock, for synchronous devices. Its marks are seconds as floats, faster for Python to make
+    and free than integers, with which a mark took twice as long.
 
     Attributes:
         begin, mark: return a mark of the present moment: of the beginning of a step, and of the end of a call.
@@ -38,7 +38,7 @@ class Clock:
         self.note = self._noted.append
 
     def clear(self) -> None:
-        """Forgets the marks of all steps."""
+        """Drops the marks of all steps."""
         self._noted.clear()
 
     def noted(self) -> list[Sequence[Any]]:
@@ -46,7 +46,7 @@ class Clock:
         return list(self._noted.copy())  # an atomic copy: the device's thread cannot append meanwhile
 
     def begun_seconds(self, marks: Sequence[Any]) -> float:
-        """When the step of these marks began, on the host's clock."""
+        """The beginning of the step of these marks, on the host's clock."""
         return float(marks[0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:
@@ -60,18 +60,15 @@ def nanoseconds(seconds: float) -> int:
 
 
 class EventClock(Clock):
-    """Marks the ends of calls of a GPU, which return when work is queued: a mark is an event on the thread's current stream.
+    """Marks the ends of calls of a GPU with events on the thread's current stream.
 
-    Events are read only when times are asked for. How the GPU's clock stands to the host's is found by one more event, the
-    anchor: it is waited for, so that the host knows when it happened. So times of several GPUs agree, however far each of them
-    lags behind its thread. An anchor serves for the steps that began within a few seconds of it, because the time between two
-    events is a 32-bit number. Events of steps that are no longer kept are used again. Tests have a
-    substitute for `torch.cuda.Event`.
+    Events are read lazily. Another event, the anchor, relates the GPU's clock to the host's: the host waits for it, and so
+    knows its time. So times of several GPUs agree, however far each of them lags behind its thread. An anchor serves for
+    the steps of a few seconds, because the time between two events is a 32-bit number. Events of dropped steps are reused.
 
     Args:
-        device: the GPU.
         timeout_seconds: the longest time of every wait for the GPU.
-        make_event: returns a new event that measures time; by default a CUDA event.
+        make_event: returns a new timing event; by default a CUDA event.
         now: the host's clock, in seconds.
     """
 
@@ -97,20 +94,18 @@ class EventClock(Clock):
         return self._now(), self.mark()
 
     def mark(self) -> Any:
-        """As in `Clock`."""
         event = self._free.popleft() if self._free else self._make_event()  # only this thread takes events out
         event.record()
         return event
 
     def begun_seconds(self, marks: Sequence[Any]) -> float:
-        """As in `Clock`."""
         return float(marks[0][0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:
-        """As in `Clock`; waits until the GPU has reached the last mark.
+        """As in `Clock`; synchronizes with the last mark.
 
         Raises:
-            ExecutionError: it has not in time.
+            ExecutionError: timeout of the GPU.
         """
         (begun_seconds, first), *rest = marks
         self._await(rest[-1] if rest else first)
@@ -118,7 +113,7 @@ class EventClock(Clock):
         return [first_ns, *(first_ns + round(first.elapsed_time(event) * 1e6) for event in rest)]
 
     def _happened_ns(self, recorded_seconds: float, event: Any) -> int:
-        """When an event happened, on the host's clock; not before it was recorded."""
+        """The time of an event on the host's clock; not before it was recorded."""
         if self._anchor is None or abs(recorded_seconds - self._anchor[0]) > _SECONDS_OF_AN_ANCHOR:
             with made_current(self._device):
                 anchor = self._make_event()
@@ -139,7 +134,7 @@ class EventClock(Clock):
 
 
 class _EventMarks(list[Any]):
-    """The marks of a step. When nobody keeps them any more, neither the clock nor a reader, their events are free again."""
+    """The marks of a step. Their events are reusable after the last reference to them."""
 
     def __init__(self, marks: Sequence[Any], free: deque[Any]) -> None:
         super().__init__(marks)
@@ -151,5 +146,5 @@ class _EventMarks(list[Any]):
 
 
 def clock_for(device: Device, timeout_seconds: float) -> Clock:
-    """The clock that tells when a device's work is done; it waits for a GPU for so long at most."""
+    """The clock of a device; it waits for a GPU for so long at most."""
     return EventClock(device.torch_device, timeout_seconds) if device.is_asynchronous else Clock()

@@ -1,4 +1,4 @@
-"""Finds the collectives of a recorded step, with the launch and the wait of each device."""
+"""Collectives of a recorded step, with the launch and the wait of each device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Launch:
 
     Attributes:
         replica: the device's number.
-        node: the node that launches it.
-        wait: the node that waits for it; None on a device that only sends, and where the next step waits.
-        sources: the calls that make the value that is launched.
-        awaited: the launches that its wait needs, its own or those of other devices, each with the device's number.
+        node: the launch.
+        wait: its wait; None on a device that only sends.
+        sources: the calls that make the launched value.
+        awaited: the launches needed by its wait, each with the device's number.
     """
 
     replica: int
@@ -38,13 +38,11 @@ class Collective:
     """A collective of a program, on all devices that take part.
 
     Attributes:
-        kind: the name of its operation. A ``send`` and its ``recv`` are one ``send``; each chunk and each round of a bucket is a
-            ``send`` of its own.
-        bucket: the bucket that it moves.
-        link: the link that carries it.
+        kind: the name of its operation. A ``send`` and its ``recv`` are a single ``send``; each chunk and each round of a
+            bucket is another ``send``.
         launches: the devices' parts in it, in order of replicas.
         chunk, round: those of a ``send``; None if it names none.
-        pack: the pack of the bucket that it moves, if that is cut; otherwise None.
+        pack: the pack of a cut bucket; otherwise None.
     """
 
     kind: str
@@ -57,10 +55,10 @@ class Collective:
 
 
 def collectives_of(step: RecordedStep) -> list[Collective]:
-    """The collectives that the devices of a step took part in, in the order in which they launched them."""
+    """The collectives of a step, in the order of their launches."""
     groups: dict[tuple[Any, ...], list[tuple[int, fx.Node]]] = {}
-    for replica, own in enumerate(step.calls):
-        for node in (call.node for call in own):
+    for replica, device_calls in enumerate(step.calls):
+        for node in (call.node for call in device_calls):
             if node.target in ops.COLLECTIVES or "link" in node.kwargs:
                 name = name_of(node)
                 kind = "send" if name == "recv" else name

@@ -1,4 +1,4 @@
-"""Explains where the time of recorded steps went, bucket by bucket."""
+"""Explains the time of recorded steps, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mirrorc.runtime.profiling.figures import BucketTimes, DeviceFlight, DeviceT
 from mirrorc.runtime.profiling.prediction import Foundations, predicted_of_steps
 from mirrorc.runtime.profiling.recorder import Call, RecordedStep
 
-_UPDATES = Selection(lambda found: found.kind in (Kind.UPDATE, Kind.WRITE))
+_UPDATES = Selection(lambda selected: selected.kind in (Kind.UPDATE, Kind.WRITE))
 _NEGLIGIBLE = 0.01  # the smallest part of a step for which a bucket's cause of waiting is named
 
 
@@ -44,10 +44,8 @@ def explain_steps(
     """Explains recorded steps of a lowered program, at least one.
 
     Args:
-        program: the program.
-        steps: its steps.
-        is_interleaved: whether the devices were interleaved in one thread.
-        foundations: what a prediction stands on, of a step over several workers; None for none.
+        is_interleaved: whether the devices were interleaved in a single thread.
+        foundations: inputs of a prediction, for a step over several workers; else None.
     """
     looked_at = [step for step in steps if not step.warms_up] or steps
     steps = typical(looked_at)
@@ -95,13 +93,15 @@ _FIGURES = ("ready_ms", "launched_ms", "waited_ms", "finished_ms", "hidden_ms", 
 
 def _flight(step: RecordedStep, launch: Launch, moves_by_itself: bool) -> list[float]:
     """The figures of a bucket on one device in one step."""
-    own = step.call_of[launch.node]
-    ready_ns = max((step.call_of[source].end_ns for source in launch.sources), default=own.start_ns)
+    launch_call = step.call_of[launch.node]
+    ready_ns = max((step.call_of[source].end_ns for source in launch.sources), default=launch_call.start_ns)
     wait = step.call_of[launch.wait] if launch.wait is not None else None
-    waited_ns, finished_ns = (wait.start_ns, wait.end_ns) if wait is not None else (own.end_ns, own.end_ns)
+    waited_ns, finished_ns = (
+        (wait.start_ns, wait.end_ns) if wait is not None else (launch_call.end_ns, launch_call.end_ns)
+    )
     skew = skew_ns(step, launch)
-    hidden_ns = waited_ns - own.end_ns if moves_by_itself else 0
-    points = [point - step.begun_ns for point in (ready_ns, own.end_ns, waited_ns, finished_ns)]
+    hidden_ns = waited_ns - launch_call.end_ns if moves_by_itself else 0
+    points = [point - step.begun_ns for point in (ready_ns, launch_call.end_ns, waited_ns, finished_ns)]
     return [ns / 1e6 for ns in (*points, hidden_ns, skew, finished_ns - waited_ns - skew)]
 
 
@@ -137,7 +137,7 @@ def _bucket_times(
 
 
 def _num_bytes(program: Program, collective: Collective) -> int:
-    """What is moved: the size of the bucket, of the part of it that is sent (rows: at most), or of the factors of all devices."""
+    """Bytes moved: of the bucket, of the sent part of it (rows: at most), or of the factors of all devices."""
     if collective.kind == ops.all_gather.__name__:
         return sum(map(factor_bytes, packs_of(program, collective.bucket)))
     first = collective.launches[0].node
@@ -153,7 +153,7 @@ def _num_bytes(program: Program, collective: Collective) -> int:
 
 
 def _uncompressed_bytes(program: Program, collective: Collective) -> int | None:
-    """What workers would send of a pack in its own dtype; None if they send it so."""
+    """Bytes of a pack in its own dtype; None without compression."""
     first = collective.launches[0].node
     if first.target not in ops.EXCHANGES_OF_SUMS:
         return None
@@ -167,8 +167,8 @@ def _means(rows: Iterable[Sequence[float]]) -> dict[str, float]:
 
 
 def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTimes:
-    """The times of a bucket without a collective, which the only device has already."""
-    packs = [call.node for own in steps[0].calls for call in own if call.node.target is ops.pack]
+    """The times of a bucket on the only device, without a collective."""
+    packs = [call.node for device_calls in steps[0].calls for call in device_calls if call.node.target is ops.pack]
     packs = [pack for pack in packs if bucket_of(pack) == bucket.index]
     sources = [source for pack in packs for source in sources_of(pack)]
     ready = [max([step.call_of[s].end_ns - step.begun_ns for s in sources], default=0) / 1e6 for step in steps]
@@ -189,7 +189,7 @@ def _unmoved_bucket(bucket: Bucket, steps: Sequence[RecordedStep]) -> BucketTime
 
 
 def _behind(program: Program, steps: Sequence[RecordedStep], collective: Collective, step_ms: float) -> str:
-    """The cause for which a bucket waited longest, over all devices and steps."""
+    """The cause of a bucket's longest wait, over all devices and steps."""
     spent_ns: Counter[str] = Counter()
     for step in steps:
         for launch in collective.launches:
@@ -210,7 +210,7 @@ def _behind(program: Program, steps: Sequence[RecordedStep], collective: Collect
 
 
 def _within(calls: Iterable[Call], start_ns: int, end_ns: int) -> Iterator[tuple[Call, int]]:
-    """The calls that a device made between two moments, each with its duration between them."""
+    """A device's calls between two moments, each with its duration between them."""
     for call in calls:
         shared_ns = min(call.end_ns, end_ns) - max(call.start_ns, start_ns)
         if shared_ns > 0:

@@ -1,4 +1,4 @@
-"""The explanation of recorded steps: its figures, and how it is printed."""
+"""Explanation of recorded steps, and its printing."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _BUCKET_COLUMNS = (
 class Explanation:
     """Where the time of the last recorded steps went; `str` of it is a table, with its columns defined below it.
 
-    All times are means over the same typical steps: of all steps that are considered, the third with the middle durations. Parts
-    therefore add up.
+    All times are means over the same typical steps: of all steps that are considered, the third with the middle durations.
+    Parts therefore add up.
 
     Attributes:
         num_steps: the number of steps considered: the recorded ones, without the program's first one if there are others.
-        step_ms: the time from when the caller began to start the devices until the last device was done. It does not include
-            the caller's work before and after it (splitting the batch, showing the optimizer's state).
-        parts_ms: the parts of the step, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices. Their sum is
-            step_ms.
-        hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several buckets may be in flight at the
-            same time.
+        step_ms: the time from when the caller began to start the devices until the last device was done. It does not
+            include the caller's work before and after it (splitting the batch, showing the optimizer's state).
+        parts_ms: the parts of the step, see `mirrorc.runtime.profiling.accounting.PARTS`, as means over devices. Their sum
+            is step_ms.
+        hidden_ms: the sum of the buckets' ``hidden_ms``. It may exceed the step, because several buckets may be in flight
+            at the same time.
         buckets: the collectives, in the order in which they were launched.
         devices: the devices' times, in order of replicas.
         advice: the change that is estimated to help most, or why there is none.
         prediction: what a simulation of such a step gives, where it goes over several workers; otherwise None.
-        capture: which front end has captured the program and why, if it was not the first one; which sizes are numbers in it
-            although they change, and why.
+        capture: which front end has captured the program and why, if it was not the first one; which sizes are numbers in
+            it although they change, and why.
     """
 
     num_steps: int
@@ -83,134 +83,151 @@ class Explanation:
         return _text(self)
 
 
-def _text(found: Explanation) -> str:
-    """The summary, a row for each bucket, a row for each device, the definitions of all columns, and the advice."""
-    parts = [_summary(found), _bucket_rows(found), _device_rows(found), _prediction_rows(found), _definitions(found)]
+def _text(explanation: Explanation) -> str:
+    parts = [
+        _summary(explanation),
+        _bucket_rows(explanation),
+        _device_rows(explanation),
+        _prediction_rows(explanation),
+        _definitions(explanation),
+    ]
     parts = [lines for lines in parts if lines]
-    parts += [textwrap.wrap(text, _WIDTH, subsequent_indent="  ") for text in found.capture]
-    parts.append(textwrap.wrap(f"advice: {found.advice}", _WIDTH, subsequent_indent="  "))
+    parts += [textwrap.wrap(text, _WIDTH, subsequent_indent="  ") for text in explanation.capture]
+    parts.append(textwrap.wrap(f"advice: {explanation.advice}", _WIDTH, subsequent_indent="  "))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _digits(found: Explanation) -> int:
-    return 3 if found.step_ms < 10 else 2 if found.step_ms < 1000 else 1
+def _digits(explanation: Explanation) -> int:
+    return 3 if explanation.step_ms < 10 else 2 if explanation.step_ms < 1000 else 1
 
 
-def _ms(found: Explanation, value: float) -> str:
-    return f"{value:.{_digits(found)}f}"
+def _ms(explanation: Explanation, value: float) -> str:
+    return f"{value:.{_digits(explanation)}f}"
 
 
-def _adding_up(found: Explanation, values: Iterable[float], total: float) -> list[str]:
+def _adding_up(explanation: Explanation, values: Iterable[float], total: float) -> list[str]:
     """Prints milliseconds, rounded so that the printed values add up to the printed total."""
-    scale = 10 ** _digits(found)
+    scale = 10 ** _digits(explanation)
     num_units = round(
-        float(_ms(found, total)) * scale
+        float(_ms(explanation, total)) * scale
     )  # of what is printed: round(total * scale) may round a tie otherwise
-    return [_ms(found, units / scale) for units in apportioned([*values], num_units)]
+    return [_ms(explanation, units / scale) for units in apportioned([*values], num_units)]
 
 
-def _summary(found: Explanation) -> list[str]:
-    names = ", ".join(device.device for device in found.devices)
+def _summary(explanation: Explanation) -> list[str]:
+    names = ", ".join(device.device for device in explanation.devices)
     middle = (
-        "the mean of the middle third of " if found.num_steps > 2 else "the mean of " if found.num_steps == 2 else ""
+        "the mean of the middle third of "
+        if explanation.num_steps > 2
+        else "the mean of "
+        if explanation.num_steps == 2
+        else ""
     )
-    head = f"A step takes {_ms(found, found.step_ms)} ms; {middle}{counted(found.num_steps, 'step')} on {names}"
-    times = _adding_up(found, found.parts_ms.values(), found.step_ms)
-    percent = [f"{units / 10:.1f}%" for units in apportioned([*found.parts_ms.values()], 1000)]
-    zero = _ms(found, 0.0)
+    head = f"A step takes {_ms(explanation, explanation.step_ms)} ms; {middle}{counted(explanation.num_steps, 'step')} on {names}"
+    times = _adding_up(explanation, explanation.parts_ms.values(), explanation.step_ms)
+    percent = [f"{units / 10:.1f}%" for units in apportioned([*explanation.parts_ms.values()], 1000)]
+    zero = _ms(explanation, 0.0)
     shares = [
         f"{part} {ms} ({share})"
-        for part, ms, share in zip(found.parts_ms, times, percent, strict=True)
+        for part, ms, share in zip(explanation.parts_ms, times, percent, strict=True)
         if (ms, share) != (zero, "0.0%")
     ]
     whole = ", ".join(share.replace(" ", _NO_BREAK) for share in shares)
     wrapped = textwrap.wrap(whole, _WIDTH, initial_indent="  ", subsequent_indent="  ")
-    return [textwrap.shorten(head, _WIDTH), *(line.replace(_NO_BREAK, " ") for line in wrapped), *_hidden_lines(found)]
+    return [
+        textwrap.shorten(head, _WIDTH),
+        *(line.replace(_NO_BREAK, " ") for line in wrapped),
+        *_hidden_lines(explanation),
+    ]
 
 
-def _hidden_lines(found: Explanation) -> list[str]:
-    """The lines on hidden communication, which is no part of the step because several buckets may be in flight at once."""
-    links = list(dict.fromkeys(bucket.link for bucket in found.buckets if bucket.link))
+def _hidden_lines(explanation: Explanation) -> list[str]:
+    """Hidden communication is no part of the step because several buckets may be in flight at once."""
+    links = list(dict.fromkeys(bucket.link for bucket in explanation.buckets if bucket.link))
     idle = [link for link in links if not link_named(link).moves_by_itself]
-    said = []
+    reasons = []
     if len(idle) < len(links):
-        said.append(f"hidden behind other work: {_ms(found, found.hidden_ms)} ms, summed over buckets")
+        reasons.append(f"hidden behind other work: {_ms(explanation, explanation.hidden_ms)} ms, summed over buckets")
     if idle:
-        said.append(f"{' and '.join(idle)} {'moves' if len(idle) == 1 else 'move'} nothing before the wait")
-    return textwrap.wrap("; ".join(said), _WIDTH, initial_indent="  ", subsequent_indent="  ") if said else []
+        reasons.append(f"{' and '.join(idle)} {'moves' if len(idle) == 1 else 'move'} nothing before the wait")
+    return textwrap.wrap("; ".join(reasons), _WIDTH, initial_indent="  ", subsequent_indent="  ") if reasons else []
 
 
-def _bucket_rows(found: Explanation) -> list[str]:
+def _bucket_rows(explanation: Explanation) -> list[str]:
     columns = ("ready", "launched", "waited", "finished", "hidden", "exposed", "skew", "transfer")
-    width = max([6, *(len(bucket.label) for bucket in found.buckets)])
+    width = max([6, *(len(bucket.label) for bucket in explanation.buckets)])
     lines = [f"{'bucket':<{width}}{'size':>10}{_row(columns)}  behind"]
     heading = ""
-    for bucket in found.buckets:
+    for bucket in explanation.buckets:
         now = f"{bucket.kind} over {bucket.link}, ms" if bucket.link else "not communicated, ms"
         lines += [now] if now != heading else []
         heading = now
-        row = f"{bucket.label:<{width}}{size_text(bucket.num_bytes):>10}{_row(_bucket_cells(found, bucket))}  {bucket.behind}"
+        cells = _row(_bucket_cells(explanation, bucket))
+        row = f"{bucket.label:<{width}}{size_text(bucket.num_bytes):>10}{cells}  {bucket.behind}"
         lines.append(row.rstrip())
-    return [*lines, *_compressed_lines(found)]
+    return [*lines, *_compressed_lines(explanation)]
 
 
-def _compressed_lines(found: Explanation) -> list[str]:
-    """What workers send of compressed buckets, beside what they would send without compression."""
+def _compressed_lines(explanation: Explanation) -> list[str]:
     sizes = {
         bucket.label: (bucket.num_bytes, bucket.uncompressed_bytes)
-        for bucket in found.buckets
+        for bucket in explanation.buckets
         if bucket.uncompressed_bytes is not None
     }
     if not sizes:
         return []
-    told = {label: f"{size_text(sent)} in place of {size_text(whole)}" for label, (sent, whole) in sizes.items()}
+    savings = {label: f"{size_text(sent)} in place of {size_text(whole)}" for label, (sent, whole) in sizes.items()}
     total = " in place of ".join(size_text(sum(each)) for each in zip(*sizes.values(), strict=True))
-    each = [f"; {label} {text}" for label, text in told.items()] if len(told) > 1 else []
+    each = [f"; {label} {text}" for label, text in savings.items()] if len(savings) > 1 else []
     return textwrap.wrap(f"compressed: each worker gives {total}{''.join(each)}", _WIDTH, subsequent_indent="  ")
 
 
-def _bucket_cells(found: Explanation, bucket: BucketTimes) -> Iterator[str]:
+def _bucket_cells(explanation: Explanation, bucket: BucketTimes) -> Iterator[str]:
     for moment in ("ready", "launched", "waited", "finished"):
-        yield _ms(found, getattr(bucket, f"{moment}_ms"))
+        yield _ms(explanation, getattr(bucket, f"{moment}_ms"))
     is_moving = bucket.link and link_named(bucket.link).moves_by_itself
-    yield _ms(found, bucket.hidden_ms) if is_moving else "-"
-    yield _ms(found, bucket.exposed_ms)
-    yield from _adding_up(found, (bucket.skew_ms, bucket.transfer_ms), bucket.exposed_ms)
+    yield _ms(explanation, bucket.hidden_ms) if is_moving else "-"
+    yield _ms(explanation, bucket.exposed_ms)
+    yield from _adding_up(explanation, (bucket.skew_ms, bucket.transfer_ms), bucket.exposed_ms)
 
 
-def _device_rows(found: Explanation) -> list[str]:
-    """The rows of the devices, each of which adds up to the step."""
+def _device_rows(explanation: Explanation) -> list[str]:
     lines = [f"{'device':<10}{_row(PARTS)}"]
-    for device in found.devices:
+    for device in explanation.devices:
         values = [device.parts_ms[part] for part in PARTS]
-        lines.append(f"{device.device:<10}{_row(_adding_up(found, values, found.step_ms))}")
+        lines.append(f"{device.device:<10}{_row(_adding_up(explanation, values, explanation.step_ms))}")
     return lines
 
 
-def _prediction_rows(found: Explanation) -> list[str]:
-    """What was predicted beside what was measured, and what the prediction stands on; nothing where there is none."""
-    predicted = found.prediction
+def _prediction_rows(explanation: Explanation) -> list[str]:
+    predicted = explanation.prediction
     if predicted is None:
         return []
     exposed: Counter[tuple[int, str]] = Counter()
-    for bucket in found.buckets:
+    for bucket in explanation.buckets:
         exposed[bucket.index, bucket.kind] += bucket.exposed_ms  # type: ignore[assignment]
     rows = [
-        ("step", predicted.step_ms, found.step_ms),
-        ("regions", predicted.compute_ms, found.compute_ms),
-        ("update", predicted.update_ms, found.update_ms),
-        *((f"b{own.index} exposed", own.exposed_ms, exposed[own.index, own.kind]) for own in predicted.buckets),
+        ("step", predicted.step_ms, explanation.step_ms),
+        ("regions", predicted.compute_ms, explanation.compute_ms),
+        ("update", predicted.update_ms, explanation.update_ms),
+        *(
+            (f"b{waits.index} exposed", waits.exposed_ms, exposed[waits.index, waits.kind])
+            for waits in predicted.buckets
+        ),
     ]
     width = max([16, *(len(name) for name, _, _ in rows)])
     lines = [f"{'simulation, ms':<{width}}{'predicted':>10}{'measured':>10}"]
-    lines += [f"{name:<{width}}{_ms(found, told):>10}{_ms(found, was):>10}" for name, told, was in rows]
+    lines += [
+        f"{name:<{width}}{_ms(explanation, predicted_ms):>10}{_ms(explanation, was):>10}"
+        for name, predicted_ms, was in rows
+    ]
     return lines + textwrap.wrap(f"the prediction stands on {predicted.stands_on}", _WIDTH, subsequent_indent="  ")
 
 
-def _definitions(found: Explanation) -> list[str]:
-    is_parted = any(bucket.chunk is not None or bucket.round is not None for bucket in found.buckets)
+def _definitions(explanation: Explanation) -> list[str]:
+    is_parted = any(bucket.chunk is not None or bucket.round is not None for bucket in explanation.buckets)
     columns = _BUCKET_COLUMNS + (_PARTS if is_parted else "")
-    columns += _PACKS if any(bucket.pack is not None for bucket in found.buckets) else ""
+    columns += _PACKS if any(bucket.pack is not None for bucket in explanation.buckets) else ""
     texts = [
         f"bucket: {columns}",
         f"device: each row adds up to the step. {_defined(PARTS)}",

@@ -20,12 +20,12 @@ class FlightTimes:
         launched_ms: the end of the launch.
         waited_ms: the beginning of the wait.
         finished_ms: the end of the wait. If the wait began late, the bytes may have arrived before it.
-        hidden_ms: the time from the launch to the beginning of the wait, in which the bucket is in flight while the device does
-            something else. It is 0 on links that move nothing before the wait, such as shared-memory and copy.
+        hidden_ms: the time from the launch to the beginning of the wait, in which the bucket is in flight while the device
+            does something else. It is 0 on links that move nothing before the wait, such as shared-memory and copy.
         exposed_ms: the time in the wait, which is the sum of the next two.
         skew_ms: the part of the wait before the launch of the last device that is needed: waiting for the slowest device.
-        transfer_ms: the rest of the wait: moving, adding and multiplying factors. On shared-memory and copy, the waiting device
-            does this itself.
+        transfer_ms: the rest of the wait: moving, adding and multiplying factors. On shared-memory and copy, the waiting
+            device does this itself.
     """
 
     ready_ms: float
@@ -53,18 +53,18 @@ class BucketTimes(FlightTimes):
     """A bucket's times over all devices. They are computed for each step, and then averaged over the steps.
 
     ``ready_ms``, ``launched_ms``, ``waited_ms`` and ``finished_ms`` are means over the devices that take part.
-    ``hidden_ms``, ``skew_ms`` and ``transfer_ms`` are means over all devices of the program; a device that takes no part, or
-    does not wait, counts as 0. If every device takes part, ``finished_ms - waited_ms`` is ``exposed_ms``. If a bucket is not
-    communicated, all moments are ``ready_ms``, and all durations are 0.
+    ``hidden_ms``, ``skew_ms`` and ``transfer_ms`` are means over all devices of the program; a device that takes no part,
+    or does not wait, counts as 0. If every device takes part, ``finished_ms - waited_ms`` is ``exposed_ms``. If a bucket is
+    not communicated, all moments are ``ready_ms``, and all durations are 0.
 
     Attributes:
         index: the bucket's number. A bucket that is reduced and then sent is listed twice.
-        num_bytes: the size of what is moved: of the bucket (in the dtype in which workers send it), of the part of it that is
-            sent, or of the factors of all devices.
+        num_bytes: the size of what is moved: of the bucket (in the dtype in which workers send it), of the part of it that
+            is sent, or of the factors of all devices.
         kind: its collective: reduce_scatter, all_reduce, reduce, broadcast, send (and recv); ``none`` if there is none.
         link: the link that carries it; empty if there is none.
-        behind: the cause of the longest waiting: the call of a late device while others waited for it (``cpu:1's bwd_0``), or an
-            earlier wait (``wait b2``); empty if neither took 1% of the step.
+        behind: the cause of the longest waiting: the call of a late device while others waited for it (``cpu:1's bwd_0``),
+            or an earlier wait (``wait b2``); empty if neither took 1% of the step.
         devices: the times on each device that takes part.
         chunk, round: those of a send; None if it names none.
         pack: the pack of the bucket, if that is cut into packs; otherwise None.
@@ -115,6 +115,8 @@ class DeviceTimes:
 
 
 def mean_over_devices(steps: Sequence[RecordedStep], num_devices: int, counts: Callable[[fx.Node], bool]) -> float:
-    """The milliseconds in the calls for which ``counts`` is true, as a mean over devices and steps."""
-    calls = [[call for own in step.calls for call in own if counts(call.node)] for step in steps]
-    return statistics.fmean(sum(call.duration_ns for call in own) / num_devices / 1e6 for own in calls)
+    """The milliseconds in the calls selected by ``counts``, as a mean over devices and steps."""
+    calls = [[call for device_calls in step.calls for call in device_calls if counts(call.node)] for step in steps]
+    return statistics.fmean(
+        sum(call.duration_ns for call in device_calls) / num_devices / 1e6 for device_calls in calls
+    )

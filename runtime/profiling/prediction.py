@@ -1,4 +1,4 @@
-"""Predicts what a step takes, and how long devices wait for each bucket, to be seen beside what was measured."""
+"""Predicts the duration of a step, and the wait for each bucket, for comparison with measurements."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ class PredictedBucket:
     """The predicted time in waits for a bucket from other workers, as a mean over devices, in ms.
 
     Attributes:
-        index: the bucket's number.
-        kind: what launches it, such as `exchange` or `gather_factors`.
-        exposed_ms: the time.
+        kind: its launch, such as `exchange` or `gather_factors`.
     """
 
     index: int
@@ -33,14 +31,14 @@ class PredictedBucket:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a simulation of a step over several workers gives. Times are means over devices.
+    """Simulated step over several workers. Times are means over devices.
 
     Attributes:
-        step_ms: the time from when the caller begins to start the devices until the last device is done.
+        step_ms: the time from the start of the first device to the end of the last.
         compute_ms: the time in regions.
         update_ms: the time in the optimizer and in writing variables.
-        buckets: the buckets that workers send each other, in the order of their launches.
-        stands_on: what it was computed from, in words.
+        buckets: the buckets exchanged between workers, in the order of their launches.
+        stands_on: its inputs, in words.
     """
 
     step_ms: float
@@ -57,7 +55,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Foundations:
-    """What predictions stand on besides recorded steps: what was measured when workers connected, and on this machine."""
+    """Inputs of predictions besides recorded steps: measurements of the link, and of this machine."""
 
     link: LinkSpeed
     machine: Machine
@@ -67,22 +65,21 @@ def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Predicti
     """Predicts the step of a lowered program over several workers.
 
     Raises:
-        UnknownCostError: it is not known what one of its operations takes.
+        UnknownCostError: the cost of an operation is unknown.
     """
-    found = simulate(program, costs.durations(program))
-    sent = dict.fromkeys((flight.bucket, flight.kind) for flight in found.flights)
+    simulation = simulate(program, costs.durations(program))
+    sent = dict.fromkeys((flight.bucket, flight.kind) for flight in simulation.flights)
     return Prediction(
-        step_ms=1e3 * found.seconds,
-        compute_ms=_mean_ms(found, (Kind.REGION,)),
-        update_ms=_mean_ms(found, (Kind.UPDATE, Kind.WRITE)),
-        buckets=tuple(PredictedBucket(*key, 1e3 * found.exposed_seconds(*key)) for key in sent),
+        step_ms=1e3 * simulation.seconds,
+        compute_ms=_mean_ms(simulation, (Kind.REGION,)),
+        update_ms=_mean_ms(simulation, (Kind.UPDATE, Kind.WRITE)),
+        buckets=tuple(PredictedBucket(*key, 1e3 * simulation.exposed_seconds(*key)) for key in sent),
         stands_on=stands_on,
     )
 
 
 def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundations: Foundations) -> Prediction | None:
-    """Predicts the step of a program from its own recorded steps; None if it is not known what one of its operations
-    takes."""
+    """Predicts a program's step from its recorded steps; None if the cost of an operation is unknown."""
     costs = costs_of_steps(program, steps, foundations.machine, foundations.link)
     stands_on = (
         "times of regions, packs, launches, updates and the commit in these very steps; a link of "
@@ -94,12 +91,12 @@ def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundati
         return None
 
 
-def _mean_ms(found: Simulation, kinds: Sequence[Kind]) -> float:
-    """The time in calls of some kinds, as a mean over devices."""
+def _mean_ms(simulation: Simulation, kinds: Sequence[Kind]) -> float:
+    """The time in calls of these kinds, as a mean over devices."""
     seconds = 0.0
-    for own in found.calls:
-        for call in own:
+    for device_calls in simulation.calls:
+        for call in device_calls:
             operation = operation_of(call.node.target)
             kind = Kind.REGION if is_region_call(call.node) else operation.kind if operation is not None else None
             seconds += (call.end - call.start) if kind in kinds else 0.0
-    return 1e3 * seconds / len(found.calls)
+    return 1e3 * seconds / len(simulation.calls)

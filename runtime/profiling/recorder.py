@@ -1,4 +1,4 @@
-"""Records when every device of a step made its calls, and keeps the last steps."""
+"""Records the times of every device's calls, for the last steps."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Call:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step that all devices finished, in nanoseconds of the host's clock.
+    """A step finished by all devices, in nanoseconds of the host's clock.
 
     Attributes:
         warms_up: whether it is the first recorded step of its program.
-        begun_ns: the moment at which the caller began to start the devices.
-        started_ns: for each device, the moment at which its function began.
-        calls: for each device, its calls in order, the first one from `started_ns` on, with nodes of the device's graph.
+        begun_ns: the start of the first device by the caller.
+        started_ns: for each device, the start of its function.
+        calls: for each device, its calls in order, the first from `started_ns` on, with nodes of the device's graph.
     """
 
     warms_up: bool
@@ -48,27 +48,27 @@ class RecordedStep:
 
     @property
     def ended_ns(self) -> int:
-        """The moment at which the last device was done."""
-        return max([*self.started_ns, *(own[-1].end_ns for own in self.calls if own)])
+        """The end of the last device."""
+        return max([*self.started_ns, *(device_calls[-1].end_ns for device_calls in self.calls if device_calls)])
 
     @functools.cached_property
     def call_of(self) -> Mapping[fx.Node, Call]:
         """The call of each node, of all devices."""
-        return {call.node: call for own in self.calls for call in own}
+        return {call.node: call for device_calls in self.calls for call in device_calls}
 
 
 class Recorder:
-    """Keeps the marks of the last steps of one executor. Steps run one after the other; they may be read at any time.
+    """Stores the marks of an executor's last steps. Steps run one after the other; they may be read at any time.
 
-    Recording costs little, because it only stores each device's marks. They are assigned to steps when the steps are read, by
-    the time at which they begin. If a device did not finish a step, its marks are missing.
+    Recording is cheap, because it only stores each device's marks. They are assigned to steps when the steps are read, by
+    the time of their beginnings. An unfinished device has no marks.
 
     Args:
         clocks: the devices' clocks, in order of replicas.
-        now: the host's clock, in seconds; the devices' clocks must use the same one.
+        now: the host's clock, in seconds, also used by the devices' clocks.
 
     Attributes:
-        nodes: for each device, the nodes whose calls it marks, in order; the same for all steps.
+        nodes: for each device, the nodes of its marks, in order; the same for all steps.
     """
 
     def __init__(self, clocks: Sequence[Clock], now: Callable[[], float] = time.perf_counter) -> None:
@@ -84,11 +84,11 @@ class Recorder:
         return bool(self._begun)
 
     def begin(self) -> None:
-        """Records that the caller begins a step."""
+        """Records the beginning of a step."""
         self._begun.append(self._now())
 
     def clear(self) -> None:
-        """Forgets all steps; must not be called while a step runs."""
+        """Drops all steps; must not be called while a step runs."""
         self._begun.clear()
         for clock in self.clocks:
             clock.clear()
@@ -98,12 +98,12 @@ class Recorder:
         self._failed.append(self._begun[-1])
 
     def steps(self) -> tuple[RecordedStep, ...]:
-        """The kept steps that all devices have finished, oldest first."""
+        """The stored steps finished by all devices, oldest first."""
         noted = [clock.noted() for clock in self.clocks]  # read first, so that the beginning of each is known
         begun, failed = list(self._begun.copy()), set(self._failed.copy())
         marks: dict[float, dict[int, Sequence[Any]]] = {moment: {} for moment in begun}
-        for replica, (clock, own) in enumerate(zip(self.clocks, noted, strict=True)):
-            for step in own:
+        for replica, (clock, marks_of_steps) in enumerate(zip(self.clocks, noted, strict=True)):
+            for step in marks_of_steps:
                 if place := bisect.bisect(begun, clock.begun_seconds(step)):  # 0 for a step that was dropped
                     marks[begun[place - 1]][replica] = step
         has_dropped = len(begun) > NUM_KEPT_STEPS
@@ -114,19 +114,21 @@ class Recorder:
         )
 
     def _resolve(self, warms_up: bool, begun: float, marks: Sequence[Sequence[Any]]) -> RecordedStep:
-        times = [clock.times_ns(own) for clock, own in zip(self.clocks, marks, strict=True)]
+        times = [clock.times_ns(device_marks) for clock, device_marks in zip(self.clocks, marks, strict=True)]
         calls = [
-            tuple(Call(node, *span) for node, span in zip(nodes, itertools.pairwise(own), strict=True))
-            for nodes, own in zip(self.nodes, times, strict=True)
+            tuple(Call(node, *span) for node, span in zip(nodes, itertools.pairwise(device_marks), strict=True))
+            for nodes, device_marks in zip(self.nodes, times, strict=True)
         ]
-        return RecordedStep(warms_up, nanoseconds(begun), tuple(own[0] for own in times), tuple(calls))
+        return RecordedStep(
+            warms_up, nanoseconds(begun), tuple(device_marks[0] for device_marks in times), tuple(calls)
+        )
 
 
 def recorded_steps(is_recording: bool, recorder: Recorder | None) -> tuple[RecordedStep, ...]:
-    """The recorded steps of the program that was called last.
+    """The recorded steps of the last called program.
 
     Raises:
-        ExecutionError: there are none; says why, and what to do.
+        ExecutionError: there are none; says why, and the remedy.
     """
     if not is_recording:
         raise ExecutionError("no step was recorded: this one was compiled with record=False; compile with record=True")

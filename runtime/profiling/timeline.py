@@ -1,4 +1,4 @@
-"""Writes recorded steps as a trace that Perfetto and Chrome can show."""
+"""Traces of recorded steps for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -30,12 +30,8 @@ def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequen
     """Writes steps of a lowered program as a trace in Chrome's JSON format, whole or not at all.
 
     Args:
-        path: the file to write; compressed if it ends in ``.gz``. Folders that are missing are made.
-        program: what was run.
+        path: compressed if it ends in ``.gz``. Missing folders are made.
         steps: at least one, oldest first.
-
-    Returns:
-        The path.
 
     Raises:
         OSError: the file cannot be written.
@@ -62,9 +58,10 @@ def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequen
 def trace_events(program: Program, steps: Sequence[RecordedStep]) -> list[Event]:
     """The events of a trace, in microseconds from the beginning of the first step.
 
-    One track has a slice for each step. Each device has a track with a slice for its start and for each of its calls. Each link
-    has a track with an asynchronous slice for each bucket, from the first launch to the end of the last wait; these may overlap.
-    Slices of the other tracks are disjoint: if clocks of GPUs disagree, a slice begins at the end of the one before.
+    A track has a slice for each step. Each device has a track with a slice for its start and for each of its calls. Each
+    link has a track with an asynchronous slice for each bucket, from the first launch to the end of the last wait; these
+    may overlap. Slices of the other tracks are disjoint: if clocks of GPUs disagree, a slice begins at the end of the one
+    before.
     """
     collectives = collectives_of(steps[0])
     links = list(dict.fromkeys(collective.link for collective in collectives))
@@ -90,7 +87,6 @@ Span = tuple[str, int, int, Mapping[str, Any]]  # name, start and end in nanosec
 
 
 def _metadata(tracks: Sequence[str]) -> list[Event]:
-    """The names of the process and of the tracks, and their order."""
     events: list[Event] = [{"ph": "M", "pid": _PROCESS, "tid": 0, "name": "process_name", "args": {"name": "mirrorc"}}]
     for track, name in enumerate(tracks, _STEPS):
         for key, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track})):
@@ -99,7 +95,7 @@ def _metadata(tracks: Sequence[str]) -> list[Event]:
 
 
 def _disjoint(spans: Iterable[Span], track: int, origin_ns: int) -> Iterator[Event]:
-    """Makes complete events that do not overlap: each begins at the earliest at the end of the one before."""
+    """Complete events, each beginning no earlier than the end of the one before."""
     before_ns = origin_ns
     for name, start_ns, end_ns, fields in spans:
         start_ns = max(start_ns, before_ns)
@@ -123,7 +119,6 @@ def category_of(node: fx.Node) -> str:
 
 
 def _details(program: Program, node: fx.Node) -> dict[str, Any]:
-    """The category and the arguments of a call."""
     category = category_of(node)
     if is_region_call(node) and region_of(node) in program.regions:
         category = program.regions[region_of(node)].phase
@@ -137,15 +132,15 @@ def _details(program: Program, node: fx.Node) -> dict[str, Any]:
 
 
 def _flight(program: Program, step: RecordedStep, collective: Collective, origin_ns: int) -> Iterator[Event]:
-    """The events of a bucket on its link, in one step."""
+    """The events of a bucket on its link, in a single step."""
     launches = [step.call_of[launch.node].end_ns for launch in collective.launches]
     waits = [step.call_of[launch.wait].end_ns for launch in collective.launches if launch.wait is not None]
     pack = f" pack {collective.pack}" if collective.pack is not None else ""
-    own = {"cat": collective.link, "name": f"{collective.kind} b{collective.bucket}{pack}"}
+    properties = {"cat": collective.link, "name": f"{collective.kind} b{collective.bucket}{pack}"}
     arguments = {
         "bucket": collective.bucket,
         "bytes": program.buckets[collective.bucket].num_bytes,
         "last_launch_us": (max(launches) - min(launches)) / 1e3,
     }
-    yield own | {"ph": "b", "ts": (min(launches) - origin_ns) / 1e3, "args": arguments}
-    yield own | {"ph": "e", "ts": (max([*launches, *waits]) - origin_ns) / 1e3}
+    yield properties | {"ph": "b", "ts": (min(launches) - origin_ns) / 1e3, "args": arguments}
+    yield properties | {"ph": "e", "ts": (max([*launches, *waits]) - origin_ns) / 1e3}

@@ -1,1 +1,1 @@
-"""What a step does together with the other workers: they meet before it, exchange sums in it, and agree at its end."""
+"""Collectives, votes and failures of the workers that train together."""

@@ -92,14 +92,14 @@ RowsElsewhere = tuple[tuple[int, int], ...]
 """For each meeting of rows in program order, the numbers of rows of the workers before this one, and of those behind it."""
 
 
-def rows_told(program: Program) -> tuple[int, ...]:
+def gathered_rows(program: Program) -> tuple[int, ...]:
     """For each meeting of rows: this worker's number, the number assumed for the workers before it, and the assumed total."""
     meetings = [meeting for meeting in worker_meetings(program) if meeting.rows is not None]
     return tuple(number for meeting in meetings for number in (meeting.rows or 0, meeting.before, meeting.shape[0]))
 
 
-def no_rows_told(program: Program) -> tuple[int, ...]:
-    """`rows_told` of a worker that has left, with no claims about the others."""
+def no_gathered_rows(program: Program) -> tuple[int, ...]:
+    """`gathered_rows` of a worker that has left, with no claims about the others."""
     return (0, NO_CLAIM, NO_CLAIM) * sum(meeting.rows is not None for meeting in worker_meetings(program))
 
 

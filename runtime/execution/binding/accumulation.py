@@ -1,4 +1,4 @@
-"""Runs what adds gradients to those of earlier calls."""
+"""Functions of the nodes that accumulate gradients over calls."""
 
 from __future__ import annotations
 

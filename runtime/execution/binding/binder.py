@@ -1,7 +1,4 @@
-"""Binds a device's graph to memory, regions and links: says which function runs each of its nodes.
-
-It is long, as it has a handler for each operation.
-"""
+"""Binds a device's graph to memory, regions and links: the function of each node."""
 
 from __future__ import annotations
 
@@ -65,24 +62,22 @@ class Binder:
     """Makes functions for the nodes of a lowered program, for the present layout of memory.
 
     Args:
-        program: a LOWERED program.
-        regions: for each device, its compiled regions by name.
+        regions: compiled regions of each device, by name.
         state: the variables and the optimizer.
-        constants: tensors that the capture found outside of parameters and buffers.
+        constants: tensors from the capture that are neither parameters nor buffers.
         communicators: the communicators by link.
-        commit: where the replicas decide on a step.
-        outputs: what the replicas hand to the caller.
-        replica_values: where the replicas meet, as the model asks for it.
-        progress: notes the updates of a program that commits early; None for any other.
-        unused: gives the slots of a bucket, by their places, that the step which has committed last leaves out.
+        outputs: outputs of the replicas for the caller.
+        replica_values: collectives over replicas in the model itself.
+        progress: records the updates of a program that commits early; else None.
+        unused: gives the slots of a bucket, by their places, that the last committed step leaves out.
 
     Attributes:
-        parts: which parts of buckets the program's values hold.
-        visitors: for a wait and a node that takes its share, what does the node's work while the share is made.
-        deferred: for a wait, the tables that it defers until an update takes its share, in the functions that are bound.
+        parts: parts of buckets held by the program's values.
+        visitors: for a wait and a node that takes its share, the visitor that does the node's work on parts.
+        deferred: for a wait, the tables deferred until an update takes its share, in the functions that are bound.
         all_deferred: the same of all functions that were bound for the present layout of memory.
-        pieces: for each bucket with gradients that are left as factors, the pieces of the shares that were bound so far.
-        summed_pieces: those of them whose elements are added up, so that the memory may hold more than they have written.
+        pieces: for each bucket with gradients left as factors, the pieces of the shares bound so far.
+        summed_pieces: those pieces that are summed, so that the memory may hold more than they have written.
     """
 
     def __init__(
@@ -110,7 +105,7 @@ class Binder:
         self.parts = BucketParts(program)
 
     def few_made(self, replica: int, gradient: Any) -> MadeShare:
-        """What is known of the memory of a reduced gradient: what the replica has made of it, and nobody has added to since."""
+        """The pieces of a reduced gradient that the replica has made and no node has added to since."""
         value = before_rescaling(gradient)
         sources = [value]
         if value.target is ops.wait and value.all_input_nodes[0].target in (ops.reduce_scatter, ops.gather_factors):
@@ -120,12 +115,12 @@ class Binder:
         return self._shares.get((bucket_of(value), replica), MadeShare())
 
     def forget_deferred(self) -> None:
-        """Drops the tables that a step has deferred which was skipped, or has failed."""
+        """Drops the deferred tables of a skipped or failed step."""
         for deferred in self.all_deferred:
             deferred.forget()
 
     def bind(self, replica: int, node: fx.Node) -> Any:
-        """The function that runs a node on a replica; it ignores arguments that only the compiler needs."""
+        """The function of a node on a replica; it ignores arguments for the compiler."""
         if node.op == "call_module":
             return asking(self.program, node, self.regions[replica][str(node.target)])
         if node.target is operator.getitem or is_compute(node):
@@ -140,8 +135,8 @@ class Binder:
         name = str(node.kwargs["variable"])
         if name in self._constants:
             constant = self._constants[name]
-            own = _at_home(constant, self.program.devices[replica].torch_device)
-            return Constant(own) if own is constant else _following(constant, own)
+            local_constant = _at_home(constant, self.program.devices[replica].torch_device)
+            return Constant(local_constant) if local_constant is constant else _following(constant, local_constant)
         return Constant(self.state.store.read_by(self.program.variables[name])[replica])
 
     @binds(ops.check)
@@ -225,7 +220,7 @@ class Binder:
         return pack
 
     def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        """Packs a table's rows for an optimizer that takes them; adds them up, where no other replica has any."""
+        """Packs a table's rows for an optimizer that takes them; sums them if no other replica has any."""
         flat, is_left = self.state.store.buckets[bucket_of(node)], is_left_to_shares(node)
         whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
 
@@ -236,7 +231,7 @@ class Binder:
         return pack
 
     def _wait_for_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
-        """Waits for the rows of all replicas, and adds them up if something takes the sum, and not just which rows there are."""
+        """Sums the rows only if a node takes the sum, and not just their indices."""
         collective: Any = node.args[0]
         communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
         flat, pack = self.state.store.buckets[bucket], pack_of(node)
@@ -251,14 +246,13 @@ class Binder:
         return wait
 
     def _wait_for_factors(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
-        """Waits for the factors of all replicas, and makes the sum in the replica's own bucket."""
         collective: Any = node.args[0]
         communicator, bucket = self.communicators[str(collective.kwargs["link"])], bucket_of(node)
         whole, pack = self.state.store.buckets[bucket].gradients[replica], pack_of(node)
 
         def wait(pending: Any, **_: Any) -> torch.Tensor:
-            found = communicator.wait_factors(pack, replica, pending)
-            make_pieces(found[replica].pieces, [FactoredBucket(whole, one.factors, ()) for one in found])
+            gathered = communicator.wait_factors(pack, replica, pending)
+            make_pieces(gathered[replica].pieces, [FactoredBucket(whole, bucket.factors, ()) for bucket in gathered])
             return whole
 
         return wait
@@ -281,24 +275,24 @@ class Binder:
             ops.all_gather: communicator.launch_factors,
         }[node.target]  # type: ignore[index]
 
-        return lambda own, **_: launch(pack, replica, own)
+        return lambda local, **_: launch(pack, replica, local)
 
     @binds(ops.gather_factors)
     def _bind_gather_factors(self, replica: int, node: fx.Node) -> Callable[..., None]:
         exchanges, pack = self.communicators[str(node.kwargs["link"])], pack_of(node)
-        return lambda own, **_: exchanges.launch_gather(pack, replica, own)
+        return lambda local, **_: exchanges.launch_gather(pack, replica, local)
 
     @binds(ops.exchange)
     def _bind_exchange(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
         exchanges, (bucket, pack) = self.communicators[str(node.kwargs["link"])], self.program.packs[pack_of(node)]
         gradients = self.state.store.buckets[bucket.index].gradients[0]  # where the devices have added up their shares
         whole: torch.Tensor | None = gradients[pack.start : pack.stop] if bucket.is_cut else gradients
-        if any(given.target is ops.compress for given in node.all_input_nodes):
+        if any(value.target is ops.compress for value in node.all_input_nodes):
             whole = None  # they have compressed them elsewhere
 
-        def exchange(own: torch.Tensor, **_: Any) -> torch.Tensor:
+        def exchange(local_sum: torch.Tensor, **_: Any) -> torch.Tensor:
             exchanges.launch_exchange(pack.number, replica, whole)
-            return own
+            return local_sum
 
         return exchange
 
@@ -306,7 +300,7 @@ class Binder:
     def _bind_scatter_sums(self, replica: int, node: fx.Node) -> Callable[..., None]:
         exchanges, bucket = self.communicators[str(node.kwargs["link"])], bucket_of(node)
         whole = self.state.store.buckets[bucket].gradients[0]  # where the devices have added up their shares
-        return lambda own, **_: exchanges.launch_scatter(bucket, replica, whole)
+        return lambda local_sum, **_: exchanges.launch_scatter(bucket, replica, whole)
 
     @binds(ops.gather_parameters)
     def _bind_gather_parameters(self, replica: int, node: fx.Node) -> Callable[..., None]:
@@ -398,8 +392,8 @@ class Binder:
         commit = self._commit
         if isinstance(commit, CheckedCommit):
 
-            def arrive(*found: Any) -> None:
-                commit.arrive_with(replica, *found)
+            def arrive(*values: Any) -> None:
+                commit.arrive_with(replica, *values)
 
             return Meeting(arrive, functools.partial(commit.leave_if_finite, replica), may_end=True)
         return Meeting(functools.partial(self._commit.arrive, replica), functools.partial(self._commit.leave, replica))
@@ -438,21 +432,21 @@ class Binder:
 
     @binds(ops.write)
     def _bind_write(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        own = self.state.store.values(str(node.kwargs["variable"]))[replica]
+        variable = self.state.store.values(str(node.kwargs["variable"]))[replica]
 
         def write(value: torch.Tensor, **_: Any) -> None:
-            own.copy_(value)
+            variable.copy_(value)
 
         return write
 
 
 def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A constant on its replica's device. One of another kind stays: regions were compiled for a number on the host, say."""
+    """Constants of other kinds stay where they are: regions may be compiled for a number on the host."""
     return constant.to(device) if constant.device.type == device.type else constant
 
 
 def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Gives the copy of a constant, in which is what was written into the constant since."""
+    """Copies the constant again when it was written since."""
     version = constant._version
 
     def read(**_: Any) -> torch.Tensor:
@@ -468,7 +462,7 @@ def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torc
 def _zeros(
     whole: torch.Tensor, plain: Sequence[torch.Tensor], of_shares: FactoredBucket | None
 ) -> Callable[..., torch.Tensor | FactoredBucket]:
-    """What a replica without examples packs. Of gradients that others leave as factors it has none, and no zeros either."""
+    """The pack of a replica without examples. Gradients left as factors elsewhere get no zeros."""
 
     def pack(**_: Any) -> torch.Tensor | FactoredBucket:
         for part in plain:

@@ -1,4 +1,4 @@
-"""The functions that run a program's graphs, bound to the memory in which its variables lie."""
+"""Functions of a program's graphs, bound to the memory of its variables."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from mirrorc.runtime.profiling.recorder import Recorder
 
 
 class BoundFunctions:
-    """A function for each replica, made anew when memory is laid out otherwise.
+    """A function for each replica, bound anew when the memory layout changes.
 
     Args:
-        program: a LOWERED program.
-        binder: gives the function that runs each node.
-        recorder: whose clocks they mark; None for no recording.
+        recorder: provides the clocks that they mark; None for no recording.
 
     Attributes:
-        whole: those that run a replica's step in one go.
-        pausing: the same, but pausing before waits; empty until they are asked for.
+        whole: run a replica's step without pauses.
+        pausing: pause before waits; empty until they are needed.
     """
 
     def __init__(self, program: Program, binder: Binder, recorder: Recorder | None) -> None:
@@ -36,7 +34,7 @@ class BoundFunctions:
         self.pausing: list[GraphFunction] = []
 
     def bind(self) -> None:
-        """Binds them to the memory's present layout."""
+        """Binds them to the present memory layout."""
         if self._layout == self._binder.state.layout:
             return
         self._binder.pieces.clear()
@@ -48,7 +46,7 @@ class BoundFunctions:
         self._layout = self._binder.state.layout
 
     def bind_pausing(self) -> None:
-        """Makes those that pause, if there are none for the present layout."""
+        """Makes the pausing functions, if there are none for the present layout."""
         if not self.pausing:
             self.pausing = self._generate(pauses_at)
 

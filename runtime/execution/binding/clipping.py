@@ -1,4 +1,4 @@
-"""Runs what measures and scales gradients: in the memory where they lie, if nobody else reads it."""
+"""Functions of the nodes that measure and scale gradients: in place, if no other node reads the memory."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def _bind_loss_scale(binder: Binder, replica: int, node: fx.Node) -> Callable[..
 @binds(ops.tell)
 def _bind_tell(binder: Binder, replica: int, node: fx.Node) -> Callable[..., None]:
     assert isinstance(binder.state, StepState), "an evaluation has no gradients"
-    told, what = binder.state.told, str(node.kwargs["what"])
+    values, name = binder.state.told, str(node.kwargs["what"])
 
     def tell(value: torch.Tensor, **_: Any) -> None:
         if replica == 0:
-            told[what] = value
+            values[name] = value
 
     return tell
 
@@ -57,21 +57,21 @@ def _bind_norm(binder: Binder, replica: int, node: fx.Node) -> Callable[..., tor
     if node.all_input_nodes[0].target is ops.commit:
         return lambda met, **_: torch.linalg.vector_norm(met[row], norm_type, dtype=dtype)
 
-    given = [binder.visitors.get((value, node)) for value in node.args]
-    visitors = [visitor for visitor in given if isinstance(visitor, NormVisitor)]
+    node_visitors = [binder.visitors.get((value, node)) for value in node.args]
+    visitors = [visitor for visitor in node_visitors if isinstance(visitor, NormVisitor)]
     deferred = [binder.deferred[value] for value in node.args if value in binder.deferred]
 
     def norm(*values: torch.Tensor, **_: Any) -> torch.Tensor:
         of_tables = DeferredTables.measure(deferred)
-        found = norms_of_all(visitors, norm_type, dtype)
+        norms = norms_of_all(visitors, norm_type, dtype)
         if of_tables is not None:
-            found.append(torch.tensor(of_tables, dtype=dtype))
-        for value, visitor in zip(values, given, strict=True):
+            norms.append(torch.tensor(of_tables, dtype=dtype))
+        for value, visitor in zip(values, node_visitors, strict=True):
             if visitor is None and value.numel():
-                found.append(norm_of(value, norm_type, dtype))
-        if not found:  # the share of a small bucket
+                norms.append(norm_of(value, norm_type, dtype))
+        if not norms:  # the share of a small bucket
             return torch.zeros((), dtype=dtype, device=values[0].device)
-        return found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found), norm_type)
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
     return norm
 
@@ -120,13 +120,12 @@ def _bind_update(binder: Binder, replica: int, node: fx.Node) -> Callable[..., N
 
 
 def _make_deferred(binder: Binder, gradient: Any) -> Callable[[], None]:
-    """The function that makes what the wait for a gradient has deferred."""
     deferred = binder.deferred.get(gradient)
     return deferred.make if deferred is not None else lambda: None
 
 
 def _by_slots(binder: Binder, replica: int, node: fx.Node, optimizer: SlotOptimizer) -> Callable[..., None]:
-    """The update of a bucket whose parameters may be left out of a step: their gradients are whole."""
+    """The update of a bucket with parameters that a step may leave out: their gradients are whole."""
     bucket = bucket_of(node)
     if scaling_factor(node) is None:
         return lambda gradient, **_: optimizer.update(gradient, binder.unused(bucket))
@@ -145,7 +144,7 @@ def _by_slots(binder: Binder, replica: int, node: fx.Node, optimizer: SlotOptimi
 def _in_parts(
     binder: Binder, replica: int, optimizer: FlatOptimizer, num_elements: int
 ) -> Callable[[UnmadeShare], None]:
-    """The update that makes a share in parts of so many elements, and updates with each of them at once."""
+    """The update that makes a share in parts of this size, and updates with each of them at once."""
     reserved, dtype = binder.state.reserved, optimizer.parameter.dtype
 
     def update(share: UnmadeShare, **_: Any) -> None:
@@ -159,7 +158,7 @@ def _in_parts(
 
 
 def _usual(factor: torch.Tensor) -> float | None:
-    """The number of a factor, if a kernel on the host's side may divide gradients by its inverse with the same result."""
+    """The number of a factor, if a host-side kernel may divide gradients by its inverse with the same result."""
     if factor.device.type != "cpu":
         return None
     number = factor.item()
@@ -168,7 +167,6 @@ def _usual(factor: torch.Tensor) -> float | None:
 
 
 def _scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
-    """The function that gives a gradient times a factor, for a node that takes both."""
     if not lies_in_own_memory(node.args[0]):
         return lambda gradient, factor, **_: gradient.mul(factor)
 
@@ -201,12 +199,12 @@ def _scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch
 def _bind_clip_value(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
     if isinstance(binder.visitors.get((node.args[0], node)), BoundVisitor):
         return lambda gradient, **_: gradient  # bounded when it was made
-    given: Any = node.args[0]
-    if given.target is ops.wait and part_elements_of(given) is not None:
+    source: Any = node.args[0]
+    if source.target is ops.wait and part_elements_of(source) is not None:
         return lambda share, *, max_value, **_: share.bounded(max_value)
-    if not lies_in_own_memory(given):
+    if not lies_in_own_memory(source):
         return lambda gradient, *, max_value, **_: torch.clamp(gradient, -max_value, max_value)
-    few = binder.few_made(replica, given)
+    few = binder.few_made(replica, source)
 
     def clip_value(gradient: torch.Tensor, *, max_value: float, **_: Any) -> torch.Tensor:
         bounding = bounding_by(max_value)

@@ -1,4 +1,4 @@
-"""Runs what makes sums narrower before they are sent to other workers, or sends a part, and makes sums over workers of these."""
+"""Functions of the nodes that compress sums for other workers, and decompress the sums over workers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def _bind_compress(binder: Binder, replica: int, node: fx.Node) -> Callable[...,
     exchanges, (_, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
     (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
 
-    def compress(own: torch.Tensor, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
-        into = exchanges.memory_to_send(pack.number, pack.num_elements, own, dtype)[start:stop]
-        return into.copy_(own) if writes else into
+    def compress(local_sum: torch.Tensor, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        into = exchanges.memory_to_send(pack.number, pack.num_elements, local_sum, dtype)[start:stop]
+        return into.copy_(local_sum) if writes else into
 
     return compress
 
@@ -55,8 +55,8 @@ def _bind_add_unsent(binder: Binder, replica: int, node: fx.Node) -> Callable[..
     (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
     elements = slice(pack.start + start, pack.start + stop)
 
-    def add_unsent(own: torch.Tensor, **_: Any) -> torch.Tensor:
-        return unsent.add(bucket.index, elements, own) if writes else own
+    def add_unsent(local_sum: torch.Tensor, **_: Any) -> torch.Tensor:
+        return unsent.add(bucket.index, elements, local_sum) if writes else local_sum
 
     return add_unsent
 
@@ -93,25 +93,24 @@ def _bind_exchange_payload(binder: Binder, replica: int, node: fx.Node) -> Calla
 
 
 def _launching(binder: Binder, node: fx.Node, launch: Callable[..., None]) -> Callable[..., None]:
-    """Launches over the link of a node."""
     launch_part = binder.communicators[str(node.kwargs["link"])].launch_part
-    return lambda own, **words: launch(launch_part, **words)
+    return lambda local_sum, **words: launch(launch_part, **words)
 
 
 @binds_waits(*ops.EXCHANGES_OF_PARTS)
 def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | None]:
-    """Waits for what all workers have sent, and adds it up where the bucket's gradients lie, or in memory of its own."""
+    """Sums the parts of all workers in the bucket's gradients, or in new memory on replicas that do not write."""
     launch: Any = node.args[0]
     exchanges, (bucket, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
     (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
-    own = binder.state.store.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
+    gradients = binder.state.store.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
     is_needed = writes or bool(node.users)
 
     def wait(_pending: None, **_: Any) -> torch.Tensor | None:
         part = exchanges.wait_part(pack.number, replica)
         if not is_needed:
             return None
-        into = own if writes else torch.empty_like(own)
+        into = gradients if writes else torch.empty_like(gradients)
         part.take(start, stop, into, keeps_rest=writes)
         return into
 
@@ -119,6 +118,5 @@ def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callabl
 
 
 def _unsent_of(binder: Binder) -> UnsentGradients:
-    """What the worker has not sent, of the state of a program that updates."""
     assert isinstance(binder.state, StepState), "programs that update nothing send nothing"
     return binder.state.unsent

@@ -1,4 +1,4 @@
-"""Goes on with a replica's function while a backward of plain PyTorch runs from which it takes gradients."""
+"""Runs a replica's function while an eager backward produces its gradients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mirrorc.runtime.codegen.graph_function import GraphFunction
 
 
 class Asked:
-    """The gradients that a region takes, for which a replica's function asks before it calls the region.
+    """Gradients of an eager backward that a replica's function requests before it calls the region.
 
     Args:
-        taken: what the region takes.
-        token, tangent: what says of which backward.
-        are_last: whether no region takes more of this backward: then it must have ended, so that what it raises is raised before
-            the function goes on.
+        taken: the gradients that the region takes.
+        token, tangent: identify the backward.
+        are_last: whether no later region takes gradients of this backward. Then it must have ended, so that its exceptions
+            are raised before the function goes on.
     """
 
     def __init__(self, taken: Taken, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:
@@ -33,7 +33,7 @@ class Asked:
         self._are_last, self._missing = are_last, list(reversed(taken.places))
 
     def are_there(self) -> bool:
-        """Whether all may be taken."""
+        """Whether all are ready."""
         backward = self.backward
         if backward.has_ended or self._are_last:
             return backward.has_ended
@@ -56,7 +56,7 @@ def asking(program: Program, node: fx.Node, call: Callable[..., Any]) -> Any:
 
 
 def waits_between(program: Program, graph: fx.Graph) -> set[fx.Node]:
-    """The calls that may wait for other replicas, among those that may be made while a backward runs."""
+    """The calls that may wait for other replicas while a backward runs."""
     takes = [
         node for node in region_calls(graph) if taken_gradients(program.regions[region_of(node)].graph_module.graph)
     ]
@@ -64,20 +64,19 @@ def waits_between(program: Program, graph: fx.Graph) -> set[fx.Node]:
 
 
 def driven(function: GraphFunction) -> Callable[[list[Any]], Any]:
-    """The call of a function that asks for gradients.
+    """The call of a function that requests gradients.
 
-    It runs the backwards itself, each where it is first asked for, in the same thread. Within a backward, whenever one more
-    gradient is there, it goes on with the function as far as all is there that this asks for. So buckets are launched while
-    backward goes on, in the order of the program. Where backward holds what runs of other replicas need, the function waits for
-    none of these meanwhile.
+    It runs each backward at its first request, in the same thread. Whenever a gradient is ready, the function goes on
+    within the backward as far as its requests are met. So buckets are launched during backward, in the order of the
+    program. Where backward blocks other replicas, the function waits for none of them meanwhile.
     """
     call: Any = function.call
     if function.pauses:
         return functools.partial(_steps, call)  # what it yields besides, it yields
-    return functools.partial(_in_one_go, call)
+    return functools.partial(_uninterrupted, call)
 
 
-def _in_one_go(call: Callable[[list[Any]], Generator[Any, None, Any]], values: list[Any]) -> Any:
+def _uninterrupted(call: Callable[[list[Any]], Generator[Any, None, Any]], values: list[Any]) -> Any:
     steps = _steps(call, values)
     try:
         next(steps)
@@ -91,11 +90,11 @@ def _steps(call: Callable[[list[Any]], Generator[Any, None, Any]], values: list[
     try:
         driven.go_on()
         while not driven.has_ended:
-            found = driven.found
-            if isinstance(found, Asked) and not found.are_there():
-                driven.run_backward(found)
-            elif not isinstance(found, Asked) and found is not WAITS:
-                yield found
+            request = driven.request
+            if isinstance(request, Asked) and not request.are_there():
+                driven.run_backward(request)
+            elif not isinstance(request, Asked) and request is not WAITS:
+                yield request
                 driven.go_on()
             else:
                 driven.go_on()
@@ -105,32 +104,28 @@ def _steps(call: Callable[[list[Any]], Generator[Any, None, Any]], values: list[
 
 
 class _Driven:
-    """A replica's function, and what it has yielded last.
-
-    Args:
-        function: as generated.
-    """
+    """A replica's function, and its last request."""
 
     def __init__(self, function: Generator[Any, None, Any]) -> None:
         self.function = function
-        self.found: Any = None
+        self.request: Any = None
         self.result: Any = None
         self.has_ended = False
         self._failure: BaseException | None = None
 
     def go_on(self) -> None:
-        """Goes on until it yields again, or ends."""
-        self.found = None  # with the run of its backward
+        """Resumes the function until it yields again, or ends."""
+        self.request = None  # with the run of its backward
         try:
-            self.found = next(self.function)
+            self.request = next(self.function)
         except StopIteration as end:
-            self.found, self.result, self.has_ended = None, end.value, True
+            self.request, self.result, self.has_ended = None, end.value, True
 
     def run_backward(self, asked: Asked) -> None:
-        """Runs a backward that the function asks for, and goes on with the function meanwhile.
+        """Runs a requested backward, and resumes the function meanwhile.
 
         Raises:
-            BaseException: what backward raises, as if the function had raised it where it asks; or what the function raises.
+            BaseException: of the backward, as if raised by the function at its request; or of the function.
         """
         try:
             asked.backward.run(functools.partial(self._go_on_within, asked))
@@ -142,8 +137,8 @@ class _Driven:
 
     def _go_on_within(self, of: Asked) -> None:
         def may_go_on() -> bool:
-            found = self.found
-            return found.are_there() if isinstance(found, Asked) else found is WAITS and of.backward.may_wait
+            request = self.request
+            return request.are_there() if isinstance(request, Asked) else request is WAITS and of.backward.may_wait
 
         while may_go_on():
             try:

@@ -1,4 +1,4 @@
-"""Interleaves the replicas of a small step in the caller's thread, where waking threads takes longer than computing."""
+"""Interleaves the replicas of a small step in the caller's thread, as waking threads takes longer than computing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PausingStep = Generator[None, None, Any]
 
 
 def pauses_at(node: fx.Node) -> bool:
-    """Whether a replica's step pauses at a node: at its commit, and before waits that come earlier.
+    """Whether a replica's step pauses at a node: at its commit, and before earlier waits.
 
     Later waits need launches of other replicas, which come before the commit.
     """
@@ -35,32 +35,31 @@ def pauses_at(node: fx.Node) -> bool:
 
 
 def can_interleave(program: Program) -> bool:
-    """Whether replicas that pause where `pauses_at` says, until all others pause there too, never block.
+    """Whether replicas that pause together at the nodes of `pauses_at` never block.
 
-    That holds if all replicas wait for the same buckets in the same order, and each wait needs nothing but the launches of
-    the others.
+    That holds if all replicas wait for the same buckets in the same order, and each wait needs only the launches of the
+    others.
     """
     if len(program.devices) == 1 or any(device.is_asynchronous for device in program.devices):
         return False
     if any(next(calls_to(module.graph, *ops.ATTENDED), None) is not None for module in program.device_graphs.values()):
         return False  # replicas without examples do not meet there
     waits = [list(calls_to(module.graph, ops.wait)) for module in program.device_graphs.values()]
-    launches: list[Any] = [wait.args[0] for own in waits for wait in own]
+    launches: list[Any] = [wait.args[0] for graph_waits in waits for wait in graph_waits]
     needs_only_launches = all(
         launch.target is ops.reduce_scatter and link_named(launch.kwargs["link"]).reads_one_memory
         for launch in launches
     )
-    return needs_only_launches and len({tuple(map(bucket_of, own)) for own in waits}) == 1
+    return needs_only_launches and len({tuple(map(bucket_of, graph_waits)) for graph_waits in waits}) == 1
 
 
 def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] | None]) -> None:
-    """Runs every replica's step to its next pause, and repeats that until all have ended.
+    """Runs every replica's step to its next pause, until all have ended.
 
     The first failure ends all steps. An interrupt ends all steps, too, and is raised.
 
     Args:
-        replicas: their steps.
-        results: an empty list, to be filled with whether each replica's step succeeded, and its result or exception.
+        results: an empty list, to be filled with each replica's success, and its result or exception.
     """
     results.extend([(False, Aborted())] * len(replicas))
     left = dict(enumerate(replicas))
@@ -82,10 +81,10 @@ def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] |
 
 
 class InterleavingTrial:
-    """Finds out whether threads or interleaving is faster, from the times of the first steps.
+    """Chooses between threads and interleaving by the times of the first steps.
 
-    The first steps run by threads. If they are short, the next ones are interleaved, and the faster way is kept. A step
-    gives the same numbers either way.
+    The first steps run in threads. If they are short, the next are interleaved, and the faster way stays. Both give the
+    same numbers.
 
     Attributes:
         interleaves: whether the next step is to be interleaved.
@@ -99,7 +98,7 @@ class InterleavingTrial:
         self._threads_seconds = 0.0
 
     def record(self, seconds: float) -> None:
-        """Takes the time of a step that ran in the way that ``interleaves`` says."""
+        """Records the time of a step that ran as ``interleaves`` says."""
         if self.is_decided:
             return
         self._seconds.append(seconds)

@@ -1,4 +1,4 @@
-"""What the replicas of a step hand to its caller beside the loss."""
+"""Outputs of a step's replicas beside the loss."""
 
 from __future__ import annotations
 
@@ -19,34 +19,30 @@ from mirrorc.torch_internals import has_symbols
 
 @dataclass
 class _Output:
-    """An output: how its parts are put together, and their types, by the replicas that have examples, in order."""
+    """How the parts of an output are joined, and their types, by replica with examples."""
 
     how: str
     types: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def like(self) -> torch.Tensor:
-        """The first part."""
         return next(iter(self.types.values()))
 
     @property
     def sizes(self) -> dict[int, int]:
-        """The sizes of the parts along dim 0, by replica."""
+        """Sizes of the parts along dim 0, by replica."""
         return {replica: value.size(0) for replica, value in self.types.items()}
 
     @property
     def has_symbols(self) -> bool:
-        """Whether sizes of the parts are those of a step, which nobody knows before."""
+        """Whether sizes of the parts vary from step to step."""
         return any(map(has_symbols, self.types.values()))
 
 
 class StepOutputs:
-    """Puts the outputs of a step together.
+    """Joins the outputs of a step.
 
-    Where all devices are of one memory, a replica writes its part of a concatenated output into the whole while the step runs.
-
-    Args:
-        program: a LOWERED program.
+    If all devices share a memory, a replica writes its part of a concatenated output into the whole while the step runs.
     """
 
     def __init__(self, program: Program) -> None:
@@ -67,7 +63,7 @@ class StepOutputs:
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """Begins a step: what it writes is new memory, because the caller keeps what earlier steps have given."""
+        """Begins a step with new memory, because the caller keeps earlier outputs."""
         for name, output in self._outputs.items():
             self._parts[name] = {}
             if name in self._written:
@@ -76,7 +72,7 @@ class StepOutputs:
                 self._wholes[name] = torch.empty(shape, dtype=like.dtype, device=self._devices[0])
 
     def part(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        """The function that a replica hands its part to."""
+        """The function that receives a replica's part."""
         name = str(node.kwargs["output"])
         if name not in self._written:
 
@@ -93,29 +89,29 @@ class StepOutputs:
         return write
 
     def take(self, num_examples: Sequence[int] = ()) -> dict[str, Any]:
-        """The outputs of the step that has ended, by name; a list of the parts of one that is apart.
+        """The outputs of the ended step, by name; an output that is not joined is a list of its parts.
 
         Args:
-            num_examples: of each replica in this step; those of the program, if they are left out.
+            num_examples: of each replica in this step; those of the program by default.
         """
         for parts in self._parts.values():
             for part in parts.values():
                 kept_for_caller(part)
         with torch.no_grad():
-            found = {
+            outputs = {
                 name: self._together(name, output, num_examples or self._num_examples)
                 for name, output in self._outputs.items()
             }
         self._wholes, self._parts = {}, {}
-        return found
+        return outputs
 
     def _together(self, name: str, output: _Output, num_examples: Sequence[int]) -> Any:
         if name in self._written:
             return self._wholes[name]
-        own = [self._parts[name][replica] for replica in output.types]
+        replica_parts = [self._parts[name][replica] for replica in output.types]
         if output.how == "apart":
-            return own
-        parts = [part.to(self._devices[0]) for part in own]
+            return replica_parts
+        parts = [part.to(self._devices[0]) for part in replica_parts]
         if output.how == "concatenated":
             return torch.cat(parts)
         dtype = parts[0].dtype

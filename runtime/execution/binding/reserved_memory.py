@@ -1,4 +1,4 @@
-"""Runs what gives regions the memory that stays from step to step."""
+"""Functions of the nodes that reserve persistent memory for regions."""
 
 from __future__ import annotations
 

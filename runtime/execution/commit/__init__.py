@@ -1,1 +1,1 @@
-"""The moment of commit: meeting, finiteness, what is deferred behind it."""
+"""Commit of a step: the barrier of its replicas, finite checks, updates deferred behind it."""

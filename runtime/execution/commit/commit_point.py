@@ -1,4 +1,4 @@
-"""The point at which all replicas decide together that a step takes place."""
+"""The barrier at which all replicas commit a step together."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ TAKES_PLACE, SKIPPED, _STOPPED, _AGREEING = "takes place", "skipped", "stopped",
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers that a replica has left for all, and the event on its device after which they are there."""
+    """Numbers that a replica contributes, and the event on its device that completes them."""
 
     values: tuple[torch.Tensor, ...] = ()
     event: Any = None
 
 
 class CommitPoint:
-    """Lets a step take place on all replicas or on none.
+    """Commits a step on all replicas or on none.
 
-    A step is decided once: by the first replica that has met all others, or by whoever stops it before. Both are one operation
-    that no thread and no signal can divide, so all see the same decision. A step may also be skipped, see `skip`.
+    A step is decided once: by the first replica past the barrier, or by whichever call stops it before. Both are a single
+    operation, indivisible for threads and signals, so all see the same decision. A step may also be skipped, see `skip`.
 
     Args:
         devices: the devices, in order of replicas.
-        timeout_seconds: the longest time that a replica waits for the others.
+        timeout_seconds: the longest wait of a replica for the others.
 
     Attributes:
-        agree: asks the other workers, see `Team.vote`; from its call on nothing on this worker stops
-            the step. None for a process on its own.
-        hear: tells the other workers a text, and gives those of all, each with the name of its worker.
-        settle: called by each replica when the step takes place, before it goes on.
+        agree: votes with the other workers, see `Team.vote`; from its call on nothing on this worker stops the step. None
+            for a process that trains alone.
+        hear: exchanges texts with the other workers; returns those of all, each with the name of its worker.
+        settle: called by each replica of a committed step, before it goes on.
     """
 
     def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
@@ -52,7 +52,7 @@ class CommitPoint:
         self.agree: Callable[[Vote], tuple[bool, torch.Tensor | None]] | None = None
         self.hear: Callable[[str], Sequence[tuple[str, str]]] | None = None
         self.settle: Callable[[], None] = _nothing
-        self._told: torch.Tensor | None = None  # the numbers with which all workers go on
+        self._agreed_numbers: torch.Tensor | None = None  # the numbers with which all workers go on
         self._agreeing = threading.Lock()
         self._rendezvous = self._make_rendezvous()
 
@@ -61,31 +61,31 @@ class CommitPoint:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the present step, or otherwise the last one, takes place: nothing stops it any more."""
+        """Whether the present step, or otherwise the last, is committed: nothing stops it any more."""
         return self._decision.get("step") is TAKES_PLACE
 
     @property
     def is_skipped(self) -> bool:
-        """Whether all replicas leave the updates of the step out, and return its loss."""
+        """Whether all replicas skip the step's updates, and return its loss."""
         return self._decision.get("step") is SKIPPED
 
     @property
     def is_decided(self) -> bool:
-        """Whether the step takes place or is skipped: nothing stops it any more."""
+        """Whether the step is committed or skipped."""
         return self._decision.get("step") in (TAKES_PLACE, SKIPPED)
 
     @property
     def is_binding(self) -> bool:
-        """Whether the step is decided, or other workers may have decided it, who were told that this one can do it."""
+        """Whether the step is decided, here or possibly by other workers that have this worker's vote."""
         return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _AGREEING)
 
     def begin(self) -> None:
-        """Begins a step, which is not decided yet."""
-        self._decision, self._told = {}, None
+        """Begins an undecided step."""
+        self._decision, self._agreed_numbers = {}, None
         self._numbers = [_Numbers()] * len(self._devices)
 
     def begin_afresh(self) -> None:
-        """Forgets who has come, after a step that was stopped."""
+        """Clears the arrivals of a stopped step."""
         self._rendezvous = self._make_rendezvous()
 
     def stop(self) -> bool:
@@ -97,16 +97,16 @@ class CommitPoint:
         self._decision = {"step": _STOPPED}
 
     def commit(self) -> None:
-        """Decides that the step takes place; raises `Aborted` if it is stopped."""
+        """Commits the step; raises `Aborted` if it is stopped."""
         if not self._is_suspended:
             self._decide(TAKES_PLACE)
 
     def skip(self) -> None:
-        """Decides that the step is skipped; raises `Aborted` if it is stopped."""
+        """Skips the step; raises `Aborted` if it is stopped."""
         self._decide(SKIPPED)
 
     def _decide(self, decision: str, numbers: torch.Tensor | None = None) -> None:
-        """Decides on a step that replicas of this worker can make; of several workers, all decide alike."""
+        """Decides a step that this worker's replicas can make; all workers decide alike."""
         if self.agree is None:
             if self._decision.setdefault("step", decision) is not decision:
                 raise Aborted
@@ -114,7 +114,7 @@ class CommitPoint:
         with self._agreeing:  # one replica asks, and the others wait for the answer
             if self._decision.setdefault("step", _AGREEING) is _AGREEING:
                 try:
-                    takes_place, self._told = self.agree(self._vote(decision, numbers))
+                    takes_place, self._agreed_numbers = self.agree(self._vote(decision, numbers))
                     if not takes_place:
                         self._refuse()
                     self._decision["step"] = TAKES_PLACE if takes_place else SKIPPED
@@ -128,21 +128,21 @@ class CommitPoint:
         return Vote(decision is TAKES_PLACE, numbers=numbers)
 
     def _refuse(self) -> None:
-        """Called when some worker finds that the step cannot take place; raises an error, or lets all skip it."""
+        """Called when some worker cannot commit; raises an error, or lets all skip the step."""
 
     def abort(self) -> None:
         """Wakes every replica that waits here; they raise `Aborted`."""
         self._rendezvous.abort()
 
     def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
-        """Tells that a replica has done all that can fail, and leaves its numbers for all; never blocks."""
+        """Records that a replica is past all that can fail, with its numbers for all; never blocks."""
         if numbers:
             self._numbers[replica] = _Numbers(numbers, record_event(self._devices[replica].torch_device))
         self._rendezvous.announce(replica)
 
     def leave(self, replica: int) -> torch.Tensor | None:
-        """Returns when all replicas have arrived and the step takes place: a row with all replicas' numbers for each of this one,
-        or as workers tell them, see `mirrorc.runtime.workers.protocol.vote.Columns`.
+        """Waits for all replicas and the commit; returns their numbers, [numbers of each, replicas], or those of the
+        workers' `mirrorc.runtime.workers.protocol.vote.Columns`.
 
         Raises:
             Aborted: the step is stopped.
@@ -152,27 +152,27 @@ class CommitPoint:
         met = self._met(replica)
         if not self._is_suspended:
             self._decide(TAKES_PLACE, met)
-        return self._told_to_all(met)
+        return self._numbers_for_all(met)
 
-    def _told_to_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
-        """The numbers that all workers go on with, of the same bits; those of its own replicas in a process on its own."""
+    def _numbers_for_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
+        """Numbers of all workers, bitwise the same on each."""
         self.settle()
-        return met if self._told is None or met is None else self._told.to(met)
+        return met if self._agreed_numbers is None or met is None else self._agreed_numbers.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:
-        """The numbers that all replicas have left, [numbers of each, replicas], on one replica's device."""
+        """The numbers of all replicas, [numbers of each, replicas], on a replica's device."""
         if not self._numbers[replica].values:
             return None
-        own = self._devices[replica].torch_device
+        device = self._devices[replica].torch_device
         rows = []
         for left in self._numbers:
-            wait_event(left.event, own)
-            rows.append(torch.stack(left.values).to(own, non_blocking=True))
+            wait_event(left.event, device)
+            rows.append(torch.stack(left.values).to(device, non_blocking=True))
         return torch.stack(rows, dim=1)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within it, replicas pass without a decision, because calls are only recorded."""
+        """Context in which replicas pass without a decision, because calls are only recorded."""
         self._is_suspended = True
         try:
             yield

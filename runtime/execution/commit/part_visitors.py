@@ -1,7 +1,7 @@
-"""What is done with a share of a sum while its parts are made: they are measured, or bounded, before they leave the cache.
+"""Visits of a share's parts as they are made, to measure or bound them while they are in cache.
 
-A pass over a share that lies in memory takes longer than to make the share of factors. So a wait does part by part what nodes
-after it are to do with the share as a whole; these nodes find it done.
+A pass over a share in memory takes longer than making the share of factors. So a wait does, part by part, the work that
+later nodes do on the whole share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SMALL_ELEMENTS = 2**14
 
 
 class Visitor(ABC):
-    """Does to a share, part by part, what a node does to all of it.
+    """Does a node's work on a share, part by part.
 
     Attributes:
         writes: whether it changes parts.
@@ -42,43 +42,37 @@ class Visitor(ABC):
 
 
 class Looker(Visitor):
-    """Looks at parts, and changes none.
+    """Reads parts without changing them.
 
     Attributes:
-        found: what was seen in the large parts.
+        results: results of the large parts.
     """
 
     def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
+        self.results: list[torch.Tensor] = []
         self._small: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        self.found, self._small = [], []
+        self.results, self._small = [], []
 
     def visit(self, part: torch.Tensor) -> None:
         if part.numel() <= _SMALL_ELEMENTS and not part.is_complex():
             self._small.append(part)
         else:
-            self.found.append(self.look_at(part))
+            self.results.append(self.look_at(part))
 
     @abstractmethod
     def look_at(self, part: torch.Tensor) -> torch.Tensor:
-        """What is seen in a part, 0-d."""
+        """The result of a part, 0-d."""
 
     def take_small(self) -> list[torch.Tensor]:
-        """The small parts, which are dropped here: the caller is to look at them together with those of others, because to call
-        an operator for each costs more than to fetch them again."""
+        """Hands over the small parts, for a single operator call over those of several visitors."""
         small, self._small = self._small, []
         return small
 
 
 class NormVisitor(Looker):
-    """Measures each part.
-
-    Args:
-        norm_type: of the norm.
-        dtype: of the norm.
-    """
+    """Computes the norm of each part."""
 
     def __init__(self, norm_type: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -89,37 +83,37 @@ class NormVisitor(Looker):
 
 
 def norms_of_all(visitors: Sequence[NormVisitor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The norms of what visitors have visited, which are of this type and dtype."""
+    """Norms of the visited parts of visitors of this type and dtype."""
     small = [part for visitor in visitors for part in visitor.take_small()]
-    return [one for visitor in visitors for one in visitor.found] + norms_of_each(small, norm_type, dtype)
+    return [norm for visitor in visitors for norm in visitor.results] + norms_of_each(small, norm_type, dtype)
 
 
 def norm_of(value: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """The norm of all elements, which may be complex."""
+    """The norm of all elements, possibly complex."""
     return torch.linalg.vector_norm(value.abs() if value.is_complex() else value, norm_type, dtype=dtype)
 
 
 class SumVisitor(Looker):
-    """Adds up each part, which shows whether all is finite."""
+    """Adds up each part; a finite sum proves all elements finite."""
 
     def look_at(self, part: torch.Tensor) -> torch.Tensor:
         return sum_of(part)
 
 
 def sum_of(value: torch.Tensor) -> torch.Tensor:
-    """The sum of all elements, on the value's device; in more bits if those of the value would soon overflow."""
+    """The sum of all elements, on the value's device, in a wider dtype if the value's would soon overflow."""
     return value.sum(dtype=_dtype_of_sum(value.dtype))
 
 
 def sums_of_all(visitors: Sequence[SumVisitor]) -> list[torch.Tensor]:
-    """Sums of what visitors have visited; of small parts, those of the sizes of elements."""
+    """Sums of the visited parts; of small parts, sums of absolute values."""
     small: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for part in (part for visitor in visitors for part in visitor.take_small()):
         small[part.dtype].append(part)
-    found = [one for visitor in visitors for one in visitor.found]
+    totals = [total for visitor in visitors for total in visitor.results]
     for dtype, parts in small.items():
-        found += norms_of_each(parts, 1.0, _dtype_of_sum(dtype))
-    return found
+        totals += norms_of_each(parts, 1.0, _dtype_of_sum(dtype))
+    return totals
 
 
 def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype | None:
@@ -127,11 +121,7 @@ def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype | None:
 
 
 class BoundVisitor(Visitor):
-    """Bounds the elements of each part, where they lie.
-
-    Args:
-        max_value: the largest absolute value.
-    """
+    """Clamps the elements of each part, in place."""
 
     writes = True
 
@@ -143,20 +133,20 @@ class BoundVisitor(Visitor):
 
 
 def visitors_of(wait: fx.Node) -> dict[fx.Node, Visitor]:
-    """The visitors for nodes that are to do something with a share: to look at it or, if one alone takes it, to write it."""
-    found: dict[fx.Node, Visitor] = {}
+    """Visitors for the nodes that read a share or, if a single node takes it, write it."""
+    visitors: dict[fx.Node, Visitor] = {}
     for user in wait.users:
         if user.target is ops.norm:
-            found[user] = NormVisitor(float(user.kwargs["norm_type"]), value_type(user.meta["val"])[3])  # type: ignore[arg-type]
+            visitors[user] = NormVisitor(float(user.kwargs["norm_type"]), value_type(user.meta["val"])[3])  # type: ignore[arg-type]
         elif user.target is ops.is_finite:
-            found[user] = SumVisitor()
+            visitors[user] = SumVisitor()
         elif user.target is ops.clip_value and len(wait.users) == 1:
-            found[user] = BoundVisitor(float(user.kwargs["max_value"]))  # type: ignore[arg-type]
-    return found
+            visitors[user] = BoundVisitor(float(user.kwargs["max_value"]))  # type: ignore[arg-type]
+    return visitors
 
 
 def visit_of_all(visitors: Sequence[Visitor]) -> Visit:
-    """The function that has each visitor visit a part, in their order."""
+    """A function in which each visitor visits a part, in order."""
 
     def visit(part: torch.Tensor) -> None:
         for visitor in visitors:
@@ -172,7 +162,7 @@ def visiting(
     visitors: Sequence[Visitor],
     deferred: DeferredTables | None = None,
 ) -> Callable[..., torch.Tensor]:
-    """Waits for a share and lets visitors visit its parts, in their order, except for the tables that it defers."""
+    """Waits for a share; visitors visit its parts, in order, except for the deferred tables."""
     visit = visit_of_all(visitors) if deferred is None else deferred.visit
 
     def wait(pending: Any, **_: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Knows which buckets a step has updated, where sums or new parameters come after its commit and a lost connection may end it."""
+"""Progress of a step's updates, for failures after its commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.messages.wording import numbered
 
 
 class UpdateProgress:
-    """Notes the updates of the step that runs, and the ends of what other workers have updated; devices do so from their threads.
+    """Records the step's updates, here and on other workers, from the threads of devices.
 
     Args:
         program: a LOWERED program that commits early, or gathers new parameters.
@@ -28,17 +28,17 @@ class UpdateProgress:
         self.begin()
 
     def begin(self) -> None:
-        """Begins a step, which has updated nothing."""
+        """Begins a step without updates."""
         self._begun: list[int] = []  # appending is one operation, whatever the thread
         self._done: list[int] = []
 
     @property
     def has_begun(self) -> bool:
-        """Whether an update of the step has begun, so that a bucket may be another one than before it."""
+        """Whether an update of the step has begun, so that a bucket may have changed."""
         return bool(self._begun)
 
     def noting(self, node: fx.Node, update: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of an update that notes when it begins and when it is done."""
+        """Wraps an update so that its begin and end are recorded."""
         buckets = _buckets_of(node)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -49,8 +49,8 @@ class UpdateProgress:
 
         return run
 
-    def told(self) -> str:
-        """Which buckets the step has updated, in a clause: "buckets 0 and 1 of 4 were updated, bucket 2 in part"."""
+    def clause(self) -> str:
+        """The updated buckets, as a clause: "buckets 0 and 1 of 4 were updated, bucket 2 in part"."""
         done = Counter(self._done)
         whole = sorted(bucket for bucket, number in self._wanted.items() if done[bucket] == number)
         in_part = sorted(set(self._begun) - set(whole))
@@ -62,20 +62,20 @@ class UpdateProgress:
         more = f", {numbered('bucket', in_part)} in part" if in_part else ""
         return f"{numbered('bucket', whole)} {number} {verb} updated{more}"
 
-    def told_if_begun(self) -> str:
-        """As `told`; empty if no update has begun."""
-        return self.told() if self.has_begun else ""
+    def clause_if_begun(self) -> str:
+        """As `clause`; empty if no update has begun."""
+        return self.clause() if self.has_begun else ""
 
 
 def progress_of(program: Program) -> UpdateProgress | None:
-    """What notes the updates of a lowered program, if it commits early, or gathers what other workers have updated."""
+    """The recorder of a lowered program that commits early, or gathers parameters from other workers; else None."""
     nodes = [node for graph in program.graphs() for node in calls_to(graph, ops.commit, ops.gather_parameters)]
     is_due = any(node.target is ops.gather_parameters or is_early(node) for node in nodes)
     return UpdateProgress(program) if is_due else None
 
 
 def is_noted(node: fx.Node) -> bool:
-    """Whether a node writes parameters: an update, or the wait for what other workers have updated."""
+    """Whether a node writes parameters: an update, or the wait for parameters of other workers."""
     return node.target in ops.UPDATES or (
         node.target is ops.wait and any(source.target is ops.gather_parameters for source in node.all_input_nodes)
     )
@@ -86,6 +86,5 @@ def _updates(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _buckets_of(node: fx.Node) -> tuple[int, ...]:
-    """The buckets whose parameters a node writes."""
     several: Any = node.kwargs.get("buckets")
     return tuple(several) if several is not None else (bucket_of(node),)

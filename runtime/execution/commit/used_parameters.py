@@ -1,4 +1,4 @@
-"""Which parameters all replicas of a step leave out, because none of them has used them."""
+"""Parameters that no replica of a step has used, whose updates are left out."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ from mirrorc.runtime.state.evaluation_state import EvaluationState
 
 
 class UsedVariables:
-    """Finds out at a step's commit which parameters are used in it; updates leave out the others.
+    """Determines at a step's commit the used parameters; updates leave out the others.
 
-    Until then, backwards note what they have used. A gradient that an earlier call has accumulated counts, too. Of a bucket of
-    which workers send a part, all counts as used, since what is sent may be of an earlier step.
-
-    Args:
-        program: a LOWERED program.
-        state: has the user's parameters.
+    Until then, backwards record their use. An accumulated gradient counts as use. All parameters of a bucket with partial
+    exchange count as used, since the sent elements may be of an earlier step.
     """
 
     def __init__(self, program: Program, state: ProgramState) -> None:
@@ -35,45 +31,45 @@ class UsedVariables:
         buckets = [b for b in program.buckets if b.rule.may_be_unused and b.index not in in_part]
         self._places = [(b.index, i, slot.variable) for b in buckets for i, slot in enumerate(b.slots)]
         self._begun: UsedParameters | None = None  # of the step that has begun last, until it commits
-        self._told: torch.Tensor | None = None  # what all workers have said of it
+        self._num_users: torch.Tensor | None = None  # what all workers have said of it
         self._unused: dict[int, Set[int]] = {}  # of the step that has committed last
         self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Called before each step."""
         begun = self._steps.begin()
-        self._begun, self._told = begun if self._places else None, None
+        self._begun, self._num_users = begun if self._places else None, None
 
     def tell(self) -> torch.Tensor | None:
-        """Which of the parameters this process has used, [number] float64, ones and zeros; None if none can be unused.
+        """The parameters used by this process, [number] float64, ones and zeros; None if none can be unused.
 
         Called when all replicas of this process have come to the commit.
         """
         used = self._begun
         if used is None:
             return None
-        tensors, kept = self._state.store.tensors, self._kept
-        found = [name in kept or tensors[name] in used for _, _, name in self._places]
-        return torch.tensor(found, dtype=torch.float64)
+        tensors, accumulated = self._state.store.tensors, self._accumulated
+        is_used = [name in accumulated or tensors[name] in used for _, _, name in self._places]
+        return torch.tensor(is_used, dtype=torch.float64)
 
     @property
-    def _kept(self) -> Set[str]:
-        """The parameters of which gradients are kept that earlier calls have accumulated."""
+    def _accumulated(self) -> Set[str]:
+        """Parameters with gradients accumulated by earlier calls."""
         return self._state.accumulated.used if not isinstance(self._state, EvaluationState) else frozenset()
 
-    def hear(self, told: torch.Tensor | None) -> None:
-        """Takes the sum of what all workers have told."""
-        self._told = told
+    def hear(self, num_users: torch.Tensor | None) -> None:
+        """Takes the sum over all workers."""
+        self._num_users = num_users
 
     def settle(self) -> None:
         """Called by each replica when the step is decided, before it updates."""
         with self._lock:
-            told = self.tell() if self._told is None else self._told
-            if told is None:
+            num_users = self.tell() if self._num_users is None else self._num_users
+            if num_users is None:
                 return
-            self._begun = self._told = None
+            self._begun = self._num_users = None
             self._unused = {}
-            for (bucket, place, _), count in zip(self._places, told.tolist(), strict=True):
+            for (bucket, place, _), count in zip(self._places, num_users.tolist(), strict=True):
                 if not count:
                     self._unused[bucket] = self._unused.get(bucket, frozenset()) | {place}
             if self._program.accumulates and not isinstance(self._state, EvaluationState):
@@ -81,5 +77,5 @@ class UsedVariables:
                 self._state.accumulated.note_unused(left_out)
 
     def unused(self, bucket: int) -> Set[int]:
-        """The slots of a bucket, by their places, whose parameters the step that has committed last leaves out."""
+        """The slots of a bucket, by their places, that the last committed step leaves out."""
         return self._unused.get(bucket, frozenset())

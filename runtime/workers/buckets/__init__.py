@@ -1,1 +1,1 @@
-"""What is sent of buckets: sums, parts, factors, compressed payloads."""
+"""Exchange of buckets: sums, shards, factors, compressed payloads."""

@@ -1,4 +1,4 @@
-"""Exchanges of buckets, or of their factors, with the other workers: the devices of this one launch them together, and wait."""
+"""Exchanges of buckets, or of their factors, between workers; the devices of a worker launch each together."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class Exchanges(Communicator):
-    """Exchanges the buckets of one program over gloo.
+    """Exchanges the buckets of a program over gloo.
 
-    Devices add up their gradients first, each its share, in the memory of the worker's first replica. When all of them have
-    launched an exchange, the whole bucket lies there, and whoever launched last sends it. Every device launches in the order of
-    the bucket plan, so buckets are sent in this order, too, as on all other workers.
+    Devices first add up their gradients, each its share, in the memory of the worker's first replica. The last device to
+    launch then sends the whole bucket. All devices launch in the order of the bucket plan, so all workers send in this
+    order.
 
-    Of a bucket that is sent as factors, nothing is added up first: whoever launches last puts the factors of all devices into one
-    message. When all workers' messages are there, each device makes what it updates from the factors of all replicas.
+    A bucket of factors is not added up first: the last device to launch packs the factors of all devices into a message.
+    When the messages of all workers have come, each device makes its share from the factors of all replicas.
 
     Args:
-        devices: of this worker.
-        buckets: the indices of those that are exchanged; the numbers of their packs, if buckets are cut.
+        devices: devices of this worker.
+        buckets: indices of the exchanged buckets, or numbers of their packs, if buckets are cut.
         launch: launches a collective between the workers, as `mirrorc.runtime.workers.transport.lane.Lane.launch` does.
         timeout_seconds: the longest time of every wait.
-        messages: those of buckets that are sent as factors, by index.
-        made: the elements of each of these buckets that each device makes.
+        messages: layouts of the factor messages, by bucket.
+        made: for each of these buckets, the elements made by each device.
         rows_of: gives the numbers of rows in a step.
-        rank: of this worker.
-        sharded: moves the buckets of which each worker updates a part.
+        rank: rank of this worker.
+        sharded: moves the buckets whose updates are sharded over workers.
     """
 
     link = "gloo"
@@ -68,18 +68,17 @@ class Exchanges(Communicator):
         self.release()
 
     def say_packs(self, bucket_of_pack: Mapping[int, int]) -> None:
-        """Has messages name packs, each with its bucket, in place of buckets."""
+        """Makes error messages name packs, each with its bucket."""
         self.unit = self._joint.unit = "pack"
         self._in_words = {pack: f"{pack} of bucket {bucket_of_pack[pack]}" for pack in self._in_words}
 
     def begin_afresh(self) -> None:
-        """Forgets what was launched, after a step that has failed."""
+        """Clears the launches of a failed step."""
         self._joint.begin_afresh()
         self._sharded.begin_afresh()
         self.release()
 
     def release(self) -> None:
-        """See `Communicator`."""
         self._offered: dict[int, list[FactoredBucket | None]] = {
             bucket: [None] * len(self.devices) for bucket in self._messages
         }
@@ -89,21 +88,18 @@ class Exchanges(Communicator):
         self._sharded.release()
 
     def memory_to_send(self, bucket: int, num_elements: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `Communicator`."""
         with self._joint.lock:
             if bucket not in self._to_send:
                 self._to_send[bucket] = like.new_empty(num_elements, dtype=dtype)
             return self._to_send[bucket]
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor | None) -> None:
-        """See `Communicator`."""
         with self._joint.lock:
             if self._joint.is_last(bucket):
                 sent = self._to_send.pop(bucket) if whole is None else whole
                 self._joint.send(bucket, (lambda group: group.all_reduce(sent)) if sent.numel() else None)
 
     def launch_part(self, bucket: int, replica: int, make: Callable[[], SentPart]) -> None:
-        """See `Communicator`."""
         with self._joint.lock:
             if self._joint.is_last(bucket):
                 part = self._parts[bucket] = make()
@@ -114,23 +110,24 @@ class Exchanges(Communicator):
         self._joint.wait(bucket, replica, self._in_words[bucket])
         return self._parts[bucket]
 
-    def launch_gather(self, bucket: int, replica: int, own: FactoredBucket) -> None:
-        """See `Communicator`."""
+    def launch_gather(self, bucket: int, replica: int, factored_bucket: FactoredBucket) -> None:
         with self._joint.lock:
             offered = self._offered[bucket]
-            offered[replica] = own
+            offered[replica] = factored_bucket
             if not self._joint.is_last(bucket):
                 return
-            factors = [[list(gradient) for gradient in one.factors] for one in offered if one is not None]
+            factors = [[list(gradient) for gradient in offer.factors] for offer in offered if offer is not None]
             gathering = Gathering(self._messages[bucket], self._rows_of(bucket), self._rank, factors)
             first = offered[0]
             assert first is not None, "all have launched"
             # what was made of factors lies in the first replica's bucket; the factors themselves have been copied
-            self._offered[bucket] = [FactoredBucket(first.tensor, (), one.pieces) for one in offered if one is not None]
+            self._offered[bucket] = [
+                FactoredBucket(first.tensor, (), offer.pieces) for offer in offered if offer is not None
+            ]
             self._gatherings[bucket] = gathering
             into = gathering.gathered
             self._joint.send(
-                bucket, (lambda group: group.all_gather(gathering.own, into.unbind())) if into.numel() else None
+                bucket, (lambda group: group.all_gather(gathering.message, into.unbind())) if into.numel() else None
             )
 
     def wait_factors(self, bucket: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
@@ -148,19 +145,18 @@ class Exchanges(Communicator):
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
         """As in the base class; raises as `wait_exchange`."""
         self._joint.wait(bucket, replica, self._in_words[bucket])
-        own = self._offered[bucket][replica]
-        assert own is not None, "it was launched"
-        everyone = [FactoredBucket(own.tensor, factors, ()) for factors in self._gatherings[bucket].replicas]
-        return UnmadeShare(everyone, own.pieces, *self._made[bucket][replica])
+        offered = self._offered[bucket][replica]
+        assert offered is not None, "it was launched"
+        everyone = [FactoredBucket(offered.tensor, factors, ()) for factors in self._gatherings[bucket].replicas]
+        return UnmadeShare(everyone, offered.pieces, *self._made[bucket][replica])
 
     def _make(self, bucket: int, replica: int, visit: Visit | None = None) -> torch.Tensor:
         share = self.wait_unmade(bucket, replica, None)
-        if any(one.factors for one in share.buckets):
+        if any(part.factors for part in share.buckets):
             make_pieces(share.pieces, share.buckets, visit)
         return share.buckets[0].tensor[share.start : share.stop]
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """See `Communicator`."""
         self._sharded.launch_sums(bucket, whole)
 
     def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
@@ -168,7 +164,6 @@ class Exchanges(Communicator):
         return self._sharded.wait_sums(bucket, replica, whole, *elements)
 
     def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """See `Communicator`."""
         self._sharded.launch_parameters(bucket, whole)
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
@@ -192,19 +187,17 @@ class Exchanges(Communicator):
 
 
 class ExchangesOfGpus(Exchanges):
-    """As `Exchanges`, over NCCL, for workers with a GPU each. The host waits for each sum, so that a step fails and commits as on
-    CPUs.
+    """As `Exchanges`, over NCCL, for workers with a GPU each. The host waits for each sum, so that a step fails and commits
+    as on CPUs.
 
     Attributes:
-        end_collectives: ends what runs between the workers. Else a GPU would wait for a worker that does not come, and whoever
-            cleans up after the step for this GPU.
+        end_collectives: ends running collectives. Otherwise a GPU would wait forever for a lost worker.
     """
 
     link = "nccl-workers"
     end_collectives: Callable[[], object]
 
     def abort(self) -> None:
-        """See `Communicator`."""
         super().abort()
         if self._joint.under_way:  # otherwise nothing waits, and the connections can be used again
             self.end_collectives()
@@ -214,10 +207,10 @@ _KINDS: Mapping[str, type[Exchanges]] = {kind.link: kind for kind in (Exchanges,
 
 
 def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]:
-    """What exchanges the buckets of a lowered program, by the name of the link; empty if it exchanges none, or is not to be run.
+    """The bucket exchanges of a lowered program, by name of the link; empty if it has none, or is not to be run.
 
     Raises:
-        ExecutionError: the link has no such runtime, or does not leave sums where they can be sent from.
+        ExecutionError: the link has no such runtime, or does not leave sums in memory that can be sent.
     """
     graph = next(iter(program.device_graphs.values())).graph
     launches = list(calls_to(graph, *ops.BETWEEN_WORKERS))
@@ -245,8 +238,8 @@ def exchanges_of(program: Program, team: Team | None) -> dict[str, Communicator]
 
     def rows_of(bucket: int) -> Sequence[NumRows]:
         place = gathered.index(bucket)
-        said = zip(team.row_counts, program.workers.devices_per_worker, strict=True)
-        return [split_counts(counts, sizes, num_devices)[place] for counts, num_devices in said]
+        row_counts = zip(team.row_counts, program.workers.devices_per_worker, strict=True)
+        return [split_counts(counts, sizes, num_devices)[place] for counts, num_devices in row_counts]
 
     launch, seconds = team.launch_bucket, team.timeout_seconds
     rank, num_workers = team.cluster.rank, team.cluster.num_workers

@@ -1,4 +1,4 @@
-"""Messages of factors: what a worker sends of a bucket whose gradients are left as factors, and what it reads in the others'."""
+"""Messages between workers for buckets whose gradients are left as factors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ReplicaFactors = list[list[Factors]]
 
 @dataclass(frozen=True)
 class FactorMessage:
-    """The message of a bucket: the rows of all factors of a worker's replicas, one after the other.
+    """Layout of a bucket's message: the rows of all factors of a worker's replicas, concatenated.
 
     Attributes:
-        gradients: the bucket's, in order of their slots.
+        gradients: the bucket's gradients, in order of their slots.
     """
 
     gradients: Sequence[SentFactors]
@@ -39,20 +39,20 @@ class FactorMessage:
     def views(self, message: torch.Tensor, num_rows: NumRows) -> list[list[list[list[torch.Tensor]]]]:
         """The rows in a message, [bytes] uint8: by replica, gradient, part and factor."""
         num_replicas = len(num_rows[0])
-        found: list[list[list[list[torch.Tensor]]]] = [
-            [[[] for _ in own[replica]] for own in num_rows] for replica in range(num_replicas)
+        views: list[list[list[list[torch.Tensor]]]] = [
+            [[[] for _ in worker_rows[replica]] for worker_rows in num_rows] for replica in range(num_replicas)
         ]
         start = 0
         for (place, replica, part), factor, number, kind in self._pieces(num_rows):
             stop = start + number * kind.num_bytes
             rows = message[start:stop].view(kind.dtype).view(number, *kind.shape)
-            found[replica][place][part].append(rows)
-            assert len(found[replica][place][part]) == factor + 1, "factors come in their order"
+            views[replica][place][part].append(rows)
+            assert len(views[replica][place][part]) == factor + 1, "factors come in their order"
             start += _aligned(stop - start)
-        return found
+        return views
 
     def _pieces(self, num_rows: NumRows) -> Iterator[tuple[tuple[int, int, int], int, int, RowType]]:
-        """The place of each piece of a message (gradient, replica, part), its factor, its number of rows and their type."""
+        """Yields the place of each piece (gradient, replica, part), its factor, its number of rows and their type."""
         for replica in range(len(num_rows[0])):
             for place, gradient in enumerate(self.gradients):
                 for part, number in enumerate(num_rows[place][replica]):
@@ -60,58 +60,52 @@ class FactorMessage:
                         yield (place, replica, part), factor, number, kind
 
     def write(self, message: torch.Tensor, num_rows: NumRows, replicas: Sequence[ReplicaFactors]) -> None:
-        """Writes what a worker sends.
-
-        Args:
-            message: its memory, [bytes] uint8.
-            num_rows: of this worker.
-            replicas: the factors of each of its replicas.
-        """
-        for own, places in zip(replicas, self.views(message, num_rows), strict=True):
-            for gradient, parts, into in zip(self.gradients, own, places, strict=True) if own else ():
+        """Writes a worker's message, [bytes] uint8, from the factors of each of its replicas."""
+        for shard, places in zip(replicas, self.views(message, num_rows), strict=True):
+            for gradient, parts, into in zip(self.gradients, shard, places, strict=True) if shard else ():
                 for factors, rows in zip(parts, into, strict=True):
-                    given = form_named(gradient.operation).to_rows(factors)
-                    assert given is not None, "the form is sent"
-                    for to, source in zip(rows, given, strict=True):
+                    matrices = form_named(gradient.operation).to_rows(factors)
+                    assert matrices is not None, "the form is sent"
+                    for to, source in zip(rows, matrices, strict=True):
                         to.copy_(source)
 
     def read(self, message: torch.Tensor, num_rows: NumRows) -> list[ReplicaFactors]:
-        """The factors of each replica of a worker, which are views of its message."""
+        """The factors of each replica of a worker, as views of its message."""
         return [
             [
                 [form_named(gradient.operation).from_rows(rows) for rows in parts]
-                for gradient, parts in zip(self.gradients, own, strict=True)
+                for gradient, parts in zip(self.gradients, replica_views, strict=True)
             ]
-            if any(own)
+            if any(replica_views)
             else []
-            for own in self.views(message, num_rows)
+            for replica_views in self.views(message, num_rows)
         ]
 
 
 class Gathering:
-    """One gathering of a bucket's factors.
+    """All-gather of a bucket's factors.
 
     Args:
-        message: how they lie.
-        num_rows: of each worker, by rank.
-        rank: of this worker.
+        message: layout of the messages.
+        num_rows: numbers of rows of each worker, by rank.
+        rank: rank of this worker.
         replicas: the factors of each of its replicas.
     """
 
     def __init__(
         self, message: FactorMessage, num_rows: Sequence[NumRows], rank: int, replicas: Sequence[ReplicaFactors]
     ) -> None:
-        self._message, self._num_rows = message, num_rows
+        self._layout, self._num_rows = message, num_rows
         length = max(map(message.num_bytes, num_rows))
         self.gathered = torch.empty(len(num_rows), length, dtype=torch.uint8)
-        self.own = torch.empty(length, dtype=torch.uint8)
-        message.write(self.own, num_rows[rank], replicas)
+        self.message = torch.empty(length, dtype=torch.uint8)
+        message.write(self.message, num_rows[rank], replicas)
 
     @functools.cached_property
     def replicas(self) -> list[ReplicaFactors]:
-        """The factors of the replicas of all workers, in the order of ranks, once they have come."""
+        """The factors of the replicas of all workers, in order of ranks, after the all-gather."""
         each = zip(self.gathered.unbind(), self._num_rows, strict=True)
-        return [replica for message, num_rows in each for replica in self._message.read(message, num_rows)]
+        return [replica for message, num_rows in each for replica in self._layout.read(message, num_rows)]
 
 
 RowsOf = Callable[[int], Sequence[NumRows]]

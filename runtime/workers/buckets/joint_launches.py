@@ -1,4 +1,4 @@
-"""Collectives between workers that the devices of this one launch together, and wait for."""
+"""Collectives between workers that the devices of a worker launch together."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _SLACK_SECONDS = 2.0  # what a lane waits for ends by itself; its text says more
 
 
 class JointLaunches:
-    """Tells which device launches last, and that device launches for all; then each waits until the collective is done.
+    """Lets the last device launch a collective for all; then each waits until it is done.
 
     Args:
-        num_devices: of this worker.
-        tags: what the collectives are told by; each is launched once in a step.
+        num_devices: devices of this worker.
+        tags: keys of the collectives; each is launched once in a step.
         launch: launches them.
         timeout_seconds: the longest time of every wait.
 
     Attributes:
-        unit: what messages call what is launched: a bucket, or a pack.
-        lock: is held from the question who launches last until that is launched.
-        under_way: the tags of collectives that are launched and not done.
+        unit: name of the launched thing in messages: a bucket, or a pack.
+        lock: is held from the question which device is last until its launch.
+        under_way: the tags of collectives in flight.
     """
 
     def __init__(self, num_devices: int, tags: Iterable[Hashable], launch: Launch, timeout_seconds: float) -> None:
@@ -38,7 +38,7 @@ class JointLaunches:
         self.begin_afresh()
 
     def begin_afresh(self) -> None:
-        """Forgets what was launched, after a step that has failed."""
+        """Clears the launches of a failed step."""
         self.under_way: set[Hashable] = set()
         self._missing = dict.fromkeys(self._tags, self._num_devices)  # the devices that have not launched yet
         self._inboxes: dict[Hashable, list[queue.SimpleQueue[Exception | None]]] = {
@@ -46,7 +46,7 @@ class JointLaunches:
         }
 
     def is_last(self, tag: Hashable) -> bool:
-        """Notes that a device has launched; returns whether all have."""
+        """Counts a device's launch; returns whether all have launched."""
         self._missing[tag] -= 1
         if self._missing[tag]:
             return False
@@ -54,7 +54,7 @@ class JointLaunches:
         return True
 
     def send(self, tag: Hashable, collective: Callable[[GlooGroup], object] | None) -> None:
-        """Launches a collective, if there is anything to send, and tells all devices when it is done."""
+        """Launches a collective, if there is anything to send; its end wakes all devices."""
         inboxes = self._inboxes[tag]
         self.under_way.add(tag)
 
@@ -70,7 +70,7 @@ class JointLaunches:
             done(None)
 
     def wait(self, tag: Hashable, replica: int, bucket: int | str) -> None:
-        """Waits on a device until the other workers' part of a bucket is there, or of what is named in place of one.
+        """Waits on a device until a collective is done.
 
         Raises:
             Aborted: another device, or another worker, has failed.

@@ -1,4 +1,4 @@
-"""Payloads of packs: what a worker sends of a pack in place of the whole, and the sum that all workers make of it."""
+"""Payloads of packs, sent in place of the whole, and the sum of all workers' payloads."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from mirrorc.torch_internals import GlooGroup
 
 
 class SentPart(Protocol):
-    """One pack of one step. It is made where all devices of the worker have written their shares of the pack."""
+    """Payload of a pack in a step, made once all devices of the worker have written their shares of the pack."""
 
     def launch(self, group: GlooGroup) -> Any:
-        """Launches what sends it; gives a work, see `mirrorc.runtime.workers.transport.lane.Lane.launch`."""
+        """Launches the exchange; returns a work, see `mirrorc.runtime.workers.transport.lane.Lane.launch`."""
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """When that is done: writes these elements of the sum over all workers into memory, 1-D.
+        """Afterwards: writes these elements of the sum over all workers into memory, 1-D.
 
-        If it ``keeps_rest``, the pack then has what the worker has not sent of these elements; each element is asked for so once.
+        If it ``keeps_rest``, the pack then holds the unsent rest of these elements; each element is taken once.
         """
 
 
 class SentPayload(SeveralRounds):
-    """A pack that a payload from outside of the package sends. It is a `SentPart`.
+    """A pack sent by a user's payload. It is a `SentPart`.
 
-    The lane's thread encodes, exchanges and decodes, so all workers launch the rounds of all packs in one order.
+    The lane's thread encodes, exchanges and decodes, so all workers launch the rounds of all packs in the same order.
 
     Args:
-        payload: sends it.
-        whole: the pack, 1-D, with what was not sent before.
+        payload: the user's payload.
+        whole: the pack, 1-D, with the rest of earlier steps.
         gradients_of: the gradients in such a tensor, by name.
-        state: of the last step, by name.
-        keep: is given the state of this step.
-        num_workers: that send.
+        state: state of the last step, by name.
+        keep: receives the state of this step.
+        num_workers: number of workers that send.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class SentPayload(SeveralRounds):
         self._error: Exception | None = None
 
     def launch(self, group: GlooGroup) -> Any:
-        """See `SentPart`; whoever waits for the work launches the rounds."""
+        """See `SentPart`; waiting for the work launches the rounds."""
         self._group = group
         return self
 
     def wait(self) -> None:
         """Runs the payload, in the lane's thread.
 
-        If it fails, other workers may wait for its next round, and must not take those of the next pack for it.
+        If it fails, other workers may wait for its next round, and must not mistake those of the next pack for it.
         """
         try:
             with torch.no_grad():

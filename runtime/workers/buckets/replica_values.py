@@ -1,4 +1,4 @@
-"""Puts together what the replicas of all workers have, where the model asks for it: first a worker's devices, then workers."""
+"""Collectives over the replicas of all workers within the model: first among a worker's devices, then between workers."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ _SENT_AS = {torch.int16: torch.int64}  # what gloo cannot add; the sum wraps aro
 
 
 class WorkerValues:
-    """The meetings of one program's forward and backward with the replicas of other workers.
+    """Meetings of a program's forward and backward with the replicas of other workers.
 
-    Each present replica leaves a copy of its value. The one that comes last adds them up, in the order of replicas, and launches
-    the sum over all workers, of which each then takes its own. What is gathered is a sum, too: each worker has its rows in their
-    place, and zeros elsewhere; as integers, so that no bit changes. A worker without examples has zeros alone.
+    Each present replica leaves a copy of its value. The last to come adds them up, in the order of replicas, and launches
+    the sum over all workers. A gather is a sum, too: each worker writes its rows in their place, and zeros elsewhere, as
+    integers, so that no bit changes. A worker without examples contributes zeros.
 
-    Every replica waits in a meeting until all have come there, so on all workers these sums are launched in the order of the
-    program, over a lane of their own.
+    Every replica waits in a meeting until all have come, so all workers launch these sums in the order of the program, over
+    a separate lane.
 
     Args:
-        program: a LOWERED program.
-        timeout_seconds: the longest time that a replica waits for the others.
+        timeout_seconds: the longest wait of a replica for the others.
         launch: launches a sum over the workers, as `mirrorc.runtime.workers.transport.lane.Lane.launch` does.
     """
 
     def __init__(self, program: Program, timeout_seconds: float, launch: Launch) -> None:
-        self._meetings = {one.number: one for one in worker_meetings(program)}
+        self._meetings = {meeting.number: meeting for meeting in worker_meetings(program)}
         self._present = tuple(program.present) or (0,)  # the first device attends for a worker without examples
         self._joint = JointLaunches(len(self._present), self._meetings, launch, timeout_seconds)
         self._joint.unit = "the model's"
         self.release()
 
     def begin_afresh(self) -> None:
-        """Forgets who has come, after a step that has failed."""
+        """Clears the arrivals of a failed step."""
         self._joint.begin_afresh()
         self.release()
 
@@ -51,13 +50,13 @@ class WorkerValues:
         self._joint.abort()
 
     def release(self) -> None:
-        """Drops the values of a step that all replicas have finished."""
+        """Drops the values of a finished step."""
         self._left: dict[int, dict[int, torch.Tensor]] = {number: {} for number in self._meetings}
         self._sums: dict[int, torch.Tensor] = {}
         self._rows: dict[int, dict[int, int]] = {number: {} for number in self._meetings}
 
     def arrive(self, node: fx.Node, replica: int, value: torch.Tensor | None = None) -> None:
-        """Leaves a copy of a replica's value, whose memory its next region may write; never blocks. Who attends leaves none."""
+        """Leaves a copy of a replica's value, since its next region may write that memory; never blocks."""
         number = _number(node)
         copy = value.clone(memory_format=torch.contiguous_format) if value is not None else None
         with self._joint.lock:
@@ -69,7 +68,8 @@ class WorkerValues:
                 self._joint.send(number, (lambda group: group.all_reduce(message)) if message.numel() else None)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor | None:
-        """What the values of all present replicas make, in their order: a contiguous tensor of this replica's own.
+        """The result over the values of all present replicas, in their order, as a contiguous tensor not shared with other
+        replicas.
 
         Raises:
             Aborted: another replica, or another worker, failed.
@@ -85,19 +85,19 @@ class WorkerValues:
         whole = whole.view(meeting.shape)
         if node.target is ops.own_rows_of_sum:
             rows = self._rows[number]
-            start = meeting.before + sum(rows[one] for one in self._present[: self._present.index(replica)])
+            start = meeting.before + sum(rows[present] for present in self._present[: self._present.index(replica)])
             whole = whole.narrow(0, start, rows[replica])
         return whole.clone(memory_format=torch.contiguous_format)
 
     def _message(self, number: int) -> torch.Tensor:
-        """What this worker adds to a meeting's sum, 1-D."""
+        """This worker's term in a meeting's sum, 1-D."""
         meeting, left = self._meetings[number], self._left.pop(number)
         values = [left[replica] for replica in self._present if replica in left]
         if meeting.name == _GATHERED:
             whole = torch.zeros(meeting.shape, dtype=meeting.dtype)
             if values:
-                own = torch.cat(values)
-                whole.narrow(0, meeting.before, len(own)).copy_(own)
+                local = torch.cat(values)
+                whole.narrow(0, meeting.before, len(local)).copy_(local)
             return _as_integers(whole.view(-1))
         if not values:
             return torch.zeros(meeting.shape, dtype=_SENT_AS.get(meeting.dtype, meeting.dtype)).view(-1)
@@ -113,7 +113,7 @@ def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _as_integers(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, as wide as the memory has a whole number of."""
+    """A view of the memory in the widest integers that divide it."""
     num_bytes = flat.numel() * flat.element_size()
     kinds = (torch.int64, torch.int32, torch.uint8)
     return flat.view(next(kind for kind in kinds if num_bytes % kind.itemsize == 0))

@@ -1,4 +1,4 @@
-"""Buckets of which each worker updates a part: parts of sums go to the workers that update them, and new parameters to all."""
+"""Buckets with updates sharded over workers: reduce-scatter of sums, all-gather of new parameters."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _SUMS, _PARAMETERS = "sums", "parameters"
 
 
 class ShardedBuckets:
-    """Moves the buckets of one program that workers update in parts of equal length, in the order of ranks.
+    """Moves the buckets of a program that workers update in shards of equal length, in the order of ranks.
 
-    Sums go by an all_to_all, in which a worker sends each other one its part, half of what an all_reduce sends; the parts that
-    have come are added up in the order of ranks. gloo's own reduce_scatter takes longer than its all_reduce.
+    Sums go by an all_to_all: each worker sends each other its shard, half of an all_reduce's bytes, and adds up in the
+    order of ranks. gloo's reduce_scatter takes longer than its all_reduce.
 
     Args:
-        num_devices: of this worker.
+        num_devices: devices of this worker.
         buckets: their indices.
-        rank, num_workers: of this worker, and how many there are.
+        rank, num_workers: rank of this worker, and number of workers.
         launch: launches a collective between the workers.
         timeout_seconds: the longest time of every wait.
     """
@@ -34,18 +34,18 @@ class ShardedBuckets:
         launch: Launch,
         timeout_seconds: float,
     ) -> None:
-        tags = [(what, bucket) for what in (_SUMS, _PARAMETERS) for bucket in buckets]
+        tags = [(kind, bucket) for kind in (_SUMS, _PARAMETERS) for bucket in buckets]
         self._joint = JointLaunches(num_devices, tags, launch, timeout_seconds)
         self._num_devices, self._rank, self._num_workers = num_devices, rank, num_workers
         self.release()
 
     def begin_afresh(self) -> None:
-        """Forgets what was launched, after a step that has failed."""
+        """Clears the launches of a failed step."""
         self._joint.begin_afresh()
         self.release()
 
     def release(self) -> None:
-        """Drops what has come from other workers."""
+        """Drops received shards."""
         self._received: dict[int, torch.Tensor] = {}
         self._num_waiting: dict[int, int] = {}
 
@@ -63,29 +63,29 @@ class ShardedBuckets:
                 self._joint.send((_SUMS, bucket), lambda group: group.all_to_all(whole, received))
 
     def wait_sums(self, bucket: int, replica: int, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The sum over all workers of the elements that a device updates, in their memory; raises as `JointLaunches.wait`."""
+        """The sum over all workers of a device's elements, in their memory; raises as `JointLaunches.wait`."""
         self._joint.wait((_SUMS, bucket), replica, bucket)
-        own = whole[start:stop]
+        share = whole[start:stop]
         received = self._received[bucket]
         first = self._rank * received.shape[1]
         parts = received[:, start - first : stop - first].unbind()
-        torch.add(parts[0], parts[1], out=own)
+        torch.add(parts[0], parts[1], out=share)
         for part in parts[2:]:
-            own.add_(part)
+            share.add_(part)
         with self._joint.lock:
             self._num_waiting[bucket] -= 1
             if not self._num_waiting[bucket]:
                 del self._received[bucket]
-        return own
+        return share
 
     def launch_parameters(self, bucket: int, whole: torch.Tensor) -> None:
-        """Tells that a device has updated its share of the parameters of a bucket, which are ``whole``, 1-D."""
+        """Offers a device's updated share of a bucket's parameters, ``whole``, 1-D."""
         with self._joint.lock:
             if self._joint.is_last((_PARAMETERS, bucket)):
                 parts = whole.view(self._num_workers, -1).unbind()
-                own = parts[self._rank].clone()  # it is sent while all of the bucket is written
-                self._joint.send((_PARAMETERS, bucket), lambda group: group.all_gather_whole(own, whole))
+                part = parts[self._rank].clone()  # it is sent while all of the bucket is written
+                self._joint.send((_PARAMETERS, bucket), lambda group: group.all_gather_whole(part, whole))
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
-        """Returns when the parameters of a bucket are those that all workers have updated; raises as `JointLaunches.wait`."""
+        """Waits until a bucket's parameters from all workers are there; raises as `JointLaunches.wait`."""
         self._joint.wait((_PARAMETERS, bucket), replica, bucket)

@@ -1,4 +1,4 @@
-"""The largest elements of a pack, as workers send them: as bytes, those of the elements and those of their places."""
+"""Top-k elements of a pack, as messages of elements and their places."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ _MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at t
 
 
 class LargestElements:
-    """What a worker sends of a pack, and memory for what all send. What is sent becomes zero in the pack. It is a `SentPart`.
+    """A worker's top-k elements of a pack, and memory for those of all. Sent elements become zero in the pack. It is a
+    `SentPart`.
 
     Args:
-        whole: the pack, 1-D, of real numbers. What is not a number counts as the largest.
-        count: how many elements are sent.
-        num_workers: that send as many each.
+        whole: the pack, 1-D, of real numbers. NaN counts as the largest.
+        count: number of sent elements.
+        num_workers: number of workers that send as many each.
 
     Attributes:
-        own: what this worker sends, bytes.
-        gathered: what each of them sends, in order of ranks, once it was gathered.
+        message: this worker's bytes.
+        gathered: the messages of all workers, in order of ranks, after the all-gather.
     """
 
     def __init__(self, whole: torch.Tensor, count: int, num_workers: int) -> None:
         self._count, self._dtype, self._places = count, whole.dtype, index_dtype(whole.numel())
         self._num_elements = whole.numel()
         size = bytes_of_largest(count, whole.numel(), whole.dtype)
-        self.own, *self.gathered = (whole.new_empty(size, dtype=torch.uint8) for _ in range(1 + num_workers))
+        self.message, *self.gathered = (whole.new_empty(size, dtype=torch.uint8) for _ in range(1 + num_workers))
         chosen = places_of_largest(whole.abs(), count)
-        elements, places = self._parts(self.own)
+        elements, places = self._parts(self.message)
         torch.index_select(whole, 0, chosen, out=elements)
         places.copy_(chosen)
         whole.index_fill_(0, chosen, 0)
 
     def launch(self, group: GlooGroup) -> Any:
-        """Launches the collective that gathers what all send."""
-        return group.all_gather(self.own, self.gathered)
+        """Launches the all-gather."""
+        return group.all_gather(self.message, self.gathered)
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """Adds up what all workers have sent of these elements, in the order of ranks; the rest is in the pack already."""
+        """Adds up these elements of all messages, in the order of ranks; the rest is in the pack already."""
         into.zero_()
         for elements, places in self.of_workers():
             if stop - start < self._num_elements:
-                is_own = (places >= start) & (places < stop)
-                elements, places = elements[is_own], places[is_own] - start
+                is_inside = (places >= start) & (places < stop)
+                elements, places = elements[is_inside], places[is_inside] - start
             into.index_add_(0, places, elements)
 
     def of_workers(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """The elements that each worker has sent, and their places."""
+        """The sent elements of each worker, and their places."""
         return [self._parts(message) for message in self.gathered]
 
     def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A message's elements and places; whichever are wider come first, as they must begin at a multiple of their size."""
+        """A message's elements and places; the wider come first, for alignment."""
         kinds = sorted((self._dtype, self._places), key=lambda dtype: -dtype.itemsize)
         end = self._count * kinds[0].itemsize
         first, second = message[:end].view(kinds[0]), message[end:].view(kinds[1])
@@ -65,11 +66,11 @@ class LargestElements:
 
 
 def places_of_largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the ``count`` largest elements, in any order; what is not a number is the largest.
+    """The places of the ``count`` largest elements, in any order; NaN is the largest.
 
-    On a CPU, ``torch.topk`` takes five times as long: it moves pairs of elements and places about. Here a sample tells a bound
-    which some more elements reach than are wanted, and only these are compared with each other. Where the sample was wrong,
-    ``torch.topk`` looks at all.
+    On a CPU, ``torch.topk`` takes five times as long: it moves pairs of elements and places. Here a sample gives a bound
+    that somewhat more elements reach than are wanted, and only these are compared. If the sample was wrong, ``torch.topk``
+    decides.
 
     Args:
         magnitudes: 1-D, none below zero.

@@ -1,1 +1,1 @@
-"""The messages: header, vote, checksums, counts, stage of a call."""
+"""Messages between workers: header, vote, checksums, counts, stage of a call."""

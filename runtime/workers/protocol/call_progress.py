@@ -1,4 +1,4 @@
-"""How far a worker has come, as it tells the others with each sign of life."""
+"""Progress of a worker, sent with each heartbeat."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _BEGUN, _MET, _READY, _ENDED = 0, 1, 2, 3
 
 @dataclass(frozen=True, order=True)
 class Progress:
-    """How far a worker is in its training calls; who is further is greater.
+    """Progress of a worker in its training calls; further is greater.
 
     Attributes:
-        call: the number of its last training call; 0 before the first.
-        stage: in this call.
-        num_buckets: that it has sent in this call.
+        call: number of its last training call; 0 before the first.
+        stage: stage of this call.
+        num_buckets: buckets sent in this call.
     """
 
     call: int = 0
@@ -23,32 +23,31 @@ class Progress:
     num_buckets: int = 0
 
     def begun(self, call: int) -> Progress:
-        """At the beginning of a call."""
+        """Progress at the beginning of a call."""
         return Progress(call, _BEGUN)
 
     def met(self) -> Progress:
-        """When all have begun the call."""
+        """Progress after the meeting of all workers."""
         return Progress(self.call, _MET)
 
     def sent(self) -> Progress:
-        """When one more bucket is sent."""
+        """Progress after another sent bucket."""
         return Progress(self.call, self.stage, self.num_buckets + 1)
 
     def ready(self) -> Progress:
-        """When it is ready to commit, and tells the others so."""
+        """Progress at the vote."""
         return Progress(self.call, _READY, self.num_buckets)
 
     def ended(self) -> Progress:
-        """When the call has ended."""
+        """Progress at the end of the call."""
         return Progress(self.call, _ENDED, self.num_buckets)
 
     def to_text(self) -> str:
-        """As it is told."""
         return f"{self.call} {self.stage} {self.num_buckets}"
 
     @staticmethod
     def from_text(text: str) -> Progress:
-        """What `to_text` has told."""
+        """Inverse of `to_text`."""
         return Progress(*map(int, text.split()))
 
     def __str__(self) -> str:
@@ -66,7 +65,7 @@ class Progress:
 
 
 def least_far(everyone: Mapping[int, Progress]) -> int | None:
-    """The rank of the worker that is behind all others; None if several are."""
+    """The rank of the straggler; None if several are last."""
     least = min(everyone.values())
-    behind = [rank for rank, own in everyone.items() if own == least]
+    behind = [rank for rank, progress in everyone.items() if progress == least]
     return behind[0] if len(behind) == 1 else None

@@ -1,4 +1,4 @@
-"""How far a worker is in a training call with the others, on which it depends what a failure means."""
+"""Stage of a worker in a training call, for the meaning of a failure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Stage(enum.Enum):
 
 @dataclass
 class CallState:
-    """How far this worker is in the training calls of its team, of which it makes one at a time.
+    """State of this worker's training calls, which come one at a time.
 
     Attributes:
-        number: of the last call that has begun; 0 before the first.
-        stage: of that call.
+        number: number of the last begun call; 0 before the first.
+        stage: stage of that call.
         is_early: whether it commits before all sums are there.
-        are_all_raising: whether all workers raise the like, so that nobody needs to be told.
+        are_all_raising: whether all workers raise the same error, so that none needs to be notified.
     """
 
     number: int = 0
@@ -39,10 +39,10 @@ class CallState:
 
     @property
     def has_voted(self) -> bool:
-        """Whether this worker has told the others that the step takes place, as far as it knows."""
+        """Whether this worker has voted for the step."""
         return self.stage is not Stage.BEFORE
 
     @property
     def is_before_end(self) -> bool:
-        """Whether this worker has committed early, or is about to, and has not told its loss: no worker ends the call without."""
+        """Whether this worker has committed early, or is about to, and has not sent its loss: no worker ends the call without."""
         return self.is_early and self.stage in (Stage.VOTING, Stage.UPDATING)

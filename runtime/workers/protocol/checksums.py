@@ -1,4 +1,4 @@
-"""What tells the bits of what every worker has a copy of, by name, so that workers can compare them without sending them."""
+"""Checksums of replicated values, by name, so that workers can compare them without sending them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def updated_as_a_whole(program: Program) -> list[str]:
-    """The parameters that optimizers update that are not element-wise; each worker runs these by itself."""
+    """Parameters of optimizers that are not element-wise; each worker runs these by itself."""
     return [slot.variable for bucket in program.buckets if not bucket.rule.elementwise for slot in bucket.slots]
 
 
@@ -32,32 +32,27 @@ def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def checksums_of_state(
     optimizers: Sequence[torch.optim.Optimizer], named: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, str]:
-    """What tells the bits of the optimizers' state, by entry and parameter.
-
-    Args:
-        optimizers: the user's.
-        named: the variables, with their names.
-    """
+    """Checksums of the optimizers' state, by entry and parameter."""
     names = {id(tensor): name for name, tensor in named}
     entries = {
         f"{key}{where} of {names.get(id(parameter), 'another parameter')}": value
         for optimizer in optimizers
-        for parameter, own in optimizer.state.items()
-        for key, whole in own.items()
+        for parameter, entries_of_parameter in optimizer.state.items()
+        for key, whole in entries_of_parameter.items()
         for where, value in _values_in(whole, "", {})
     }
-    found = checksums_of({name: value for name, value in entries.items() if isinstance(value, torch.Tensor)})
+    checksums = checksums_of({name: value for name, value in entries.items() if isinstance(value, torch.Tensor)})
     others = {name: value for name, value in entries.items() if isinstance(value, str)}
-    return dict(sorted((found | others).items()))
+    return dict(sorted((checksums | others).items()))
 
 
 def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor | str]]:
-    """The tensors in a value, and texts that tell the rest of it in each process alike, with where each is in it.
+    """The tensors in a value, and process-independent texts of the rest, each with its path.
 
     Args:
-        value: any: objects are told by their attributes, unless they have a text of their own.
-        path: where it is.
-        known: what was told before, where, by ids; it is kept, and not told again.
+        value: any: objects are described by their attributes, unless they have a stable text.
+        path: its path.
+        known: paths of values seen before, by ids; each is described once.
     """
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
         yield f"{path} sizes", str(list(value.shape))
@@ -69,36 +64,36 @@ def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iter
         return
     parts: dict[str, Any] = {}
     if isinstance(value, Mapping):
-        parts = {f"[{key!r}]": own for key, own in value.items()}
+        parts = {f"[{key!r}]": item for key, item in value.items()}
     elif isinstance(value, list | tuple):
-        parts = {f"[{i}]": own for i, own in enumerate(value)}
+        parts = {f"[{i}]": item for i, item in enumerate(value)}
     elif isinstance(value, torch.Generator):
         parts = {".get_state()": value.get_state()}
     elif isinstance(value, np.ndarray) and value.dtype.hasobject:
-        parts = {f"[{i}]": own for i, own in enumerate(value.ravel().tolist())}
+        parts = {f"[{i}]": item for i, item in enumerate(value.ravel().tolist())}
     elif type(value).__repr__ is object.__repr__ or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-        parts = {f".{name}": own for name, own in _attributes(value).items()}
+        parts = {f".{name}": item for name, item in _attributes(value).items()}
     if not parts:
-        yield path, _told(value)
+        yield path, _stable_text(value)
     elif id(value) in known:
         yield path, f"the {type(value).__name__} {known[id(value)][0]}"
     else:
         known[id(value)] = path, value
         yield path, f"{type(value).__name__} of {len(parts)}"
-        for where, own in parts.items():
-            yield from _values_in(own, path + where, known)
+        for where, item in parts.items():
+            yield from _values_in(item, path + where, known)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots, too."""
+    """The attributes of an object, including slots."""
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
-def _told(value: Any) -> str:
-    """A text of a value without addresses and in one order, with a digest of its bytes where the text may leave some out."""
+def _stable_text(value: Any) -> str:
+    """A text without addresses and in a fixed order, with a digest of the bytes if the text may be truncated."""
     if isinstance(value, Set):
-        return f"{{{', '.join(sorted(map(_told, value)))}}}"
+        return f"{{{', '.join(sorted(map(_stable_text, value)))}}}"
     text = _ADDRESS.sub("", repr(value))
     is_array = callable(getattr(value, "tobytes", None))
     return f"{text} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}" if is_array else text

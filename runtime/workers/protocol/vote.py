@@ -1,4 +1,4 @@
-"""What a worker tells the others at the end of a step, before it commits."""
+"""Votes of workers at a step's commit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class Vote:
-    """What a worker tells the others of a step, when it has done all of it that can fail.
+    """A worker's vote, cast when it is past all that can fail in a step.
 
     Attributes:
-        takes_place: whether the step takes place, as far as this worker knows.
-        has_sound_sums: whether all that it has found in sums over all workers is finite, which must be the same on all of them.
-        numbers: those that its replicas have left, [numbers of each, replicas]; None for none.
-        used: which parameters its replicas have used, [parameters] float64, ones and zeros; None if each step uses the same.
+        takes_place: whether this worker can commit.
+        has_sound_sums: whether all sums over workers are finite; must be the same on all of them.
+        numbers: numbers of its replicas, [numbers of each, replicas]; None for none.
+        used: parameters used by its replicas, [parameters] float64, ones and zeros; None if each step uses the same.
     """
 
     takes_place: bool
@@ -27,26 +27,22 @@ class Vote:
     used: torch.Tensor | None = None
 
     def to_message(self, columns: Columns) -> torch.Tensor:
-        """What is added up over all workers, 1-D float64: two counts of votes, all numbers, and who has used each parameter.
-
-        Args:
-            columns: of the replicas with whose numbers all go on; each leaves as many as one of this worker.
-        """
-        said = [torch.tensor([self.takes_place, self.has_sound_sums], dtype=torch.float64)]
+        """The vote as a term of a sum over workers, 1-D float64: two counts of votes, all numbers, and the used parameters."""
+        values = [torch.tensor([self.takes_place, self.has_sound_sums], dtype=torch.float64)]
         if self.numbers is not None:
-            said.append(columns.filled(self.numbers).reshape(-1))
+            values.append(columns.filled(self.numbers).reshape(-1))
         if self.used is not None:
-            said.append(self.used)
-        return torch.cat(said)
+            values.append(self.used)
+        return torch.cat(values)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Whose numbers all workers go on with when they have voted: a column for each of some replicas.
+    """Replicas whose numbers all workers adopt after the vote: a column for each.
 
     Attributes:
-        num: how many replicas these are.
-        first: where the columns of this worker's replicas begin; None if it has none of them.
+        num: number of replicas.
+        first: first column of this worker's replicas; None if it has none of them.
     """
 
     num: int
@@ -54,14 +50,14 @@ class Columns:
 
     @classmethod
     def of(cls, program: Program) -> Columns:
-        """Those of a program: of all workers' replicas where each worker has a part of the sums; else of the chief's."""
+        """Columns of a program: all workers' replicas if each worker has a part of the sums; else the chief's."""
         workers = program.workers
         if program.deals_out:
             return cls(workers.num_all_replicas, workers.first_replica)
         return cls(workers.devices_per_worker[0], None if workers.rank else 0)
 
     def filled(self, numbers: torch.Tensor) -> torch.Tensor:
-        """What this worker adds to the numbers, [numbers of each, columns] float64: its own, and zeros in other columns."""
+        """This worker's term, [numbers of each, columns] float64, with zeros in other columns."""
         columns = torch.zeros(len(numbers), self.num, dtype=torch.float64)
         if self.first is not None:
             columns[:, self.first : self.first + numbers.shape[1]] = numbers
@@ -70,12 +66,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all workers have voted for.
+    """Result of a vote.
 
     Attributes:
-        takes_place: whether the step takes place, as all say.
-        numbers: those that all go on with, [numbers of each, columns] float64; None for none.
-        used: how many workers have used each parameter, [parameters] float64; None if each step uses the same.
+        takes_place: whether all workers commit.
+        numbers: the adopted numbers, [numbers of each, columns] float64; None for none.
+        used: number of workers that used each parameter, [parameters] float64; None if each step uses the same.
     """
 
     takes_place: bool
@@ -84,16 +80,16 @@ class Outcome:
 
 
 def outcome(message: torch.Tensor, columns: Columns, num_workers: int, num_parameters: int = 0) -> Outcome:
-    """What all workers have voted for.
+    """The result of a vote.
 
     Args:
-        message: the sum of what each has made with `Vote.to_message`.
-        columns: of the replicas with whose numbers all go on.
-        num_workers: how many have voted.
-        num_parameters: of how many parameters each has said whether it has used them.
+        message: the sum of the `Vote.to_message` of all workers.
+        columns: replicas whose numbers all adopt.
+        num_workers: number of votes.
+        num_parameters: length of each `Vote.used`.
 
     Raises:
-        CommunicationError: the workers have found something else in the same sums.
+        CommunicationError: workers disagree on the same sums.
     """
     num_yes, num_sound = message[:2].tolist()
     if num_sound not in (0.0, num_workers):

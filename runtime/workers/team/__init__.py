@@ -1,1 +1,1 @@
-"""The facade, its meetings, words and failures."""
+"""The team of workers: meetings, control messages, failures."""

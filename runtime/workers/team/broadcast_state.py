@@ -1,4 +1,4 @@
-"""Takes over the values of one worker, such as the chief's, with which training over several workers starts."""
+"""Broadcasts a worker's state, such as the chief's, to all workers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ def take_over_values(
     scaler: torch.amp.GradScaler | None,
     source: int,
 ) -> None:
-    """Gives parameters, buffers, the optimizers and the scaler the values that they have on one worker.
+    """Broadcasts parameters, buffers, and the state of optimizers and scaler.
 
     Args:
-        team: the workers.
-        tensors: parameters and buffers, by name; the same ones on all workers.
-        optimizers, scaler: the user's.
-        source: the rank of the worker whose values they are.
+        tensors: parameters and buffers, by name; the same on all workers.
+        source: the rank of the broadcasting worker.
 
     Raises:
         LostConnectionError: a worker has failed, or the connection broke.
@@ -47,44 +45,36 @@ def take_over_values(
 
 
 def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
-    """Puts back the entries of state that ``load_state_dict`` has cast to the dtype of their parameter, as NAdam's mu_product:
-    the worker that has saved them goes on with theirs.
-
-    Args:
-        optimizer: has loaded the state.
-        saved: the state of each parameter, by number.
-    """
+    """Restores entries that ``load_state_dict`` has cast to the dtype of their parameter, as NAdam's mu_product."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, entries in saved.items():
-        own = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
-        if not isinstance(own, dict) or not isinstance(entries, Mapping):
+        local = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
+        if not isinstance(local, dict) or not isinstance(entries, Mapping):
             continue  # an optimizer with a load_state_dict of its own
         for key, value in entries.items():
-            loaded = own.get(key)
+            loaded = local.get(key)
             if isinstance(loaded, torch.Tensor) and isinstance(value, torch.Tensor) and loaded.dtype != value.dtype:
-                own[key] = value.to(loaded.device)
+                local[key] = value.to(loaded.device)
 
 
 def take_over_hyperparameters(
     team: Team, groups: Sequence[dict[str, Any]], scaler: torch.amp.GradScaler | None, source: int, *, has_left: bool
 ) -> None:
-    """Gives the optimizers' groups and the scaler of workers that have left the hyperparameters of one that has not.
+    """Broadcasts hyperparameters of optimizers and scaler to workers that have left.
 
     Args:
-        team: the workers.
-        groups: of the user's optimizers; the same ones on all workers.
-        scaler: the user's.
-        source: the rank of the worker that tells its own.
-        has_left: whether this worker takes them over.
+        groups: of the user's optimizers; the same on all workers.
+        source: the rank of the broadcasting worker.
+        has_left: whether this worker receives them.
 
     Raises:
         LostConnectionError: a worker has failed, or the connection broke.
     """
-    own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    local = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     scale = scaler.state_dict() if scaler is not None else {}
-    told, scale = _copied(team, (own, scale) if team.cluster.rank == source else None, source)
+    hyperparameters, scale = _copied(team, (local, scale) if team.cluster.rank == source else None, source)
     if has_left:
-        for group, values in zip(groups, told, strict=True):
+        for group, values in zip(groups, hyperparameters, strict=True):
             group.update(values)
         if scaler is not None:
             scaler.load_state_dict(scale)
@@ -95,13 +85,13 @@ _NOT_SAVED = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)  # 
 
 @contextmanager
 def stream_of_chief(team: Team) -> Iterator[None]:
-    """A block in which torch's default generator gives what the chief's gives; behind it, other workers have their own again.
+    """A context in which torch's default generator has the chief's state; other workers get theirs back after it.
 
     Raises:
         LostConnectionError: a worker has failed, or the connection broke.
     """
-    own = torch.get_rng_state()
-    chiefs = own.clone()
+    local_state = torch.get_rng_state()
+    chiefs = local_state.clone()
     team.words.copy(chiefs)
     if team.cluster.is_chief:
         yield
@@ -110,22 +100,21 @@ def stream_of_chief(team: Team) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_rng_state(own)
+        torch.set_rng_state(local_state)
 
 
 def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
-    """Where in containers the first thing is that cannot be saved, and what it is; empty if all can be.
+    """The path and type of the first item in containers that cannot be saved; empty if all can be.
 
     Args:
-        state: any.
-        around: the ids of the containers that it is in, which are not looked into again.
+        around: the ids of the enclosing containers, against cycles.
     """
     if id(state) in around or isinstance(state, torch.Tensor):
         return ""
     if isinstance(state, Mapping | list | tuple):
         for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
-            if found := _unsaved(value, around | {id(state)}):
-                return f"[{key!r}]{found}" if found.startswith("[") else f"[{key!r}], {found}"
+            if path := _unsaved(value, around | {id(state)}):
+                return f"[{key!r}]{path}" if path.startswith("[") else f"[{key!r}], {path}"
         return ""
     try:
         torch.save(state, io.BytesIO())
@@ -135,10 +124,10 @@ def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
 
 
 def _copied(team: Team, state: Any, source: int) -> Any:
-    """What the worker ``source`` gives; another one gives None.
+    """The state of the worker ``source``; others pass None.
 
     Raises:
-        ValueError: it holds what cannot be saved; names that.
+        ValueError: it holds an object that cannot be saved; names that.
     """
     saved = io.BytesIO()
     try:

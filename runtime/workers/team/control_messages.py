@@ -1,4 +1,4 @@
-"""What the workers of a team tell each other in a call, all of them in one order."""
+"""Control messages of a team's workers in a call, in the same order on all of them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ _HOST = torch.device("cpu")
 
 
 class Words:
-    """Collectives on small values, which all workers call alike.
+    """Collectives on small values, called alike by all workers.
 
     Args:
-        cluster: the workers.
-        timeout_seconds: the longest time that a worker waits for another one.
-        call: how far this worker is.
-        connections: of the team.
-        failures: of its workers.
+        timeout_seconds: the longest wait of a worker for another.
+        call: progress of this worker.
 
     Raises:
         LostConnectionError: every method, if a worker has failed, or the connection broke.
@@ -44,68 +41,70 @@ class Words:
         self._connections, self._failures = connections, failures
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Adds up a dense tensor over all workers, in place."""
-        with on_host(tensor) as own:
-            self._connections.tell(lambda group: group.all_reduce(own))
+        """All-reduces a dense tensor, in place."""
+        with on_host(tensor) as host_tensor:
+            self._connections.tell(lambda group: group.all_reduce(host_tensor))
 
     def copy(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """Copies the dense tensor of worker ``root`` into those of the others, whatever its dtype."""
+        """Broadcasts the dense tensor of worker ``root``, of any dtype."""
         if tensor.numel():
-            with on_host(tensor) as own:
-                self._connections.tell(lambda group: group.broadcast(own.view(-1).view(torch.uint8), root))
+            with on_host(tensor) as host_tensor:
+                self._connections.tell(lambda group: group.broadcast(host_tensor.view(-1).view(torch.uint8), root))
 
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """The 1-D tensors of all workers, which are of one length and dtype, one behind the other in the order of ranks."""
-        whole = own.new_empty(own.numel() * self._cluster.num_workers)
-        self._connections.tell(lambda group: group.all_gather_whole(own, whole))
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All-gathers 1-D tensors of equal length and dtype; concatenates them in the order of ranks."""
+        whole = tensor.new_empty(tensor.numel() * self._cluster.num_workers)
+        self._connections.tell(lambda group: group.all_gather_whole(tensor, whole))
         return whole
 
     def texts(self, text: str) -> list[tuple[str, str]]:
-        """The name of each worker, with the text that it tells, by rank."""
-        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        """The name of each worker, with its text, by rank."""
+        encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = [torch.empty(1, dtype=torch.int64) for _ in self._cluster.workers]
-        self._connections.tell(lambda group: group.all_gather(torch.tensor([len(own)]), lengths))
+        self._connections.tell(lambda group: group.all_gather(torch.tensor([len(encoded)]), lengths))
         padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
-        padded[: len(own)] = own
-        told = [torch.empty_like(padded) for _ in lengths]
-        self._connections.tell(lambda group: group.all_gather(padded, told))
-        texts = [bytes(one[: int(length)].tolist()).decode() for one, length in zip(told, lengths, strict=True)]
+        padded[: len(encoded)] = encoded
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        self._connections.tell(lambda group: group.all_gather(padded, gathered))
+        texts = [
+            bytes(message[: int(length)].tolist()).decode() for message, length in zip(gathered, lengths, strict=True)
+        ]
         return list(zip(map(str, self._cluster.workers), texts, strict=True))
 
     def kept_texts(self, about: str, text: str) -> list[str]:
-        """What each worker tells about something, by rank: the same texts on all of them, as none tells another one later."""
+        """Each worker's first text on a subject, by rank: the same on all of them."""
         store = self._connections.part_of_store(f"told of {about}")
         return all_texts(store, self._cluster, text, self._timeout_seconds, self._is_over)
 
     def _is_over(self) -> bool:
-        """Whether another worker has failed, or is gone; asked where a worker waits for others in the store."""
+        """Whether another worker has failed, or is gone; polled during waits in the store."""
         return self._failures.is_any() or self._connections.are_broken
 
-    def compare(self, what: str, facts: Mapping[str, object], remedy: str) -> None:
-        """Returns if all workers have equal facts.
+    def compare(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
+        """Compares the facts of all workers.
 
         Raises:
-            CommunicationError: they differ; all raise it, with who differs in what first, and a remedy.
+            CommunicationError: they differ; raised by all, with the worker, its first difference, and a remedy.
         """
-        told = [torch.empty(1, dtype=torch.int64) for _ in self._cluster.workers]
-        own = torch.tensor([digest(repr(list(facts.items())))])
-        self._connections.tell(lambda group: group.all_gather(own, told))
-        if len(set(map(int, told))) > 1:
+        digests = [torch.empty(1, dtype=torch.int64) for _ in self._cluster.workers]
+        local_digest = torch.tensor([digest(repr(list(facts.items())))])
+        self._connections.tell(lambda group: group.all_gather(local_digest, digests))
+        if len(set(map(int, digests))) > 1:
             self._call.are_all_raising = True
-            self.refuse_difference(what, facts, remedy)
+            self.refuse_difference(subject, facts, remedy)
 
-    def refuse_difference(self, what: str, facts: Mapping[str, object], remedy: str) -> None:
-        """Raises the same error in all workers, with the first thing in which they differ.
+    def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
+        """Raises the same error in all workers, with their first difference.
 
         Raises:
-            LostConnectionError: a worker has failed, or is gone, before it has told what it has.
+            LostConnectionError: a worker has failed, or is gone, before it has sent its facts.
         """
         store = self._connections.part_of_store(f"facts {self._call.number}")
         workers, rank = self._cluster.workers, self._cluster.rank
         deadline = time.monotonic() + self._timeout_seconds
         try:
             in_bounded_time(
-                lambda: check_same_facts(store, workers, rank, what, facts, deadline, self._look),
+                lambda: check_same_facts(store, workers, rank, subject, facts, deadline, self._look),
                 self._timeout_seconds + _LONGEST_ANSWER_SECONDS,
             )
         except LostConnectionError:
@@ -123,7 +122,7 @@ class Words:
 
     @contextmanager
     def raising_alike(self) -> Iterator[None]:
-        """A block that raises on all workers alike, or on none, so that nobody needs to be told."""
+        """A context that raises on all workers alike, or on none, so that none needs to be notified."""
         try:
             yield
         except CommunicationError:
@@ -133,8 +132,8 @@ class Words:
 
 @contextmanager
 def on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor as what workers tell each other over gloo: itself, or a copy of what lies on a GPU, which is then copied back."""
-    own = tensor.to(_HOST)
-    yield own
-    if own is not tensor:
-        tensor.copy_(own)
+    """A tensor for gloo: itself, or a host copy of a GPU tensor, copied back afterwards."""
+    host_copy = tensor.to(_HOST)
+    yield host_copy
+    if host_copy is not tensor:
+        tensor.copy_(host_copy)

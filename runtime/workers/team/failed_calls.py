@@ -1,4 +1,4 @@
-"""Ends calls that have failed: tells the others why, closes the connections, and says what has become of parameters."""
+"""Ends failed calls: notifies the others, closes the connections, reports the state of parameters."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ _RESTORE = "Load a checkpoint into model and optimizer on all workers, and call 
 
 
 class FailedCalls:
-    """What the failures of a team's calls have come to, seen from one worker.
+    """Consequences of a team's failed calls, seen from a single worker.
 
     Args:
-        cluster: the workers.
-        call: how far this one is.
-        connections: of the team.
-        failures: of its workers.
+        call: progress of this worker.
         watcher: publishes failures of this worker.
 
     Attributes:
@@ -43,11 +40,11 @@ class FailedCalls:
 
     @property
     def are_final(self) -> bool:
-        """Whether no further step can be made."""
+        """Whether no further step can run."""
         return bool(self._why_over)
 
     def refuse_if_final(self) -> None:
-        """Refuses a call after one whose failure leaves no further one.
+        """Refuses a call after a final failure.
 
         Raises:
             CommunicationError: says which failure.
@@ -56,24 +53,24 @@ class FailedCalls:
             raise CommunicationError(f"no further step can be made by these workers: {self._why_over}. {_RESTART}")
 
     def explain(self, error: BaseException, is_whole: Callable[[], bool], torn: Callable[[], str]) -> BaseException:
-        """The error to raise for a call that has failed; the other workers know of it, or are told.
+        """The error to raise for a failed call; the other workers are notified.
 
         Args:
-            error: what was raised in it.
-            is_whole: whether variables and optimizers are those of some step, asked when it has failed behind its commit.
-            torn: which buckets the step has updated, if it has failed behind an early commit; else empty.
+            error: the exception in it.
+            is_whole: whether variables and optimizers are those of some step, asked after a failure behind the commit.
+            torn: the buckets updated by the step, if it has failed after an early commit; else empty.
         """
         call = self._call
         was_stopped_here = isinstance(error, StepStoppedError) and not self._failures.is_any()
-        is_own = was_stopped_here or not isinstance(error, LostConnectionError | StepStoppedError)
-        if call.are_all_raising or (is_own and call.stage is Stage.DONE and is_whole()):
+        is_local = was_stopped_here or not isinstance(error, LostConnectionError | StepStoppedError)
+        if call.are_all_raising or (is_local and call.stage is Stage.DONE and is_whole()):
             return error  # all raise the like; or the step is made, here as on the others
-        known = self._tell_own(error) if is_own else self._find(error)
+        known = self._publish_failure(error) if is_local else self._find(error)
         self._close_connections()
         none_has_committed = call.stage is Stage.VOTING and not (known.had_voted or known.is_final)
         has_parted = call.is_early and not none_has_committed
         self.have_parted = self.have_parted or has_parted
-        if is_own:
+        if is_local:
             return error
         remedy = (
             _RESTART if self._why_over else _RESTORE if has_parted else "The step may be called again, on all workers"
@@ -83,8 +80,8 @@ class FailedCalls:
             f"training call {call.number} has failed: {self._failures.text(known)}. {state} {remedy}."
         )
 
-    def _tell_own(self, error: BaseException) -> Failure:
-        """Tells the others that this worker has ended the call, unless another one has before; gives what they are told."""
+    def _publish_failure(self, error: BaseException) -> Failure:
+        """Returns the failure that ends the call for all, maybe an earlier one of another worker."""
         call, was_known = self._call, self._failures.is_any()
         text = f"it raised {in_short(error)}"
         known = Failure(self._cluster.rank, call.number, text, False, call.has_voted, call.is_before_end)
@@ -99,7 +96,7 @@ class FailedCalls:
         return known
 
     def _find(self, error: BaseException) -> Failure:
-        """Which worker has ended the call; if this one cannot go on after that, the others are told, who can as little."""
+        """The failure of another worker. If it is final for this worker, too, that is published."""
         known = self._failures.present or self._failures.judge(error, self._watcher)
         self._why_over = self._why_over_after(known)
         if self.are_final and not known.is_final:
@@ -111,7 +108,7 @@ class FailedCalls:
         self._watcher.publish(Failure(self._cluster.rank, self._call.number, text, True, self._call.has_voted))
 
     def _why_over_after(self, known: Failure) -> str:
-        """Why no further step can be made after a call that another worker has ended; empty if one can."""
+        """The reason that no further step can run; empty if it can."""
         has_ended_nowhere = self._call.is_before_end or known.before_end
         if self._call.stage is Stage.VOTING and (known.had_voted or known.is_final) and not has_ended_nowhere:
             return "a connection broke while they agreed on a step, and it is not known which of them have made it"
@@ -119,9 +116,8 @@ class FailedCalls:
         return self._failures.text(known) if is_over else ""
 
     def _state_after(self, is_whole: Callable[[], bool], torn: Callable[[], str], *, has_parted: bool) -> str:
-        """Says whether a call that another worker has ended has changed anything here."""
-        if self._call.stage is Stage.UPDATING and (what := torn()):
-            return f"It had committed: parameters are between those before and those after this step: {what}."
+        if self._call.stage is Stage.UPDATING and (buckets := torn()):
+            return f"It had committed: parameters are between those before and those after this step: {buckets}."
         if has_parted and self._call.is_before_end:
             return "No parameter was changed here, but other workers may have updated some."
         if self._call.stage is not Stage.COMMITTED:

@@ -1,6 +1,6 @@
-"""Watches the other workers: each tells in the store that it lives, and what has ended its step.
+"""Failure detector: each worker publishes heartbeats and failures in the store.
 
-A broken connection names nobody, and a worker that is stopped breaks none.
+A broken connection does not name the failed worker, and a stopped worker breaks none.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _NUM_FAILURES = "failures"
 
 @dataclass(frozen=True)
 class Failure:
-    """What has ended a step of all workers.
+    """A failure that ends a step of all workers.
 
     Attributes:
-        rank: whose failure it is; -1 if nobody knows.
-        step: the number of the call that it ends; the first of them, if it is final.
-        text: what has happened to it, as a clause: "it raised ValueError: ...".
+        rank: the failed worker; -1 if unknown.
+        step: number of the call that it ends; of the first of them, if it is final.
+        text: its cause, as a clause: "it raised ValueError: ...".
         is_final: whether the worker cannot go on; otherwise all may call their steps again.
-        had_voted: whether it had agreed to the step before, so that others may have made it.
-        before_end: whether it came before this worker had all sums of a step that updates early, so that no worker can have ended
-            that step: then all go on together, once what was updated in part is restored.
+        had_voted: whether it had voted for the step before, so that others may have committed.
+        before_end: whether it came before this worker had all sums of a step that updates early. Then no worker can have
+            ended that step, and all go on together, once partial updates are restored.
     """
 
     rank: int
@@ -58,29 +58,29 @@ class Failure:
     before_end: bool = False
 
     def ends(self, call: int) -> bool:
-        """Whether it ends a call, given by its number."""
+        """Whether it ends the call of this number."""
         return self.step == call or (self.is_final and self.step < call)
 
 
 class Watcher:
-    """A thread that tells the other workers that this one lives, and looks what they have published.
+    """A thread that sends heartbeats, and polls for published failures.
 
     Args:
-        store: where the workers meet; nothing else uses its keys.
+        store: the workers' store; these keys are used for nothing else.
         workers: all, by rank.
-        rank: of this worker.
-        on_failure: a method, called in the thread with each failure that another worker has published, in their order, as long
-            as its object is there. It may be a failure of this worker, on which the others have given up.
+        rank: rank of this worker.
+        on_failure: a method, weakly held, called in the thread with each failure that another worker has published, in
+            order. It may name this worker, when the others have given up on it.
 
     Raises:
         CommunicationError: the store does not answer.
 
     Attributes:
-        own: how far this worker is, which is told with each beat.
+        local_progress: this worker's progress, sent with each heartbeat.
     """
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, on_failure: Callable[[Failure], None]) -> None:
-        self.own = Progress()
+        self.local_progress = Progress()
         self._connection = _connected(store, workers[rank])
         self._store, self._workers, self._rank = self._connection.store, workers, rank
         self._on_failure = weakref.WeakMethod(on_failure)
@@ -91,7 +91,7 @@ class Watcher:
         self._heard_at = float("-inf")
         self._is_lost = False  # the store: it has not answered when that was asked last
         self._asked_at: float | None = None  # when the thread began to ask what the store has not answered yet
-        self._own: set[str] = set()  # the keys of what this worker has published
+        self._published_keys: set[str] = set()  # the keys of what this worker has published
         self._gone: set[int] = set()  # the ranks of those that cannot go on, who may read nothing more
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mirrorc watcher", daemon=True)
@@ -105,7 +105,7 @@ class Watcher:
             number += 1
             self._asked_at = time.monotonic()
             try:
-                self._store.set(_beat(self._rank), f"{number} {self.own.to_text()}")
+                self._store.set(_beat(self._rank), f"{number} {self.local_progress.to_text()}")
                 self.look()
                 if time.monotonic() - self._heard_at > _SECONDS_BETWEEN_SAMPLES:
                     self._listen(self._fresh())
@@ -117,26 +117,26 @@ class Watcher:
                 self._asked_at = None
 
     def look(self) -> None:
-        """Reads what was published since the last look."""
+        """Reads the failures published since the last poll."""
         count = self._store.add(_NUM_FAILURES, 0)
         while self._num_seen < count:
             key = _failure(self._num_seen)
             if not self._store.check([key]):
                 return  # it is being written
-            found = Failure(**json.loads(self._store.get(key)))
+            failure = Failure(**json.loads(self._store.get(key)))
             self._num_seen += 1
             on_failure = self._on_failure()
-            if key not in self._own and on_failure is not None:
-                on_failure(found)
+            if key not in self._published_keys and on_failure is not None:
+                on_failure(failure)
                 self._store.set(_read(key, self._rank), "")
-            if found.is_final:
-                self._gone.add(found.rank)
+            if failure.is_final:
+                self._gone.add(failure.rank)
             del on_failure
 
     def publish(self, failure: Failure, silent: Collection[int] = ()) -> None:
-        """Tells all others of a failure, and stays until they have read it, for a bounded time. Raises nothing.
+        """Publishes a failure, and waits for all others to read it, for a bounded time. Raises nothing.
 
-        Those of the ranks ``silent`` are not waited for, nor are those that cannot go on and have told so.
+        Does not wait for the ranks ``silent``, nor for workers with final failures.
         """
         readers = set(range(len(self._workers))) - {self._rank, *silent}
         seconds = _LONGEST_ANSWER_SECONDS + _LONGEST_READING_SECONDS
@@ -147,7 +147,7 @@ class Watcher:
 
     def _publish(self, failure: Failure, readers: Collection[int]) -> None:
         key = _failure(self._store.add(_NUM_FAILURES, 1) - 1)
-        self._own.add(key)  # it is read when it is there
+        self._published_keys.add(key)  # it is read when it is there
         self._store.set(key, json.dumps(asdict(failure)))
         until = time.monotonic() + _LONGEST_READING_SECONDS
         while time.monotonic() < until:
@@ -157,10 +157,10 @@ class Watcher:
             time.sleep(self._interval / 4)
 
     def find_silent(self, is_known: Callable[[], bool]) -> list[int] | None:
-        """The ranks of the workers that tell nothing any more; None if the store does not answer.
+        """The ranks without heartbeats; None if the store does not answer.
 
-        Takes some seconds, or one where the thread has waited for the store as long; ends early, without a finding, when
-        ``is_known`` says that a failure is known meanwhile.
+        Takes some seconds, or one if the thread has already waited as long for the store. Ends early, without a result,
+        when ``is_known`` says that a failure is known.
         """
         seconds = self._silent_seconds + _SLACK_SECONDS
         try:
@@ -171,8 +171,8 @@ class Watcher:
             return None
 
     def _await_answer(self, seconds: float, is_known: Callable[[], bool]) -> None:
-        """Returns at once if the thread waits for no answer of the store, or not for so long yet, or if ``is_known`` says so.
-        Otherwise the store hangs, or this worker was stopped, and hears the answer now.
+        """Waits if the thread has waited long for an answer of the store. Then the store hangs, or this worker was stopped,
+        and gets the answer now.
 
         Raises:
             TimeoutError: there is none.
@@ -186,28 +186,28 @@ class Watcher:
             time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
-        """Whether all other workers show that they live, though they may not call their steps; takes some seconds at most.
+        """Whether all other workers send heartbeats, though they may not call their steps; takes some seconds at most.
 
-        Also ends, with True, when ``is_known`` says that a failure is known meanwhile.
+        Also ends, with True, when ``is_known`` says that a failure is known.
         """
         return self.find_silent(is_known) == []
 
     def beats(self) -> dict[int, bytes]:
-        """What the other workers have told last to show that they live, by rank."""
+        """The last heartbeats of the other workers, by rank."""
         keys = {rank: _beat(rank) for rank in range(len(self._workers)) if rank != self._rank}
         return {rank: self._store.get(key) if self._store.check([key]) else b"" for rank, key in keys.items()}
 
     def progress(self) -> dict[int, Progress]:
-        """How far each worker was when it told so last, by rank; without those that have told nothing. Takes a bounded time."""
+        """The last known progress of each worker, by rank, without those that have sent none. Takes a bounded time."""
         try:
             beats = in_bounded_time(self.beats, _LONGEST_ANSWER_SECONDS)
         except (RuntimeError, TimeoutError):
             beats = {}
-        told = {rank: Progress.from_text(beat.decode().partition(" ")[2]) for rank, beat in beats.items() if beat}
-        return {**told, self._rank: self.own}
+        by_rank = {rank: Progress.from_text(beat.decode().partition(" ")[2]) for rank, beat in beats.items() if beat}
+        return {**by_rank, self._rank: self.local_progress}
 
     def _listen(self, before: dict[int, tuple[bytes, float]]) -> list[int]:
-        """Hears what the others tell now; gives the ranks of those that have told nothing new since ``before``."""
+        """Polls the heartbeats; returns the ranks without a new one since ``before``."""
         beats, now = self.beats(), time.monotonic()
         same = [rank for rank, beat in beats.items() if rank in before and before[rank][0] == beat]
         self._heard = {rank: before[rank] if rank in same else (beat, now) for rank, beat in beats.items()}
@@ -215,7 +215,7 @@ class Watcher:
         return same
 
     def _fresh(self) -> dict[int, tuple[bytes, float]]:
-        """What was heard, unless that is long ago."""
+        """The last heartbeats, unless outdated."""
         return self._heard if time.monotonic() - self._heard_at < _FRESH_SECONDS else {}
 
     def _find_silent(self, is_known: Callable[[], bool]) -> list[int]:
@@ -235,7 +235,7 @@ class Watcher:
         self._ending.set()
 
     def leave(self, failure: Failure) -> None:
-        """Ends the thread, and tells the others what they find when they wait for this worker. Raises nothing."""
+        """Ends the thread, and publishes the reason for workers that wait for this one. Raises nothing."""
         self.close()
         if self._is_lost or self._connection.is_lost:
             return
@@ -245,12 +245,12 @@ class Watcher:
             logger.debug("the workers' store is lost: %s", first_line(error))
 
 
-def _connected(store: Any, own: Worker) -> OwnConnection:
+def _connected(store: Any, worker: Worker) -> OwnConnection:
     try:
         return OwnConnection(store, _LONGEST_CONNECTING_SECONDS)
     except (RuntimeError, TimeoutError) as error:
         raise CommunicationError(
-            f"{own}: the workers' store does not answer ({first_line(error)}). See what the process that has opened it does: "
+            f"{worker}: the workers' store does not answer ({first_line(error)}). See what the process that has opened it does: "
             "worker 0, or torchrun's agent"
         ) from error
 

@@ -1,4 +1,4 @@
-"""The failures of a team's workers: those that were published, and who is behind one of which nobody has told."""
+"""Published failures of a team's workers, and the search for the worker behind an unpublished one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _OUTCOME = re.compile(r"\. (No parameter was changed|It had committed).*", re.DO
 
 
 class Failures:
-    """What has ended calls of a team, seen from one worker.
+    """Failures that end calls of a team, seen from a single worker.
 
     Args:
-        cluster: the workers.
-        call: how far this one is.
+        call: progress of this worker.
     """
 
     def __init__(self, cluster: Cluster, call: CallState) -> None:
@@ -26,30 +25,30 @@ class Failures:
         self._published: list[Failure] = []  # by others, in their order
 
     def note(self, failure: Failure) -> None:
-        """Notes what another worker has published; called in the watcher's thread."""
+        """Records a failure published by another worker; called in the watcher's thread."""
         number = self._call.number
-        kept = [known for known in self._published if known.is_final or known.step >= number]
-        self._published = [*kept, failure]
+        current = [known for known in self._published if known.is_final or known.step >= number]
+        self._published = [*current, failure]
 
     def ending(self, call: int) -> Failure | None:
-        """What ends a call, given by its number, if anything does: the first that was published."""
+        """The first published failure that ends the call of this number, if any."""
         return next((failure for failure in self._published if failure.ends(call)), None)
 
     @property
     def present(self) -> Failure | None:
-        """What ends the present call, if anything does."""
+        """The failure that ends the present call, if any."""
         return self.ending(self._call.number)
 
     def is_any(self) -> bool:
-        """Whether anything ends the present call."""
+        """Whether a failure ends the present call."""
         return self.present is not None
 
     def judge(self, error: BaseException, watcher: Watcher) -> Failure:
-        """Who is behind a connection that broke, or that tells nothing: who has published it, else who is silent.
+        """Attributes a broken or silent connection to a worker: the published one, else a silent one.
 
         Args:
-            error: what this worker has seen of it.
-            watcher: tells who lives; publishes the finding.
+            error: this worker's view of it.
+            watcher: knows the heartbeats; publishes the result.
         """
         silent = watcher.find_silent(self.is_any)
         if (published := self.present) is not None:  # meanwhile
@@ -60,20 +59,20 @@ class Failures:
                 f"the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more ({seen})"
             )
             return Failure(0, call.number, text, is_final=True)
-        told = watcher.progress()
+        progress = watcher.progress()
         rank, text = -1, f"the connection between the workers broke, though all of them live ({seen})"
         if silent:
             others = f", nor {numbered('worker', silent[1:])}" if silent[1:] else ""
-            last = f"; it was last seen {told[silent[0]]}" if silent[0] in told else ""
+            last = f"; it was last seen {progress[silent[0]]}" if silent[0] in progress else ""
             rank, text = silent[0], f"it gives no sign of life{others}: it has ended, or hangs{last} ({seen})"
-        elif (behind := least_far(told)) is not None and behind != self._cluster.rank:
-            rank, text = behind, f"it lives, but is behind the others: it is {told[behind]} ({seen})"
-        found = Failure(rank, call.number, text, bool(silent), call.has_voted, call.is_before_end)
-        watcher.publish(found, silent)
-        return found
+        elif (behind := least_far(progress)) is not None and behind != self._cluster.rank:
+            rank, text = behind, f"it lives, but is behind the others: it is {progress[behind]} ({seen})"
+        failure = Failure(rank, call.number, text, bool(silent), call.has_voted, call.is_before_end)
+        watcher.publish(failure, silent)
+        return failure
 
     def text(self, failure: Failure) -> str:
-        """A failure as it is told here: whose it is, and what has happened."""
+        """A failure as a message: the worker and the cause."""
         if failure.rank < 0:
             return failure.text
         worker = self._cluster.workers[failure.rank]
@@ -83,5 +82,5 @@ class Failures:
 
 
 def _without_outcome(error: BaseException) -> str:
-    """The text of an error, without what it says of parameters and remedies, which an error that cites it says by itself."""
+    """The text of an error without its remarks on parameters and remedies, repeated by the citing error."""
     return _OUTCOME.sub("", str(error)).rstrip(".")

@@ -1,4 +1,4 @@
-"""The meeting of all workers at the beginning of a call: what they say of their steps, and how a difference is refused."""
+"""The meeting of all workers at the beginning of a call, with checks that their steps agree."""
 
 from __future__ import annotations
 
@@ -50,17 +50,14 @@ class Meetings:
     """Has the workers of a team meet, once or several times in each call.
 
     Args:
-        cluster: the workers.
-        call: how far this one is.
-        connections: of the team.
-        failures: of its workers.
-        watcher: tells who lives, and the others how far this worker is.
-        words: by which the others are told a difference.
+        call: progress of this worker.
+        watcher: knows the heartbeats; sends this worker's progress.
+        words: sends the details of a difference.
 
     Attributes:
-        row_counts: of each worker by rank, the numbers of rows of the factors that it sends in this step, as
-            `mirrorc.analysis.gradients.sent_factors.row_counts` gives them.
-        rows_told: likewise, what each tells of the rows that all replicas gather.
+        row_counts: row counts of the factors in this step, of each worker by rank, see
+            `mirrorc.analysis.gradients.sent_factors.row_counts`.
+        gathered_rows: row counts of the model's gathers, of each worker by rank.
     """
 
     def __init__(
@@ -76,56 +73,58 @@ class Meetings:
         self._failures, self._watcher, self._words = failures, watcher, words
         self._known_counts = KnownCounts()
         self.row_counts: Sequence[Counts] = ()
-        self.rows_told: Sequence[Counts] = ()
+        self.gathered_rows: Sequence[Counts] = ()
 
-    def meet(self, own: Header, facts: Mapping[str, Details], counts: Counts = (), rows_told: Counts = ()) -> Agreement:
+    def meet(
+        self, header: Header, facts: Mapping[str, Details], counts: Counts = (), gathered_rows: Counts = ()
+    ) -> Agreement:
         """Begins a step together with the others.
 
         Args:
-            own: what this worker says of its step.
-            facts: for fields in which workers may differ, what this worker has in detail.
-            counts: the numbers of rows of the factors that this worker sends.
-            rows_told: what it tells of the rows that all replicas gather; as many numbers on all workers whose programs agree.
+            header: this worker's.
+            facts: details of fields in which workers may differ.
+            counts: row counts of this worker's factors.
+            gathered_rows: row counts of the model's gathers; as many numbers on all workers whose programs agree.
 
         Raises:
-            CommunicationError: workers differ; all raise it, and name who differs in what.
-            ValueError: no worker has examples; all raise it.
+            CommunicationError: workers differ; raised by all, with the worker and its difference.
+            ValueError: no worker has examples; raised by all.
             LostConnectionError: the connection broke.
         """
         tell = self._connections.tell
-        all_counts = (*counts, *rows_told)
-        own = self._known_counts.noted_in(own, all_counts)
+        all_counts = (*counts, *gathered_rows)
+        header = self._known_counts.noted_in(header, all_counts)
         headers = [torch.empty(NUM_FIELDS, dtype=torch.int64) for _ in self._cluster.workers]
-        if own.has_left:
+        if header.has_left:
             others_live = functools.partial(self._watcher.all_live, self._failures.is_any)
-            tell(lambda group: group.all_gather(own.to_tensor(), headers, is_patient=True), others_live)
+            tell(lambda group: group.all_gather(header.to_tensor(), headers, is_patient=True), others_live)
         else:
-            tell(lambda group: group.all_gather(own.to_tensor(), headers))
-        found, name, other = agreement(headers)
-        self._call.are_all_raising = found is None or not (found.num_examples or found.is_over)
-        if found is None:
+            tell(lambda group: group.all_gather(header.to_tensor(), headers))
+        agreed, name, other = agreement(headers)
+        self._call.are_all_raising = agreed is None or not (agreed.num_examples or agreed.is_over)
+        if agreed is None:
             raise self._difference(headers, facts, name, other)
         if self._call.are_all_raising:
             raise ValueError(
                 "no worker has examples in this step, which needs at least one: leave the batch out on all workers"
             )
-        self._watcher.own = self._watcher.own.met()
-        said = self._known_counts.of_all(headers, all_counts, tell)
-        num_told = len(rows_told)
-        self.row_counts = [one[: len(one) - num_told] for one in said]
-        self.rows_told = [one[len(one) - num_told :] for one in said]
-        return found
+        self._watcher.local_progress = self._watcher.local_progress.met()
+        all_rows = self._known_counts.of_all(headers, all_counts, tell)
+        num_gathered = len(gathered_rows)
+        self.row_counts = [rows[: len(rows) - num_gathered] for rows in all_rows]
+        self.gathered_rows = [rows[len(rows) - num_gathered :] for rows in all_rows]
+        return agreed
 
     def _difference(
         self, headers: Sequence[torch.Tensor], facts: Mapping[str, Details], name: str, other: int
     ) -> CommunicationError:
-        """The error for a field in which a worker differs; or raises one that says more."""
+        """The error for a field that differs; may raise a more precise one."""
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
         if name in facts and not (any(left) and name in _OF_LIVE_ONES):
             self._words.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))
         workers = self._cluster.workers
-        one, source = workers[other], workers[left.index(False) if False in left else 0]
+        worker, source = workers[other], workers[left.index(False) if False in left else 0]
         return CommunicationError(
-            f"workers differ in {_IN_WORDS[name]}: {one} says something else than {source}. No parameter was changed. Let all "
+            f"workers differ in {_IN_WORDS[name]}: {worker} says something else than {source}. No parameter was changed. Let all "
             "workers make the same calls in one order"
         )

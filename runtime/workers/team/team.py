@@ -1,4 +1,4 @@
-"""The team of a step: all workers that train with it, who begin each call together, agree at its end, and fail together."""
+"""The team of a step: workers that begin each call, commit, and fail together."""
 
 from __future__ import annotations
 
@@ -28,23 +28,20 @@ from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError
 
 
 class Team:
-    """The workers of one step, seen from one of them.
+    """The workers of a step, seen from a single worker.
 
-    They have connections of their own: a lane for buckets, and one for what they tell each other. Where a step fails, on any
-    worker, it fails on all, before it has changed anything; connections are closed, which ends what still runs, and opened anew
-    at the next call.
+    They have two lanes: for buckets, and for control messages. A step that fails on any worker fails on all, before it has
+    changed anything; connections are closed, which ends running collectives, and reopened at the next call.
 
     Args:
-        cluster: the workers, who have joined.
-        name: of the step, the same on all workers, and of no other step.
-        timeout_seconds: the longest time that a worker waits for another one.
-        device: where this worker's buckets lie; of the same type on all workers.
+        cluster: the workers.
+        name: name of the step, the same on all workers, and of no other step.
+        timeout_seconds: the longest wait of a worker for another.
+        device: device of this worker's buckets; of the same type on all workers.
 
     Attributes:
-        cluster, timeout_seconds: as given.
-        words: what workers tell each other in a call, besides what begins and ends it.
-        connections: which a call opens.
-        stop: stops the step that runs, unless it is committed; called in another thread.
+        words: control messages in a call, besides those of its begin and end.
+        stop: stops the running step, unless it is committed; called in another thread.
     """
 
     def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, device: torch.device) -> None:
@@ -65,32 +62,33 @@ class Team:
 
     @property
     def num_calls(self) -> int:
-        """How many training calls have begun."""
+        """Number of begun training calls."""
         return self._call.number
 
     @property
     def link(self) -> LinkSpeed | None:
-        """How fast the link between the workers is, as measured when it was opened; None before."""
+        """Measured speed of the link between workers; None before it was opened."""
         return self.connections.link
 
     @property
     def row_counts(self) -> Sequence[Counts]:
-        """Of each worker by rank, the numbers of rows of the factors that it sends in this step, see `Meetings`."""
+        """Row counts of each worker's factors in this step, see `Meetings`."""
         return self._meetings.row_counts
 
     @property
-    def rows_told(self) -> Sequence[Counts]:
-        """Of each worker by rank, what it tells of the rows that all replicas gather, see `Meetings`."""
-        return self._meetings.rows_told
+    def gathered_rows(self) -> Sequence[Counts]:
+        """Row counts of each worker's gathers, see `Meetings`."""
+        return self._meetings.gathered_rows
 
     @property
     def have_parted(self) -> bool:
-        """Whether a step has failed when some workers may have updated, and others not, or in part: before the next, all take
-        over the values of one worker."""
+        """Whether a step has failed when some workers may have updated, and others not, or in part: a broadcast of values
+        must precede the next step.
+        """
         return self._failed.have_parted
 
     def come_together(self) -> None:
-        """Called when all have taken over the values of one worker."""
+        """Called after a broadcast of a worker's values."""
         self._failed.have_parted = False
 
     # A call, from its beginning to its end
@@ -99,18 +97,18 @@ class Team:
     def call(
         self, is_whole: Callable[[], bool], torn: Callable[[], str] = str, *, has_left: bool = False
     ) -> Iterator[None]:
-        """A block that is one training call: what is raised in it, on any worker, ends the call on all of them.
+        """A context of a single training call: an exception in it, on any worker, ends the call on all of them.
 
         Args:
-            is_whole: whether variables and optimizers are those of some step, asked when a call has failed behind its commit.
-            torn: which buckets the step has updated, if it has failed behind an early commit; else empty.
-            has_left: whether this worker makes no calls of its own, and waits for others as long as they live.
+            is_whole: whether variables and optimizers are those of some step, asked after a failure behind the commit.
+            torn: the buckets updated by the step, if it has failed after an early commit; else empty.
+            has_left: whether this worker makes no more calls, and waits for others as long as they live.
 
         Raises:
-            CommunicationError: another worker has failed; names it, and what has happened to it.
+            CommunicationError: another worker has failed; names it and the cause.
         """
         self._call.begin()
-        self._watcher.own = self._watcher.own.begun(self._call.number)
+        self._watcher.local_progress = self._watcher.local_progress.begun(self._call.number)
         self._failed.refuse_if_final()
         try:
             if self._failures.is_any():
@@ -125,12 +123,12 @@ class Team:
             raise raised from error
         finally:
             self.stop = _nothing
-            self._watcher.own = self._watcher.own.ended()
+            self._watcher.local_progress = self._watcher.local_progress.ended()
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the next call of the others, who may wait for it: this worker does not come, because of an error in its own code.
+        """Ends the next call of the others, because an error in this worker's code keeps it from joining.
 
-        Does nothing if there are no connections, as when a call has failed, of which all know.
+        Does nothing without connections, as after a failed call known to all.
         """
         if self.connections.are_open and not self._failed.are_final:
             self._call.begin()
@@ -147,9 +145,11 @@ class Team:
 
     # The stages of a call
 
-    def meet(self, own: Header, facts: Mapping[str, Details], counts: Counts = (), rows_told: Counts = ()) -> Agreement:
+    def meet(
+        self, header: Header, facts: Mapping[str, Details], counts: Counts = (), gathered_rows: Counts = ()
+    ) -> Agreement:
         """Begins a step together with the others; see `Meetings.meet`."""
-        return self._meetings.meet(own, facts, counts, rows_told)
+        return self._meetings.meet(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
         """Opens the lane for values of the model, if it is not open; all workers do so in the same call.
@@ -159,55 +159,55 @@ class Team:
         """
         self.connections.open_values(self._call.number, self._failures.is_any)
 
-    def vote(self, own: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
-        """Returns when all workers have done all of the step that can fail; from then on it is decided, for all alike.
+    def vote(self, vote: Vote, *, columns: Columns, is_early: bool = False) -> Outcome:
+        """Waits for the votes of all workers; from then on the step is decided, for all alike.
 
         Args:
-            own: this worker's vote.
-            columns: of the replicas with whose numbers all go on; each leaves as many as one of this worker.
+            vote: of this worker.
+            columns: replicas whose numbers all adopt; each leaves as many as a replica of this worker.
             is_early: whether sums, or parameters that others update, are still to come, until `end_updates`.
 
         Returns:
-            What all say. The numbers that these replicas have left reach all workers as they are: others add zeros.
+            The outcome. The numbers of these replicas reach all workers exactly: others add zeros.
 
         Raises:
             LostConnectionError: a worker has failed, or the connection broke.
-            CommunicationError: the workers have found something else in the same sums.
+            CommunicationError: the workers disagree on the same sums.
         """
         call = self._call
-        message = own.to_message(columns)
+        message = vote.to_message(columns)
         call.stage, call.is_early = Stage.VOTING, is_early
-        self._watcher.own = self._watcher.own.ready()
+        self._watcher.local_progress = self._watcher.local_progress.ready()
         self.words.sum(message)
-        num_parameters = len(own.used) if own.used is not None else 0
-        found = outcome(message, columns, self.cluster.num_workers, num_parameters)
-        call.is_early = is_early and found.takes_place  # a step that is skipped updates nothing
+        num_parameters = len(vote.used) if vote.used is not None else 0
+        decision = outcome(message, columns, self.cluster.num_workers, num_parameters)
+        call.is_early = is_early and decision.takes_place  # a step that is skipped updates nothing
         call.stage = Stage.UPDATING if call.is_early else Stage.COMMITTED
-        return found
+        return decision
 
     def end_updates(self) -> None:
-        """Called when this worker has all sums, and has updated; then it tells the others its loss."""
+        """Called when this worker has all sums, and has updated; its loss is sent next."""
         self._call.stage = Stage.COMMITTED
 
     def hear(self, text: str) -> list[tuple[str, str]]:
-        """The text of each worker, which all tell when they have agreed that a step does not take place; then all raise the like.
+        """Exchanges texts of all workers after the decision against a step; then all raise the same error.
 
         Raises:
             LostConnectionError: a worker has failed, or the connection broke.
         """
         self._call.stage, self._call.is_early = Stage.BEFORE, False
-        told = self.words.texts(text)
+        texts = self.words.texts(text)
         self._call.are_all_raising = True
-        return told
+        return texts
 
     def finish(self) -> None:
-        """Called when all has been told that a step tells the others."""
+        """Called after the last message of a step."""
         self._call.stage = Stage.DONE
 
     def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
         """Launches a collective on a bucket; see `Lane.launch`."""
         if self.connections.are_open:
-            self._watcher.own = self._watcher.own.sent()
+            self._watcher.local_progress = self._watcher.local_progress.sent()
         self.connections.launch_bucket(collective, done)
 
     def launch_value(self, collective: Callable[[Any], Any], done: Done) -> None:
@@ -217,11 +217,11 @@ class Team:
     # The end of the team
 
     def note_why(self, error: BaseException) -> None:
-        """Notes an error because of which this worker is about to leave, so that the others are told."""
+        """Records the error with which this worker is about to leave, for the others."""
         self._last_words.append(in_short(error))
 
     def close(self) -> None:
-        """Leaves the team: closes the connections, and tells the others. May be repeated."""
+        """Leaves the team: closes the connections, and notifies the others. May be repeated."""
         self._finalizer()
 
 
@@ -236,7 +236,7 @@ def _never(is_known: Callable[[], bool]) -> bool:
 def _leave(
     pid: int, watcher: Watcher, rank: int, connections: Connections, call: CallState, last_words: list[str]
 ) -> None:
-    """Ends a worker's part in a team; also when the interpreter ends, but not in a child that was forked."""
+    """Leaves the team; also at exit of the interpreter, but not in a forked child."""
     if os.getpid() != pid:
         return
     why = f", after {last_words[0]}" if last_words else after_what()  # of the script, if nobody has closed the step

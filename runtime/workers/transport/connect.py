@@ -1,4 +1,4 @@
-"""Opens the connections of a team, when all workers have come."""
+"""Rendezvous of a team's workers, and its process groups."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ def await_all(
     is_over: Callable[[], bool],
     may_wait_on: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Returns when all workers have come to a call. It hears signals, as gloo does not, which waits for the others, too.
+    """Waits until all workers have come to a call. Unlike gloo's rendezvous, the wait can be interrupted by signals.
 
     Args:
-        store: where they meet; nothing else uses its keys.
-        cluster: the workers.
-        timeout_seconds: the longest time to wait.
+        store: their store; these keys are used for nothing else.
+        timeout_seconds: the longest wait.
         is_over: whether a worker has failed meanwhile.
-        may_wait_on: asked whenever the time is over, whether to wait as long again.
+        may_wait_on: called at each timeout, whether to wait as long again.
 
     Raises:
         LostConnectionError: not all came.
@@ -64,17 +63,15 @@ def await_all(
 def all_texts(
     store: Any, cluster: Cluster, text: str, timeout_seconds: float, is_over: Callable[[], bool]
 ) -> list[str]:
-    """What each worker has told first, by rank; a worker that tells again must tell the same.
+    """Each worker's first text, by rank; a worker that repeats itself must send the same.
 
     Args:
-        store: where they meet; nothing else uses its keys.
-        cluster: the workers.
-        text: what this one tells.
-        timeout_seconds: the longest time to wait for the others.
+        store: their store; these keys are used for nothing else.
+        timeout_seconds: the longest wait for the others.
         is_over: whether a worker has failed meanwhile.
 
     Raises:
-        LostConnectionError: not all told something.
+        LostConnectionError: some worker sent nothing.
     """
     answer = functools.partial(_answer, seconds=patience(timeout_seconds))
     keys = [f"text {rank}" for rank in range(cluster.num_workers)]
@@ -90,12 +87,12 @@ def all_texts(
 
 
 def patience(timeout_seconds: float) -> float:
-    """How long an answer of the store is waited for: a part of the time that workers wait for each other."""
+    """Timeout of the store: a part of the workers' timeout."""
     return max(_SHORTEST_PATIENCE_SECONDS, min(timeout_seconds / 2, _LONGEST_PATIENCE_SECONDS))
 
 
 def _answer(ask: Callable[[], _T], seconds: float) -> _T:
-    """What the store answers, in a bounded time: a store whose host is stopped is connected, and answers nothing.
+    """The store's answer, in a bounded time: a store on a stopped host stays connected.
 
     Raises:
         LostConnectionError: it does not answer.
@@ -107,7 +104,7 @@ def _answer(ask: Callable[[], _T], seconds: float) -> _T:
 
 
 def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> LinkSpeed:
-    """How fast a lane is, by sums over workers of several sizes, on a device; all workers measure it together.
+    """Speed of a lane, measured by all workers together with all-reduces of several sizes.
 
     Raises:
         LostConnectionError: the connection broke.
@@ -115,12 +112,12 @@ def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device:
     seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in _MEASURED_BYTES}
     measured = torch.zeros(max(_MEASURED_BYTES), dtype=torch.uint8, device=device)
     for _ in range(_NUM_MEASUREMENTS):  # the first opens connections
-        for num_bytes, own in seconds.items():
+        for num_bytes, times in seconds.items():
             part, began = measured[:num_bytes], time.perf_counter()
             lane.call(lambda group: group.all_reduce(part), timeout_seconds)  # noqa: B023 - it is called at once
-            own.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - began)
     empty, small, large = _MEASURED_BYTES
-    least = {num_bytes: min(own) for num_bytes, own in seconds.items()}
+    least = {num_bytes: min(times) for num_bytes, times in seconds.items()}
     return fitted_speed((small, least[small]), (large, least[large]), least[empty], num_workers)
 
 
@@ -132,22 +129,19 @@ def open_lane(
     device: torch.device,
     is_over: Callable[[], bool],
 ) -> Lane:
-    """Opens a lane between workers that have all come, for tensors on a device of that type.
+    """Opens a lane between workers past the rendezvous, for tensors on a device of this type.
 
     Args:
-        name: of the lane.
-        store: where they meet; nothing else uses its keys.
-        cluster: the workers.
-        timeout_seconds: the longest time to wait.
-        device: of the type of those on which tensors lie.
+        store: their store; these keys are used for nothing else.
+        timeout_seconds: the longest wait.
         is_over: whether a worker has failed meanwhile.
 
     Raises:
         LostConnectionError: they could not connect.
     """
-    own = distributed.PrefixStore(name, store)
+    lane_store = distributed.PrefixStore(name, store)
     places = cluster.rank, cluster.num_workers
-    opened = functools.partial(Lane, own, *places, timeout_seconds, f"mirrorc {name}", device)
+    opened = functools.partial(Lane, lane_store, *places, timeout_seconds, f"mirrorc {name}", device)
     try:
         return in_bounded_time(opened, min(_LONGEST_OPENING_SECONDS, timeout_seconds), is_over)  # one may end meanwhile
     except (RuntimeError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""The connections of a team: what workers tell each other goes over one of them, buckets over another, values over a third."""
+"""The lanes of a team: for control messages, buckets, and values of the model."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from mirrorc.runtime.workers.transport.lane import Done, Lane, LostConnectionErr
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def cut_when_broken(deaf: Lane, told: Lane) -> None:
-    """Cuts a lane when another one to the same workers breaks; returns at once.
+def cut_when_broken(deaf: Lane, watched: Lane) -> None:
+    """Cuts a lane when another to the same workers breaks; returns at once.
 
-    A collective of NCCL waits for ever for a worker whose process has ended; a connection of gloo is closed then.
+    A collective of NCCL waits forever for an ended process; gloo closes its connection.
 
     Args:
-        deaf: the lane that is cut.
-        told: the lane over gloo. When it is closed, nobody looks any more.
+        deaf: the lane to cut.
+        watched: the lane over gloo; its close ends the watch.
     """
-    threading.Thread(target=_watch, args=(deaf, told), name="mirrorc watches connections", daemon=True).start()
+    threading.Thread(target=_watch, args=(deaf, watched), name="mirrorc watches connections", daemon=True).start()
 
 
-def _watch(deaf: Lane, told: Lane) -> None:
-    while not told.is_closed:
-        if told.is_broken:
+def _watch(deaf: Lane, watched: Lane) -> None:
+    while not watched.is_closed:
+        if watched.is_broken:
             deaf.cut()
             return
         time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -44,19 +44,18 @@ _HOST = torch.device("cpu")
 
 
 class Connections:
-    """A lane for words and one for buckets, which are opened together, at a call, and closed together, by a failure.
+    """A lane for control messages and a lane for buckets, opened together, at a call, and closed together, by a failure.
 
-    Where the model asks all replicas for values, there is a third lane. A device without examples launches its buckets when it
-    likes, and so it may be before such a value on one worker and after it on another: over one lane, they would be mixed up.
+    Values of the model, gathered over replicas, have a third lane. A device without examples launches its buckets at any
+    time, so before such a value on some workers and after it on others: a shared lane would mix them up.
 
     Args:
-        store: where the workers of the team meet; nothing else uses its keys.
-        cluster: the workers, who have joined.
-        timeout_seconds: the longest time that a worker waits for another one.
-        device: where this worker's buckets lie; of the same type on all workers.
+        store: the team's store; these keys are used for nothing else.
+        timeout_seconds: the longest wait of a worker for another.
+        device: device of this worker's buckets; of the same type on all workers.
 
     Attributes:
-        link: how fast the link between the workers is, as measured when it was opened last; None before.
+        link: speed of the link between the workers at its last opening; None before.
     """
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, device: torch.device) -> None:
@@ -66,17 +65,17 @@ class Connections:
 
     @property
     def are_open(self) -> bool:
-        """Whether there are any."""
+        """Whether lanes are open."""
         return bool(self._lanes)
 
     @property
     def are_broken(self) -> bool:
-        """Whether another worker has closed its end of one."""
+        """Whether another worker has closed its end of a lane."""
         return any(lane.is_broken for lane in list(self._lanes))
 
     @property
     def buckets(self) -> Lane:
-        """The lane for buckets; there are connections."""
+        """The lane for buckets; must be open."""
         return self._lanes[1]
 
     def open(
@@ -85,12 +84,12 @@ class Connections:
         is_over: Callable[[], bool],
         may_wait_on: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Opens them, if there are none, when all workers have come to a call.
+        """Opens closed lanes when all workers have come to a call.
 
         Args:
             call: its number.
             is_over: whether a worker has failed meanwhile.
-            may_wait_on: asked whenever the time to wait for workers is over, whether to wait as long again.
+            may_wait_on: called at each timeout, whether to wait as long again.
 
         Raises:
             LostConnectionError: a worker has failed, has ended, or does not come in time.
@@ -102,18 +101,18 @@ class Connections:
         for name, place in (("words", _HOST), ("buckets", self._device)):
             self._lanes.append(open_lane(name, store, self._cluster, seconds, place, is_over))
         if self.buckets.is_deaf:
-            cut_when_broken(self.buckets, told=self._lanes[0])
+            cut_when_broken(self.buckets, watched=self._lanes[0])
         self.link = measured_speed(self.buckets, self._cluster.num_workers, seconds, self._device)
 
     def open_values(self, call: int, is_over: Callable[[], bool]) -> None:
-        """Opens the lane for values, if there is none, when all workers have met in a call; takes and raises what `open` does."""
+        """Opens the lane for values after the meeting of a call; arguments and errors as in `open`."""
         if len(self._lanes) == 2:
             store = self.part_of_store(f"values of call {call}")
             await_all(store, self._cluster, self._timeout_seconds, is_over)
             self._lanes.append(open_lane("values", store, self._cluster, self._timeout_seconds, _HOST, is_over))
 
     def part_of_store(self, name: str) -> Any:
-        """A part of the store, over a connection of its own.
+        """A prefix of the store, over a separate connection.
 
         Raises:
             LostConnectionError: the store does not answer.
@@ -125,10 +124,10 @@ class Connections:
             raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
     def tell(self, collective: Callable[[Any], Any], may_wait_on: Callable[[], bool] = lambda: False) -> None:
-        """Runs a collective on what workers tell each other; see `Lane.call`.
+        """Runs a collective on control messages; see `Lane.call`.
 
         Raises:
-            LostConnectionError: a worker has failed, or tells nothing in time.
+            LostConnectionError: a worker has failed, or does not answer in time.
         """
         lanes = list(self._lanes)
         if not lanes:
@@ -152,16 +151,16 @@ class Connections:
 
     @property
     def lanes(self) -> list[Lane]:
-        """Those that are open now, that for words first; a copy."""
+        """A copy of the list of open lanes, control messages first."""
         return list(self._lanes)
 
     def cut_buckets(self) -> None:
-        """Ends the collectives on buckets with an error, here and on the other workers."""
+        """Aborts the collectives on buckets, here and on the other workers."""
         for lane in list(self._lanes)[1:2]:
             lane.cut()
 
     def close(self) -> bool:
-        """Closes them, if there are any; returns whether all collectives have ended, so that none of them writes any more."""
+        """Closes open lanes; returns whether all collectives have ended, so that none of them writes any more."""
         have_ended = [lane.close() for lane in self._lanes]
         self._lanes.clear()
         return all(have_ended)

@@ -1,4 +1,4 @@
-"""A lane: a group of the workers, whose collectives are launched in one order and awaited by a thread of its own."""
+"""A lane: a process group with a fixed order of launches, and a thread that waits for its collectives."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _OF_GLOO = re.compile(r"^(\[[^]]*\] )*|\. This is typically.*$", re.DOTALL)  # w
 
 
 def in_words(error: Exception) -> str:
-    """What gloo, or a store, says of a connection, in short."""
+    """A short text of an error of gloo, or a store."""
     return _OF_GLOO.sub("", (str(error).splitlines() or [type(error).__name__])[0])
 
 
 class LostConnectionError(CommunicationError):
-    """Another worker does not answer, or the connection to it broke; nobody knows yet which one."""
+    """Lost connection to another worker, not yet identified."""
 
 
 Group = GlooGroup | NcclGroup
@@ -34,24 +34,24 @@ Done = Callable[[Exception | None], None]
 
 
 def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float, device: torch.device) -> Group:
-    """The group of a lane; its arguments are the lane's."""
+    """The process group of a lane; its arguments are the lane's."""
     if device.type == "cuda":
         return NcclGroup(store, rank, num_workers, device)
     return GlooGroup(store, rank, num_workers, timeout_seconds)
 
 
 class Lane:
-    """Launches collectives one at a time, and tells when each is done, in the order of their launches.
+    """Launches collectives in order, and reports the end of each in this order.
 
-    Waiting for a collective is deaf to signals, and a device that waits has a bound of its own. So a thread of the lane waits,
-    and the others wait for what it tells.
+    Waiting for a collective is deaf to signals, and a waiting device has a timeout of its own. So the lane's thread waits,
+    and passes on results.
 
     Args:
-        store: where the workers meet; nothing else uses its keys.
-        rank, num_workers: of this worker, and how many there are.
-        timeout_seconds: the longest time of each collective, and of the first meeting.
+        store: the workers' store.
+        rank, num_workers: rank of this worker, and number of workers.
+        timeout_seconds: the longest time of each collective, and of the rendezvous.
         name: of the thread.
-        device: where the tensors lie. Those of a GPU go over NCCL, all others over gloo.
+        device: device of the tensors. Those of a GPU go over NCCL, all others over gloo.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
@@ -68,10 +68,10 @@ class Lane:
         self._thread.start()
 
     def launch(self, collective: Callable[[Any], Any], done: Done) -> None:
-        """Launches a collective, which ``collective`` gives as a work; does not wait for it. If that fails, ``done`` is told.
+        """Launches a collective, returned by ``collective`` as a work, without waiting. ``done`` receives its error, if any.
 
-        From the first work of `SeveralRounds` on, each is launched when those before it are done: then all workers launch the
-        rounds of all of them in one order, too.
+        After the first work of `SeveralRounds`, each work is launched after the end of those before it: then all workers
+        launch the rounds of all of them in the same order, too.
         """
         with self._launching:
             try:
@@ -90,18 +90,18 @@ class Lane:
     def call(
         self, collective: Callable[[Any], Any], seconds: float, may_wait_on: Callable[[], bool] = lambda: False
     ) -> None:
-        """Launches a collective and returns when it is done; Ctrl-C can cut the wait short, not the collective.
+        """Launches a collective and waits for it; Ctrl-C can cut the wait short, not the collective.
 
-        ``may_wait_on`` is asked whenever the seconds are over, whether to wait as long again.
+        ``may_wait_on`` is called at each timeout, whether to wait as long again.
 
         Raises:
-            LostConnectionError: it has failed, or has told nothing in this time.
+            LostConnectionError: it has failed, or timed out.
         """
-        told: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self.launch(collective, told.put)
+        outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self.launch(collective, outcomes.put)
         while True:
             try:
-                error = told.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+                error = outcomes.get(timeout=min(seconds, threading.TIMEOUT_MAX))
                 break
             except queue.Empty:
                 if not may_wait_on():
@@ -116,24 +116,24 @@ class Lane:
         return group is not None and group.is_broken
 
     def cut(self) -> None:
-        """Ends all collectives with an error, here and on the other workers."""
+        """Aborts all collectives, here and on the other workers."""
         group = self._group
         if group is not None:
             group.cut()
 
     @property
     def is_deaf(self) -> bool:
-        """Whether its collectives wait for ever for a worker that is gone, as those of NCCL do."""
+        """Whether its collectives wait forever for a lost worker, as those of NCCL do."""
         return isinstance(self._group, NcclGroup)
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
         return self._group is None
 
     def close(self) -> bool:
-        """Ends all collectives, and the thread; returns whether that was done in time. Then no memory that was given to the lane
-        is written any more."""
+        """Ends all collectives, and the thread; returns whether that was done in time. Then memory passed to the lane is
+        not written any more.
+        """
         self.cut()
         with self._launching:
             group, self._group = self._group, None
@@ -148,12 +148,12 @@ class SeveralRounds:
     """A work that launches further collectives while it is waited for."""
 
     def wait(self) -> None:
-        """Returns when all of them are done."""
+        """Waits for all of them."""
         raise NotImplementedError
 
 
 class _InTurn:
-    """A work that is launched when it is waited for."""
+    """A work launched at its wait."""
 
     def __init__(self, launched: Callable[[Callable[[Any], Any]], Any], collective: Callable[[Any], Any]) -> None:
         self._launched, self._collective = launched, collective
@@ -163,7 +163,7 @@ class _InTurn:
 
 
 class _Failed:
-    """A work that could not be launched."""
+    """A work whose launch failed."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -173,13 +173,13 @@ class _Failed:
 
 
 def _await_works(works: queue.SimpleQueue[tuple[Any, Done] | Group | None]) -> None:
-    """The main function of a lane's thread, which ends when it is given the group, to let it go."""
-    while isinstance(given := works.get(), tuple):
-        work, done = given
+    """Ends with the group, to release it."""
+    while isinstance(entry := works.get(), tuple):
+        work, done = entry
         error: Exception | None = None
         try:
             work.wait()
         except Exception as raised:  # noqa: BLE001 - whoever waits raises it
             error = raised
         done(error)
-        del given, work, done, error
+        del entry, work, done, error

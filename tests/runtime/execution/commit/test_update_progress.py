@@ -43,7 +43,7 @@ def test_which_buckets_were_updated(done: list[tuple[int, int]], failing: tuple[
     if failing is not None:
         with pytest.raises(RuntimeError, match="no memory"):
             progress.noting(updates[failing], fail)()
-    assert progress.has_begun and progress.told() == said
+    assert progress.has_begun and progress.clause() == said
     progress.begin()
     assert not progress.has_begun
 

@@ -35,7 +35,7 @@ def test_what_is_sent_is_read() -> None:
     gatherings = [Gathering(MESSAGE, split, rank, own) for rank, own in enumerate(sent)]
     for one in gatherings:
         for rank, other in enumerate(gatherings):
-            one.gathered[rank] = other.own
+            one.gathered[rank] = other.message
     for one in gatherings:
         expected = [own for worker in sent for own in worker]
         assert [len(own) for own in one.replicas] == [len(own) for own in expected] == [2, 2, 2, 0]

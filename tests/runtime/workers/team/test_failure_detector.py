@@ -125,10 +125,10 @@ def test_workers_that_look_seldom_are_silent_later() -> None:
 def test_how_far_others_are_is_told_with_their_signs_of_life() -> None:
     store = distributed.HashStore()
     one, other = Told(store, 0, 2), Told(store, 1, 2)
-    other.watcher.own = Progress().begun(3).met().sent()
+    other.watcher.local_progress = Progress().begun(3).met().sent()
     told = {}
     until = time.monotonic() + 30
-    while told.get(1) != other.watcher.own and time.monotonic() < until:
+    while told.get(1) != other.watcher.local_progress and time.monotonic() < until:
         told = one.watcher.progress()
     assert told == {0: Progress(), 1: Progress(3, 1, 1)}
     one.watcher.close()
