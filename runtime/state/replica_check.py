@@ -21,15 +21,15 @@ _ROW = 1024  # words that are added up together
 
 @dataclass(frozen=True)
 class Copies:
-    """What each replica has a copy of.
+    """The replicas' copies of one variable, bucket or state entry.
 
     Attributes:
-        what: a variable's name, or that of an entry of the optimizer's state.
+        entry: a variable's name, or that of an entry of the optimizer's state; empty for parameters in a bucket.
         tensors: the copies, in order of replicas.
-        bucket: the bucket, if the copies hold one: then ``what`` is about each of its variables, and empty for parameters.
+        bucket: the bucket, if the copies hold all variables of one.
     """
 
-    what: str
+    entry: str
     tensors: Sequence[torch.Tensor]
     bucket: Bucket | None = None
 
@@ -41,12 +41,12 @@ class Copies:
     def of_variables(self) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
         """For each variable: its name, the entry of the optimizer's state or nothing, the copies."""
         if self.bucket is None:
-            yield self.what, "", list(self.tensors)
+            yield self.entry, "", list(self.tensors)
             return
         is_scalar = self.tensors[0].numel() != self.bucket.num_elements
         views = [[t] * len(self.bucket.slots) if is_scalar else slot_views(t, self.bucket) for t in self.tensors]
         for i, slot in enumerate(self.bucket.slots):
-            yield slot.variable, self.what, [own[i] for own in views]
+            yield slot.variable, self.entry, [view[i] for view in views]
 
 
 class ComparedState(StepState):
@@ -88,10 +88,10 @@ class ComparedState(StepState):
         self._num_begun += 1
 
     def _compare(self) -> None:
-        copies = [own for own in self._all_copies() if own.are_many]
+        copies = [copy for copy in self._all_copies() if copy.are_many]
         if not copies:
             return
-        first, *others = [checksums([own.tensors[r] for own in copies]) for r in range(len(self.store.devices))]
+        first, *others = [checksums([copy.tensors[r] for copy in copies]) for r in range(len(self.store.devices))]
         if any(not torch.equal(first, other) for other in others):
             self._refuse(copies)
 
@@ -103,19 +103,19 @@ class ComparedState(StepState):
             yield Copies(key, tensors, self._plan[bucket.index])
 
     def _refuse(self, copies: Sequence[Copies]) -> None:
-        """Raises an error that names the first variable with copies that differ, if any does: gaps between them may, too."""
+        """Names the first variable with different copies; returns if only the gaps between variables differ."""
         place = {name: i for i, name in enumerate(self.store.tensors)}
-        all_of_them = [own for one in copies for own in one.of_variables()]
-        for name, entry, tensors in sorted(all_of_them, key=lambda own: place[own[0]]):
+        entries = [item for copy in copies for item in copy.of_variables()]
+        for name, entry, tensors in sorted(entries, key=lambda item: place[item[0]]):
             bits = [_bytes(tensor).cpu() for tensor in tensors]
             groups: list[list[int]] = []
-            for replica, own in enumerate(bits):
-                alike = next((group for group in groups if torch.equal(bits[group[0]], own)), None)
+            for replica, copy in enumerate(bits):
+                alike = next((group for group in groups if torch.equal(bits[group[0]], copy)), None)
                 groups.append([replica]) if alike is None else alike.append(replica)
             if len(groups) > 1:
                 raise ExecutionError(self._report(f"{entry} of {name!r}" if entry else repr(name), groups, bits))
 
-    def _report(self, what: str, groups: Sequence[Sequence[int]], bits: Sequence[torch.Tensor]) -> str:
+    def _report(self, subject: str, groups: Sequence[Sequence[int]], bits: Sequence[torch.Tensor]) -> str:
         devices, most = self.store.devices, max(groups, key=len)
         has_majority = sum(len(group) == len(most) for group in groups) == 1
         differing = [replica for group in groups if group is not most for replica in group]
@@ -123,7 +123,7 @@ class ComparedState(StepState):
         who = f"{listed(devices[r] for r in differing)} {'differs' if len(differing) == 1 else 'differ'} from "
         who += f"{listed(devices[r] for r in most)}{'' if has_majority else ', and none has a majority'}"
         return (
-            f"the replicas' copies of {what} are not equal any more: {who} ({counted(number, 'byte')}). Memory has "
+            f"the replicas' copies of {subject} are not equal any more: {who} ({counted(number, 'byte')}). Memory has "
             "gone bad, or something has written to one copy alone. No parameter was changed: load a checkpoint of model and "
             "optimizer, which writes all copies anew"
         )
@@ -142,28 +142,28 @@ def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(i)
-    found = torch.empty(len(tensors), 4, dtype=torch.int64)
+    sums = torch.empty(len(tensors), 4, dtype=torch.int64)
     for places in by_device.values():
-        found[places] = torch.stack([checksum(tensors[i]) for i in places]).cpu()
-    return found
+        sums[places] = torch.stack([checksum(tensors[i]) for i in places]).cpu()
+    return sums
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, 1-D, from where they can be read as words of 64 bits."""
+    """The bytes of a tensor, 1-D, aligned for views as int64."""
     flat = tensor.detach().reshape(-1)
     flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
     return flat.view(torch.uint8)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Four numbers that tell a tensor's bits: if at most two bits differ, so do the numbers; with more, almost surely.
+    """Checksum of a tensor's bits, four integers. It differs if one or two bits do, and almost surely if more do.
 
-    Words of 64 bits are taken for the elements of a matrix. The numbers are the sums of its rows and of its columns, each with a
-    weight of its own. Nothing of the tensor's size is allocated, and no device is waited for.
+    The int64 words form a matrix; its row sums and column sums are added with weights. No allocation of the tensor's size, no
+    synchronization.
     """
-    found = _bytes(tensor)
-    num_words = found.numel() // 8
-    words, tail = found[: num_words * 8].view(torch.int64), found[num_words * 8 :].long()
+    raw = _bytes(tensor)
+    num_words = raw.numel() // 8
+    words, tail = raw[: num_words * 8].view(torch.int64), raw[num_words * 8 :].long()
     num_rows = num_words // _ROW
     body, rest = words[: num_rows * _ROW].view(num_rows, _ROW), words[num_rows * _ROW :]
     rows, columns = torch.cat([body.sum(1), rest.sum().reshape(1)]), body.sum(0)

@@ -1,4 +1,4 @@
-"""The gradients of earlier calls, which the next update takes: their sums on each replica, and how many examples they are of."""
+"""Gradient accumulation: sums of gradients on each replica until the next update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_vi
 
 @dataclass(frozen=True)
 class Examples:
-    """How many examples a call has.
+    """Example counts of a call.
 
     Attributes:
         own: of this process.
@@ -50,22 +50,21 @@ class _Sums:
     aside: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
 
     def of_variables(self) -> dict[str, Sequence[torch.Tensor]]:
-        """The sums by variable, as views."""
-        found = dict(self.aside)
-        for bucket, own in zip(self.plan, self.flat, strict=True):
-            views = [slot_views(flat, bucket) for flat in own]
-            found |= {slot.variable: [view[i] for view in views] for i, slot in enumerate(bucket.slots)}
-        return found
+        sums = dict(self.aside)
+        for bucket, memories in zip(self.plan, self.flat, strict=True):
+            views = [slot_views(flat, bucket) for flat in memories]
+            sums |= {slot.variable: [view[i] for view in views] for i, slot in enumerate(bucket.slots)}
+        return sums
 
 
 def _power_below(part: float) -> float:
-    """The largest power of two that is not above a positive number: multiplying by one rounds nothing."""
+    """The largest power of two at most ``part``; multiplication by it is exact."""
     return math.ldexp(0.5, math.frexp(part)[1])
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """What the sums are of.
+    """The calls and variables in the sums.
 
     Attributes:
         num_calls, num_examples: see `AccumulatedGradients`.
@@ -101,29 +100,29 @@ class AccumulatedGradients:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self._sums, self._counts = _Sums(), _Counts()
-        self._begun = _Counts()  # what the sums are of when the call is done that has begun last
+        self._begun = _Counts()  # the counts after the call in progress
         self._last_update = 0  # how many examples the last update had that took sums of mean losses
         self.share = 0.0
         self.is_torn = False
 
     @property
     def num_calls(self) -> int:
-        """How many calls the sums are of; 0 if nothing is kept."""
+        """Number of accumulated calls."""
         return self._counts.num_calls
 
     @property
     def num_examples(self) -> int:
-        """How many examples these calls had together."""
+        """Number of their examples."""
         return self._counts.num_examples
 
     @property
     def names(self) -> frozenset[str]:
-        """The variables of which gradients are kept."""
+        """Variables with accumulated gradients."""
         return self._counts.names
 
     @property
     def used(self) -> frozenset[str]:
-        """Those of them whose parameters some call has used; the gradients of others are zeros in place of none."""
+        """Variables whose parameters some call has used; the sums of others are zeros in place of None."""
         return self._counts.used
 
     def sums_of(self, bucket: int) -> Sequence[torch.Tensor]:
@@ -153,78 +152,65 @@ class AccumulatedGradients:
             )
 
     def fit(self, plan: tuple[Bucket, ...]) -> None:
-        """Lays the sums out for a plan of buckets; those of variables that it does not have are kept aside.
-
-        It is made aside and put in place at once, so that a failure changes nothing.
-        """
+        """Lays the sums out for a plan of buckets; sums of other variables are kept aside. A failure changes nothing."""
         if self._sums.plan == plan:
             return
-        old = {name: own for name, own in self._sums.of_variables().items() if name in self._counts.names}
+        old = {name: sums for name, sums in self._sums.of_variables().items() if name in self._counts.names}
         flat = [[memory_for_gradients(bucket, device.torch_device) for device in self._devices] for bucket in plan]
-        for bucket, own in zip(plan, flat, strict=True) if self.num_calls else ():
-            for replica, memory in enumerate(own):
+        for bucket, sums in zip(plan, flat, strict=True) if self.num_calls else ():
+            for replica, memory in enumerate(sums):
                 for slot, view in zip(bucket.slots, slot_views(memory, bucket), strict=True):
                     view.copy_(old[slot.variable][replica]) if slot.variable in old else view.zero_()
         planned = {slot.variable for bucket in plan for slot in bucket.slots}
-        aside = {name: [view.clone() for view in own] for name, own in old.items() if name not in planned}
+        aside = {name: [view.clone() for view in sums] for name, sums in old.items() if name not in planned}
         self._sums = _Sums(plan, flat, aside)
 
     def release(self) -> None:
-        """Frees the memory of sums, if nothing is kept in it."""
+        """Frees the memory of sums, if there are none."""
         if not self.num_calls:
             self._sums = _Sums()
 
     def begin_call(self, program: Program, examples: Examples, scale: float) -> float:
-        """Begins a call that accumulates.
-
-        Args:
-            program: that it runs.
-            examples: how many it has.
-            scale: of its loss.
-
-        Returns:
-            What its loss is multiplied by before backward.
-        """
+        """Begins a call that accumulates; returns the factor of its loss before backward. ``scale`` is that of loss scaling."""
         size, counts = examples.of_all if program.loss_reduction == "mean" else 1, self._counts
         part = _power_below(size / max(size, self._last_update)) if scale != 1.0 else 1.0
         unit = counts.unit if counts.num_calls else scale * part / size
-        own = {slot.variable for bucket in program.buckets for slot in bucket.slots}
+        trained = {slot.variable for bucket in program.buckets for slot in bucket.slots}
         num_calls, num_examples = counts.num_calls + 1, counts.num_examples + examples.own
-        self._begun = _Counts(num_calls, num_examples, unit, counts.names | own, counts.used | own)
+        self._begun = _Counts(num_calls, num_examples, unit, counts.names | trained, counts.used | trained)
         return unit * size
 
     def begin_step(self, program: Program, examples: Examples, scale: float) -> float:
-        """Begins a step that updates with its own gradients and those that are kept; arguments and result as of `begin_call`."""
+        """Begins a step that updates with its gradients and the sums; arguments and result as of `begin_call`."""
         if not (self.num_calls or examples.kept_elsewhere):
             return scale
-        own, together = examples.of_all, self.num_examples + examples.kept_elsewhere + examples.of_all
+        local, together = examples.of_all, self.num_examples + examples.kept_elsewhere + examples.of_all
         if program.loss_reduction != "mean":
-            own = together = 1
+            local = together = 1
         self._last_update = together
         self.share = scale / (together * self._counts.unit)
-        return scale * own / together
+        return scale * local / together
 
     def add(self, bucket: int, replica: int, packed: torch.Tensor) -> None:
-        """Adds what a replica has packed to its sum; the first call is copied."""
-        own = self._sums.flat[bucket][replica]
-        own.add_(packed) if self.num_calls else own.copy_(packed)
+        """Adds a replica's packed gradients to its sum; the first call is copied."""
+        total = self._sums.flat[bucket][replica]
+        total.add_(packed) if self.num_calls else total.copy_(packed)
 
     def add_to(self, bucket: int, replica: int, packed: torch.Tensor, elements: slice = slice(None)) -> None:
-        """Adds a replica's sum to what it has packed in this step, which are these elements of the bucket; there is none if other
-        workers alone keep gradients."""
+        """Adds a replica's sum to its packed gradients, which are these elements of the bucket, if there are sums."""
         if self.num_calls:
             packed.add_(self._sums.flat[bucket][replica][elements], alpha=self.share)
 
     def note_unused(self, names: Set[str]) -> None:
-        """Notes that the call that has begun last has not used these parameters. May be repeated."""
+        """Marks parameters as unused by the call in progress. May be repeated."""
         self._begun = replace(self._begun, used=self._begun.used - (names - self._counts.used))
 
     def finish_call(self) -> None:
-        """Counts the call that has begun last, which is added on all replicas. May be repeated."""
+        """Counts the call in progress, after its addition on all replicas. May be repeated."""
         self._counts = self._begun
 
     def clear(self) -> None:
-        """Drops the sums, whose memory stays for the next ones. May be repeated."""
+        """Drops the sums and keeps their memory. May be repeated."""
         self._counts, self.is_torn = _Counts(), False
         if self._sums.aside:
             self._sums = _Sums(self._sums.plan, self._sums.flat)
@@ -234,8 +220,8 @@ class AccumulatedGradients:
         if self._counts.names <= set(names):
             self.clear()
             return
-        for name, own in self._sums.of_variables().items():
-            for view in own if name in names else ():
+        for name, sums in self._sums.of_variables().items():
+            for view in sums if name in names else ():
                 view.zero_()
         counts, dropped = self._counts, set(names)
         self._counts = replace(counts, names=counts.names - dropped, used=counts.used - dropped)

@@ -104,8 +104,8 @@ class BucketOptimizers:
 
         What the user has put in the place of a part is no state of these workers: `lay_out` refuses it.
         """
-        own = [bucket for bucket in buckets if bucket.rule.elementwise]
-        are_others = self.are_sharded and own != [flat.bucket for flat in self._state.buckets]
+        elementwise = [bucket for bucket in buckets if bucket.rule.elementwise]
+        are_others = self.are_sharded and elementwise != [flat.bucket for flat in self._state.buckets]
         return are_others and self.is_dealt and not self.is_stale()
 
     def adopt(self, laid: Laid) -> None:
@@ -220,7 +220,7 @@ class BucketOptimizers:
 
         The mark is removed afterwards, because torch warns of it outside of captures.
         """
-        groups = [own.optimizer.param_groups[0] for own in self._state.optimizers.values()]
+        groups = [flat.optimizer.param_groups[0] for flat in self._state.optimizers.values()]
         groups = [group for group in groups if "capturable" in group]
         for group in groups:
             group["capturable"] = True
@@ -250,7 +250,7 @@ class BucketOptimizers:
         """Shows the new state in the user's optimizer; may be repeated from any point."""
         has_new = self._entries != self._state.entries()  # an optimizer makes its state in its first step
         if has_new or self._gathered is not None:
-            self._state.hold_what_is_new()
+            self._state.hold_new_state()
             self._gathered = None
             self._show(self._state.shown())
             return_freed_memory()  # the parts of the state have been copied together
@@ -310,7 +310,9 @@ class BucketOptimizers:
         """Bytes of state for buckets, each with its parameters, in an optimizer that runs by itself; None before its first step
         makes the state."""
         states = [
-            self.groups[bucket.rule.group][0].state.get(parameter, {}) for bucket, own in buckets for parameter in own
+            self.groups[bucket.rule.group][0].state.get(parameter, {})
+            for bucket, parameters in buckets
+            for parameter in parameters
         ]
         tensors = [part for state in states for value in state.values() for part in _dense_parts(value)]
         if not tensors and not self._has_run_by_itself:

@@ -35,8 +35,8 @@ class FlatOptimizer:
     """An optimizer of the user's class over one bucket of one replica, which it sees as a single parameter.
 
     Args:
-        optimizer: the user's, which is read only.
-        group: index of its parameter group whose hyperparameters apply.
+        optimizer: the user's; read only.
+        group: index of its parameter group.
         flat: the bucket's parameters, or a share of them, 1-D.
         rate: holds the learning rate, in place of the group's; None to take the group's.
     """
@@ -60,7 +60,7 @@ class FlatOptimizer:
         self._of_parts: PartOptimizer | None = None
 
     def _hyperparameters(self) -> dict[str, Any]:
-        """The user's present hyperparameters; if they leave the implementation open, the fused one is chosen."""
+        """The user's present hyperparameters; ``fused=None`` selects the fused implementation."""
         group = {**self._source.param_groups[self._group], "params": [self.parameter]}
         if group.get("fused", False) is None and not group.get("foreach"):
             group["fused"] = is_fused(type(self._source), group, self.parameter.dtype, self.parameter.device.type)
@@ -69,7 +69,7 @@ class FlatOptimizer:
         return group
 
     def sync(self) -> None:
-        """Takes over hyperparameters that the user, or a scheduler, changed."""
+        """Copies the hyperparameters of the user's optimizer."""
         self.optimizer.param_groups[0].update(self._hyperparameters())
         if self._of_parts is not None:
             self._of_parts.sync()
@@ -86,10 +86,7 @@ class FlatOptimizer:
         return self.optimizer.state[self.parameter]
 
     def make_state(self) -> None:
-        """Makes the state that its class makes in the constructor, as Adagrad does in torch 2.11, and others in their first step.
-
-        This is for trials: in training, such state comes from the user's optimizer.
-        """
+        """Makes the state of the class's constructor, such as Adagrad's in torch 2.11; only trials need it."""
         kind = type(self._source)
         taken = inspect.signature(kind).parameters
         group = {
@@ -111,28 +108,24 @@ class FlatOptimizer:
         self._step(self.optimizer)
 
     def update_divided(self, gradient: torch.Tensor, divisor: float) -> None:
-        """As `update`, with a gradient that the kernel divides when it reads it; it may write the quotient into its memory."""
+        """One step on ``gradient / divisor``; the fused kernel divides, and may do so in place."""
         self.parameter.grad = gradient
         with dividing_gradients(self.optimizer, divisor):
             self._step(self.optimizer)
 
 
 class PartOptimizer:
-    """One step of a flat optimizer, made part by part: each has its number of steps, and its part of the state.
-
-    Args:
-        whole: the flat optimizer.
-    """
+    """One step of a flat optimizer, made part by part: each has its number of steps, and its part of the state."""
 
     def __init__(self, whole: FlatOptimizer) -> None:
         self._whole = whole
-        self._own = FlatOptimizer(whole._source, whole._group, whole.parameter.detach()[:0], whole._rate)
+        self._part = FlatOptimizer(whole._source, whole._group, whole.parameter.detach()[:0], whole._rate)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, dict[str, Any]]] = {}  # of parameters and state, by part
         self._viewed: dict[str, int] = {}  # the addresses of what they are views of
 
     def sync(self) -> None:
         """See `FlatOptimizer`."""
-        self._own.sync()
+        self._part.sync()
 
     def update(
         self, parts: Callable[[Callable[[int, torch.Tensor], None]], None], divisor: float | None = None
@@ -143,26 +136,26 @@ class PartOptimizer:
             parts: calls a function with each part of the gradient, in order: its first element, and the part, 1-D.
             divisor: as in `FlatOptimizer.update_divided`; None to take gradients as they are.
         """
-        whole, own = self._whole.state, self._own
+        whole, part = self._whole.state, self._part
         numbers = {key: value for key, value in whole.items() if key in SCALAR_STATE}
         made: list[dict[str, Any]] = []
         self._note_addresses(whole)
 
         def update(first: int, gradient: torch.Tensor) -> None:
             parameters, state = self._view(first, len(gradient), whole)
-            own.parameter.data = parameters
-            own.optimizer.state[own.parameter] = now = {
+            part.parameter.data = parameters
+            part.optimizer.state[part.parameter] = now = {
                 **state,
                 **{key: _copy(value) for key, value in numbers.items()},
             }
             if divisor is None:
-                own.update(gradient)
+                part.update(gradient)
             else:
-                own.update_divided(gradient, divisor)
+                part.update_divided(gradient, divisor)
             made.append(now)
 
         parts(update)
-        own.parameter.grad = None
+        part.parameter.grad = None
         for key, value in made[-1].items():
             if key in SCALAR_STATE:
                 _put(whole, key, value)
@@ -188,25 +181,25 @@ class PartOptimizer:
         Returns:
             The numbers after the step.
         """
-        whole, own = self._whole.state, self._own
+        whole, part = self._whole.state, self._part
         self._note_addresses(whole)
         now: dict[str, Any] = {}
         for start, stop in ranges or [(0, 0)]:
             parameters, state = self._view(start, stop - start, whole)
-            own.parameter.data = parameters
+            part.parameter.data = parameters
             now = {**state, **{key: _copy(value) for key, value in numbers.items()}} if numbers is not None else {}
-            own.optimizer.state[own.parameter] = now
+            part.optimizer.state[part.parameter] = now
             if divisor is None:
-                own.update(gradient[start:stop])
+                part.update(gradient[start:stop])
             else:
-                own.update_divided(gradient[start:stop], divisor)
+                part.update_divided(gradient[start:stop], divisor)
             if numbers is None:
-                self._keep_made(start, stop, own.state)
-        own.parameter.grad = None
-        return {key: value for key, value in own.state.items() if key in SCALAR_STATE}
+                self._keep_made(start, stop, part.state)
+        part.parameter.grad = None
+        return {key: value for key, value in part.state.items() if key in SCALAR_STATE}
 
     def _keep_made(self, start: int, stop: int, made: Mapping[str, Any]) -> None:
-        """Keeps the state that the optimizer has made for some elements; that of others is zero until they are updated."""
+        """Stores new state of some elements; the state of others stays zero until their first update."""
         whole = self._whole.state
         for key, value in made.items():
             if key in SCALAR_STATE or not isinstance(value, torch.Tensor):
@@ -218,13 +211,12 @@ class PartOptimizer:
 
     def _note_addresses(self, state: Mapping[str, Any]) -> None:
         """Drops views of state that has been laid out anew."""
-        found = {key: value.data_ptr() for key, value in state.items() if isinstance(value, torch.Tensor)}
-        if found != self._viewed:
-            self._viewed = found
+        addresses = {key: value.data_ptr() for key, value in state.items() if isinstance(value, torch.Tensor)}
+        if addresses != self._viewed:
+            self._viewed = addresses
             self._views.clear()
 
     def _view(self, first: int, length: int, state: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A part of the parameters, and of each entry of the state that has a number for each of them."""
         if (first, length) not in self._views:
             part = slice(first, first + length)
             entries = {
@@ -241,7 +233,7 @@ def _copy(value: Any) -> Any:
 
 
 def _put(state: dict[str, Any], key: str, value: Any) -> None:
-    """Gives an entry of the state another number; a tensor stays the same one."""
+    """Sets an entry of the state; a tensor is written in place."""
     if isinstance(state.get(key), torch.Tensor):
         state[key].copy_(value)
     else:
@@ -258,11 +250,7 @@ def update_memory(
     """Measures the memory that an element-wise update needs, by stepping a copy of the optimizer on a few elements.
 
     Args:
-        optimizer: the user's.
-        group: index of its parameter group.
-        dtype: of the parameters.
-        device: of the parameters.
-        known_state: entries of state that a parameter has already; empty if none.
+        known_state: present state of a parameter; empty if none.
     """
     flat, gradient = (torch.zeros(_TRIED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
     tried = FlatOptimizer(optimizer, group, flat)

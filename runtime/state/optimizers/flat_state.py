@@ -64,16 +64,20 @@ class FlatState:
             for replica, parameters in enumerate(flat.parameters):
                 start, stop = flat.bucket.updated(replica, len(flat.parameters))
                 if start < stop:
-                    own = self.optimizers[(flat.bucket.index, replica)] = make(flat.bucket, parameters[start:stop])
+                    optimizer = self.optimizers[(flat.bucket.index, replica)] = make(
+                        flat.bucket, parameters[start:stop]
+                    )
                     if flat.bucket.rule.may_be_unused:
-                        self.by_slot[(flat.bucket.index, replica)] = SlotOptimizer(own, flat.bucket, (start, stop))
+                        self.by_slot[(flat.bucket.index, replica)] = SlotOptimizer(
+                            optimizer, flat.bucket, (start, stop)
+                        )
             if earlier is None:
                 self._take_over(flat, states_of(flat.bucket))
             else:
                 self._go_on_from(flat, earlier)
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
-        """The flat optimizers of a bucket, by replica; a replica has none if its share of a small bucket is empty."""
+        """By replica; a replica has none if its share of a small bucket is empty."""
         keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
         return {
             replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers
@@ -83,13 +87,12 @@ class FlatState:
         return next(iter(self._replicas(flat).values()))
 
     def _slots_of(self, flat: FlatBucket) -> list[SlotOptimizer]:
-        """The optimizers of a bucket whose parameters may be left out of a step, in order of replicas; else none."""
+        """In order of replicas; empty if no step leaves parameters of the bucket out."""
         return [
             self.by_slot[flat.bucket.index, r] for r in self._replicas(flat) if (flat.bucket.index, r) in self.by_slot
         ]
 
     def _take_over(self, flat: FlatBucket, states: Sequence[UserState]) -> None:
-        """Gives the flat optimizers of a bucket the state that the user's optimizer has for its parameters."""
         bucket, home = flat.bucket, self._first(flat).parameter.device
         known = [flat_entries(state) for state in states]
         for key, first in next(filter(None, known), {}).items():
@@ -105,24 +108,22 @@ class FlatState:
             if bucket.part is not None:
                 whole = whole[bucket.part.start : bucket.part.stop].clone()
             self._hold(flat, key, whole)
-        for own in self._slots_of(flat):
-            own.take_over(states)
+        for optimizer in self._slots_of(flat):
+            optimizer.take_over(states)
 
     def _go_on_from(self, flat: FlatBucket, earlier: FlatState) -> None:
-        """Gives the flat optimizers of a bucket the state that other ones had for the same bucket."""
         for key, value in earlier._first(flat).state.items():
             if key in SCALAR_STATE:
                 self._hold_number(flat, key, value)
             elif value is not None:
                 self._hold(flat, key, earlier.whole[flat.bucket.index][key])
-        for own in self._slots_of(flat):
-            own.go_on_from(earlier._slots_of(flat)[0])
+        for optimizer in self._slots_of(flat):
+            optimizer.go_on_from(earlier._slots_of(flat)[0])
 
     def _hold_number(self, flat: FlatBucket, key: str, value: torch.Tensor) -> None:
-        """Gives each flat optimizer of a bucket its own copy of a number."""
-        for own in self._replicas(flat).values():
-            is_fused = own.optimizer.param_groups[0].get("fused")
-            own.state[key] = value.to(own.parameter.device if is_fused else value.device, copy=True)
+        for optimizer in self._replicas(flat).values():
+            is_fused = optimizer.optimizer.param_groups[0].get("fused")
+            optimizer.state[key] = value.to(optimizer.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
         """Gives each flat optimizer of a bucket its part of a tensor of `whole`: a share, or a copy.
@@ -132,23 +133,23 @@ class FlatState:
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
         replicas = self._replicas(flat)
         home = flat.bucket.owner_of_parameters(next(iter(replicas)))
-        for replica, own in replicas.items():
+        for replica, optimizer in replicas.items():
             start, stop = (place - first for place in flat.bucket.updated(replica, len(flat.parameters)))
             is_view = flat.bucket.owner_of_parameters(replica) == home
-            own.state[key] = whole[start:stop] if is_view else whole.to(own.parameter.device, copy=True)
+            optimizer.state[key] = whole[start:stop] if is_view else whole.to(optimizer.parameter.device, copy=True)
         self.whole.setdefault(flat.bucket.index, {})[key] = whole
 
     def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
-        """Of buckets that are not updated by shares, each entry of the state: bucket, entry, tensors in order of replicas."""
+        """Replicated state: bucket, entry and tensors in order of replicas."""
         for flat in self.buckets:
             if not flat.bucket.placement.value.updates_by_shares:
-                states = [own.state for own in self._replicas(flat).values()]
+                states = [optimizer.state for optimizer in self._replicas(flat).values()]
                 for key, value in states[0].items():
                     if isinstance(value, torch.Tensor):
                         yield flat.bucket, key, [state[key] for state in states]
 
-    def hold_what_is_new(self) -> None:
-        """Joins the state that the flat optimizers have made in their first step: one tensor for each entry of a bucket."""
+    def hold_new_state(self) -> None:
+        """Joins new state of the flat optimizers into one tensor for each entry of a bucket."""
         for flat in self.buckets:
             held, replicas = self.whole.setdefault(flat.bucket.index, {}), self._replicas(flat)
             for key, value in list(self._first(flat).state.items()):
@@ -156,7 +157,7 @@ class FlatState:
                 if value is None or key in SCALAR_STATE or is_held:
                     continue
                 if flat.bucket.updates_by_shares:
-                    self._hold(flat, key, torch.cat([own.state[key] for own in replicas.values()]))
+                    self._hold(flat, key, torch.cat([optimizer.state[key] for optimizer in replicas.values()]))
                 else:
                     held[key] = value
 
@@ -166,12 +167,12 @@ class FlatState:
         return all(self._first(flat).state for flat in self.buckets)
 
     def entries(self) -> list[int]:
-        """What changes when an optimizer makes its state, in its first step."""
-        made = [sum(own.made) for own in self.by_slot.values()]
+        """A key of the present state entries; it changes when an optimizer makes its state."""
+        made = [sum(slots.made) for slots in self.by_slot.values()]
         return [*made, *(id(value) for flat in self.buckets for value in self._first(flat).state.values())]
 
     def parts(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """The state that is dealt out to workers: bucket, entry and this worker's part, in an order that all workers have."""
+        """State that is sharded over workers: bucket, entry and this worker's part, in the same order on all workers."""
         for flat in self.buckets:
             if flat.bucket.part is not None:
                 for key in sorted(self.whole.get(flat.bucket.index, {})):
@@ -189,12 +190,12 @@ class FlatState:
             for key, value in self._first(flat).state.items()
             if value is not None and key in SCALAR_STATE
         }
-        found = Shown(numbers=ShownNumbers(list(numbers.values())))
-        shown = dict(zip(numbers, found.numbers.shown, strict=True))
+        result = Shown(numbers=ShownNumbers(list(numbers.values())))
+        shown = dict(zip(numbers, result.numbers.shown, strict=True))
         for flat in self.buckets:
-            own, bucket = self._first(flat).state, flat.bucket
+            present, bucket = self._first(flat).state, flat.bucket
             entries: dict[str, Sequence[Any]] = {}
-            for key, value in own.items():
+            for key, value in present.items():
                 if value is None:
                     entries[key] = [None] * len(bucket.slots)
                 elif key in SCALAR_STATE:
@@ -209,12 +210,12 @@ class FlatState:
                     entries[key] = slot_views(self.whole[bucket.index][key], bucket)
             for i, slot in enumerate(bucket.slots):
                 state = {key: values[i] for key, values in entries.items()}
-                is_there = own and (bucket.index not in by_slot or by_slot[bucket.index].made[i])
-                found.states[slot.variable] = state if is_there else None
-        return found
+                is_there = present and (bucket.index not in by_slot or by_slot[bucket.index].made[i])
+                result.states[slot.variable] = state if is_there else None
+        return result
 
     def _number(self, flat: FlatBucket, key: str) -> torch.Tensor:
-        """A number of a bucket's state, or a row with that of each slot."""
+        """A scalar, or a row with the scalar of each slot."""
         by_slot = self._slots_of(flat)
         return by_slot[0].numbers[key] if by_slot else self._first(flat).state[key]
 

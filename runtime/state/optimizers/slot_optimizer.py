@@ -1,4 +1,4 @@
-"""Updates a bucket, or a share of it, slot by slot where that is needed: some parameters may be left out of a step."""
+"""Updates of buckets with parameters that some steps leave out."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mirrorc.user.optimizer_kinds import SCALAR_STATE, flat_entries
 
 
 class SlotOptimizer:
-    """A flat optimizer of parameters of which one may have been updated more often than another.
+    """A flat optimizer over parameters with different step counts.
 
-    As long as all of them have been updated together, each update is one of the flat optimizer. Otherwise those that have equal
-    numbers are updated together, in ranges of elements that lie side by side; the elements of the others are not touched.
+    While all counts are equal, an update is one of the flat optimizer. Otherwise parameters with equal counts are updated
+    together, in ranges of adjacent elements.
 
     Args:
         whole: the flat optimizer.
@@ -36,7 +36,7 @@ class SlotOptimizer:
         self._are_alike = True
 
     def take_over(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the numbers of what an optimizer has for each parameter; of the flat optimizer, which has its own state."""
+        """Copies the scalar state that the user's optimizer has for each parameter."""
         known = [flat_entries(state) for state in states]
         self.made = [bool(state) for state in known]
         for key, like in self._whole.state.items():
@@ -46,7 +46,7 @@ class SlotOptimizer:
         self._compare()
 
     def go_on_from(self, earlier: SlotOptimizer) -> None:
-        """Takes over what another one has for the same bucket."""
+        """Copies the state of an earlier optimizer of the same bucket."""
         self.made = list(earlier.made)
         self.numbers = {key: row.to(self._whole.state[key].device, copy=True) for key, row in earlier.numbers.items()}
         self._compare()
@@ -99,8 +99,8 @@ class SlotOptimizer:
                 self.numbers[key].fill_(state[key])
 
     def _ranges(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """The elements of some slots, as the flat optimizer counts them; slots that lie side by side are one range."""
-        found: list[tuple[int, int]] = []
+        """Element ranges of slots, relative to the flat optimizer; adjacent slots are one range."""
+        ranges: list[tuple[int, int]] = []
         following = None
         for place in places:
             slot = self._bucket.slots[place]
@@ -108,14 +108,14 @@ class SlotOptimizer:
             stop = min(slot.offset + slot.num_elements, self._stop) - self._start
             if start >= stop:
                 continue
-            if place == following and found:
-                start = found.pop()[0]  # what lies between slots is zero and stays so
-            found.append((start, stop))
+            if place == following and ranges:
+                start = ranges.pop()[0]  # what lies between slots is zero and stays so
+            ranges.append((start, stop))
             following = place + 1
-        return found
+        return ranges
 
     def _compare(self) -> None:
-        """Notes whether all slots have been updated together; the flat optimizer has the numbers of all then."""
+        """Compares the slots' scalar state; if it is equal, the flat optimizer takes it."""
         rows = {key: row.tolist() for key, row in self.numbers.items()}
         self._are_alike = len(set(self.made)) == 1 and all(len(set(row)) == 1 for row in rows.values())
         if self._are_alike and self.made[0]:

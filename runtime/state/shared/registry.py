@@ -1,4 +1,4 @@
-"""The states of variables that open steps hold: which is that of a new step, and which become one."""
+"""Registry of the states of variables that open steps hold."""
 
 from __future__ import annotations
 
@@ -27,26 +27,24 @@ def held_state(
 
     Args:
         tensors: the user's parameters and buffers, by name of their variable.
-        devices: the devices, in order of replicas.
-        groups: the user's optimizers.
         is_captured: whether updates are captured in CUDA graphs, which know the memory of one step.
 
     Raises:
         ExecutionError: a step over some of the variables runs in another thread.
     """
-    own, updated = tensors.values(), groups.parameters()
+    user_tensors, updated = tensors.values(), groups.parameters()
     known = [held for held in list(_held) if held.is_open]
-    written = [tensor for tensor in own if id(tensor) in updated or not isinstance(tensor, torch.nn.Parameter)]
-    others = [held for held in known if held.first_in_common(own, {*map(id, written)})]
-    found = None
+    written = [tensor for tensor in user_tensors if id(tensor) in updated or not isinstance(tensor, torch.nn.Parameter)]
+    others = [held for held in known if held.first_in_common(user_tensors, {*map(id, written)})]
+    state = None
     if not is_captured and all(held.can_be_held_for(devices, groups) for held in others):
-        found = _made_one(others)
-    if found is None:
-        found = HeldState(VariableStore(tensors, devices), is_captured)
-        _held.add(found)
-        found.remark = _why_turns_copy(others, devices, is_captured=is_captured)
-    found.callers.join([held.callers for held in known if held in others or held.has_read(written)])
-    return found
+        state = _merge(others)
+    if state is None:
+        state = HeldState(VariableStore(tensors, devices), is_captured)
+        _held.add(state)
+        state.remark = _why_turns_copy(others, devices, is_captured=is_captured)
+    state.callers.join([held.callers for held in known if held in others or held.has_read(written)])
+    return state
 
 
 def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, is_captured: bool) -> str:
@@ -83,9 +81,9 @@ def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], writte
     """Refuses variables that an open step has laid out on other devices, if it may write them, or the steps of ``held`` may."""
     if _first_elsewhere(held, tensors, written) is not None:
         gc.collect()  # a step that nobody can reach any more holds nothing
-    found = _first_elsewhere(held, tensors, written)
-    if found is not None:
-        name, theirs = found
+    conflict = _first_elsewhere(held, tensors, written)
+    if conflict is not None:
+        name, theirs = conflict
         raise ExecutionError(
             f"an open step has {name!r} on {listed(d.name for d in theirs)}, and this one runs on "
             f"{listed(d.name for d in held.store.devices)}: steps over the same parameters have one copy of them on each "
@@ -97,7 +95,7 @@ def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], writte
 def _first_elsewhere(
     held: HeldState, tensors: Collection[torch.Tensor], written: Collection[int]
 ) -> tuple[str, Sequence[Device]] | None:
-    """A variable among some that a step on other devices uses, and these devices."""
+    """The first variable in use on other devices, and these devices."""
     for other in list(_held):
         devices = other.store.devices
         if other.is_open and other.is_used and tuple(devices) != tuple(held.store.devices):
@@ -108,7 +106,7 @@ def _first_elsewhere(
 
 
 def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
-    """Notes what a step reads besides variables, which may be those of another one: these run one after the other.
+    """Records other tensors that a step reads, and serializes it with the open steps that hold them.
 
     Raises:
         ExecutionError: see `mirrorc.runtime.state.shared.call_owner.Callers.join`.
@@ -137,12 +135,12 @@ def take_in(
     known = [other for other in list(_held) if other is not held and other.is_open]
     others = [other for other in known if other.first_in_common(tensors.values(), either)]
     held.callers.join([other.callers for other in others])
-    _made_one([*(other for other in others if other.can_become_one_with(held)), held], is_running=True)
+    _merge([*(other for other in others if other.can_become_one_with(held)), held], is_running=True)
     hold.held.take_in(hold, tensors, counters, written)
 
 
-def _made_one(states: Sequence[HeldState], *, is_running: bool = False) -> HeldState | None:
-    """One state of several, if that can be; the first one. Unless the caller says so, one of which a step runs stays as it is."""
+def _merge(states: Sequence[HeldState], *, is_running: bool = False) -> HeldState | None:
+    """Merges states into the first; None if they cannot be merged, or one is in use and ``is_running`` is not set."""
     is_ready = is_running or len(states) == 1 or not any(held.callers.now for held in states)
     if not states or not is_ready or not all(a.can_become_one_with(b) for a, b in combinations(states, 2)):
         return None
