@@ -12,6 +12,7 @@ from torch import fx
 
 from mirrorc.analysis.communication.worker_schedule import schedule_hash
 from mirrorc.calls.batch_sharding import part_of_worker
+from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.capture.call.batch_norm import fewest_examples
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.errors import ExecutionError
@@ -36,10 +37,12 @@ _T = TypeVar("_T")
 class StepReports(ABC):
     """The part of a `Step` that tells about it."""
 
-    def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
-        self._options, self._model, self._state = options, model, state
-        self._last: Executor | None = None  # of the last call
-        self._last_trained: Executor | None = None  # of the last training step
+    def __init__(self, options: StepOptions, model: ModelState, state: StepState, runs: ProgramRuns) -> None:
+        self._options, self._model, self._state, self._runs = options, model, state, runs
+
+    @property
+    def _last(self) -> Executor | None:
+        return self._runs.last
 
     @abstractmethod
     def _exclusively(self, function: Callable[[], _T]) -> _T:
@@ -145,7 +148,7 @@ class StepReports(ABC):
         Raises:
             ExecutionError: it was not measured; says why.
         """
-        last = self._last_trained
+        last = self._runs.last_update
         num_groups = len(self._options.optimizers)
         found = last and told_norms(self._state.told, last.program, num_groups, is_skipped=last.commit.is_skipped)
         if found is None:
@@ -161,7 +164,7 @@ class StepReports(ABC):
             ExecutionError: no step was recorded; says why.
         """
         program, steps = self._recorded()
-        is_interleaved = self._last_trained is not None and self._last_trained.is_interleaved
+        is_interleaved = self._runs.last_update is not None and self._runs.last_update.is_interleaved
         return explain_steps(program, steps, is_interleaved, self._foundations())
 
     def memory(self) -> MemoryReport:
@@ -188,7 +191,7 @@ class StepReports(ABC):
         return write_timeline(path, *self._recorded())
 
     def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
-        last = self._last_trained  # another thread may run the step meanwhile
+        last = self._runs.last_update  # another thread may run the step meanwhile
         refuse_to_run(self._options.program_workers, self._options.cluster)
         if self._options.cuda_graphs:
             raise ExecutionError(

@@ -1,4 +1,4 @@
-"""The gradients that a step has kept, as the user's ``zero_grad`` reaches them."""
+"""Accumulated gradients within the reach of the user's ``zero_grad``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mirrorc.calls.call_lock import ExclusiveCalls
 from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients
 
 
-class KeptGradients:
+class ZeroableGradients:
     """Drops accumulated gradients where a training loop would drop those of its parameters.
 
     Args:

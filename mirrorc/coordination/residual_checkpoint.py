@@ -10,7 +10,7 @@ import torch
 _KEYS = ("num_workers", "rank", "unsent")
 
 
-def dealt_out(
+def unsent_of_worker(
     states: Sequence[Mapping[str, Any]], rank: int, num_workers: int, parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What one worker gets: the sum of what the ranks had that are its own modulo the number of workers, by variable; and the

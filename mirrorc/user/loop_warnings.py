@@ -17,8 +17,8 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 _HOOK = "register a hook once, before the first step: optimizer.register_step_pre_hook(it)"
 
 
-class Kept(Protocol):
-    """Gradients that a step has kept for its next update."""
+class PendingGradients(Protocol):
+    """Gradients accumulated for a step's next update."""
 
     @property
     def has_any(self) -> bool:
@@ -43,12 +43,12 @@ class GradientHabits:
 
     Attributes:
         has_trained: whether the step has run; before, nothing is warned of.
-        kept: what `Step.accumulate` has kept since the last update; None if the step keeps nothing.
+        pending: the gradients of `Step.accumulate` since the last update.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups, pending: PendingGradients) -> None:
         self.has_trained = False
-        self.kept: Kept | None = None
+        self.pending = pending
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._groups = groups
         self._with_gradients: list[torch.Tensor] = []
@@ -76,8 +76,8 @@ class GradientHabits:
 
     def _first_of_others(self, ids: Collection[int]) -> str | None:
         """Names the first of the parameters with these ids of which another step has kept a gradient."""
-        others = [other.kept for other in list(_watching) if other is not self and other.kept is not None]
-        return next((name for name in (kept.first_of(ids) for kept in others) if name is not None), None)
+        names = (other.pending.first_of(ids) for other in list(_watching) if other is not self)
+        return next((name for name in names if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
         """Called before a step, which computes its own gradients and drops those that a backward of the user's has left.
@@ -103,7 +103,7 @@ class GradientHabits:
 
     def warn_of_idle_step(self) -> bool:
         """Called after a step of the optimizer that the user made and that found no gradients; returns whether a step has run."""
-        if self.kept is not None and self.kept.has_any:
+        if self.pending.has_any:
             self._warn(
                 "kept",
                 "optimizer.step() found no gradients and did nothing: step.accumulate() keeps them, and the next call of the "
@@ -144,8 +144,8 @@ _watching: weakref.WeakSet[GradientHabits] = weakref.WeakSet()
 
 def _tell_of_zeroed(parameters: Sequence[torch.Tensor]) -> None:
     for habits in list(_watching):
-        if habits.kept is not None and habits.kept.has_any:
-            habits.kept.drop({id(parameter) for parameter in parameters})
+        if habits.pending.has_any:
+            habits.pending.drop({id(parameter) for parameter in parameters})
 
 
 def _warn_of_clipping(function: str, parameters: Sequence[torch.Tensor]) -> None:

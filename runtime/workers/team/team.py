@@ -44,12 +44,11 @@ class Team:
         cluster, timeout_seconds: as given.
         words: what workers tell each other in a call, besides what begins and ends it.
         connections: which a call opens.
-        stop: stops the step that runs, unless it is committed; called in another thread.
     """
 
     def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, device: torch.device) -> None:
         self.cluster, self.timeout_seconds = cluster, timeout_seconds
-        self.stop: Callable[[], object] = _nothing
+        self._stop: Callable[[], object] = _nothing
         store: Any = distributed.PrefixStore(name, cluster.store)
         self._call = CallState()
         self._failures = Failures(cluster, self._call)
@@ -124,7 +123,7 @@ class Team:
                 raise
             raise raised from error
         finally:
-            self.stop = _nothing
+            self._stop = _nothing
             self._watcher.own = self._watcher.own.ended()
 
     def abandon(self, error: BaseException) -> None:
@@ -141,11 +140,15 @@ class Team:
         number, lanes = self._call.number, self.connections.lanes  # another call may begin before they are cut
         self._failures.note(failure)
         if failure.ends(number):
-            self.stop()
+            self._stop()
             for lane in lanes:
                 lane.cut()
 
     # The stages of a call
+
+    def stop_on_failure(self, stop: Callable[[], object]) -> None:
+        """Sets the function that stops the running step when another worker fails; it is called in another thread."""
+        self._stop = stop
 
     def meet(self, own: Header, facts: Mapping[str, Details], counts: Counts = (), rows_told: Counts = ()) -> Agreement:
         """Begins a step together with the others; see `Meetings.meet`."""
