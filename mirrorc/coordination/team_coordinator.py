@@ -300,7 +300,7 @@ class TeamCoordinator:
             ExecutionError: it exchanges something else, so that the others would wait in vain.
         """
         self.team.stop_on_failure(executor.interrupt)
-        if self._announcements.facts_of(executor).said != self._announcements.facts_of(last).said:
+        if self._announcements.facts_of(executor).texts != self._announcements.facts_of(last).texts:
             raise ExecutionError(
                 "without examples, this worker would exchange something else than in its last call, because groups, modes or "
                 "what forward reads have changed since: leave them as they are until step.join() ends"
