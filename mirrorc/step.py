@@ -47,8 +47,8 @@ _T = TypeVar("_T")
 class Step(StepReports):
     """A compiled training step; made by `compile`. Call it with a batch; it returns the batch's loss.
 
-    The step is compiled when it is first called with a batch. For a batch of other shapes it is specialized again, over the same
-    variables. Use it as a context manager, or `close` it, to end its threads; the model keeps its weights.
+    The first call compiles it. A batch of other shapes adds a specialization over the same variables. Use it as a context
+    manager, or `close` it, to end its threads; the model keeps its weights.
     """
 
     def __init__(self, options: StepOptions, model: ModelState) -> None:
@@ -123,16 +123,16 @@ class Step(StepReports):
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward on one batch, and keeps its gradients for the next training call.
 
-        That updates with the gradient of the mean loss over the examples of all these calls and of its own, whatever their
-        numbers; with ``loss_reduction="sum"``, of the sum. Buffers are written as in training. What is kept stays as it is if a
-        call fails, and over evaluations and batches of other shapes; ``zero_grad`` of step, optimizer or model drops it. All
-        workers make the call, and each keeps the gradients of its own examples.
+        The training call updates with the gradient of the mean loss over the examples of all these calls and its own; with
+        ``loss_reduction="sum"``, of the sum. Buffers are written as in training. Accumulated gradients survive a failed call,
+        evaluations and batches of other shapes; ``zero_grad`` of step, optimizer or model drops them. All workers make the
+        call, and each keeps the gradients of its own examples.
 
         Args:
             *args, **kwargs: as for a training call.
 
         Returns:
-            What a training call returns: the loss of this batch, or with ``return_outputs``, a pair of the loss and the outputs.
+            The loss of this batch; with ``return_outputs``, a pair of the loss and the outputs.
 
         Raises:
             As a training call; nothing has changed then.
@@ -147,18 +147,17 @@ class Step(StepReports):
     def join(self) -> AbstractContextManager[None]:
         """A block for a loop that may end earlier on some workers than on others: ``with step.join():``, on every worker.
 
-        A worker that comes to its end takes part in the training calls of the others, without examples and without a forward,
-        until all have come there. It makes the same updates, with hyperparameters that a worker sends whose loop still runs;
-        its own schedulers stand still, and the block leaves its optimizer's groups with what they had when its loop ended. It
-        waits for the others as long as they show that they live. In a process on its own, the block does nothing.
+        A worker at the end of its block takes part in the training calls of the others, without examples and without a forward,
+        until all have come there. It makes the same updates, with hyperparameters from a worker in its loop. Its own schedulers
+        stand still, and its optimizer's groups end with the hyperparameters from the end of its loop. It waits for the others
+        as long as their heartbeats come. In a process on its own, the block does nothing.
 
-        What is raised in the block ends the next call of the other workers.
+        An exception in the block ends the next call of the other workers.
 
         Raises:
-            ExecutionError: at the beginning, if it is inside of another one, also of another step's, and for calls of other
-                steps over workers inside of it, see `mirrorc.join`; at the end, if this worker has never called the
-                step, so that it does not know what it would take part in.
-            CommunicationError: at the end, if another worker fails; the update that was under way was not made.
+            ExecutionError: at the beginning, if it is inside of another one, also of another step's; by calls of other steps
+                over workers inside of it, see `mirrorc.join`; at the end, if this worker has never called the step.
+            CommunicationError: at the end, if another worker fails; the update under way was not made.
         """
         return until_all_have_left(self.joined())
 
@@ -170,9 +169,9 @@ class Step(StepReports):
     def gather_optimizer_state(self) -> None:
         """Makes the optimizer's state whole in the user's optimizers, on all workers, until the next training call.
 
-        With ``shard_optimizer=True`` each worker has a part of it, and ``optimizer.state_dict()`` raises an error until all
-        workers have called this; then it is as without the option. Otherwise this does nothing. Call it before `close`, which
-        lets go what other workers have.
+        With ``shard_optimizer=True`` each worker has a shard of it, and ``optimizer.state_dict()`` raises an error until all
+        workers have called this. Without the option this does nothing. Call it before `close`, which drops the shards of the
+        other workers.
 
         Raises:
             ExecutionError: it is called inside of `join`, also of another step's, or the step is closed.
@@ -182,60 +181,60 @@ class Step(StepReports):
         self._coordinator.gather_optimizer_state(self._exclusively)
 
     def zero_grad(self) -> None:
-        """Drops the gradients that `accumulate` has kept, so that the next update is that of its own batch."""
+        """Drops the gradients accumulated by `accumulate`; the next update uses those of its own batch alone."""
         self._exclusively(self._state.accumulated.clear)
 
     def state_dict(self) -> dict[str, Any]:
-        """The exchange that the workers of this step have chosen for each gradient: its sum, or its factors.
+        """The chosen exchange of each gradient, its sum or its factors; alike on all workers.
 
-        The choice decides bits, and another start may measure something else. Save it beside the states of model and optimizer,
-        which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers and names of
-        variables, in a dict of one level with always the same keys. All workers have the same.
+        The choice decides bits, and another start may measure other times. Save it beside the states of model and optimizer,
+        which are not part of it, and a restart on as many workers and devices has the same bits. It is small: numbers and names
+        of variables, in a flat dict of fixed keys.
         """
         return self._exchange_state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the choices of an earlier run, in place of what the first call would measure.
+        """Loads the choices of an earlier run, in place of measurements in the first call.
 
-        Those of worker 0 count; load them on all the same. Choices of other numbers of workers or devices are left aside.
+        Worker 0's choices count; load them on all workers all the same. Choices for other numbers of workers or devices are
+        ignored.
 
         Args:
-            state: as `state_dict` gave it.
+            state: the result of `state_dict`.
 
         Raises:
-            TypeError, ValueError: it is no such state, or has bucket sizes that an earlier version has measured.
+            TypeError, ValueError: wrong types or keys, or bucket sizes measured by an earlier version.
             ExecutionError: the step has made other choices already, in its first call.
         """
         self._exclusively(lambda: self._exchange_state.load_state_dict(state))
 
     def unsent_state(self) -> dict[str, Any]:
-        """What this worker has not sent of its gradients, with ``compression=mirrorc.TopK(...)`` or a payload of your
-        own, for a checkpoint.
+        """The unsent rest of this worker's gradients, with ``compression=mirrorc.TopK(...)`` or a payload of your own.
 
-        Each worker has its own, so each saves its own, beside the checkpoint of what all have alike; `load_unsent_states` takes
-        those of all of them. Without them, a restart loses what was not sent.
+        Each worker saves its own beside the common checkpoint; `load_unsent_states` takes those of all workers. A restart
+        without them loses the rest.
 
         Returns:
-            ``rank`` and ``num_workers`` of this worker; ``unsent``: for each parameter of whose gradient something may be left, a
-            tensor of its shape and dtype, which is a copy, empty before the first step; ``state``: what
-            `mirrorc.compression.Payload.exchange` has returned in the last step, which all workers have alike.
+            ``rank`` and ``num_workers`` of this worker; ``unsent``: for each compressed parameter a copy of the rest, of its
+            shape and dtype, empty before the first step; ``state``: the result of `mirrorc.compression.Payload.exchange` in the
+            last step, alike on all workers.
         """
         unsent = self._state.unsent
         values, payload_state = self._exclusively(lambda: (unsent.values(), unsent.state_values()))
         return {"rank": self.rank, "num_workers": self.num_workers, "unsent": values, "state": payload_state}
 
     def load_unsent_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces what this worker has not sent of its gradients by what the workers of an earlier run had not.
+        """Loads the unsent rest of gradients of an earlier run, in place of this worker's.
 
-        Of as many workers each gets its own. Of other numbers, worker r of W gets the sum of those of the ranks r, r + W, and so
-        on, or nothing; so what all have together stays the same. The state of a payload is that of rank 0. All workers load them
+        With as many workers each gets its own. Otherwise worker r of W gets the sum over the ranks r, r + W, and so on, or
+        nothing, so that the sum over all workers stays the same. The state of a payload is that of rank 0. All workers load
         before the same step.
 
         Args:
-            states: what `unsent_state` gave on every worker of the earlier run, in any order.
+            states: the results of `unsent_state` on all workers of the earlier run, in any order.
 
         Raises:
-            TypeError, ValueError: they are no such states, not those of all workers, or of another model. Nothing was changed.
+            TypeError, ValueError: wrong types or keys, not the states of all workers, or of another model. Nothing was changed.
         """
         if not any(isinstance(stage, SendLargest | SendPayload) for stage in self._options.pipeline):
             raise ValueError(
@@ -243,7 +242,7 @@ class Step(StepReports):
                 "given: compile with compression=mirrorc.TopK(...) or a payload of your own, or leave it out"
             )
         values, payload_state = unsent_of_worker(states, self.rank, self.num_workers, self._model.parameters)
-        if self.num_workers == 1 and any(one.count_nonzero() for one in values.values()):
+        if self.num_workers == 1 and any(value.count_nonzero() for value in values.values()):
             raise ValueError(
                 "step.load_unsent_states() was given what several workers had not sent, but one worker alone sends nothing, and "
                 "would never add it: go on with several workers, or leave the call out; then that part of their gradients is lost"
@@ -254,14 +253,14 @@ class Step(StepReports):
         """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.
 
         It may be called before the first training step, between steps, and inside ``torch.no_grad()`` or
-        ``torch.inference_mode()``. What forward writes to buffers is written: nothing in eval mode, statistics in train mode.
+        ``torch.inference_mode()``. Buffers are written as by a plain forward: none in eval mode, statistics in train mode.
 
         Args:
             *args, **kwargs: as for a training call; with a loss_fn, ``target`` may be left out.
 
         Returns:
-            What a training call returns: the loss of the whole batch, or with ``return_outputs``, a pair of the loss and the
-            outputs. If there is no loss (no ``target`` for the loss_fn, or no loss in what the model returns), the outputs alone.
+            The loss of the whole batch; with ``return_outputs``, a pair of the loss and the outputs. Without a loss (no
+            ``target`` for the loss_fn, or no loss in the model's result), the outputs alone.
 
         Raises:
             As a training call; nothing has changed then.
@@ -325,8 +324,8 @@ class Step(StepReports):
     def close(self) -> None:
         """Ends the threads. The model and the optimizer keep their values; the step cannot be called again.
 
-        A call that runs in another thread is stopped, unless it is committed, and is waited for, at most 5 seconds: it ends the
-        threads when it ends. Gradients that `accumulate` has kept are lost then, with a warning.
+        A call in another thread is stopped, unless it is committed, and ends the threads at its end; `close` waits for it at
+        most 5 seconds. Accumulated gradients are lost, with a warning.
         """
         accumulated = self._state.accumulated
         if accumulated.num_calls and not self._lock.is_closed:
@@ -365,17 +364,17 @@ class Step(StepReports):
 def join(*steps: Step) -> AbstractContextManager[None]:
     """A block for a loop that calls several steps, and that may end earlier on some workers than on others.
 
-    ``with mirrorc.join(d_step, g_step):``, on every worker, does for each of the steps what `Step.join` does for one. A worker
-    that comes to its end takes part in the training calls of the others, of whichever step they call. For that all workers
-    meet once more before each call, over the connections of the first step.
+    ``with mirrorc.join(d_step, g_step):``, on every worker, is `Step.join` for several steps. A worker at the end of its block
+    takes part in the training calls of the others, of any of the steps. So all workers meet once more before each call, over
+    the connections of the first step.
 
     Args:
-        *steps: those that are called in the block, in one order on all workers. Those of a process on its own do nothing here.
+        *steps: the steps called in the block, in one order on all workers. Those of a process on its own do nothing here.
 
     Raises:
-        TypeError, ValueError: there are none, one is no step, is there twice, or has other workers than the first.
-        ExecutionError, CommunicationError: as `Step.join`; and by a call in the block, on all workers, if some call another step
-            than others.
+        TypeError, ValueError: no steps, an object of another type, a step twice, or steps of different workers.
+        ExecutionError, CommunicationError: as `Step.join`; and by a call in the block, on all workers, if they call different
+            steps.
     """
     others = [step for step in steps if not isinstance(step, Step)]
     if others or not steps:
