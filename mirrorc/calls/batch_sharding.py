@@ -62,7 +62,7 @@ def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
         _part(leaf, sizes, workers) if splits else leaf.tensor if leaf.split else replicated(leaf.tensor)
         for leaf, splits in zip(call.leaves, is_split, strict=True)
     ]
-    shard: _T = rebuild(structure, parts, {})
+    shard: _T = rebuild(structure, parts, call.plain)
     return shard
 
 
