@@ -1,12 +1,8 @@
-"""The training step that `mirrorc.compile` returns, to be called with batches, and evaluated on others.
-
-It is long, as it has all that users call, with what each call means.
-"""
+"""The training step that `mirrorc.compile` returns."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,20 +12,19 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from mirrorc.calls.call_kind import Purpose
 from mirrorc.calls.call_lock import ExclusiveCalls
+from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.calls.reports import StepReports
-from mirrorc.calls.zero_grad import KeptGradients
-from mirrorc.capture.call.arguments import Call, without_examples
-from mirrorc.capture.call.shards import Shards, split_call
+from mirrorc.calls.training import TrainingCalls
+from mirrorc.calls.zero_grad import ZeroableGradients
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.model.model_state import ModelState
+from mirrorc.compilation.call_kind import Purpose
 from mirrorc.compilation.choices.state import ExchangeState
-from mirrorc.compilation.program_cache import Specialization
 from mirrorc.compilation.specializer import Specializer
-from mirrorc.coordination.coordinator import JointCalls, gather_state
-from mirrorc.coordination.residual_checkpoint import dealt_out
-from mirrorc.coordination.uneven_inputs import JoinedStep, begin_call, refuse_within_others, until_all_have_left
+from mirrorc.coordination.coordinator import LocalCoordinator, coordinator_of
+from mirrorc.coordination.residual_checkpoint import unsent_of_worker
+from mirrorc.coordination.uneven_inputs import JoinedStep, until_all_have_left
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
 from mirrorc.messages.source_lines import users_stack_level
@@ -38,11 +33,8 @@ from mirrorc.options.step_options import StepOptions
 from mirrorc.options.workers import refuse_to_run
 from mirrorc.passes import SendLargest, SendPayload
 from mirrorc.runtime.devices.machine import measured_machine
-from mirrorc.runtime.devices.thread_pool import DevicePool
-from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.execution.interrupts import InterruptGuard
 from mirrorc.runtime.profiling.prediction import Foundations
-from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
 from mirrorc.runtime.state.optimizers.loss_scale import LossScale
 from mirrorc.runtime.state.replica_check import make_state
 from mirrorc.runtime.state.shared.registry import held_state
@@ -55,8 +47,8 @@ _T = TypeVar("_T")
 class Step(StepReports):
     """A compiled training step; made by `compile`. Call it with a batch; it returns the batch's loss.
 
-    The step is compiled when it is first called with a batch. For a batch of other shapes it is specialized again, over the same
-    variables. Use it as a context manager, or `close` it, to end its threads; the model keeps its weights.
+    The first call compiles it. A batch of other shapes adds a specialization over the same variables. Use it as a context
+    manager, or `close` it, to end its threads; the model keeps its weights.
     """
 
     def __init__(self, options: StepOptions, model: ModelState) -> None:
@@ -72,30 +64,36 @@ class Step(StepReports):
         groups = hold.optimizers.groups  # they have one count for all steps with them
         remarks = (*options.remarks, *([held.remark] if held.remark else []))
         options = replace(options, optimizers=groups, remarks=remarks)
-        super().__init__(options, model, make_state(hold, options.check_replicas_every))
+        state = make_state(hold, options.check_replicas_every)
         if options.scaler is not None:
-            self._state.loss_scale = LossScale(options.scaler, options.devices)
+            state.loss_scale = LossScale(options.scaler, options.devices)
+        interrupts = InterruptGuard()
+        self._lock = ExclusiveCalls(interrupts, state.callers)
         self._modes = CallersModes()
-        self._habits = GradientHabits(model.parameters.values(), options.optimizers)
-        self._state.optimizers.user_steps.tell_when_idle(self._habits.warn_of_idle_step)
-        on_cpu = options.devices[0].torch_device.type == "cpu"
-        self._num_threads = (
-            max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
-        )
-        self._guard = InterruptGuard()
-        self._calls = ExclusiveCalls(self._guard, self._state.callers)
-        self._habits.accumulated = KeptGradients(self._state.accumulated, model.tensors, self._calls)
-        self._pool: DevicePool | None = None
-        self._shadow_call: Call | None = None  # the last training call, without its examples
-        self._last_joint: Executor | None = None  # of that call, or of the last one in which this worker has taken part
+        pending = ZeroableGradients(state.accumulated, model.tensors, self._lock)
+        self._habits = GradientHabits(model.parameters.values(), options.optimizers, pending)
+        state.optimizers.user_steps.tell_when_idle(self._habits.warn_of_idle_step)
         try:
-            self._joint = JointCalls(options, model, self._state) if options.cluster is not None else None
+            self._coordinator = coordinator_of(options, model, state)
         except BaseException:  # the others do not compile this step
-            self._state.close()
+            state.close()
             raise
-        team = self._joint.team if self._joint is not None else None
-        self._specializer = Specializer(options, model, self._state, self._num_threads, self._guard, team)
+        on_cpu = options.devices[0].torch_device.type == "cpu"
+        num_threads = max(1, torch.get_num_threads() // len(options.devices)) if on_cpu else torch.get_num_threads()
+        runs = ProgramRuns(options, num_threads, self._coordinator.step_seconds, interrupts)
+        super().__init__(options, model, state, runs)
+        self._specializer = Specializer(options, model, state, num_threads, interrupts, self._coordinator.team)
         self._exchange_state = ExchangeState(self._specializer.choices.exchange, options)
+        self._training = TrainingCalls(
+            self._signature,
+            state,
+            self._specializer,
+            self._coordinator,
+            runs,
+            self._lock,
+            self._habits,
+            self._modes,
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
@@ -120,21 +118,21 @@ class Step(StepReports):
             CaptureError: the model cannot be captured; nothing has changed.
             ExecutionError: a device failed, or the step is closed or in use.
         """
-        return self._called(args, kwargs, self._purpose_of_step)
+        return self._train(args, kwargs, self._purpose_of_step)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward on one batch, and keeps its gradients for the next training call.
 
-        That updates with the gradient of the mean loss over the examples of all these calls and of its own, whatever their
-        numbers; with ``loss_reduction="sum"``, of the sum. Buffers are written as in training. What is kept stays as it is if a
-        call fails, and over evaluations and batches of other shapes; ``zero_grad`` of step, optimizer or model drops it. All
-        workers make the call, and each keeps the gradients of its own examples.
+        The training call updates with the gradient of the mean loss over the examples of all these calls and its own; with
+        ``loss_reduction="sum"``, of the sum. Buffers are written as in training. Accumulated gradients survive a failed call,
+        evaluations and batches of other shapes; ``zero_grad`` of step, optimizer or model drops them. All workers make the
+        call, and each keeps the gradients of its own examples.
 
         Args:
             *args, **kwargs: as for a training call.
 
         Returns:
-            What a training call returns: the loss of this batch, or with ``return_outputs``, a pair of the loss and the outputs.
+            The loss of this batch; with ``return_outputs``, a pair of the loss and the outputs.
 
         Raises:
             As a training call; nothing has changed then.
@@ -144,114 +142,107 @@ class Step(StepReports):
                 "step.accumulate() cannot be used with cuda_graphs=True: a graph replays the weights of one number of examples; "
                 "compile with cuda_graphs=False"
             )
-        return self._called(args, kwargs, lambda: Purpose.ACCUMULATION)
+        return self._train(args, kwargs, lambda: Purpose.ACCUMULATION)
 
     def join(self) -> AbstractContextManager[None]:
         """A block for a loop that may end earlier on some workers than on others: ``with step.join():``, on every worker.
 
-        A worker that comes to its end takes part in the training calls of the others, without examples and without a forward,
-        until all have come there. It makes the same updates, with hyperparameters that a worker sends whose loop still runs;
-        its own schedulers stand still, and the block leaves its optimizer's groups with what they had when its loop ended. It
-        waits for the others as long as they show that they live. In a process on its own, the block does nothing.
+        A worker at the end of its block takes part in the training calls of the others, without examples and without a forward,
+        until all have come there. It makes the same updates, with hyperparameters from a worker in its loop. Its own schedulers
+        stand still, and its optimizer's groups end with the hyperparameters from the end of its loop. It waits for the others
+        as long as their heartbeats come. In a process on its own, the block does nothing.
 
-        What is raised in the block ends the next call of the other workers.
+        An exception in the block ends the next call of the other workers.
 
         Raises:
-            ExecutionError: at the beginning, if it is inside of another one, also of another step's, and for calls of other
-                steps over workers inside of it, see `mirrorc.join`; at the end, if this worker has never called the
-                step, so that it does not know what it would take part in.
-            CommunicationError: at the end, if another worker fails; the update that was under way was not made.
+            ExecutionError: at the beginning, if it is inside of another one, also of another step's; by calls of other steps
+                over workers inside of it, see `mirrorc.join`; at the end, if this worker has never called the step.
+            CommunicationError: at the end, if another worker fails; the update under way was not made.
         """
         return until_all_have_left(self.joined())
 
     def joined(self) -> list[JoinedStep]:
-        """What `mirrorc.join` needs of this step; nothing of one in a process on its own."""
+        """The step as `mirrorc.join` needs it; empty in a process on its own."""
         refuse_to_run(self._options.program_workers, self._options.cluster)
-        if self._joint is None:
-            return []
-        take_part = functools.partial(self._exclusively, self._take_part)
-        return [JoinedStep(self._joint, take_part, self._exclusively, lambda: self._calls.is_closed)]
+        return self._coordinator.joined_steps(self._training.take_part, self._exclusively, lambda: self._lock.is_closed)
 
     def gather_optimizer_state(self) -> None:
         """Makes the optimizer's state whole in the user's optimizers, on all workers, until the next training call.
 
-        With ``shard_optimizer=True`` each worker has a part of it, and ``optimizer.state_dict()`` raises an error until all
-        workers have called this; then it is as without the option. Otherwise this does nothing. Call it before `close`, which
-        lets go what other workers have.
+        With ``shard_optimizer=True`` each worker has a shard of it, and ``optimizer.state_dict()`` raises an error until all
+        workers have called this. Without the option this does nothing. Call it before `close`, which drops the shards of the
+        other workers.
 
         Raises:
             ExecutionError: it is called inside of `join`, also of another step's, or the step is closed.
             CommunicationError: another worker fails, or makes another call.
         """
         refuse_to_run(self._options.program_workers, self._options.cluster)
-        if self._joint is not None and self._options.program_workers.shards_optimizer:
-            refuse_within_others(self._joint, "step.gather_optimizer_state() was called")
-            self._exclusively(functools.partial(gather_state, self._joint, self._state))
+        self._coordinator.gather_optimizer_state(self._exclusively)
 
     def zero_grad(self) -> None:
-        """Drops the gradients that `accumulate` has kept, so that the next update is that of its own batch."""
+        """Drops the gradients accumulated by `accumulate`; the next update uses those of its own batch alone."""
         self._exclusively(self._state.accumulated.clear)
 
     def state_dict(self) -> dict[str, Any]:
-        """The exchange that the workers of this step have chosen for each gradient: its sum, or its factors.
+        """The chosen exchange of each gradient, its sum or its factors; alike on all workers.
 
-        The choice decides bits, and another start may measure something else. Save it beside the states of model and optimizer,
-        which are not in here, and a restart on as many workers and devices has the same bits. It is small: numbers and names of
-        variables, in a dict of one level with always the same keys. All workers have the same.
+        The choice decides bits, and another start may measure other times. Save it beside the states of model and optimizer,
+        which are not part of it, and a restart on as many workers and devices has the same bits. It is small: numbers and names
+        of variables, in a flat dict of fixed keys.
         """
         return self._exchange_state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the choices of an earlier run, in place of what the first call would measure.
+        """Loads the choices of an earlier run, in place of measurements in the first call.
 
-        Those of worker 0 count; load them on all the same. Choices of other numbers of workers or devices are left aside.
+        Worker 0's choices count; load them on all workers all the same. Choices for other numbers of workers or devices are
+        ignored.
 
         Args:
-            state: as `state_dict` gave it.
+            state: the result of `state_dict`.
 
         Raises:
-            TypeError, ValueError: it is no such state, or has bucket sizes that an earlier version has measured.
+            TypeError, ValueError: wrong types or keys, or bucket sizes measured by an earlier version.
             ExecutionError: the step has made other choices already, in its first call.
         """
         self._exclusively(lambda: self._exchange_state.load_state_dict(state))
 
     def unsent_state(self) -> dict[str, Any]:
-        """What this worker has not sent of its gradients, with ``compression=mirrorc.TopK(...)`` or a payload of your
-        own, for a checkpoint.
+        """The unsent rest of this worker's gradients, with ``compression=mirrorc.TopK(...)`` or a payload of your own.
 
-        Each worker has its own, so each saves its own, beside the checkpoint of what all have alike; `load_unsent_states` takes
-        those of all of them. Without them, a restart loses what was not sent.
+        Each worker saves its own beside the common checkpoint; `load_unsent_states` takes those of all workers. A restart
+        without them loses the rest.
 
         Returns:
-            ``rank`` and ``num_workers`` of this worker; ``unsent``: for each parameter of whose gradient something may be left, a
-            tensor of its shape and dtype, which is a copy, empty before the first step; ``state``: what
-            `mirrorc.compression.Payload.exchange` has returned in the last step, which all workers have alike.
+            ``rank`` and ``num_workers`` of this worker; ``unsent``: for each compressed parameter a copy of the rest, of its
+            shape and dtype, empty before the first step; ``state``: the result of `mirrorc.compression.Payload.exchange` in the
+            last step, alike on all workers.
         """
-        found: dict[str, Any] = {}
         unsent = self._state.unsent
-        self._exclusively(lambda: found.update(unsent=unsent.values(), state=unsent.state_values()))
-        return {"rank": self.rank, "num_workers": self.num_workers, **found}
+        values, payload_state = self._exclusively(lambda: (unsent.values(), unsent.state_values()))
+        return {"rank": self.rank, "num_workers": self.num_workers, "unsent": values, "state": payload_state}
 
     def load_unsent_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces what this worker has not sent of its gradients by what the workers of an earlier run had not.
+        """Loads the unsent rest of gradients of an earlier run, in place of this worker's.
 
-        Of as many workers each gets its own. Of other numbers, worker r of W gets the sum of those of the ranks r, r + W, and so
-        on, or nothing; so what all have together stays the same. The state of a payload is that of rank 0. All workers load them
+        With as many workers each gets its own. Otherwise worker r of W gets the sum over the ranks r, r + W, and so on, or
+        nothing, so that the sum over all workers stays the same. The state of a payload is that of rank 0. All workers load
         before the same step.
 
         Args:
-            states: what `unsent_state` gave on every worker of the earlier run, in any order.
+            states: the results of `unsent_state` on all workers of the earlier run, in any order.
 
         Raises:
-            TypeError, ValueError: they are no such states, not those of all workers, or of another model. Nothing was changed.
+            TypeError, ValueError: wrong types or keys, not the states of all workers, or of another model. Nothing was changed.
         """
-        if not any(isinstance(one, SendLargest | SendPayload) for one in self._options.pipeline):
+        if not any(isinstance(stage, SendLargest | SendPayload) for stage in self._options.pipeline):
             raise ValueError(
                 "step.load_unsent_states() was called, but this step sends all of its gradients, and would never add what it is "
                 "given: compile with compression=mirrorc.TopK(...) or a payload of your own, or leave it out"
             )
-        values, payload_state = dealt_out(states, self.rank, self.num_workers, self._model.parameters)
-        if self.num_workers == 1 and any(one.count_nonzero() for one in values.values()):
+        values, payload_state = unsent_of_worker(states, self.rank, self.num_workers, self._model.parameters)
+        if self.num_workers == 1 and any(value.count_nonzero() for value in values.values()):
             raise ValueError(
                 "step.load_unsent_states() was given what several workers had not sent, but one worker alone sends nothing, and "
                 "would never add it: go on with several workers, or leave the call out; then that part of their gradients is lost"
@@ -262,14 +253,14 @@ class Step(StepReports):
         """Runs forward alone on all devices, with the model as it is: no gradients, no update, modes as ``eval()`` has set them.
 
         It may be called before the first training step, between steps, and inside ``torch.no_grad()`` or
-        ``torch.inference_mode()``. What forward writes to buffers is written: nothing in eval mode, statistics in train mode.
+        ``torch.inference_mode()``. Buffers are written as by a plain forward: none in eval mode, statistics in train mode.
 
         Args:
             *args, **kwargs: as for a training call; with a loss_fn, ``target`` may be left out.
 
         Returns:
-            What a training call returns: the loss of the whole batch, or with ``return_outputs``, a pair of the loss and the
-            outputs. If there is no loss (no ``target`` for the loss_fn, or no loss in what the model returns), the outputs alone.
+            The loss of the whole batch; with ``return_outputs``, a pair of the loss and the outputs. Without a loss (no
+            ``target`` for the loss_fn, or no loss in the model's result), the outputs alone.
 
         Raises:
             As a training call; nothing has changed then.
@@ -283,12 +274,12 @@ class Step(StepReports):
         workers = self._options.program_workers
         if workers.are_several:
             devices += f" of worker {workers.rank} of {workers.num_workers}"
-        kept = self._specializer.num_programs
+        num_programs = self._specializer.num_programs
         state = (
             "closed"
-            if self._calls.is_closed
-            else f"{counted(kept, 'compiled program')}"
-            if kept
+            if self._lock.is_closed
+            else f"{counted(num_programs, 'compiled program')}"
+            if num_programs
             else "not compiled yet"
         )
         state += f", {self._state.accumulated}" if self._state.accumulated.num_calls else ""
@@ -302,194 +293,58 @@ class Step(StepReports):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Program:
         """Compiles for a batch like this one, without training on it."""
-
-        def compiled() -> Program:
-            self._state.begin_use()
-            call, shards = self._signature.split(args, kwargs)
-            is_stale = self._state.optimizers.is_stale()
-            found, _ = self._specializer.specialization_for(
-                call, shards, is_stale=is_stale, purpose=self._purpose_of_step()
-            )
-            self._last, self._shadow_call = found.executor, without_examples(call)
-            self._last_trained = self._last_joint = found.executor
-            return self._last.program
-
-        return self._exclusively(compiled)
+        return self._exclusively(lambda: self._training.prepare(args, kwargs, self._purpose_of_step()))
 
     def _exclusively(self, function: Callable[[], _T]) -> _T:
-        return self._calls.run(function, self._end_threads)
+        return self._lock.run(function, self._end_threads)
 
     def _foundations(self) -> Foundations | None:
-        link = self._joint.team.link if self._joint is not None else None
+        link = self._coordinator.link
         return Foundations(link, measured_machine()) if link is not None else None
 
     def _purpose_of_step(self) -> Purpose:
         return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
 
-    def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:
-        """Makes a training call; what it is for is asked when no other call runs."""
+    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:
+        """Makes a training call; its purpose is asked for when no other call runs."""
         refuse_to_run(self._options.program_workers, self._options.cluster)
-        if self._joint is not None:
-            begin_call(self._joint)
-        return self._exclusively(lambda: self._train_jointly(args, kwargs, purpose()))
-
-    def _train_jointly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
-        if self._joint is None:
-            return self._train(args, kwargs, purpose)
-        with self._joint.call(), self._specializer.choices.in_call():
-            return self._train(args, kwargs, purpose)
-
-    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
-        if torch.is_inference_mode_enabled():
-            raise ExecutionError(
-                "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
-            )
-        self._modes.look(trains=True)
-        self._state.begin_use()
-        if purpose.updates:
-            self._habits.refuse_gradients_of_others()
-        call, shards = self._signature.split(args, kwargs)
-        is_stale = self._state.optimizers.is_stale()
-        found, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale, purpose=purpose)
-        self._calls.check_open()  # compiling takes long
-        if self._joint is not None:
-            self._shadow_call = without_examples(call)
-            if not self._joint.meet(found.executor, shards.num_examples, is_stale=is_stale):
-                if self._joint.rows_elsewhere is not None:
-                    self._specializer.note_rows(call, shards, purpose, self._joint.rows_elsewhere)
-                purpose = Purpose.of_training(self._joint.agreed.accumulation)
-                return self._train(
-                    args, kwargs, purpose
-                )  # anew, with the chief's values, or what all have agreed about
-        return self._train_begun(found, call, shards, is_stale=is_stale, purpose=purpose)
-
-    def _train_begun(
-        self, found: Specialization, call: Call, shards: Shards, *, is_stale: bool, purpose: Purpose
-    ) -> Any:
-        """Makes a training step that all workers have begun."""
-        executor = found.executor
-        self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
-        self._state.take_over(executor.program, is_stale=is_stale)
-        if self._joint is not None and purpose.updates:
-            self._joint.compare_replicas(executor.program)
-        self._last_trained, self._last_joint = executor if purpose.updates else self._last_trained, executor
-        loss = self._run(found, shards)
-        assert loss is not None, "a training step has a loss"
-        self._habits.note_step()
-        return found.trained(loss, call, shards)
-
-    def _take_part(self) -> bool:
-        """Takes part in a training call of the other workers, without examples; gives False if all have left their loops."""
-        joint, last, call = self._joint, self._last_joint, self._shadow_call
-        assert joint is not None, "there are other workers"
-        with joint.call(), self._specializer.choices.in_call():
-            if last is None or call is None:
-                raise ExecutionError(
-                    "this worker has left step.join() without any call of the step, so it does not know in what to take part: "
-                    "call it once, or step.prepare(batch); a batch without examples will do"
-                )
-            self._state.begin_use()
-            shards = split_call(call, len(self._options.devices), may_be_empty=True)
-            purpose = Purpose.of_training(last.program.accumulation)
-            find = functools.partial(self._specializer.specialization_for, call, shards)
-            self._specializer.choices.settle(last.program)
-            if not self._specializer.choices.apply_to(last.program):  # it was prepared before the first call
-                last = find(is_stale=self._state.optimizers.is_stale(), purpose=purpose)[0].executor
-            while not joint.meet(last, (), is_stale=self._state.optimizers.is_stale()):
-                self._state.begin_use()
-                if joint.agreed.accumulation is not last.program.accumulation:
-                    purpose = Purpose.of_training(joint.agreed.accumulation)
-                    last = find(is_stale=self._state.optimizers.is_stale(), purpose=purpose)[0].executor
-            if joint.agreed.is_over:
-                joint.team.finish()
-                return False
-            is_stale = self._state.optimizers.is_stale()
-            if joint.rows_elsewhere is not None:
-                self._specializer.note_rows(call, shards, purpose, joint.rows_elsewhere)
-            found, shards = find(is_stale=is_stale, purpose=purpose)
-            self._calls.check_open()
-            joint.take_part(found.executor, last)
-            self._train_begun(found, call, shards, is_stale=is_stale, purpose=purpose)
-            return True
+        self._coordinator.begin_call()
+        return self._exclusively(lambda: self._training.run(args, kwargs, purpose()))
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._modes.look(trains=False)
         self._state.begin_use()
         call, shards = self._signature.split(args, kwargs, trains=False)
-        found, shards = self._specializer.specialization_for(call, shards, purpose=Purpose.EVALUATION)
-        self._calls.check_open()
-        found.executor.state.take_over(found.executor.program)
-        self._run(found, shards)
-        return found.evaluated(call, shards, wants_outputs=self._options.return_outputs)
-
-    def _run(self, found: Specialization, shards: Shards) -> torch.Tensor | None:
-        """Runs a program whose variables are laid out; one that fails leaves the generators as they were."""
-        executor = found.executor
-        executor.commit.begin()
-        self._guard.commit = executor.commit
-        stream = torch.get_rng_state() if executor.needs_seed else None
-        put_back = found.guards.use_draws()
-        try:
-            return self._run_begun(found, shards, found.numbers())
-        except BaseException:
-            if stream is not None and not executor.commit.is_decided:
-                torch.set_rng_state(stream)
-            if not executor.commit.is_decided:
-                put_back()
-            raise
-
-    def _run_begun(
-        self, found: Specialization, shards: Shards, numbers: Sequence[Sequence[int | float]]
-    ) -> torch.Tensor | None:
-        options, executor = self._options, found.executor
-        if self._pool is None:
-            seconds = options.timeout_seconds if self._joint is None else self._joint.longest_step_seconds
-            self._pool = DevicePool(options.devices, self._num_threads, seconds)
-        own = sum(shards.num_examples)
-        examples = Examples(own, own)
-        seed = int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None
-        is_joint = self._joint is not None and executor.program.trains
-        if self._joint is not None and is_joint:
-            examples, seed = self._joint.examples(own), self._joint.agreed.seed
-        is_mean = options.loss_reduction == "mean"
-        weights = [n / examples.of_all if is_mean else float(n > 0) for n in shards.num_examples]
-        self._last = executor
-        stream = self._joint.one_stream(executor.program) if self._joint and is_joint else contextlib.nullcontext()
-        with stream:
-            loss = executor.run(
-                self._pool, shards.tensors, weights, examples, seed, self._guard, numbers, found.sizes_of(shards)
-            )
-        if self._joint is not None and is_joint:
-            assert found.loss_dtype is not None, "a training step has a loss"
-            return self._joint.finish(executor, loss, found.loss_dtype)
-        return loss
+        compiled, shards = self._specializer.specialization_for(call, shards, purpose=Purpose.EVALUATION)
+        self._lock.check_open()
+        compiled.executor.state.take_over(compiled.executor.program)
+        self._runs.run(compiled, shards, LocalCoordinator(self._options.timeout_seconds))
+        return compiled.evaluated(call, shards, wants_outputs=self._options.return_outputs)
 
     def close(self) -> None:
         """Ends the threads. The model and the optimizer keep their values; the step cannot be called again.
 
-        A call that runs in another thread is stopped, unless it is committed, and is waited for, at most 5 seconds: it ends the
-        threads when it ends. Gradients that `accumulate` has kept are lost then, with a warning.
+        A call in another thread is stopped, unless it is committed, and ends the threads at its end; `close` waits for it at
+        most 5 seconds. Accumulated gradients are lost, with a warning.
         """
-        kept = self._state.accumulated
-        if kept.num_calls and not self._calls.is_closed:
+        accumulated = self._state.accumulated
+        if accumulated.num_calls and not self._lock.is_closed:
             warnings.warn(
-                f"the step is closed with {kept}, and no update was made with them: end an accumulation with a call of the step, "
-                "or drop what is kept with step.zero_grad()",
+                f"the step is closed with {accumulated}, and no update was made with them: end an accumulation with a call of "
+                "the step, or drop what is kept with step.zero_grad()",
                 stacklevel=users_stack_level(),
             )
         self._close()
 
     def _close(self) -> None:
-        self._calls.close(lambda: self._last.interrupt() if self._last is not None else None, self._end_threads)
+        self._lock.close(self._runs.interrupt, self._end_threads)
 
     def _end_threads(self) -> None:
         self._habits.close()
         self._state.optimizers.user_steps.forget(self._habits.warn_of_idle_step)
         self._state.close()
-        if self._joint is not None:
-            self._joint.close()
-        if self._pool is not None:
-            self._pool.close()
+        self._coordinator.close()
+        self._runs.close()
         self._specializer.release()
 
     def __enter__(self) -> Step:
@@ -501,36 +356,36 @@ class Step(StepReports):
         if kind is None:
             self.close()
         else:
-            if self._joint is not None and error is not None:
-                self._joint.team.note_why(error)
+            if error is not None:
+                self._coordinator.note_failure(error)
             self._close()
 
 
 def join(*steps: Step) -> AbstractContextManager[None]:
     """A block for a loop that calls several steps, and that may end earlier on some workers than on others.
 
-    ``with mirrorc.join(d_step, g_step):``, on every worker, does for each of the steps what `Step.join` does for one. A worker
-    that comes to its end takes part in the training calls of the others, of whichever step they call. For that all workers
-    meet once more before each call, over the connections of the first step.
+    ``with mirrorc.join(d_step, g_step):``, on every worker, is `Step.join` for several steps. A worker at the end of its block
+    takes part in the training calls of the others, of any of the steps. So all workers meet once more before each call, over
+    the connections of the first step.
 
     Args:
-        *steps: those that are called in the block, in one order on all workers. Those of a process on its own do nothing here.
+        *steps: the steps called in the block, in one order on all workers. Those of a process on its own do nothing here.
 
     Raises:
-        TypeError, ValueError: there are none, one is no step, is there twice, or has other workers than the first.
-        ExecutionError, CommunicationError: as `Step.join`; and by a call in the block, on all workers, if some call another step
-            than others.
+        TypeError, ValueError: no steps, an object of another type, a step twice, or steps of different workers.
+        ExecutionError, CommunicationError: as `Step.join`; and by a call in the block, on all workers, if they call different
+            steps.
     """
     others = [step for step in steps if not isinstance(step, Step)]
     if others or not steps:
-        given = f"was given a {type(others[0]).__name__}" if others else "was given nothing"
+        received = f"was given a {type(others[0]).__name__}" if others else "was given nothing"
         raise TypeError(
-            f"mirrorc.join {given}: give it the steps of mirrorc.compile that the block calls, join(d_step, g_step)"
+            f"mirrorc.join {received}: give it the steps of mirrorc.compile that the block calls, join(d_step, g_step)"
         )
     if len(set(map(id, steps))) < len(steps):
         raise ValueError("mirrorc.join was given a step twice: give it each once")
-    joined = [own for step in steps for own in step.joined()]
-    if len({id(own.joint.team.cluster) for own in joined}) > 1:
+    joined = [member for step in steps for member in step.joined()]
+    if len({id(member.calls.cluster) for member in joined}) > 1:
         raise ValueError(
             "mirrorc.join was given steps of different workers, which cannot tell each other whose turn it is: compile all "
             "of them with one process_group"

@@ -21,9 +21,9 @@ ORDER = (
     "mirrorc/api",
     "mirrorc/cli",
     "mirrorc/step",
+    "mirrorc/calls",
     "mirrorc/compilation",
     "mirrorc/coordination",  # between workers
-    "mirrorc/calls",
     "runtime/execution",
     "mirrorc/options",
     "mirrorc/all_reduce_algorithms",
@@ -76,7 +76,6 @@ MOST_FILES_AT_THE_TOP = 10  # of mirrorc/ itself
 LONG_FILES = {
     "mirrorc/ir/ops.py": "the table of all operations",
     "mirrorc/ir/type_rules.py": "the type rules of that table",
-    "mirrorc/step.py": "all that users may do with a step, most of it documentation",
 }
 
 NO_NOUNS = {"utils", "util", "misc", "common", "helpers", "helper", "new", "v2"}

@@ -1,1 +1,1 @@
-"""Around one call: its kind, one at a time, reports, the batch of this worker."""
+"""The calls of a step: their stages, the lock around them, reports, and the shard of this worker."""

@@ -1,4 +1,4 @@
-"""The part of one worker of a batch that all workers have whole."""
+"""The shard of one worker, of a batch that all workers have whole."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ _T = TypeVar("_T")
 
 
 def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, process_group: Any = None) -> _T:
-    """The part of this worker of a batch that every worker has whole, where there is no step yet; else see `Step.shard_batch`.
+    """The shard of this worker, of a batch that every worker has whole; with a step, use `Step.shard_batch`.
 
-    The batch is cut along dim 0 among the replicas of all workers, in the order of ranks, into shards whose sizes differ by at
-    most one, as a step in one process would cut it among as many devices. This worker gets those of its replicas, put together;
-    of a batch that is too small for all replicas, the last workers get tensors without examples, which a step takes.
-    Which worker this is says `mirrorc.cluster.find_place`; no other worker is asked.
+    The batch is cut along dim 0 among the replicas of all workers, in the order of ranks, into parts whose sizes differ by at
+    most one, as a step in one process would cut it among as many devices. A worker gets the parts of its replicas, put
+    together. Of a batch too small for all replicas, the last workers get tensors without examples, which a step takes. The rank
+    is that of `mirrorc.cluster.find_place`; nothing is communicated.
 
     Args:
         batch: a tensor, or nested containers of tensors with equally many examples in dim 0. `mirrorc.replicated` values, tensors
-            without dimensions and what is no tensor are kept as they are; of a `mirrorc.PerReplica`, which has a value for each
-            replica of all workers, this worker's are kept.
-        devices_per_worker: how many devices each worker gives to `mirrorc.compile`; a sequence with a number for each if they
-            differ.
+            without dimensions and other objects stay as they are. A `mirrorc.PerReplica` has a value for each replica of all
+            workers; this worker's stay.
+        devices_per_worker: the number of devices of each worker; a sequence of numbers if they differ.
         process_group: as for `mirrorc.compile`.
 
     Returns:
@@ -37,19 +36,19 @@ def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, proce
 
     Raises:
         TypeError, ValueError: tensors disagree on dim 0, or the batch cannot be split for another reason; a worker would
-            have none of its packed sequences; or what describes the workers is wrong. Workers with the same batch raise the same.
+            have none of its packed sequences; or the description of the workers is wrong. All workers raise alike.
     """
     place = find_place(process_group)
     return part_of_worker(batch, World(place.num_workers, devices_per_worker).worker(place.rank))
 
 
 def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
-    """The part of one worker, see `shard_batch`.
+    """The shard of one worker, see `shard_batch`.
 
     Args:
-        batch: as all workers have it.
-        workers: all of them, and which one the part is for.
-        fewest: how many examples a replica should have, if the batch has as many.
+        batch: the whole batch.
+        workers: all workers, and the rank of this one.
+        fewest: the number of examples that each replica should have, if the batch has as many.
     """
     if not workers.are_several:
         return batch
@@ -63,8 +62,8 @@ def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
         _part(leaf, sizes, workers) if splits else leaf.tensor if leaf.split else replicated(leaf.tensor)
         for leaf, splits in zip(call.leaves, is_split, strict=True)
     ]
-    made: _T = rebuild(structure, parts, call.plain)
-    return made
+    shard: _T = rebuild(structure, parts, call.plain)
+    return shard
 
 
 def _part(leaf: Leaf, sizes: Sequence[int], workers: Workers) -> Any:
@@ -75,9 +74,9 @@ def _part(leaf: Leaf, sizes: Sequence[int], workers: Workers) -> Any:
 
 
 def _refuse_sequences_of_none(structure: Structure, sizes: Sequence[int], workers: Workers) -> None:
-    """Refuses packed sequences of which a worker would get none, on all workers alike: torch packs no empty batch."""
+    """Refuses a worker without any packed sequence, on all workers alike: torch packs no empty batch."""
     ends = list(itertools.accumulate(workers.devices_per_worker))
-    numbers = [sum(sizes[end - own : end]) for end, own in zip(ends, workers.devices_per_worker, strict=True)]
+    numbers = [sum(sizes[end - number : end]) for end, number in zip(ends, workers.devices_per_worker, strict=True)]
     if not all(numbers) and _has_packed(structure):
         raise ValueError(
             f"the batch has packed sequences, {counted(sum(sizes), 'example')}, and worker {numbers.index(0)} would have none of "

@@ -1,4 +1,4 @@
-"""Lets one call of a step run at a time, in the process that has made the step, until the step is closed."""
+"""The lock around the calls of a step: one at a time, in the process of the step, until it is closed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LONGEST_CLOSING_SECONDS = 5.0
 
 
 class ExclusiveCalls:
-    """The calls of a step, of which one at a time may run; nor may calls of another step over the same variables.
+    """Runs one call of a step at a time, also among other steps over the same variables.
 
     Args:
         guard: handles Ctrl-C during a call.
-        callers: says whose call runs now, an `ExclusiveCalls` of one of those steps; they have it in common.
+        callers: the owner of the running call, shared by the steps over the same variables.
 
     Attributes:
         is_closed: whether the step is closed.
@@ -31,18 +31,18 @@ class ExclusiveCalls:
         self._guard = guard
         self._pid = os.getpid()
         self._callers = callers
-        self._has_ended = threading.Event()  # whether the last call has ended, if it has found the step closed
+        self._has_ended = threading.Event()  # set at the end of a call that finds the step closed
         self.is_closed = False
 
     def run(self, function: Callable[[], _T], end_threads: Callable[[], None]) -> _T:
-        """Calls a function while no other call of the step runs, and with Ctrl-C in the hands of the guard.
+        """Runs a function while no other call of the step runs, with the guard's handler of Ctrl-C.
 
-        An interrupt may come between any two calls of Python. So taking and giving back are one operation each, within the
-        ``try``, and what is in the ``finally`` is done with interrupts kept.
+        An interrupt may come between any two calls of Python. So acquire and release are one operation each, within the
+        ``try``, and the ``finally`` runs with interrupts deferred.
 
         Args:
-            function: what is called.
-            end_threads: called at its end if the step was closed meanwhile.
+            function: the call.
+            end_threads: runs at the end of the call if the step was closed meanwhile.
 
         Raises:
             ExecutionError: another call runs, the step is closed, or this is another process.
@@ -52,16 +52,16 @@ class ExclusiveCalls:
                 "the step was compiled in the parent of this forked process and its threads live there: compile it here, in "
                 "the child, or start the process with the 'spawn' method"
             )
-        guard, own, callers = self._guard, (threading.get_ident(), self), self._callers.now
+        guard, owner, callers = self._guard, (threading.get_ident(), self), self._callers.now
         try:
-            running = callers.setdefault("now", own)
-            if running is not own:
-                raise ExecutionError(self._why_not(running))
+            running = callers.setdefault("now", owner)
+            if running is not owner:
+                raise ExecutionError(self._refusal(running))
             self.check_open()
             guard.begin()
             return function()
         finally:
-            if callers.get("now") is own:
+            if callers.get("now") is owner:
                 guard.is_ending = True
                 del callers["now"]
                 if self.is_closed:
@@ -69,22 +69,21 @@ class ExclusiveCalls:
                     self._has_ended.set()
                 guard.end()
 
-    def _why_not(self, running: tuple[int, object]) -> str:
-        """Why no call may begin beside the one that runs."""
-        which = "the step" if running[1] is self else "another step over the same parameters"
+    def _refusal(self, running: tuple[int, object]) -> str:
+        step = "the step" if running[1] is self else "another step over the same parameters"
         if is_thread_of_device() or running[0] == threading.get_ident():
             return (
-                f"{which} is running, and calls this one, in a hook or a method of the optimizer perhaps, where parameters are "
+                f"{step} is running, and calls this one, in a hook or a method of the optimizer perhaps, where parameters are "
                 "between two steps: call step, evaluate or accumulate in the loop, when the step has returned"
             )
         return (
-            f"{which} is running in another thread: one step changes all parameters, so steps run one after the other; call it "
+            f"{step} is running in another thread: one step changes all parameters, so steps run one after the other; call it "
             "from one thread, or guard it with a lock"
         )
 
     @property
     def is_any_running(self) -> bool:
-        """Whether a call runs, of this step or of another one over the same variables."""
+        """Whether a call of a step over the same variables runs."""
         return "now" in self._callers.now
 
     def check_open(self) -> None:
@@ -93,11 +92,11 @@ class ExclusiveCalls:
             raise ExecutionError("the step is closed: its threads have ended; make a new one with mirrorc.compile()")
 
     def close(self, interrupt: Callable[[], None], end_threads: Callable[[], None]) -> None:
-        """Lets no further call begin. A call that runs in another thread is waited for, at most 5 seconds.
+        """Refuses further calls, and waits at most 5 seconds for a call in another thread.
 
         Args:
-            interrupt: stops a call that runs in another thread.
-            end_threads: called if no call runs then; one that still does calls it when it ends.
+            interrupt: stops a call in another thread.
+            end_threads: runs here if no call runs then, otherwise at the end of that call.
         """
         self.is_closed = True
         running = self._callers.now.get("now")

@@ -1,4 +1,4 @@
-"""What a step tells about itself: its program and variables, and what its last calls took and measured."""
+"""Reports of a step: its program and variables, and the times and measurements of its last calls."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import fx
 
 from mirrorc.analysis.communication.worker_schedule import schedule_hash
 from mirrorc.calls.batch_sharding import part_of_worker
+from mirrorc.calls.program_runs import ProgramRuns
 from mirrorc.capture.call.batch_norm import fewest_examples
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.errors import ExecutionError
@@ -34,20 +35,22 @@ _T = TypeVar("_T")
 
 
 class StepReports(ABC):
-    """The part of a `Step` that tells about it."""
+    """The reports of a `Step`."""
 
-    def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
-        self._options, self._model, self._state = options, model, state
-        self._last: Executor | None = None  # of the last call
-        self._last_trained: Executor | None = None  # of the last training step
+    def __init__(self, options: StepOptions, model: ModelState, state: StepState, runs: ProgramRuns) -> None:
+        self._options, self._model, self._state, self._runs = options, model, state, runs
+
+    @property
+    def _last(self) -> Executor | None:
+        return self._runs.last
 
     @abstractmethod
     def _exclusively(self, function: Callable[[], _T]) -> _T:
-        """Calls a function while no other call of the step runs."""
+        """Runs a function while no other call of the step runs."""
 
     @abstractmethod
     def _foundations(self) -> Foundations | None:
-        """What predictions of steps over several workers stand on; None for a process on its own."""
+        """The measurements behind predictions of steps over several workers; None for a process alone."""
 
     @property
     def program(self) -> Program:
@@ -63,30 +66,30 @@ class StepReports(ABC):
 
     @property
     def num_workers(self) -> int:
-        """How many workers train together; 1 in a process on its own."""
+        """The number of workers that train together; 1 in a process on its own."""
         return self._options.program_workers.num_workers
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas all workers have together."""
+        """The number of replicas of all workers."""
         return self._options.program_workers.num_all_replicas or len(self._options.devices)
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0, whose values the others take over at the start; also in a process on its own."""
+        """Whether this is worker 0, the source of all values at the start; True in a process on its own."""
         return self.rank == 0
 
     def shard_batch(self, batch: _T) -> _T:
-        """The part of this worker of a batch that every worker has whole.
+        """The shard of this worker, of a batch that every worker has whole.
 
-        Steps of all workers, called as ``step(step.shard_batch(x), target=step.shard_batch(y))``, are those of one process over
-        the devices of all workers, called with the whole batch: each replica has the same examples, also of a batch that is too
-        small for all replicas, or for two examples in each where a BatchNorm normalizes by them. Only if torch refuses single
-        examples for another reason (``F.batch_norm`` with ``training=True``) does each worker cut its part by itself. Buffers
-        that forward writes may differ after a batch that leaves a replica without examples: workers go on from the mean.
+        The calls ``step(step.shard_batch(x), target=step.shard_batch(y))`` of all workers equal a call with the whole batch in
+        one process over the devices of all workers: each replica has the same examples. So it is for a batch too small for all
+        replicas, or too small for the two examples that a BatchNorm needs in each. If torch refuses single examples for another
+        reason (``F.batch_norm`` with ``training=True``), each worker cuts its shard by itself. Buffers may differ from those of
+        one process after a batch that leaves a replica without examples: workers go on from the mean.
 
         Args:
-            batch: as for `mirrorc.shard_batch`, which cuts a batch without a step; so are what is returned and what is raised.
+            batch: arguments, result and errors are those of `mirrorc.shard_batch`.
         """
         return part_of_worker(
             batch, self._options.program_workers, fewest_examples(self._options.model, self._options.loss_fn)
@@ -94,7 +97,7 @@ class StepReports(ABC):
 
     @property
     def schedule_hash(self) -> str:
-        """The hash of what the program of the last call, or of `prepare`, exchanges with other workers: the same on all of them.
+        """The hash of the exchanges between workers, in the program of the last call or of `prepare`; the same on all workers.
 
         Raises:
             ExecutionError: there is no program yet, or no other worker.
@@ -112,7 +115,7 @@ class StepReports(ABC):
     def variables(self) -> Mapping[str, MirroredVariable]:
         """The variables of the last call's program, by name; tied weights by each of their names.
 
-        What forward or the loss read of modules outside of the model is named ``outside.``, and as they call it.
+        Tensors that forward or the loss reads of modules outside of the model have names that begin with ``outside.``.
 
         Raises:
             ExecutionError: there is no program yet, or a lost connection to other workers has left them between two steps.
@@ -132,7 +135,7 @@ class StepReports(ABC):
 
     @property
     def num_accumulated(self) -> int:
-        """The number of examples whose gradients `Step.accumulate` has kept for the next update."""
+        """The number of examples in the gradients accumulated for the next update."""
         return self._state.accumulated.num_examples
 
     @property
@@ -143,25 +146,25 @@ class StepReports(ABC):
         step was skipped.
 
         Raises:
-            ExecutionError: it was not measured; says why.
+            ExecutionError: it was not measured.
         """
-        last = self._last_trained
+        last = self._runs.last_update
         num_groups = len(self._options.optimizers)
-        found = last and told_norms(self._state.told, last.program, num_groups, is_skipped=last.commit.is_skipped)
-        if found is None:
+        norms = last and told_norms(self._state.told, last.program, num_groups, is_skipped=last.commit.is_skipped)
+        if norms is None:
             raise ExecutionError(
                 "no norm was measured: it is after the first step that is compiled with clip_grad_norm=; math.inf only measures"
             )
-        return found
+        return norms
 
     def explain(self) -> Explanation:
-        """Explains where the time of the last training steps went; printed, `Explanation` is a table with a row for each bucket.
+        """Explains the time of the last training steps; printed, `Explanation` is a table with a row for each bucket.
 
         Raises:
-            ExecutionError: no step was recorded; says why.
+            ExecutionError: no step was recorded.
         """
         program, steps = self._recorded()
-        is_interleaved = self._last_trained is not None and self._last_trained.is_interleaved
+        is_interleaved = self._runs.last_update is not None and self._runs.last_update.is_interleaved
         return explain_steps(program, steps, is_interleaved, self._foundations())
 
     def memory(self) -> MemoryReport:
@@ -180,15 +183,15 @@ class StepReports(ABC):
         """Writes the last training steps as a trace for https://ui.perfetto.dev or chrome://tracing; returns its path.
 
         Args:
-            path: the file to write, as JSON; compressed if it ends in ``.gz``. Folders that are missing are made.
+            path: of a JSON file, compressed if it ends in ``.gz``. Missing folders are made.
 
         Raises:
-            ExecutionError: no step was recorded; says why.
+            ExecutionError: no step was recorded.
         """
         return write_timeline(path, *self._recorded())
 
     def _recorded(self) -> tuple[Program, tuple[RecordedStep, ...]]:
-        last = self._last_trained  # another thread may run the step meanwhile
+        last = self._runs.last_update  # another thread may run the step meanwhile
         refuse_to_run(self._options.program_workers, self._options.cluster)
         if self._options.cuda_graphs:
             raise ExecutionError(

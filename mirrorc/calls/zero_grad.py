@@ -1,4 +1,4 @@
-"""The gradients that a step has kept, as the user's ``zero_grad`` reaches them."""
+"""Accumulated gradients within the reach of the user's ``zero_grad``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mirrorc.calls.call_lock import ExclusiveCalls
 from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGradients
 
 
-class KeptGradients:
-    """Drops accumulated gradients where a training loop would drop those of its parameters.
+class ZeroableGradients:
+    """Accumulated gradients of a step, dropped by the ``zero_grad`` of optimizer and model.
 
     Args:
         accumulated: the gradients.
         tensors: the model's parameters and buffers, by name of their variable.
-        calls: those of the step; while one runs, it uses the gradients up or keeps them, whatever the optimizer's hooks do.
+        calls: the lock of the step; during a call nothing is dropped, whatever the optimizer's hooks do.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class KeptGradients:
         return self._accumulated.num_calls > 0
 
     def first_of(self, ids: Collection[int]) -> str | None:
-        """The first of the parameters with these ids of which there is a gradient; None if there is none."""
+        """The first of the parameters with these ids that has a gradient; None if none has."""
         names = self._accumulated.names
         return next((name for name, tensor in self._tensors.items() if id(tensor) in ids and name in names), None)
 
     def drop(self, ids: Collection[int]) -> None:
-        """Drops the gradients of the parameters that have these ids."""
+        """Drops the gradients of the parameters with these ids."""
         if not self._calls.is_any_running:
             self._accumulated.drop({name for name, tensor in self._tensors.items() if id(tensor) in ids})

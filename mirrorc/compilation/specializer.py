@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere
-from mirrorc.calls.call_kind import Purpose
 from mirrorc.capture.call.arguments import Call
 from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
 from mirrorc.capture.call.dynamic_sizes import ChangingSizes, without_numbers_of_examples
@@ -19,6 +18,7 @@ from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.capture.diagnostics.errors import HooksMissingError, LoneExampleError
 from mirrorc.capture.model.hf_output_hooks import install_capturing_hooks
 from mirrorc.capture.model.model_state import ModelState
+from mirrorc.compilation.call_kind import Purpose
 from mirrorc.compilation.choices.worker_choices import WorkerChoices
 from mirrorc.compilation.program_cache import Key, Specialization, Specializations
 from mirrorc.compilation.step_compiler import StepCompiler

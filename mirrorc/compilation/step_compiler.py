@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from mirrorc.calls.call_kind import Purpose, states_of
 from mirrorc.capture.call.arguments import Call
 from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
 from mirrorc.capture.call.evaluation_call import EvaluationCall
@@ -27,6 +26,7 @@ from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.program.capture_program import CapturedProgram, capture_program
 from mirrorc.capture.rewrites.replica_values import refuse_over_workers
 from mirrorc.compilation.activation_memory import BoundedPrograms
+from mirrorc.compilation.call_kind import Purpose, states_of
 from mirrorc.compilation.capture_warnings import CaptureWarnings
 from mirrorc.compilation.choices.device_exchange import with_gathered
 from mirrorc.compilation.choices.worker_choices import WorkerChoices

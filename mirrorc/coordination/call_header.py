@@ -1,4 +1,4 @@
-"""What a worker says of a call when it meets the others: numbers that must go together, and in detail what they stand for."""
+"""Headers of calls, which workers exchange when they meet, and the details behind their digests."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LOADED = "calls of step.load_unsent_states()"
 
 
 class Announcements:
-    """What one worker says of the calls of a step.
+    """Makes the headers of one worker's calls of a step.
 
     Args:
-        options, model, state: those of the step.
+        options, model, state: of the step.
         team: the workers.
-        taken: which variables have values that all workers have.
+        taken: the variables with values that all workers have.
     """
 
     def __init__(
@@ -40,16 +40,17 @@ class Announcements:
         self._variables = Facts({})
 
     def facts_of(self, executor: Executor) -> Facts:
-        """What must be the same in the programs of all workers."""
-        found = self._facts.get(executor)
-        if found is None:
-            found = self._facts[executor] = facts_of_program(executor.program, needs_seed=executor.needs_seed)
-        return found
+        """The facts of a program, computed once."""
+        facts = self._facts.get(executor)
+        if facts is None:
+            facts = self._facts[executor] = facts_of_program(executor.program, needs_seed=executor.needs_seed)
+        return facts
 
     def written(self, program: Program, *, is_stale: bool) -> int:
-        """A digest of what the user has written since the last step, by which workers know whether they have written the same;
-        0 for nothing. Of variables these are all but the buffers that the step writes: forwards of a worker's own may have
-        written those, and they count in the step's mean.
+        """A digest of the user's writes since the last step, equal on workers with the same writes; 0 for none.
+
+        It leaves out the buffers that the step writes: an evaluation on one worker may have written those, and they count in
+        the step's mean.
 
         Args:
             program: of the step.
@@ -59,10 +60,11 @@ class Announcements:
         if not (is_stale or is_behind):
             return 0
         if self._taken.lack_any():
-            return 1  # all take over the chief's values, whatever these are
+            return 1  # all take over the chief's values in any case
         tensors, optimizers = self._state.store.tensors, self._state.optimizers
-        own = {variable.name for variable in written_buffers(program)}
-        variables = checksums_of({name: it for name, it in tensors.items() if name not in own}) if is_behind else {}
+        buffers = {variable.name for variable in written_buffers(program)}
+        others = {name: tensor for name, tensor in tensors.items() if name not in buffers}
+        variables = checksums_of(others) if is_behind else {}
         has_state = is_stale and not optimizers.is_dealt
         state = checksums_of_state(self._options.optimizers.optimizers, tensors.items()) if has_state else {}
         return 1 + digest(repr((variables, is_stale, state))) // 2
@@ -70,24 +72,24 @@ class Announcements:
     def of_step(
         self, executor: Executor, num_examples: Sequence[int], *, written: int, num_steps: int, has_left: bool
     ) -> tuple[Header, dict[str, Details]]:
-        """Of a training call.
+        """The header of a training call, and its details.
 
         Args:
-            executor: of the step's program; of a worker that has left, that of its last call.
-            num_examples: for each replica of this worker; empty for one that has left.
+            executor: the step's program; of a worker that has left, the program of its last call.
+            num_examples: for each replica of this worker; empty for a worker that has left.
             written: see `written`.
-            num_steps: how many steps this worker has made, of those that count for comparisons of copies.
-            has_left: whether it makes no calls of its own any more.
+            num_steps: the number of this worker's steps that count for comparisons of copies.
+            has_left: whether this worker has left its loop.
         """
         program, tensors = executor.program, self._state.store.tensors
-        if tensors.keys() != self._variables.said.keys():
+        if tensors.keys() != self._variables.texts.keys():
             self._variables = Facts(shapes(tensors))
         facts, is_fresh = self.facts_of(executor), self._taken.lack_any()
         num_loads = self._state.unsent.num_loads
         updated = set(updated_as_a_whole(program))
         by_itself = {name: tensor for name, tensor in tensors.items() if name in updated}
         deals_anew = self._state.optimizers.are_dealt_otherwise(self._state.store.in_store(program).buckets)
-        own = Header(
+        header = Header(
             call=self._team.num_calls,
             is_fresh=is_fresh,
             written=written,
@@ -106,9 +108,9 @@ class Announcements:
             has_left=has_left,
             deals_anew=deals_anew,
         )
-        return own, {
+        return header, {
             **self._details(facts),
-            **({"schedule": lambda: {**facts.said, _LOADED: str(num_loads)}} if num_loads else {}),
+            **({"schedule": lambda: {**facts.texts, _LOADED: str(num_loads)}} if num_loads else {}),
             "kind": lambda: {"the call": "step.accumulate()" if program.accumulates else "the step itself"},
             "parameters": lambda: checksums_of(by_itself),
             "deals_anew": lambda: {
@@ -116,15 +118,15 @@ class Announcements:
             },
         }
 
-    def besides(self, what: str, *, has_changed: bool) -> tuple[Header, dict[str, Details]]:
-        """Of a call that is no training call, and for which all workers make the same one.
+    def besides(self, name: str, *, has_changed: bool) -> tuple[Header, dict[str, Details]]:
+        """The header of a call without training, which must be the same on all workers.
 
         Args:
-            what: the call.
-            has_changed: what all workers must have alike of it, or the agreement is to take over values.
+            name: of the call.
+            has_changed: a value that must be alike on all workers, or they agree to take over values.
         """
-        facts = Facts({"the call": what})
-        own = Header(
+        facts = Facts({"the call": name})
+        header = Header(
             self._team.num_calls,
             is_fresh=self._team.have_parted,
             written=int(has_changed),
@@ -137,32 +139,32 @@ class Announcements:
             seed=0,
             kind=BESIDES,
         )
-        return own, {**self._details(facts), "kind": lambda: facts.said}
+        return header, {**self._details(facts), "kind": lambda: facts.texts}
 
     def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
-        """Before a call of one of several steps of a block, of which this one is the first.
+        """The header of a meeting before a call in a block of several steps.
 
         Args:
             number: of the step, in the block.
-            has_left: whether this worker makes no calls of its own any more, and so says nothing of it.
+            has_left: whether this worker has left its loop; then the number does not count.
         """
         num_examples = 0 if has_left else 1  # a call without any would be refused
-        own = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
-        return own, {
+        header = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
+        return header, {
             "kind": lambda: {"the call": "one of a step inside of mirrorc.join() of several"},
             "turn": lambda: {"the step": f"number {number} of those that mirrorc.join() was given, counted from 0"},
         }
 
     def _details(self, facts: Facts) -> dict[str, Details]:
         return {
-            "schedule": lambda: facts.said,
-            "variables": lambda: self._variables.said,
+            "schedule": lambda: facts.texts,
+            "variables": lambda: self._variables.texts,
             "hyperparameters": lambda: hyperparameters_of(self._options),
         }
 
 
 def _next_seed() -> int:
-    """The seed that a step that draws random numbers takes next, which is left there."""
+    """The seed that the next step with random numbers draws; the generator stays as it is."""
     state = torch.get_rng_state()
     seed = int(torch.randint(2**62, (), dtype=torch.int64))
     torch.set_rng_state(state)

@@ -1,4 +1,4 @@
-"""A call of `mirrorc.compile` that several workers make together: joining them, and telling them if it fails on this one."""
+"""A call of `mirrorc.compile` on several workers: the rendezvous, and the report of a failure to the others."""
 
 from __future__ import annotations
 
@@ -16,32 +16,29 @@ _DOING = "mirrorc.compile"
 
 
 class JointCompilation(AbstractContextManager["JointCompilation"]):
-    """A block that is one call. It begins when all workers have joined; what is raised in it is told to the others, who wait for
-    this one no longer.
+    """A block around one call. It begins when all workers have joined; an error in it reaches the others, who stop waiting.
 
-    So everything that may be wrong on one worker alone is looked at within the block. Only what says with whom to join comes
-    before: a worker that does not know it can tell nobody.
+    So all arguments are checked within the block, but those that name the workers: without them a worker can reach nobody.
 
     Args:
-        asked: the arguments of `mirrorc.compile`, by name; they may be wrong.
+        arguments: the arguments of `mirrorc.compile`, by name, not checked yet.
 
     Raises:
-        TypeError, ValueError: on entering, what describes the workers is wrong; or a group is given to a process that is to train
-            alone.
+        TypeError, ValueError: on entering, the description of the workers is wrong; or a process that trains alone has a group.
         CommunicationError: on entering, see `mirrorc.cluster.join`.
 
     Attributes:
-        cluster: the workers; None for a process that trains alone, or compiles for a world that is not there.
-        round: what they do together.
+        cluster: the workers; None for a process that trains alone, or compiles for a world without processes.
+        round: the joint call; None without a cluster.
     """
 
-    def __init__(self, asked: Mapping[str, Any]) -> None:
-        self._asked = asked
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
         self.cluster: Cluster | None = None
         self.round: Round | None = None
 
     def __enter__(self) -> JointCompilation:
-        self.cluster = _joined_workers(self._asked)
+        self.cluster = _joined_workers(self._arguments)
         if self.cluster is not None:
             self.round = self.cluster.begin(_DOING)
         return self
@@ -53,12 +50,11 @@ class JointCompilation(AbstractContextManager["JointCompilation"]):
             self.round.fail(error)
 
 
-def _joined_workers(asked: Mapping[str, Any]) -> Cluster | None:
-    """The workers that this process trains with, when all have come; None if there are no others."""
-    group = asked["process_group"]
-    if isinstance(asked["world"], World):
+def _joined_workers(arguments: Mapping[str, Any]) -> Cluster | None:
+    group = arguments["process_group"]
+    if isinstance(arguments["world"], World):
         return None
-    if asked["workers"] is None:
+    if arguments["workers"] is None:
         if group is not None:
             raise ValueError(
                 "process_group= names workers, and workers=None trains without others: leave out one of them"
@@ -68,17 +64,13 @@ def _joined_workers(asked: Mapping[str, Any]) -> Cluster | None:
         place = find_place(group)
     except ValueError as error:
         raise ValueError(f"{error}; or give workers=None, to train in this process alone") from None
-    return None if place.num_workers == 1 else join(group, **_longest_wait(asked))
+    return None if place.num_workers == 1 else join(group, **_longest_wait(arguments))
 
 
-def _longest_wait(asked: Mapping[str, Any]) -> dict[str, float]:
-    """How long to wait for the others, as an argument of `join`.
-
-    A time that is wrong is refused within the block, so that the others are told; until then they are waited for as long as
-    `join` does by itself.
-    """
-    options = asked["communication_options"]
-    told = options.timeout_seconds if isinstance(options, CommunicationOptions) else None
-    seconds: Any = asked["timeout_seconds"] if told is None else told
+def _longest_wait(arguments: Mapping[str, Any]) -> dict[str, float]:
+    """The timeout as an argument of `join`; a wrong value is left to the checks within the block."""
+    options = arguments["communication_options"]
+    timeout = options.timeout_seconds if isinstance(options, CommunicationOptions) else None
+    seconds: Any = arguments["timeout_seconds"] if timeout is None else timeout
     is_time = isinstance(seconds, Real) and not isinstance(seconds, bool) and float(seconds) > 0
     return {"timeout_seconds": float(seconds)} if is_time else {}

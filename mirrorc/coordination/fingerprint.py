@@ -1,4 +1,4 @@
-"""What must be alike on all workers that make a step together: what each of them has, by name, and a number made of it."""
+"""Facts that must be alike on all workers of a step, and their digests."""
 
 from __future__ import annotations
 
@@ -26,29 +26,25 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class Facts:
-    """What a worker has, by name, and a number made of it; of a program also the numbers of rows that depend on its batch.
+    """Facts of one worker and their digest; of a program also the numbers of rows that depend on its batch.
 
     Args:
-        said: what it has, by name.
-        row_counts: of the program; empty if it is none, or sends none.
-        gathered_rows: what it tells of the rows that all replicas gather, see `mirrorc.analysis.communication.worker_meetings`.
-        meets: whether its replicas meet those of other workers.
+        texts: the facts, by name.
+        row_counts: of the program; empty if it sends none.
+        gathered_rows: the numbers of rows that all replicas gather, see `mirrorc.analysis.communication.worker_meetings`.
+        meets: whether the program's replicas meet those of other workers.
     """
 
     def __init__(
-        self, said: Mapping[str, str], row_counts: Counts = (), gathered_rows: Counts = (), *, meets: bool = False
+        self, texts: Mapping[str, str], row_counts: Counts = (), gathered_rows: Counts = (), *, meets: bool = False
     ) -> None:
-        self.said, self.digest, self.row_counts, self.gathered_rows = (
-            said,
-            digest(repr(said)),
-            row_counts,
-            gathered_rows,
-        )
+        self.texts, self.digest = texts, digest(repr(texts))
+        self.row_counts, self.gathered_rows = row_counts, gathered_rows
         self.meets = meets
 
 
 def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
-    """What must be the same in the programs of all workers.
+    """The facts that must be the same of the programs of all workers.
 
     Args:
         program: a LOWERED program.
@@ -67,19 +63,19 @@ def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
 
 def hyperparameters_of(options: StepOptions) -> dict[str, str]:
     """The hyperparameters of a step's optimizers, and of its scaler, by name."""
-    found = hyperparameters_by_label(options.optimizers)
+    hyperparameters = hyperparameters_by_label(options.optimizers)
     scaler = options.scaler
-    return found if scaler is None else {**found, "the scaler": str(scaler.state_dict())}
+    return hyperparameters if scaler is None else {**hyperparameters, "the scaler": str(scaler.state_dict())}
 
 
 def written_buffers(program: Program) -> list[Variable]:
-    """The buffers that a program's steps write, in the order of their names."""
+    """The buffers written by a program's steps, in the order of their names."""
     written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
     return sorted(written, key=lambda variable: variable.name)
 
 
 def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
-    """What must be the same on all workers before anything is captured, by name. Values come from the chief later."""
+    """The facts of a call of `mirrorc.compile` that must be the same on all workers; values come from the chief later."""
     frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
     variables = {name: text + ", frozen" * (name in frozen) for name, text in shapes(model.tensors).items()}
     names = {id(parameter): name for name, parameter in model.parameters.items()}
@@ -93,7 +89,7 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         "loss_fn": _text_of_loss(options.loss_fn),
         "loss_reduction": options.loss_reduction,
         **{f"variable {name}": text for name, text in variables.items()},
-        **{f"group {number}": f"{kind} of {', '.join(own)}" for number, (kind, own) in enumerate(groups)},
+        **{f"group {number}": f"{kind} of {', '.join(members)}" for number, (kind, members) in enumerate(groups)},
         "backend": options.backend.name,
         "microbatches": str(options.microbatches),
         "check_replicas_every": str(options.check_replicas_every),
@@ -104,18 +100,19 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
         "shard_optimizer": str(options.program_workers.shards_optimizer),
         "devices": " ".join(map(str, options.program_workers.devices_per_worker)),
         # last, as options that differ are told by their own names
-        **{f"pass {number}": _text_of_pass(one) for number, one in enumerate(options.pipeline)},
+        **{f"pass {number}": _text_of_pass(stage) for number, stage in enumerate(options.pipeline)},
     }
 
 
-def _text_of_pass(one: Any) -> str:
-    """A pass with its options, of which functions and objects without a text of their own are told by their names: where they
-    lie in memory differs from worker to worker. What a plan or an order of theirs gives is compared with the programs."""
-    return _ADDRESS.sub("", repr(one))
+def _text_of_pass(stage: Any) -> str:
+    """A pass with its options, without addresses, which differ from worker to worker.
+
+    So functions are compared by name alone; their results are compared with the programs.
+    """
+    return _ADDRESS.sub("", repr(stage))
 
 
 def _text_of_loss(loss: Any) -> str:
-    """The name of a loss, with the plain settings that it has."""
     settings: Mapping[str, Any] = {}
     if isinstance(loss, functools.partial):
         loss, settings = loss.func, loss.keywords

@@ -1,4 +1,4 @@
-"""Deals out what the workers of an earlier run have not sent of their gradients, to those of this one."""
+"""Unsent gradients of an earlier run, distributed among the workers of this one."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ import torch
 _KEYS = ("num_workers", "rank", "unsent")
 
 
-def dealt_out(
+def unsent_of_worker(
     states: Sequence[Mapping[str, Any]], rank: int, num_workers: int, parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What one worker gets: the sum of what the ranks had that are its own modulo the number of workers, by variable; and the
-    state of payloads, by variable, which all had alike.
+    """The unsent gradients that one worker loads: a sum over the earlier ranks equal to its rank modulo ``num_workers``.
 
     Args:
-        states: as `mirrorc.Step.unsent_state` gave them on all workers of the earlier run, in any order.
+        states: results of `mirrorc.Step.unsent_state` on all workers of the earlier run, in any order.
         rank, num_workers: of this worker.
         parameters: of the model, by name.
 
+    Returns:
+        Unsent gradients by variable, and the state of payloads by variable, the same on all workers.
+
     Raises:
-        TypeError, ValueError: they are no such states, not those of all workers, or of another model.
+        TypeError, ValueError: wrong types or keys, not the states of all workers, or those of another model.
     """
     of_ranks, first = _checked(states, parameters)
-    found: dict[str, torch.Tensor] = {}
+    unsent: dict[str, torch.Tensor] = {}
     for other in range(rank, len(of_ranks), num_workers):
         for name, value in of_ranks[other].items():
-            found[name] = found[name] + value if name in found else value.detach().clone()
-    return found, {name: value.detach().clone() for name, value in first.get("state", {}).items()}
+            unsent[name] = unsent[name] + value if name in unsent else value.detach().clone()
+    return unsent, {name: value.detach().clone() for name, value in first.get("state", {}).items()}
 
 
 def _checked(
     states: Sequence[Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[int, Mapping[str, torch.Tensor]], Mapping[str, Any]]:
-    """What each rank had, and the state of the first."""
+    """The unsent gradients by rank, and the whole state of rank 0."""
     if isinstance(states, Mapping) or not isinstance(states, Sequence):
         raise TypeError(
             f"states is a {type(states).__name__}: give a list of what step.unsent_state() gave on every worker of one run"
@@ -53,13 +55,13 @@ def _checked(
         )
     for state in states:
         for name, value in state["unsent"].items():
-            own = parameters.get(name)
+            parameter = parameters.get(name)
             if (
-                own is None
+                parameter is None
                 or not isinstance(value, torch.Tensor)
-                or (own.shape, own.dtype) != (value.shape, value.dtype)
+                or (parameter.shape, parameter.dtype) != (value.shape, value.dtype)
             ):
-                has = f"{list(own.shape)} of {own.dtype}" if own is not None else "no such parameter"
+                has = f"{list(parameter.shape)} of {parameter.dtype}" if parameter is not None else "no such parameter"
                 raise ValueError(
                     f"worker {state['rank']} had not sent all of the gradient of {name!r}, which is no tensor like this model's "
                     f"parameter ({has}): give states of a run of this model"

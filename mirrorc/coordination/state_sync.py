@@ -1,4 +1,4 @@
-"""The values that all workers take over from one of them, before a step in which they would not be the same otherwise."""
+"""Broadcasts one worker's values to all, before a step for which they would differ otherwise."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class TakenValues:
-    """Which variables have the values that all workers have, as they were taken over, or as steps have made them since.
+    """The variables that have the same values on all workers, since a broadcast or by the steps after it.
 
     Args:
-        options, state: those of the step.
+        options, state: of the step.
         team: the workers.
     """
 
@@ -28,22 +28,22 @@ class TakenValues:
         self._ids: dict[str, int] | None = None  # of the variables, by name; None before the first call
 
     def lack_any(self) -> bool:
-        """Whether there are variables now that were not taken over, or workers may have parted since."""
+        """Whether there are new variables since the last broadcast, or workers may have parted."""
         return self._ids is None or not self._ids_now().items() <= self._ids.items() or self._team.have_parted
 
     def _ids_now(self) -> dict[str, int]:
         return {name: id(tensor) for name, tensor in self._state.store.tensors.items()}
 
     def note(self) -> None:
-        """Notes the variables that there are now; what is gone would be another one when it comes back."""
+        """Notes the present variables as broadcast; one that is gone counts as new when it comes back."""
         self._ids = self._ids_now()
 
     def take_over(self, agreed: Agreement, written: int) -> None:
-        """Gives parameters, buffers, optimizers and the scaler the values that they have on the worker agreed about.
+        """Broadcasts parameters, buffers, optimizer state and the scaler from the worker of the agreement.
 
         Args:
-            agreed: what all workers have agreed about, that they take over.
-            written: digest of what this worker's user has written to them since the last step; 0 for nothing.
+            agreed: the agreement to take over values.
+            written: digest of the user's writes on this worker since the last step; 0 for none.
 
         Raises:
             CommunicationError: the workers' parts of the optimizer's state may be of two steps; all raise it.
@@ -68,7 +68,7 @@ class TakenValues:
         self._team.come_together()
 
     def _make_state_whole_for(self, source: int) -> None:
-        """Gathers the optimizer's state where the worker whose values all take over has a part of it alone.
+        """Gathers the optimizer's state if the source of the broadcast has a shard of it alone.
 
         Raises:
             CommunicationError: the workers' parts may be of two steps; all raise it.

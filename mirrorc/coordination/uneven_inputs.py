@@ -1,4 +1,4 @@
-"""Calls in which a worker takes part after it has left its own loop, until all workers have left theirs."""
+"""The block around loops of different lengths: a worker that has left its loop takes part in the calls of the others."""
 
 from __future__ import annotations
 
@@ -7,53 +7,105 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
-from mirrorc.coordination.coordinator import JointCalls
+from mirrorc.cluster import Cluster
 from mirrorc.errors import ExecutionError
 from mirrorc.runtime.workers.protocol.header import Agreement
 from mirrorc.user.optimizer_groups import OptimizerGroups
 
-_around: ContextVar[Block | None] = ContextVar("the block in which this thread is", default=None)
+_current_block: ContextVar[Block | None] = ContextVar("the block around the code of this thread", default=None)
+
+
+class BlockCalls(Protocol):
+    """The calls of a step over several workers, as a block uses them."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The workers."""
+        ...
+
+    @property
+    def optimizers(self) -> OptimizerGroups:
+        """The step's optimizers."""
+        ...
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether this worker is in a block around the step."""
+        ...
+
+    def enter_block(self, before_call: Callable[[], object]) -> None:
+        """Enters the block; ``before_call`` runs before each call of the step until it ends."""
+        ...
+
+    def leave_loop(self) -> None:
+        """Marks the end of this worker's loop; from here on it takes part in the calls of the others."""
+        ...
+
+    def exit_block(self) -> None:
+        """Ends the block."""
+        ...
+
+    def meet_turn(self, number: int) -> Agreement:
+        """Meets the other workers before a call of step ``number`` of the block."""
+        ...
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends the next call of the other workers with this worker's error."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedStep:
-    """What a block needs of a step over several workers.
+    """A step over several workers in a block.
 
     Attributes:
-        joint: its calls.
-        take_part: takes part in one call of the others; gives whether there may be another one.
-        exclusively: calls a function while no call of the step runs.
-        is_closed: whether the step is closed, which the others are told.
+        calls: the training calls of the step.
+        take_part: takes part in one call of the other workers; False at the end of the last one.
+        exclusively: runs a function while no call of the step runs.
+        is_closed: whether the step is closed.
     """
 
-    joint: JointCalls
+    calls: BlockCalls
     take_part: Callable[[], bool]
     exclusively: Callable[[Callable[[], Any]], Any]
     is_closed: Callable[[], bool]
 
 
 class Block:
-    """A loop in which a worker calls some steps, and behind it its part in the calls of those whose loops still run.
+    """A loop over calls of some steps, and after it the calls of the workers whose loops still run.
 
-    Where there are several steps, a worker that has left does not know which one the others call next. So before each call all
-    meet over the connections of the first step, where those who call say which; they refuse there to call different ones, too.
+    With several steps, a worker that has left cannot know the next step of the others. So before each call all workers meet
+    over the connections of the first step, and those in their loops announce the number of the step. Different numbers are
+    refused.
 
     Args:
-        steps: those of the block, in the same order on all workers.
+        steps: the steps of the block, in the same order on all workers.
     """
 
     def __init__(self, steps: Sequence[JoinedStep]) -> None:
         self._steps = steps
-        self.joints = [step.joint for step in steps]
+        self.calls = [step.calls for step in steps]
 
-    def _begin_call(self, joint: JointCalls) -> None:
+    def enter(self) -> None:
+        for number, calls in enumerate(self.calls):
+            calls.enter_block(functools.partial(self._announce, number))
+
+    def _announce(self, number: int) -> None:
         if len(self._steps) > 1:
-            self._take_turn(self.joints.index(joint))
+            self._take_turn(number)
+
+    def leave_loop(self) -> None:
+        for calls in self.calls:
+            calls.leave_loop()
+
+    def exit(self) -> None:
+        for calls in self.calls:
+            calls.exit_block()
 
     def take_part_until_all_have_left(self) -> None:
-        """Takes part in the calls of the others until there are none any more."""
+        """Takes part in the calls of the other workers until all have left their loops."""
         first = self._steps[0]
         while not first.is_closed():
             number = self._take_turn(0) if len(self._steps) > 1 else 0
@@ -61,56 +113,35 @@ class Block:
                 return
 
     def _take_turn(self, number: int) -> int | None:
-        """Says that this worker calls a step next, unless it has left; gives the number of the step that is called, or None."""
+        """Announces this worker's next step; a worker that has left announces nothing.
+
+        Returns:
+            The number of the step that all call next; None if all have left.
+        """
         first = self._steps[0]
-        agreed: Agreement = first.exclusively(lambda: _met(first.joint, number))
+        agreed: Agreement = first.exclusively(lambda: first.calls.meet_turn(number))
         return None if agreed.is_over else agreed.turn
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the next call of the others, whatever that is."""
-        for joint in self.joints:
-            joint.team.abandon(error)
-
-    def mark(self, *, is_joining: bool, has_left: bool) -> None:
-        """Notes where this worker is."""
-        for joint in self.joints:
-            joint.before_call = functools.partial(self._begin_call, joint) if is_joining else None
-            joint.has_left = has_left
+        """Ends the next call of the other workers, whichever step it is of."""
+        for calls in self.calls:
+            calls.abandon(error)
 
 
-def _met(first: JointCalls, number: int) -> Agreement:
-    with first.call():
-        agreed = first.meet_before(number)
-        first.team.finish()
-    return agreed
-
-
-def begin_call(joint: JointCalls) -> None:
-    """Called before a step over several workers is called.
-
-    Raises:
-        ExecutionError: this thread is in the block of other steps.
-        CommunicationError: the workers call different steps of their block; or one of them has failed.
-    """
-    refuse_within_others(joint, "a step was called")
-    if joint.before_call is not None:
-        joint.before_call()
-
-
-def refuse_within_others(joint: JointCalls, what: str) -> None:
-    """Refuses what all workers do together with a step, in a block of others, where some of them may have left.
+def refuse_within_others(calls: BlockCalls, action: str) -> None:
+    """Refuses a joint action of all workers inside the block of other steps, where some workers may have left.
 
     Args:
-        joint: the calls of the step.
-        what: it does.
+        calls: the calls of the step.
+        action: the action, as a clause for the message.
 
     Raises:
-        ExecutionError: this thread is in such a block.
+        ExecutionError: this thread is in a block without the step.
     """
-    around = _around.get()
-    if around is not None and joint not in around.joints:
+    block = _current_block.get()
+    if block is not None and calls not in block.calls:
         raise ExecutionError(
-            f"{what} inside of step.join() of another step: a worker that has left that block takes part in the calls of its "
+            f"{action} inside of step.join() of another step: a worker that has left that block takes part in the calls of its "
             "step alone, so that the two would wait for each other. Put one block around the calls of both, with "
             "mirrorc.join(one_step, other_step)"
         )
@@ -118,49 +149,50 @@ def refuse_within_others(joint: JointCalls, what: str) -> None:
 
 @contextmanager
 def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
-    """A block at whose end a worker takes part in the calls of the others until they have come to the end of theirs, too.
+    """A block at whose end a worker takes part in the calls of the others, until all have come to the end of theirs.
 
-    What is raised in it ends the next call of the others.
+    An exception in it ends the next call of the others.
 
     Args:
-        steps: those of the block; none for a process on its own, which waits for nobody.
+        steps: the steps of the block; empty for a process alone, which waits for nobody.
 
     Raises:
-        ExecutionError: the block is inside of another one, of these steps or of others.
+        ExecutionError: the block is inside another one, of these steps or of others.
     """
     if not steps:
         yield
         return
     block = Block(steps)
-    for joint in block.joints:
-        if joint.before_call is not None:
+    for calls in block.calls:
+        if calls.is_in_block:
             raise ExecutionError(
                 "step.join() was entered inside of step.join(): one block around the loop is enough, leave the inner one out"
             )
-        refuse_within_others(joint, "step.join() was entered")
-    block.mark(is_joining=True, has_left=False)
-    token = _around.set(block)
+        refuse_within_others(calls, "step.join() was entered")
+    block.enter()
+    token = _current_block.set(block)
     try:
         yield
-        block.mark(is_joining=True, has_left=True)
-        with ExitStack() as keeping:
-            for joint in block.joints:
-                keeping.enter_context(_kept_hyperparameters(joint.optimizers))
+        block.leave_loop()
+        with ExitStack() as restoring:
+            for calls in block.calls:
+                restoring.enter_context(_restored_hyperparameters(calls.optimizers))
             block.take_part_until_all_have_left()
     except BaseException as error:
         block.abandon(error)
         raise
     finally:
-        block.mark(is_joining=False, has_left=False)
-        _around.reset(token)
+        block.exit()
+        _current_block.reset(token)
 
 
 @contextmanager
-def _kept_hyperparameters(optimizers: OptimizerGroups) -> Iterator[None]:
-    """Puts the hyperparameters of groups back at the end, as objects."""
-    kept = [{key: value for key, value in group.items() if key != "params"} for group in optimizers.hyperparameters]
+def _restored_hyperparameters(optimizers: OptimizerGroups) -> Iterator[None]:
+    """Restores the hyperparameters of all groups at the end, as the same objects."""
+    groups = optimizers.hyperparameters
+    before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     try:
         yield
     finally:
-        for group, values in zip(optimizers.hyperparameters, kept, strict=False):
+        for group, values in zip(optimizers.hyperparameters, before, strict=False):
             group.update(values)

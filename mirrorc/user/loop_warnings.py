@@ -17,8 +17,8 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 _HOOK = "register a hook once, before the first step: optimizer.register_step_pre_hook(it)"
 
 
-class AccumulatedGradients(Protocol):
-    """Gradients that a step has accumulated for its next update."""
+class PendingGradients(Protocol):
+    """Gradients accumulated for a step's next update."""
 
     @property
     def has_any(self) -> bool:
@@ -40,13 +40,13 @@ class GradientHabits:
     Gradients of other parameters than those of ``groups`` are left alone, as ``zero_grad`` leaves them.
 
     Attributes:
-        has_trained: whether the step has run; before, there are no warnings.
-        accumulated: the gradients of `Step.accumulate` since the last update, if the step accumulates any.
+        has_trained: whether the step has run; before, nothing is warned of.
+        pending: the gradients of `Step.accumulate` since the last update.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], groups: OptimizerGroups, pending: PendingGradients) -> None:
         self.has_trained = False
-        self.accumulated: AccumulatedGradients | None = None
+        self.pending = pending
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._groups = groups
         self._with_gradients: list[torch.Tensor] = []
@@ -69,8 +69,9 @@ class GradientHabits:
             )
 
     def _first_of_others(self, ids: Collection[int]) -> str | None:
-        others = [other.accumulated for other in list(_watching) if other is not self and other.accumulated is not None]
-        return next((name for name in (gradients.first_of(ids) for gradients in others) if name is not None), None)
+        """Names the first of the parameters with these ids of which another step has kept a gradient."""
+        names = (other.pending.first_of(ids) for other in list(_watching) if other is not self)
+        return next((name for name in names if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
         """Called before a step, which drops gradients of a backward of the user's.
@@ -95,8 +96,8 @@ class GradientHabits:
         self.has_trained = True
 
     def warn_of_idle_step(self) -> bool:
-        """Called after an optimizer step of the user's without gradients; returns whether a step has run."""
-        if self.accumulated is not None and self.accumulated.has_any:
+        """Called after a step of the optimizer that the user made and that found no gradients; returns whether a step has run."""
+        if self.pending.has_any:
             self._warn(
                 "kept",
                 "optimizer.step() found no gradients and did nothing: step.accumulate() keeps them, and the next call of the "
@@ -137,8 +138,8 @@ _watching: weakref.WeakSet[GradientHabits] = weakref.WeakSet()
 
 def _tell_of_zeroed(parameters: Sequence[torch.Tensor]) -> None:
     for habits in list(_watching):
-        if habits.accumulated is not None and habits.accumulated.has_any:
-            habits.accumulated.drop({id(parameter) for parameter in parameters})
+        if habits.pending.has_any:
+            habits.pending.drop({id(parameter) for parameter in parameters})
 
 
 def _warn_of_clipping(function: str, parameters: Sequence[torch.Tensor]) -> None:

@@ -64,7 +64,7 @@ class ReduceOverWorkers:
     buckets were updated, and lets nobody use them.
 
     An optimizer that does not work element by element runs on replica 0 of each worker, from the same sums. The runtime compares
-    the parameters that it has written, see `mirrorc.coordination.coordinator.JointCalls`.
+    the parameters that it has written, see `mirrorc.coordination.team_coordinator.TeamCoordinator`.
 
     Needs: one copy of the parameters where a worker has several devices, so it comes after share-parameters.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.

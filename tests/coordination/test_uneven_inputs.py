@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,58 +12,81 @@ import torch
 import mirrorc
 from mirrorc.capture.call.arguments import flatten_call, without_examples
 from mirrorc.coordination.uneven_inputs import JoinedStep, until_all_have_left
+from mirrorc.runtime.workers.protocol.header import Agreement
 from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
-def made() -> tuple[Any, torch.optim.Optimizer]:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
-    told: list[BaseException] = []
-    team = SimpleNamespace(abandon=told.append, told=told)
-    joint = SimpleNamespace(before_call=None, has_left=False, team=team, optimizers=OptimizerGroups([optimizer]))
-    return joint, optimizer
+class CountedCalls:
+    """Calls of a step that meet nobody, and note what the block does with them."""
+
+    cluster: Any = None
+
+    def __init__(self) -> None:
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+        self.optimizers = OptimizerGroups([self.optimizer])
+        self.is_in_block = self.has_left = False
+        self.errors: list[BaseException] = []
+
+    def enter_block(self, before_call: Callable[[], object]) -> None:
+        self.is_in_block = True
+
+    def leave_loop(self) -> None:
+        self.has_left = True
+
+    def exit_block(self) -> None:
+        self.is_in_block = self.has_left = False
+
+    def meet_turn(self, number: int) -> Agreement:
+        raise AssertionError("a block of one step takes no turns")
+
+    def abandon(self, error: BaseException) -> None:
+        self.errors.append(error)
 
 
-def block(joint: Any, take_part: Callable[[], Any], *, is_closed: bool = False) -> AbstractContextManager[None]:
+def block(
+    calls: CountedCalls, take_part: Callable[[], Any], *, is_closed: bool = False
+) -> AbstractContextManager[None]:
     """One around the calls of one step."""
-    return until_all_have_left([JoinedStep(joint, take_part, lambda call: call(), lambda: is_closed)])
+    return until_all_have_left([JoinedStep(calls, take_part, lambda call: call(), lambda: is_closed)])
 
 
 def test_a_worker_takes_part_until_all_have_left_and_keeps_its_hyperparameters() -> None:
-    joint, optimizer = made()
+    calls = CountedCalls()
+    optimizer = calls.optimizer
     rates = [0.4, 0.3]
 
     def take_part() -> bool:
-        assert joint.has_left
+        assert calls.has_left
         optimizer.param_groups[0]["lr"] = rates.pop()
         return bool(rates)
 
-    with block(joint, take_part):
-        assert joint.before_call is not None and not joint.has_left
+    with block(calls, take_part):
+        assert calls.is_in_block and not calls.has_left
     assert not rates and optimizer.param_groups[0]["lr"] == 0.5
-    assert joint.before_call is None and not joint.has_left
+    assert not calls.is_in_block and not calls.has_left
 
 
 def test_an_error_in_the_block_is_told_to_the_others() -> None:
-    joint, _ = made()
-    with pytest.raises(OSError, match="gone"), block(joint, pytest.fail):
+    calls = CountedCalls()
+    with pytest.raises(OSError, match="gone"), block(calls, pytest.fail):
         raise OSError("the data is gone")
-    assert [str(error) for error in joint.team.told] == ["the data is gone"] and joint.before_call is None
+    assert [str(error) for error in calls.errors] == ["the data is gone"] and not calls.is_in_block
 
 
 def test_a_block_in_a_block_is_refused() -> None:
-    joint, _ = made()
-    inner = block(joint, lambda: False)
-    with block(joint, lambda: False):
+    calls = CountedCalls()
+    inner = block(calls, lambda: False)
+    with block(calls, lambda: False):
         with pytest.raises(mirrorc.ExecutionError, match=r"step.join\(\) was entered inside of step.join\(\)"), inner:
             pass
-        assert joint.before_call is not None
+        assert calls.is_in_block
 
 
 def test_a_closed_step_takes_part_in_nothing() -> None:
-    joint, _ = made()
-    with block(joint, pytest.fail, is_closed=True):
+    calls = CountedCalls()
+    with block(calls, pytest.fail, is_closed=True):
         pass
-    assert joint.before_call is None
+    assert not calls.is_in_block
 
 
 def test_in_a_process_on_its_own_the_block_does_nothing() -> None:

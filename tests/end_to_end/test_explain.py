@@ -157,15 +157,15 @@ def test_a_step_that_was_interrupted_leaves_no_record(monkeypatch: pytest.Monkey
     with compiled(1) as step:
         for _ in range(2):
             step(**mlp_batch(8))
-        assert step._pool is not None
-        wait, interrupts = step._pool._await_a_result, [KeyboardInterrupt()]
+        assert step._runs.pool is not None
+        wait, interrupts = step._runs.pool._await_a_result, [KeyboardInterrupt()]
 
         def interrupted_once(*args: Any) -> None:
             if interrupts:
                 raise interrupts.pop()
             wait(*args)
 
-        monkeypatch.setattr(step._pool, "_await_a_result", interrupted_once)
+        monkeypatch.setattr(step._runs.pool, "_await_a_result", interrupted_once)
         with pytest.raises(KeyboardInterrupt):
             step(**mlp_batch(8))
         check(step, step.explain(), 1)

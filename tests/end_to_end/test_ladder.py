@@ -143,7 +143,7 @@ def test_workers_whose_front_ends_differ_are_told_so_first() -> None:
     for front_end in ("dynamo", "autograd"):
         with compiled(Net(most=0), capture=front_end) as step:
             step(**batches(6)[0])
-            said.append(facts_of_program(step.program, needs_seed=False).said)
+            said.append(facts_of_program(step.program, needs_seed=False).texts)
     differing = [name for name in said[0] if said[0][name] != said[1].get(name)]
     assert differing[0] == "forward and backward" and "capture='autograd'" in said[1]["forward and backward"]
 

@@ -370,8 +370,8 @@ class Inbox:
 
 def before_the_last_job(step: mirrorc.Step, do: Callable[[], None]) -> None:
     """Does something when the next step has handed out all jobs but one."""
-    assert step._pool is not None
-    step._pool._inboxes[1] = Inbox(step._pool._inboxes[1], do)  # type: ignore[call-overload]
+    assert step._runs.pool is not None
+    step._runs.pool._inboxes[1] = Inbox(step._runs.pool._inboxes[1], do)  # type: ignore[call-overload]
 
 
 @pytest.mark.slow
@@ -426,7 +426,7 @@ def test_closing_while_the_step_is_compiled_leaves_no_thread(
     def close_meanwhile(*arguments: Any, **options: Any) -> Any:
         found = compiled(*arguments, **options)
         closing.append(in_background(step.close))
-        while not step._calls.is_closed:
+        while not step._lock.is_closed:
             threading.Event().wait(0.001)
         if not longest_seconds:  # who closes does not wait, so that the call itself ends the threads
             closing[0].join(TIMEOUT_SECONDS)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mirrorc
 from mirrorc import ExecutionError
-from mirrorc.calls.call_kind import Purpose
+from mirrorc.compilation.call_kind import Purpose
 
 aten = torch.ops.aten
 ADAMW, SGD = partial(torch.optim.AdamW, lr=0.05), partial(torch.optim.SGD, lr=0.1, momentum=0.9)

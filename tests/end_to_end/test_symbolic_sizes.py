@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.calls.call_kind import Purpose
+from mirrorc.compilation.call_kind import Purpose
 from mirrorc.errors import MirrorcError
 from mirrorc.ir.program import Program
 from mirrorc.printing.reader import read_program_text

@@ -25,7 +25,7 @@ _LONGEST_SECONDS = 60.0
 
 def _hold_back(step: Any, strike: Callable[[list[Any]], None], num_passing: int) -> None:
     """Lets the step's next call send so many messages of buckets; then, in a thread, calls ``strike`` with what ends others."""
-    lane = step._joint.team.connections.buckets
+    lane = step._coordinator.team.connections.buckets
     real, held, num_sent = lane.launch, [], 0
 
     def launch(collective: Any, done: Any) -> None:

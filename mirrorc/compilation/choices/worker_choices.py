@@ -27,12 +27,12 @@ class WorkerChoices:
     def __init__(self, options: StepOptions, num_threads: int, team: Team | None) -> None:
         self.exchange = ExchangeChoice(options, num_threads, team)
         self._choices = (ReadyOrder(options, team), self.exchange)
-        self._in_call = False
+        self._has_team, self._in_call = team is not None, False
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """A block in which all workers are in a training call, so that they can exchange proposals."""
-        self._in_call = True
+        """A block that is a training call, in which workers can exchange proposals; of a process alone, nothing is open."""
+        self._in_call = self._has_team
         try:
             yield
         finally:

@@ -40,13 +40,14 @@ class Team:
         device: device of this worker's buckets; of the same type on all workers.
 
     Attributes:
+        cluster, timeout_seconds: as passed.
         words: control messages in a call, besides those of its begin and end.
-        stop: stops the running step, unless it is committed; called in another thread.
+        connections: opened by a call.
     """
 
     def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, device: torch.device) -> None:
         self.cluster, self.timeout_seconds = cluster, timeout_seconds
-        self.stop: Callable[[], object] = _nothing
+        self._stop: Callable[[], object] = _nothing
         store: Any = distributed.PrefixStore(name, cluster.store)
         self._call = CallState()
         self._failures = Failures(cluster, self._call)
@@ -122,7 +123,7 @@ class Team:
                 raise
             raise raised from error
         finally:
-            self.stop = _nothing
+            self._stop = _nothing
             self._watcher.local_progress = self._watcher.local_progress.ended()
 
     def abandon(self, error: BaseException) -> None:
@@ -139,11 +140,15 @@ class Team:
         number, lanes = self._call.number, self.connections.lanes  # another call may begin before they are cut
         self._failures.note(failure)
         if failure.ends(number):
-            self.stop()
+            self._stop()
             for lane in lanes:
                 lane.cut()
 
     # The stages of a call
+
+    def stop_on_failure(self, stop: Callable[[], object]) -> None:
+        """Sets the function that stops the running step when another worker fails; it is called in another thread."""
+        self._stop = stop
 
     def meet(
         self, header: Header, facts: Mapping[str, Details], counts: Counts = (), gathered_rows: Counts = ()

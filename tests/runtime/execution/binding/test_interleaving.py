@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.calls.call_kind import Purpose
+from mirrorc.compilation.call_kind import Purpose
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.communication import Aborted

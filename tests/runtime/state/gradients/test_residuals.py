@@ -12,7 +12,7 @@ from tiny_programs import SMALL_BUCKETS, Weight, handmade
 
 import mirrorc
 from mirrorc import World
-from mirrorc.coordination.residual_checkpoint import dealt_out
+from mirrorc.coordination.residual_checkpoint import unsent_of_worker
 from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
@@ -133,7 +133,7 @@ def test_the_largest_elements_are_sent_and_zero_in_the_rest(dtype: torch.dtype) 
     found = LargestElements(whole, 3, 2)
     assert whole.tolist() == [0.5, 0.0, 3.0, 0.0, 0.0, 1.0]
     for message in found.gathered:
-        message.copy_(found.own)
+        message.copy_(found.message)
     for elements, places in found.of_workers():
         sent = dict(zip(places.tolist(), elements.tolist(), strict=True))
         assert math.isnan(sent.pop(3)) and sent == {1: -4.0, 4: -torch.inf}
@@ -166,7 +166,7 @@ def state_of(rank: int, num_workers: int, **unsent: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_what_all_have_together_is_dealt_out(number: int) -> None:
     states = [state_of(rank, 3, a=ONES * (rank + 1)) for rank in (2, 0, 1)]
-    found = [dealt_out(states, rank, number, {"a": ONES})[0] for rank in range(number)]
+    found = [unsent_of_worker(states, rank, number, {"a": ONES})[0] for rank in range(number)]
     assert sum(own.get("a", ONES * 0) for own in found).tolist() == [6.0] * 300  # type: ignore[union-attr]
     if number == 3:
         assert [own["a"][0].item() for own in found] == [1.0, 2.0, 3.0]
@@ -191,7 +191,7 @@ def test_what_all_have_together_is_dealt_out(number: int) -> None:
 )
 def test_other_states_are_refused(states: Any, why: str) -> None:
     with pytest.raises((TypeError, ValueError)) as error:
-        dealt_out(states, 0, 1, {"a": ONES})
+        unsent_of_worker(states, 0, 1, {"a": ONES})
     assert why in str(error.value)
 
 

@@ -40,7 +40,7 @@ def test_a_late_notice_cuts_the_connections_of_its_own_call_alone() -> None:
         team._call.begin()
         team.connections._lanes += next_ones  # type: ignore[arg-type]
 
-    team.stop = meanwhile  # type: ignore[method-assign]
+    team.stop_on_failure(meanwhile)
     team._notice(Failure(1, 5, "it raised X"))
     assert all(lane.is_cut for lane in own)
     assert not any(lane.is_cut for lane in next_ones)

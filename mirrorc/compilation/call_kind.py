@@ -1,4 +1,4 @@
-"""What a call of a step is for, which decides how it is compiled and on what it runs."""
+"""The purpose of a step's call: it selects the passes and the state of the program."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mirrorc.runtime.state.step_state import StepState
 
 
 class Purpose(enum.Enum):
-    """What a call is for; the values are what it is called."""
+    """The purpose of a call; values are its name in messages."""
 
     STEP = "step"  # to update with the gradients of its batch
-    ACCUMULATION = "accumulation"  # to add these to what is kept
-    END_OF_ACCUMULATION = "step after accumulation"  # to update with these and with what is kept
+    ACCUMULATION = "accumulation"  # to add these to the accumulated ones
+    END_OF_ACCUMULATION = "step after accumulation"  # to update with the sum of both
     EVALUATION = "evaluation"  # of forward alone
 
     @staticmethod
     def of_training(accumulation: Accumulation) -> Purpose:
-        """That of a training call whose program does so with the gradients of several calls."""
-        return next(one for one in Purpose if one.trains and one.accumulation is accumulation)
+        """The purpose of a training call with this accumulation."""
+        return next(purpose for purpose in Purpose if purpose.trains and purpose.accumulation is accumulation)
 
     @property
     def trains(self) -> bool:
@@ -38,26 +38,26 @@ class Purpose(enum.Enum):
 
     @property
     def accumulation(self) -> Accumulation:
-        """What its program does with the gradients of several calls."""
+        """The treatment of the gradients of several calls."""
         adds, ends = self is Purpose.ACCUMULATION, self is Purpose.END_OF_ACCUMULATION
         return Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
 
     def passes_of(self, pipeline: Sequence[Pass]) -> list[Pass]:
-        """The passes of a step's pipeline that its program goes through."""
+        """The passes of a step's pipeline for this purpose."""
         if self is Purpose.EVALUATION:
             return for_evaluation(pipeline)
         return for_accumulation(pipeline) if self is Purpose.ACCUMULATION else list(pipeline)
 
-    def of(self, what: str) -> str:
-        """Names what is compiled, such as ``an evaluation of Net for cpu:0``."""
+    def of(self, model: str) -> str:
+        """The name of a program in messages, such as ``an evaluation of Net for cpu:0``."""
         article = "an" if self.value[0] in "ae" else "a"
-        return what if self is Purpose.STEP else f"{article} {self.value} of {what}"
+        return model if self is Purpose.STEP else f"{article} {self.value} of {model}"
 
 
 def states_of(state: StepState) -> dict[Purpose, ProgramState]:
-    """What the programs of each purpose run on, over the state of a step."""
-    own: dict[Purpose, ProgramState] = {
+    """The state that programs of each purpose run on."""
+    states: dict[Purpose, ProgramState] = {
         Purpose.ACCUMULATION: AccumulationState(state),
         Purpose.EVALUATION: EvaluationState(state),
     }
-    return {purpose: own.get(purpose, state) for purpose in Purpose}
+    return {purpose: states.get(purpose, state) for purpose in Purpose}

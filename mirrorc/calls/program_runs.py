@@ -1,0 +1,107 @@
+"""Runs of compiled programs on the threads of a step's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mirrorc.capture.call.shards import Shards
+from mirrorc.compilation.program_cache import Specialization
+from mirrorc.coordination.coordinator import Coordinator
+from mirrorc.options.step_options import StepOptions
+from mirrorc.runtime.devices.thread_pool import DevicePool
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.execution.interrupts import InterruptGuard
+
+
+class ProgramRuns:
+    """Runs programs whose variables are laid out, one at a time.
+
+    Args:
+        options: the options of the step.
+        num_threads: the number of threads of each device.
+        step_seconds: the longest time of a step on the devices.
+        interrupts: stops a run at Ctrl-C, unless it is committed.
+
+    Attributes:
+        pool: the threads; None before the first run.
+        last: the program of the last call, or of `prepare`; None before.
+        last_update: the last one of a call that updates.
+    """
+
+    def __init__(self, options: StepOptions, num_threads: int, step_seconds: float, interrupts: InterruptGuard) -> None:
+        self._options, self._num_threads, self._step_seconds = options, num_threads, step_seconds
+        self._interrupts = interrupts
+        self.pool: DevicePool | None = None
+        self.last: Executor | None = None
+        self.last_update: Executor | None = None
+
+    def note_prepared(self, executor: Executor) -> None:
+        """Takes a program without a run for the last one."""
+        self.last = self.last_update = executor
+
+    def run(self, compiled: Specialization, shards: Shards, coordinator: Coordinator) -> torch.Tensor | None:
+        """Runs a program; a run that fails before its commit leaves the random number generators as they were.
+
+        Args:
+            compiled: the program, with its guards.
+            shards: the examples of each replica.
+            coordinator: of the workers that run it together.
+
+        Returns:
+            The loss of all workers' examples; None for an evaluation without a loss.
+        """
+        executor = compiled.executor
+        if executor.program.trains and not executor.program.accumulates:
+            self.last_update = executor
+        executor.commit.begin()
+        self._interrupts.commit = executor.commit
+        generator_state = torch.get_rng_state() if executor.needs_seed else None
+        restore_draws = compiled.guards.use_draws()
+        try:
+            return self._run_committing(compiled, shards, compiled.numbers(), coordinator)
+        except BaseException:
+            if generator_state is not None and not executor.commit.is_decided:
+                torch.set_rng_state(generator_state)
+            if not executor.commit.is_decided:
+                restore_draws()
+            raise
+
+    def _run_committing(
+        self,
+        compiled: Specialization,
+        shards: Shards,
+        numbers: Sequence[Sequence[int | float]],
+        coordinator: Coordinator,
+    ) -> torch.Tensor | None:
+        options, executor = self._options, compiled.executor
+        if self.pool is None:
+            self.pool = DevicePool(options.devices, self._num_threads, self._step_seconds)
+        seed = coordinator.seed(int(torch.randint(2**62, (), dtype=torch.int64)) if executor.needs_seed else None)
+        examples = coordinator.examples(sum(shards.num_examples))
+        is_mean = options.loss_reduction == "mean"
+        weights = [n / examples.of_all if is_mean else float(n > 0) for n in shards.num_examples]
+        self.last = executor
+        with coordinator.random_stream(executor.program):
+            loss = executor.run(
+                self.pool,
+                shards.tensors,
+                weights,
+                examples,
+                seed,
+                self._interrupts,
+                numbers,
+                compiled.sizes_of(shards),
+            )
+        return coordinator.finish(executor, loss, compiled.loss_dtype)
+
+    def interrupt(self) -> None:
+        """Stops a run in another thread, unless it is committed."""
+        if self.last is not None:
+            self.last.interrupt()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self.pool is not None:
+            self.pool.close()

@@ -1,0 +1,199 @@
+"""Training calls of a step, from the batch to the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mirrorc.calls.call_lock import ExclusiveCalls
+from mirrorc.calls.program_runs import ProgramRuns
+from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.shards import Shards, split_call
+from mirrorc.capture.call.signature import Signature
+from mirrorc.compilation.call_kind import Purpose
+from mirrorc.compilation.program_cache import Specialization
+from mirrorc.compilation.specializer import Specializer
+from mirrorc.coordination.coordinator import Coordinator
+from mirrorc.coordination.team_coordinator import TeamCoordinator
+from mirrorc.errors import ExecutionError
+from mirrorc.ir.program import Program
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.user.loop_warnings import GradientHabits
+from mirrorc.user.thread_modes import CallersModes
+
+
+@dataclass(frozen=True)
+class CompiledCall:
+    """A call with the program for it.
+
+    Attributes:
+        specialization: the program, with its guards.
+        call: the arguments.
+        shards: the examples of each replica.
+        purpose: of the call.
+        is_stale: whether the user has changed the optimizer's state since the last step.
+    """
+
+    specialization: Specialization
+    call: Call
+    shards: Shards
+    purpose: Purpose
+    is_stale: bool
+
+    @property
+    def executor(self) -> Executor:
+        return self.specialization.executor
+
+
+class TrainingCalls:
+    """Runs the training calls of a step, one at a time.
+
+    Args:
+        signature: splits the arguments of a call.
+        state: the state of the step.
+        specializer: compiles calls, and looks compiled programs up.
+        coordinator: meets the other workers.
+        runs: runs programs.
+        lock: of the step's calls.
+        habits: warns of habits of a training loop without effect.
+        modes: warns of modes of the caller's thread.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        state: StepState,
+        specializer: Specializer,
+        coordinator: Coordinator,
+        runs: ProgramRuns,
+        lock: ExclusiveCalls,
+        habits: GradientHabits,
+        modes: CallersModes,
+    ) -> None:
+        self._signature, self._state = signature, state
+        self._specializer, self._coordinator, self._runs = specializer, coordinator, runs
+        self._lock, self._habits, self._modes = lock, habits, modes
+        self._last: Executor | None = None  # of the last call, or of the last one in which this worker took part
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Any:
+        """Runs one training call; looks up another program until all workers have programs that go together.
+
+        Returns:
+            The loss of the whole batch; with ``return_outputs``, a pair of the loss and the outputs.
+        """
+        with self._coordinator.call(), self._specializer.choices.in_call():
+            while True:
+                self._begin(purpose)
+                call, shards = self._signature.split(args, kwargs)
+                compiled = self._compile(call, shards, purpose)
+                self._lock.check_open()  # compiling takes long
+                next_purpose = self._agree(compiled)
+                if next_purpose is None:
+                    return self._execute(compiled)
+                purpose = next_purpose
+
+    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Purpose) -> Program:
+        """Compiles a call without a run of it."""
+        self._state.begin_use()
+        call, shards = self._signature.split(args, kwargs)
+        compiled = self._compile(call, shards, purpose)
+        self._coordinator.note_call(call)
+        self._last = compiled.executor
+        self._runs.note_prepared(compiled.executor)
+        return compiled.executor.program
+
+    def take_part(self, coordinator: TeamCoordinator) -> bool:
+        """Runs one call of the other workers without examples, after this worker has left its loop.
+
+        Args:
+            coordinator: of the workers.
+
+        Returns:
+            False if all workers have left their loops, and there was no call.
+
+        Raises:
+            ExecutionError: this worker has made no call, or would exchange something else than in its last one.
+        """
+        with coordinator.call(), self._specializer.choices.in_call():
+            compiled = self._meet_without_examples(coordinator)
+            if compiled is None:
+                coordinator.team.finish()
+                return False
+            self._execute(compiled)
+            return True
+
+    # The stages of a call
+
+    def _begin(self, purpose: Purpose) -> None:
+        if torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                "the step was called inside torch.inference_mode(), where nothing can be trained: leave it"
+            )
+        self._modes.look(trains=True)
+        self._state.begin_use()
+        if purpose.updates:
+            self._habits.refuse_gradients_of_others()
+
+    def _compile(self, call: Call, shards: Shards, purpose: Purpose) -> CompiledCall:
+        is_stale = self._state.optimizers.is_stale()
+        specialization, shards = self._specializer.specialization_for(call, shards, is_stale=is_stale, purpose=purpose)
+        return CompiledCall(specialization, call, shards, purpose, is_stale)
+
+    def _agree(self, compiled: CompiledCall) -> Purpose | None:
+        """Meets the other workers; returns the purpose to compile for anew, None if all programs go together."""
+        call, shards = compiled.call, compiled.shards
+        self._coordinator.note_call(call)
+        revision = self._coordinator.agree(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)
+        if revision is None:
+            return None
+        if revision.rows_elsewhere is not None:
+            self._specializer.note_rows(call, shards, compiled.purpose, revision.rows_elsewhere)
+        return Purpose.of_training(revision.accumulation)
+
+    def _execute(self, compiled: CompiledCall) -> Any:
+        """Runs a call that all workers have begun."""
+        executor = compiled.executor
+        self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
+        self._state.take_over(executor.program, is_stale=compiled.is_stale)
+        if compiled.purpose.updates:
+            self._coordinator.compare_replicas(executor.program)
+        self._last = executor
+        loss = self._runs.run(compiled.specialization, compiled.shards, self._coordinator)
+        assert loss is not None, "a training step has a loss"
+        self._habits.note_step()
+        return compiled.specialization.trained(loss, compiled.call, compiled.shards)
+
+    def _meet_without_examples(self, coordinator: TeamCoordinator) -> CompiledCall | None:
+        """The stages before `_execute` for a worker without examples; None if all have left."""
+        last, call = self._last, coordinator.call_without_examples
+        if last is None or call is None:
+            raise ExecutionError(
+                "this worker has left step.join() without any call of the step, so it does not know in what to take part: "
+                "call it once, or step.prepare(batch); a batch without examples will do"
+            )
+        self._state.begin_use()
+        shards = split_call(call, len(last.program.devices), may_be_empty=True)
+        purpose = Purpose.of_training(last.program.accumulation)
+        self._specializer.choices.settle(last.program)
+        if not self._specializer.choices.apply_to(last.program):  # it was prepared before the first call
+            last = self._compile(call, shards, purpose).executor
+        while True:
+            revision = coordinator.agree(last, (), is_stale=self._state.optimizers.is_stale())
+            if revision is None:
+                break
+            self._state.begin_use()
+            if revision.accumulation is not last.program.accumulation:
+                purpose = Purpose.of_training(revision.accumulation)
+                last = self._compile(call, shards, purpose).executor
+        if coordinator.agreed.is_over:
+            return None
+        if coordinator.rows_elsewhere is not None:
+            self._specializer.note_rows(call, shards, purpose, coordinator.rows_elsewhere)
+        compiled = self._compile(call, shards, purpose)
+        self._lock.check_open()
+        coordinator.take_part(compiled.executor, last)
+        return compiled

@@ -1,0 +1,394 @@
+"""Coordination of a step's training calls on several workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mirrorc.analysis.communication.worker_meetings import RowsElsewhere, no_gathered_rows, rows_agree, rows_elsewhere
+from mirrorc.analysis.cost.link_speed import LinkSpeed
+from mirrorc.analysis.gradients.sent_factors import no_rows
+from mirrorc.capture.call.arguments import Call, without_examples
+from mirrorc.capture.model.model_state import ModelState
+from mirrorc.cluster import Cluster
+from mirrorc.coordination.call_header import Announcements
+from mirrorc.coordination.fingerprint import facts_of_options, written_buffers
+from mirrorc.coordination.results import show_buffers, total_loss
+from mirrorc.coordination.state_sync import TakenValues
+from mirrorc.coordination.uneven_inputs import JoinedStep, refuse_within_others
+from mirrorc.errors import CommunicationError, ExecutionError
+from mirrorc.ir.program import Accumulation, Program
+from mirrorc.options.step_options import StepOptions
+from mirrorc.runtime.execution.executor import Executor
+from mirrorc.runtime.state.gradients.accumulated_gradients import Examples
+from mirrorc.runtime.state.shared.torn_state import TornState
+from mirrorc.runtime.state.step_state import StepState
+from mirrorc.runtime.workers.protocol.checksums import checksums_of, checksums_of_state, updated_as_a_whole
+from mirrorc.runtime.workers.protocol.header import Agreement
+from mirrorc.runtime.workers.team.broadcast_state import stream_of_chief, take_over_hyperparameters
+from mirrorc.runtime.workers.team.team import Team
+from mirrorc.runtime.workers.transport.lane import LostConnectionError
+from mirrorc.user.optimizer_groups import OptimizerGroups
+
+_SLACK_SECONDS = 5.0
+_MOST_MEETINGS = 4  # of one call; the second is after values were taken over, or other programs looked up
+_MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
+
+
+@dataclass(frozen=True)
+class Revision:
+    """The reasons to look up another program, after a meeting at which the workers' programs did not go together.
+
+    Attributes:
+        accumulation: what the program is to do with the gradients of several calls.
+        rows_elsewhere: the numbers of rows that the other workers gather; None if they are not known.
+    """
+
+    accumulation: Accumulation
+    rows_elsewhere: RowsElsewhere | None
+
+
+class TeamCoordinator:
+    """Coordinates the training calls of one step on several workers, all of which make the same calls at the same time.
+
+    Workers meet when each has its program, before anything changes. They meet again after the chief's values are taken over (at
+    the start, or after a write on some workers alone), and after a meeting with programs that do not go together, see
+    `protocol.header.agreement`.
+
+    Optimizers that are not element-wise run on every worker, so that each has their state: with the chief's state alone, the
+    others would go on from stale state when the chief leaves `mirrorc.step.Step.join` before them. They get sums of the same
+    bits and draw from one stream of random numbers. Before each call workers compare the parameters that these optimizers have
+    written. Different parameters, as from another machine or another stream, are an error, so that nobody trains models that
+    have parted.
+
+    Args:
+        options: the options of the step, with a cluster of several workers.
+        model: the user's model.
+        state: the state of the step.
+
+    Raises:
+        CommunicationError: the workers do not compile the same step; or one did not come to compare.
+
+    Attributes:
+        team: the workers.
+        call_without_examples: the structure of the last call; None before the first one.
+        rows_elsewhere: the numbers of rows that the other workers gather in this call, where the model asks for those of all;
+            None where no program gathers any, or programs do not go together yet.
+    """
+
+    def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
+        assert options.cluster is not None and options.compilation is not None, "several workers have joined"
+        self._options, self._state = options, state
+        home = options.devices[0].torch_device
+        self.team = Team(options.cluster, options.compilation.name, options.timeout_seconds, home)
+        self._before_call: Callable[[], object] | None = None  # of the block around the calls
+        self._has_left = False  # the loop inside of that block
+        self.rows_elsewhere: RowsElsewhere | None = None
+        self.call_without_examples: Call | None = None
+        self._num_row_meetings = 0
+        self._agreed: Agreement | None = None
+        self._num_present = self._num_meetings = self._num_steps = 0
+        self._taken = TakenValues(options, state, self.team)
+        self._announcements = Announcements(options, model, state, self.team, self._taken)
+        try:
+            facts = facts_of_options(options, model)
+            options.compilation.check_same(
+                "the arguments of mirrorc.compile", facts, timeout_seconds=options.timeout_seconds
+            )
+        except BaseException as error:
+            self.team.note_why(error)
+            self.team.close()
+            raise
+
+    # The block of `mirrorc.join`
+
+    def joined_steps(
+        self,
+        take_part: Callable[[TeamCoordinator], bool],
+        exclusively: Callable[[Callable[[], Any]], Any],
+        is_closed: Callable[[], bool],
+    ) -> list[JoinedStep]:
+        """The step as `mirrorc.join` needs it; ``take_part`` runs one call without examples."""
+        taking_part = functools.partial(exclusively, functools.partial(take_part, self))
+        return [JoinedStep(self, taking_part, exclusively, is_closed)]
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.team.cluster
+
+    @property
+    def optimizers(self) -> OptimizerGroups:
+        return self._options.optimizers
+
+    @property
+    def is_in_block(self) -> bool:
+        return self._before_call is not None
+
+    def enter_block(self, before_call: Callable[[], object]) -> None:
+        self._before_call = before_call
+
+    def leave_loop(self) -> None:
+        self._has_left = True
+
+    def exit_block(self) -> None:
+        self._before_call, self._has_left = None, False
+
+    def meet_turn(self, number: int) -> Agreement:
+        with self.call():
+            agreed = self.team.meet(*self._announcements.of_turn(number, has_left=self._has_left))
+            self.team.finish()
+        return agreed
+
+    def abandon(self, error: BaseException) -> None:
+        self.team.abandon(error)
+
+    # A call, from its beginning to its end
+
+    def begin_call(self) -> None:
+        """Begins a call of the user's loop, while other calls of the step may still run.
+
+        Raises:
+            ExecutionError: this thread is in the block of other steps.
+            CommunicationError: the workers call different steps of their block; or one of them has failed.
+        """
+        refuse_within_others(self, "a step was called")
+        if self._before_call is not None:
+            self._before_call()
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """A block around one training call, see `Team.call`; parameters left between two steps are guarded at its end."""
+        torn_before, had_parted = self._state.torn, self.team.have_parted
+        self._num_meetings = self._num_row_meetings = 0
+        try:
+            with self.team.call(lambda: self._state.is_whole, self._torn, has_left=self._has_left):
+                yield
+        finally:
+            self._guard_torn(torn_before)
+            if self.team.have_parted and not had_parted:
+                self._go_on_from_a_checkpoint()
+
+    def _guard_torn(self, guarded: TornState | None) -> None:
+        torn = self._state.torn
+        if torn is not None and torn is not guarded:
+            torn.guard(self._options.model, self.optimizers.optimizers)
+
+    def _go_on_from_a_checkpoint(self) -> None:
+        """Drops accumulated and unsent gradients, as some workers have used theirs, and others not."""
+        self._state.accumulated.clear()
+        self._state.unsent.forget()
+
+    def _torn(self) -> str:
+        """The buckets that a failed step has updated; empty if none has left parameters between two steps."""
+        torn = self._state.torn
+        return torn.what if torn is not None and not torn.is_restored else ""
+
+    def note_call(self, call: Call) -> None:
+        self.call_without_examples = without_examples(call)
+
+    def agree(self, executor: Executor, num_examples: Sequence[int], *, is_stale: bool) -> Revision | None:
+        """Meets the other workers with this one's program.
+
+        Args:
+            executor: the step's program; of a worker that has left, the program of its last call.
+            num_examples: for each replica of this worker; empty for a worker that has left.
+            is_stale: whether the user has changed the optimizer's state since the last step.
+
+        Returns:
+            None if all programs go together, and the call goes on; otherwise what the program of the next meeting must do.
+        """
+        self._num_meetings += 1
+        self.team.stop_on_failure(executor.interrupt)
+        is_first = self._num_meetings == 1  # values taken over in this call were not written by the user
+        written = self._announcements.written(executor.program, is_stale=is_stale) if is_first else 0
+        self._num_present = sum(number > 0 for number in num_examples)
+        facts, program = self._announcements.facts_of(executor), executor.program
+        counts = facts.row_counts if num_examples else no_rows(program)
+        rows = facts.gathered_rows if num_examples else no_gathered_rows(program)
+        header, details = self._announcements.of_step(
+            executor, num_examples, written=written, num_steps=self._num_steps, has_left=self._has_left
+        )
+        self._agreed = agreed = self.team.meet(header, details, counts, rows)
+        self.rows_elsewhere = None
+        if agreed.takes_over:
+            assert self._num_meetings < _MOST_MEETINGS, "values that were taken over are taken over"
+            self._taken.take_over(agreed, written)
+        elif not agreed.is_other and (agreed.is_over or self._compare_rows()):
+            self._begin(agreed, meets=facts.meets)
+            return None
+        return Revision(agreed.accumulation, self.rows_elsewhere)
+
+    def _compare_rows(self) -> bool:
+        """Compares the numbers of gathered rows for which the workers' programs were compiled.
+
+        They follow from the batches of all workers. Where they differ, some workers look up other programs, and all meet again.
+
+        Raises:
+            CommunicationError: they still differ after the last meeting; all workers raise it.
+        """
+        rows = self.team.gathered_rows
+        if not rows[0]:
+            return True
+        self.rows_elsewhere = rows_elsewhere(rows, self.team.cluster.rank)
+        if rows_agree(rows):
+            return True
+        self._num_row_meetings += 1
+        if self._num_row_meetings >= _MOST_ROW_MEETINGS:
+            with self.team.words.raising_alike():
+                raise CommunicationError(
+                    "how many rows the model gathers by mirrorc.all_gather on one worker follows from how many it gathers on the "
+                    "others, without end. No parameter was changed. Give all workers as many examples"
+                )
+        return False
+
+    def _begin(self, agreed: Agreement, *, meets: bool) -> None:
+        """Prepares the run of the program; ``meets``: whether its replicas meet those of other workers."""
+        if meets and not agreed.is_over:
+            self.team.open_values()
+        self._num_steps = agreed.num_steps + (agreed.accumulation is not Accumulation.ADDS)
+        self._taken.note()
+        if agreed.tells_hyperparameters:
+            groups = list(self.optimizers.hyperparameters)
+            take_over_hyperparameters(self.team, groups, self._options.scaler, agreed.source, has_left=self._has_left)
+        if agreed.deals_anew:
+            self._state.optimizers.gather(self.team.words.gather)
+
+    def compare_replicas(self, program: Program) -> None:
+        """Compares the workers' copies of variables and optimizer state, if the beginning step is due for that.
+
+        Buffers that the program writes are left out: each step makes them alike, and an evaluation between two may write one
+        worker's.
+
+        Raises:
+            CommunicationError: two workers have different copies; all raise it, again until copies are written anew.
+        """
+        every = self._options.check_replicas_every
+        if not every or self._num_steps % every:
+            return
+        buffers = {variable.name for variable in written_buffers(program)}
+        tensors = {name: tensor for name, tensor in self._state.store.tensors.items() if name not in buffers}
+        facts = checksums_of(tensors)
+        if not self._state.optimizers.is_dealt:  # of state that is dealt out there are no copies
+            facts |= checksums_of_state(self.optimizers.optimizers, tensors.items())
+        remedy = (
+            "Memory has gone bad, or something has written to one copy alone, as step.evaluate() on one worker writes buffers: "
+            "load a checkpoint of model and optimizer on all workers, which writes all copies anew"
+        )
+        try:
+            self.team.words.compare("the copies of variables and optimizer state", facts, remedy)
+        except LostConnectionError:
+            raise
+        except CommunicationError:  # all workers raise it
+            self._num_steps -= 1
+            raise
+
+    def random_stream(self, program: Program) -> AbstractContextManager[None]:
+        """A block around the run of a program, in which optimizers that every worker runs draw the same random numbers."""
+        runs_by_itself = not program.accumulates and updated_as_a_whole(program)
+        return stream_of_chief(self.team) if runs_by_itself else nullcontext()
+
+    def take_part(self, executor: Executor, last: Executor) -> None:
+        """Begins the run of a program on no examples, in place of the last call's program.
+
+        Raises:
+            ExecutionError: it exchanges something else, so that the others would wait in vain.
+        """
+        self.team.stop_on_failure(executor.interrupt)
+        if self._announcements.facts_of(executor).texts != self._announcements.facts_of(last).texts:
+            raise ExecutionError(
+                "without examples, this worker would exchange something else than in its last call, because groups, modes or "
+                "what forward reads have changed since: leave them as they are until step.join() ends"
+            )
+
+    @property
+    def step_seconds(self) -> float:
+        """The longest time of a step on the devices: that of a process alone, and as long again for the other workers."""
+        return 2 * self._options.timeout_seconds + _SLACK_SECONDS
+
+    @property
+    def agreed(self) -> Agreement:
+        """The workers' agreement about the present call."""
+        assert self._agreed is not None, "the workers have met"
+        return self._agreed
+
+    def examples(self, local: int) -> Examples:
+        """The numbers of examples of the call; ``local``: of this worker."""
+        kept_elsewhere = self.agreed.num_kept - self._state.accumulated.num_examples
+        before = sum(self.agreed.present[: self.team.cluster.rank])
+        return Examples(local, self.agreed.num_examples, kept_elsewhere, before, self.agreed.num_present)
+
+    def seed(self, local: int | None) -> int | None:
+        """The seed of all workers, in place of this worker's."""
+        return self.agreed.seed
+
+    def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """Ends a step: makes buffers alike on all workers, and sums the losses of all.
+
+        Args:
+            executor: the program of the step.
+            loss: the weighted sum of this worker's losses, a scalar; None if it has no examples.
+            dtype: of losses.
+        """
+        assert dtype is not None, "a training step has a loss"
+        self.team.end_updates()
+        total = total_loss(self.team.words, loss)
+        if not executor.commit.is_skipped:
+            show_buffers(self.team.words, executor.program, self._state, self.agreed, self._num_present)
+        self.team.finish()
+        return total.to(self._options.devices[0].torch_device, dtype)
+
+    # Besides training calls
+
+    def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:
+        """Makes sharded optimizer state whole on all workers, in a call of its own.
+
+        Args:
+            exclusively: runs a function while no call of the step runs.
+
+        Raises:
+            ExecutionError: this worker is inside of `mirrorc.step.Step.join`, where others may have left.
+            CommunicationError: another worker makes another call, or has loaded state where others have not.
+        """
+        if self._options.program_workers.shards_optimizer:
+            refuse_within_others(self, "step.gather_optimizer_state() was called")
+            exclusively(self._gather_state)
+
+    def _gather_state(self) -> None:
+        if self.is_in_block:
+            raise ExecutionError(
+                "step.gather_optimizer_state() was called inside of step.join(), where a worker that has left makes no calls of "
+                "its own: call it on all workers after the block"
+            )
+        with self.call():
+            self._state.refuse_if_torn()
+            is_whole = not self._state.optimizers.is_dealt
+            announcement = self._announcements.besides("step.gather_optimizer_state()", has_changed=is_whole)
+            if self.team.meet(*announcement).takes_over:
+                with self.team.words.raising_alike():
+                    raise CommunicationError(
+                        "the workers have no parts of one state of the optimizer: some have loaded or cleared it since the "
+                        "last step, and others have not, or that step has failed while it updated. Nothing was changed. Load it "
+                        "on all workers, make a step, and call step.gather_optimizer_state() then"
+                    )
+            if not is_whole:
+                self._state.optimizers.gather(self.team.words.gather)
+            self.team.finish()
+
+    @property
+    def link(self) -> LinkSpeed | None:
+        """The measured speed of the link between the workers; None before the first call."""
+        return self.team.link
+
+    def note_failure(self, error: BaseException) -> None:
+        """Notes an error after which this worker leaves, for the others."""
+        self.team.note_why(error)
+
+    def close(self) -> None:
+        """Leaves the other workers; may be repeated."""
+        self.team.close()
