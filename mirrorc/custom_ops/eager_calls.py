@@ -117,8 +117,8 @@ class OpaqueSteps:
     """
 
     def __init__(self, graphs: Sequence[fx.Graph]) -> None:
-        found = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=take_gradient)]
-        self._numbers = sorted({cast("int", node.args[0]) for node in found})
+        nodes = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=take_gradient)]
+        self._numbers = sorted({cast("int", node.args[0]) for node in nodes})
 
     def begin(self) -> UsedParameters:
         """Called before each step; gives what its backwards will note."""
@@ -178,12 +178,12 @@ def sizes_of(shapes: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _outputs(like: torch.Tensor, dtypes: Sequence[torch.dtype], sizes: Sequence[int]) -> list[torch.Tensor]:
-    found, place = [], 0
+    tensors, place = [], 0
     for dtype in dtypes:
         end = place + 1 + sizes[place]
-        found.append(like.new_empty(sizes[place + 1 : end], dtype=dtype))
+        tensors.append(like.new_empty(sizes[place + 1 : end], dtype=dtype))
         place = end
-    return found
+    return tensors
 
 
 def _like(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -51,17 +51,17 @@ class CommunicationOptions:
 
     def options(self) -> dict[str, Any]:
         """The arguments of `mirrorc.compile` that it stands for, by name."""
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.bytes_per_pack:
-            found |= {"bucket_cap_mb": self.bytes_per_pack / _MIB, "first_bucket_mb": self.bytes_per_pack / _MIB}
+            options |= {"bucket_cap_mb": self.bytes_per_pack / _MIB, "first_bucket_mb": self.bytes_per_pack / _MIB}
         if self.timeout_seconds is not None:
-            found["timeout_seconds"] = self.timeout_seconds
+            options["timeout_seconds"] = self.timeout_seconds
         name = self.implementation.lower()
         if name == "nccl":
-            found["link"] = name
+            options["link"] = name
         elif name != "auto":
-            found["all_reduce"] = name
-        return found
+            options["all_reduce"] = name
+        return options
 
 
 def with_communication_options(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,18 +75,18 @@ def with_communication_options(asked: Mapping[str, Any], defaults: Mapping[str, 
         TypeError: they are no `CommunicationOptions`.
         ValueError: an argument that they stand for is given, too.
     """
-    given = asked["communication_options"]
-    if given is None:
+    hints = asked["communication_options"]
+    if hints is None:
         return dict(asked)
-    if not isinstance(given, CommunicationOptions):
+    if not isinstance(hints, CommunicationOptions):
         raise TypeError(
-            f"communication_options is {given!r}: give mirrorc.CommunicationOptions(bytes_per_pack=..., timeout_seconds=..., "
+            f"communication_options is {hints!r}: give mirrorc.CommunicationOptions(bytes_per_pack=..., timeout_seconds=..., "
             "implementation=...)"
         )
-    for name, value in given.options().items():
+    for name, value in hints.options().items():
         if asked[name] != defaults[name]:
             raise ValueError(
-                f"{name}={asked[name]!r} and {given} say different things of {name}, which is {value!r} there: leave out one of "
+                f"{name}={asked[name]!r} and {hints} say different things of {name}, which is {value!r} there: leave out one of "
                 "them"
             )
-    return {**asked, **given.options()}
+    return {**asked, **hints.options()}

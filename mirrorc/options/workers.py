@@ -36,8 +36,8 @@ def joined_workers(compilation: Round, devices: Sequence[Device], timeout_second
     """
     (kind,) = {device.torch_device.type for device in devices}
     workers = compilation.workers
-    said = compilation.all_say(f"{len(devices)} {kind}", timeout_seconds=timeout_seconds)
-    numbers, kinds = zip(*(each.split() for each in said), strict=True)
+    answers = compilation.all_say(f"{len(devices)} {kind}", timeout_seconds=timeout_seconds)
+    numbers, kinds = zip(*(each.split() for each in answers), strict=True)
     other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
     if other is not None:
         raise ValueError(
@@ -63,13 +63,13 @@ def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device]
     if not workers.devices_per_worker:
         return parse_devices(devices)
     number = workers.devices_per_worker[workers.rank]
-    found = parse_devices(number if devices is None else devices)
-    if len(found) != number:
+    names = parse_devices(number if devices is None else devices)
+    if len(names) != number:
         raise ValueError(
-            f"devices names {counted(len(found), 'device')}, but worker {workers.rank} of the world has {number}: leave devices "
+            f"devices names {counted(len(names), 'device')}, but worker {workers.rank} of the world has {number}: leave devices "
             "out, or give World(devices_per_worker=...) the number of each worker's devices"
         )
-    return found
+    return names
 
 
 def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable_passes: Sequence[str]) -> None:

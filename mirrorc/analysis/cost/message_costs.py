@@ -51,22 +51,22 @@ class Message:
 
 def message_costs(program: Program, buckets: Collection[int] | None = None) -> MessageCosts:
     """The costs of the messages of a program that has a mirrored graph; of these buckets, or of all."""
-    found = messages(program, buckets)
+    pending = messages(program, buckets)
     sent, counts = [0] * program.num_replicas, [0] * program.num_replicas
     of_sum: dict[tuple[object, object], list[Message]] = {}
-    for message in found:
+    for message in pending:
         sent[message.route.source] += message.num_bytes
         counts[message.route.source] += 1
         of_sum.setdefault((message.route.bucket, message.node.kwargs.get("pack")), []).append(message)
-    lengths = [max(_chains(own).values()) for own in of_sum.values()]
-    times = [max(end for _, end in times_of(own).values()) for own in of_sum.values()]
+    lengths = [max(_chains(group).values()) for group in of_sum.values()]
+    times = [max(end for _, end in times_of(group).values()) for group in of_sum.values()]
     return MessageCosts(tuple(sent), tuple(counts), max(lengths, default=0), max(times, default=0))
 
 
 def messages(program: Program, buckets: Collection[int] | None = None) -> list[Message]:
     """The messages of gradients in the order of the mirrored graph; of these buckets, or of all."""
     parts, graph = BucketParts(program), program.mirrored_graph
-    found = []
+    pending = []
     for node in sorted(sends_in(graph)):
         part = parts.of(node.args[0])
         if part is None or part.kind != GRADIENTS or (buckets is not None and bucket_of(node) not in buckets):
@@ -74,8 +74,8 @@ def messages(program: Program, buckets: Collection[int] | None = None) -> list[M
         value = node.all_input_nodes[0]
         tensor = value.meta["val"]
         needs = tuple(dict.fromkeys(_received_for(program, value)))
-        found.append(Message(node, route_of(program, node), tensor.numel() * tensor.dtype.itemsize, needs))
-    return found
+        pending.append(Message(node, route_of(program, node), tensor.numel() * tensor.dtype.itemsize, needs))
+    return pending
 
 
 def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
@@ -93,10 +93,10 @@ def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
             waiting += node.all_input_nodes
 
 
-def _chains(found: list[Message]) -> dict[Route, int]:
+def _chains(pending: list[Message]) -> dict[Route, int]:
     """For each message of a bucket, how many follow each other up to it."""
-    by_route, lengths = {message.route: message for message in found}, dict[Route, int]()
-    for message in found:
+    by_route, lengths = {message.route: message for message in pending}, dict[Route, int]()
+    for message in pending:
         waiting = [message]
         while waiting:
             missing = [by_route[route] for route in waiting[-1].needs if route not in lengths]
@@ -108,9 +108,9 @@ def _chains(found: list[Message]) -> dict[Route, int]:
     return lengths
 
 
-def times_of(found: list[Message]) -> dict[Route, tuple[int, int]]:
+def times_of(pending: list[Message]) -> dict[Route, tuple[int, int]]:
     """When each message of a bucket begins and ends, in bytes' time, see `MessageCosts.path_bytes`."""
-    left, times = list(found), dict[Route, tuple[int, int]]()
+    left, times = list(pending), dict[Route, tuple[int, int]]()
     sender_free: dict[int, int] = {}
     receiver_free: dict[int, int] = {}
 

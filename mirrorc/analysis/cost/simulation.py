@@ -160,8 +160,8 @@ class _Run:
         self.calls[replica].append(SimulatedCall(node, start, end, waited))
         self.now[replica] = end
         self._next[replica] += 1
-        found = operation_of(node.target)
-        if found is not None and found.kind is Kind.LAUNCH:
+        operation = operation_of(node.target)
+        if operation is not None and operation.kind is Kind.LAUNCH:
             self._launch(replica, node)
         return True
 
@@ -214,7 +214,7 @@ def _launch_of(wait: fx.Node) -> fx.Node:
 
 def _is_call(node: fx.Node) -> bool:
     """Whether a device spends time on a node: a region, or an operation that does something."""
-    found = operation_of(node.target)
+    operation = operation_of(node.target)
     if node.target is operator.getitem:
         return False
-    return is_region_call(node) or is_computed(node) or (found is not None and found.kind in _CALLS)
+    return is_region_call(node) or is_computed(node) or (operation is not None and operation.kind in _CALLS)

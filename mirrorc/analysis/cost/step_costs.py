@@ -192,10 +192,10 @@ def works_of_regions(program: Program, machine: Machine) -> dict[str, float]:
 
 def calls_by_phase(program: Program, graph: fx.Graph) -> dict[str, list[fx.Node]]:
     """A device's calls of regions, by their phase."""
-    found: dict[str, list[fx.Node]] = {}
+    of_phase: dict[str, list[fx.Node]] = {}
     for node in region_calls(graph):
-        found.setdefault(program.regions[region_of(node)].phase, []).append(node)
-    return found
+        of_phase.setdefault(program.regions[region_of(node)].phase, []).append(node)
+    return of_phase
 
 
 def kind_of_call(program: Program, node: fx.Node) -> str:
