@@ -1,4 +1,4 @@
-"""Prints the table of buckets: their gradients, how they are updated, when they are ready, and each device's share."""
+"""Prints the table of buckets with their gradients, update rules, ready times and shares."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mirrorc.printing.variants import wrapped
 
 _LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.([\w.]+)")
 SENT_AS_FACTORS = "sent as factors"
-"""What the table says of a bucket whose factors workers send to each other."""
+"""Marks a bucket whose factors workers send to each other."""
 
 PLANNED = "to be owned by"
-"""What the table says of a bucket with an owner to which its update is not left yet, before the owner's name."""
+"""Precedes the owner's name while the update is not yet at the owner."""
 
 _LISTED_SHARES = 8  # the most shares that a folded table lists; of more, it lists the first and the last
 _WIDTH = 158
@@ -33,11 +33,11 @@ _MORE = "#       "  # the beginning of a line that continues the one before
 
 
 def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
-    """The lines of the table, and lines with the hyperparameters of the optimizer's groups.
+    """The lines of the table, then the hyperparameters of the optimizer's groups.
 
     Args:
         program: at any stage.
-        slots: print every gradient on a line of its own.
+        slots: print each gradient on a separate line.
         fold: print buckets that differ only in their layer once, and of many shares only the first and the last.
     """
     ready = _ready_after(program)
@@ -68,14 +68,7 @@ def _row(program: Program, bucket: Bucket, ready_after: str) -> str:
 
 @dataclass
 class _Members:
-    """Consecutive gradients of a bucket whose names begin with the same path.
-
-    Attributes:
-        path: the beginning of the names, up to the number of the layer; empty if there is none.
-        first: the number of the layer.
-        last: the number of the last layer with equal gradients.
-        names: the rest of the names, each with its shape.
-    """
+    """Consecutive gradients of a bucket under one path; ``last`` is the last layer with the same gradients as ``first``."""
 
     path: str
     first: int
@@ -105,33 +98,30 @@ def _members(bucket: Bucket, slots: bool) -> list[str]:
 
 
 def _layers(bucket: Bucket) -> list[_Members]:
-    """The gradients of a bucket, grouped by layer; gradients without a layer form one group."""
-    found: list[_Members] = []
+    layers: list[_Members] = []
     for slot in bucket.slots:
         match = _LAYER.fullmatch(slot.variable)
         path, number, name = (match[1], int(match[2]), match[3]) if match else ("", 0, slot.variable)
-        if not found or (found[-1].path, found[-1].first) != (path, number):
-            found.append(_Members(path, number, number, []))
-        found[-1].names.append(f"{name}{list(slot.shape)}")
-    return found
+        if not layers or (layers[-1].path, layers[-1].first) != (path, number):
+            layers.append(_Members(path, number, number, []))
+        layers[-1].names.append(f"{name}{list(slot.shape)}")
+    return layers
 
 
 def _alike(layers: Iterable[_Members]) -> list[_Members]:
-    """Joins consecutive layers that have equal gradients."""
-    found: list[_Members] = []
+    joined: list[_Members] = []
     for layer in layers:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last is not None and layer.path and (last.path, last.names) == (layer.path, layer.names):
             step = layer.first - last.last
             if abs(step) == 1 and (last.first == last.last or (last.last - last.first) * step > 0):
                 last.last = layer.first
                 continue
-        found.append(layer)
-    return found
+        joined.append(layer)
+    return joined
 
 
 def _packs(bucket: Bucket, ready: Mapping[int, str]) -> list[str]:
-    """In which packs a bucket is cut, and after which region each is complete."""
     after = {pack.number: ready.get(pack.number, "").rpartition(" in ")[2] for pack in bucket.packs}
     parts = [
         f"p{pack.number} {range_text(pack.start, pack.stop)}"
@@ -157,18 +147,19 @@ def _shares(program: Program, bucket: Bucket, fold: bool) -> list[str]:
 
 
 def _ready_after(program: Program) -> dict[int, str]:
-    """The last gradient of each pack on the first device, with its region, for programs with packed buckets."""
-    found: dict[int, str] = {}
+    last_gradients: dict[int, str] = {}
     graphs = program.graphs() if program.stage >= Stage.PACKED else []
     graphs = graphs[program.first_present :] if program.stage is Stage.LOWERED else graphs
     for node in calls_to(graphs[0], ops.pack) if graphs else ():
-        if pack_of(node) not in found and node.args:
-            found[pack_of(node)] = _last_gradient(node, [slot.variable for slot in packed_slots(program, node)])
-    return found
+        if pack_of(node) not in last_gradients and node.args:
+            last_gradients[pack_of(node)] = _last_gradient(
+                node, [slot.variable for slot in packed_slots(program, node)]
+            )
+    return last_gradients
 
 
 def _last_gradient(pack: fx.Node, names: Sequence[str]) -> str:
-    """Prints the last gradient of a pack, such as ``d(fc1.weight) in bwd_1``; of a malformed pack, as far as it is known."""
+    """Prints ``d(fc1.weight) in bwd_1``; accepts malformed packs."""
     last: tuple[fx.Node, str] | None = None
     for gradient, name in itertools.zip_longest(pack.all_input_nodes, names, fillvalue=""):
         if not isinstance(gradient, fx.Node):

@@ -21,7 +21,7 @@ _OF_KINDS = {
     "bold green": (Kind.CHECK, Kind.GATHER, Kind.FACTORED, Kind.PACK, Kind.UPDATE, Kind.WRITE),
     "bold cyan": (Kind.COMPUTE, Kind.SOURCE),
 }
-"""Colors of operations with a line, by their kind. Regions have none, because the operation's name is not printed."""
+"""Colors of operations by kind. Regions have none, because the operation's name is not printed."""
 
 
 def colored(text: str) -> Text:
@@ -36,14 +36,14 @@ def colored(text: str) -> Text:
 
 def _operation_styles() -> Iterator[tuple[str, str]]:
     for style, kinds in _OF_KINDS.items():
-        listed = (found for found in operations() if found.kind in kinds)
-        names = [found.name for found in listed if found.printed is not Printed.WHERE_USED]
+        listed = (operation for operation in operations() if operation.kind in kinds)
+        names = [operation.name for operation in listed if operation.printed is not Printed.WHERE_USED]
         if names:
             yield rf"\b(?P<operation>{'|'.join(names)})(?=\()", style
 
 
 def print_colored(text: str, stream: TextIO) -> None:
-    """Writes a printed program; in color if the stream is a terminal that supports it, else as plain text."""
+    """Writes a printed program, colored if the stream is a terminal."""
     if not stream.isatty():
         stream.write(text if text.endswith("\n") else text + "\n")
         return

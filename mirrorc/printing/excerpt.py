@@ -16,10 +16,7 @@ _AROUND = 5  # lines shown before and after one that an error is about
 
 
 def surroundings(program: Program, node: fx.Node | None) -> str:
-    """The printed lines around a node, with the node's own line marked, as a paragraph of a message.
-
-    Empty if the node has no printed line.
-    """
+    """The printed lines around a node as a paragraph of a message, with the node's line marked; empty if the node has no line."""
     graphs = [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
     if node is None or not any(node.graph is graph for graph in graphs):
         return ""
@@ -38,18 +35,17 @@ def surroundings(program: Program, node: fx.Node | None) -> str:
 
 
 def _shown(line: Line, width: int) -> str:
-    """Prints a line; a line of a region has the user's line, too."""
     source = source_line(line.node) if is_region_call(line.node) else ""
     return rendered_line(line, width) + (f", {source}" if source else "")
 
 
 def _nearest(node: fx.Node) -> Iterator[fx.Node]:
-    """A node, then its arguments and its users, and so on: a part of a result, a read or a slot has no line of its own."""
+    """Breadth-first over arguments and users: a part of a result, a read or a slot has no line."""
     seen = {node: None}
     waiting = deque([node])
     while waiting:
-        found = waiting.popleft()
-        yield found
-        new = [other for other in (*found.all_input_nodes, *found.users) if other not in seen]
+        current = waiting.popleft()
+        yield current
+        new = [other for other in (*current.all_input_nodes, *current.users) if other not in seen]
         seen.update(dict.fromkeys(new))
         waiting.extend(new)

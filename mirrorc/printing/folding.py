@@ -1,17 +1,16 @@
 """Folds stretches of lines that repeat from bucket to bucket, and unfolds them.
 
-A repeated stretch is replaced by one line that says how the numbers increase: the numbers of buckets, and the first number in
-each dotted name, which is that of a layer. No information is lost::
+One line replaces a repeated stretch and says how the numbers increase: those of buckets, and the first number in each dotted
+name, the layer's. No information is lost::
 
     48 gradients = bwd_1(...)                     # h.30.mlp … h.30.ln_1
     b3: f32[50816] = pack(bucket=3, 48 gradients)
     … b4 … b30: as b3 (the 2 lines above), for h.29 … h.3
 
-Microbatches that run the same regions are folded by their own number, from two on: ``… microbatch 2 … 6: as microbatch 1 (the 9
-lines above)``.
+Microbatches with the same regions are folded by their number, from two on: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines
+above)``.
 
-A stretch is made of whole blocks, such as a bucket of a table with the lines about it, so that no line is left below a mark that
-stands for the beginning of its block.
+A stretch consists of whole blocks, such as a bucket's lines in the table: no line may stay behind without the start of its block.
 """
 
 from __future__ import annotations
@@ -46,15 +45,7 @@ _LEAST_REPEATS = 3  # a stretch with fewer repeats is printed each time
 
 @dataclass(frozen=True)
 class _Shape:
-    """A line without its numbers.
-
-    Attributes:
-        text: the line with single spaces, and with a sign in place of each number.
-        buckets: the numbers of buckets in it, in order.
-        layers: the numbers of layers in it, in order.
-        parts: the numbers of microbatches in it, in order.
-        label: the first layer's name up to its number; empty if there is none.
-    """
+    """A line with ``#`` for each number and single spaces; ``label`` is the first layer's name up to its number."""
 
     text: str
     buckets: tuple[int, ...]
@@ -64,55 +55,53 @@ class _Shape:
 
 
 def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool]) -> list[str]:
-    """Folds the lines of a table or of a function's body: a stretch that repeats is printed once, followed by a mark.
+    """Folds the lines of a table or of a function's body: prints a repeated stretch once, followed by a mark.
 
     Args:
         lines: the lines.
-        sign: the beginning of a mark, a line that stands for the repeats: ``# … bucket `` in a table, four spaces and ``… b`` in
-            a body.
-        begins_block: whether a line begins a block, which is folded as a whole or not at all. Lines within a block may be folded,
-            too: a stretch has either whole blocks or no beginning of a block.
+        sign: the beginning of a mark: ``# … bucket `` in a table, four spaces and ``… b`` in a body.
+        begins_block: tests for the first line of a block. A stretch has whole blocks, or lies within one.
     """
     begins = [*map(begins_block, lines), True]
     shapes = [_shape(line) for line in lines]
-    kept: list[str] = []
+    printed: list[str] = []
     i = 0
     while i < len(lines):
         length, repeats = _longest_stretch(shapes, begins, i)
-        kept += lines[i : i + length]
+        printed += lines[i : i + length]
         if repeats > 1:
-            kept.append(_mark(shapes, i, length, repeats, sign))
+            printed.append(_mark(shapes, i, length, repeats, sign))
             i += length * repeats
         else:
             i += length
-    return kept
+    return printed
 
 
 def unfolded(lines: Sequence[str]) -> list[tuple[int, str]]:
-    """The lines before `folded`, each with the number of the folded line that it comes from; the first line is 1."""
-    found: list[tuple[int, str]] = []
+    """Inverts `folded`. Each line comes with the number of its folded line, from 1."""
+    lines_before: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
         mark, of_parts = _MARK.fullmatch(line), _MARK_OF_PARTS.fullmatch(line)
         if of_parts is not None:
-            stretch = [text for _, text in found[-int(of_parts["lines"]) :]]
+            stretch = [text for _, text in lines_before[-int(of_parts["lines"]) :]]
             steps = range(1, int(of_parts["last"] or of_parts["first"]) - int(of_parts["base"]) + 1)
-            found += [(number, _moved(text, 0, 0, step)) for step in steps for text in stretch]
+            lines_before += [(number, _moved(text, 0, 0, step)) for step in steps for text in stretch]
             continue
         if mark is None:
-            found.append((number, line))
+            lines_before.append((number, line))
             continue
         first, last, base = (int(mark[name]) for name in ("first", "last", "base"))
         repeats = (last - first) // (first - base) + 1 if first != base else 0
         begin, end = (_number_at_end(mark[name] or "0") for name in ("from", "to"))
         layer_step = (end - begin) // (repeats - 1) if repeats > 1 else 0
-        stretch = [text for _, text in found[-int(mark["lines"] or 1) :]]
+        stretch = [text for _, text in lines_before[-int(mark["lines"] or 1) :]]
         for i in range(1, repeats + 1):
-            found += [(number, _moved(text, i * (first - base), i * layer_step)) for text in stretch]
-    return found
+            lines_before += [(number, _moved(text, i * (first - base), i * layer_step)) for text in stretch]
+    return lines_before
 
 
 def is_mark(line: str) -> bool:
-    """Whether a line is a mark, which stands for repeated lines."""
+    """True for a line that stands for repeated lines."""
     return _MARK.fullmatch(line) is not None or _MARK_OF_PARTS.fullmatch(line) is not None
 
 
@@ -148,7 +137,7 @@ def _replaced(line: str, replacement: Callable[[str, str, int], str]) -> str:
 
 
 def _longest_stretch(shapes: Sequence[_Shape], begins: Sequence[bool], start: int) -> tuple[int, int]:
-    """The length of the stretch at ``start`` that saves the most lines, and the number of its repeats; (1, 0) if none does."""
+    """Returns the length and the repeats of the stretch that saves the most lines; (1, 0) if none does."""
     best, most = (1, 1), 0
     for length in range(1, min(_LONGEST, (len(shapes) - start) // 2) + 1):
         if shapes[start].text != shapes[start + length].text:
@@ -166,7 +155,6 @@ def _longest_stretch(shapes: Sequence[_Shape], begins: Sequence[bool], start: in
 
 
 def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
-    """The number of times that a stretch repeats with evenly increasing numbers."""
     steps = _steps(shapes, start, start + length, length)
     repeats = 1
     if steps is None or not (steps[0] or steps[2]):
@@ -179,15 +167,15 @@ def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
     return repeats
 
 
-def _steps(shapes: Sequence[_Shape], one: int, other: int, length: int) -> tuple[int, int | None, int] | None:
-    """The increase of buckets, layers and microbatches from one stretch to the next; None if the stretches differ otherwise.
+def _steps(shapes: Sequence[_Shape], start: int, other: int, length: int) -> tuple[int, int | None, int] | None:
+    """The increase of buckets, layers and microbatches from one stretch to the next; None if they differ otherwise.
 
-    One of buckets and microbatches increases, and layers do not with microbatches.
+    Either buckets or microbatches increase, and layers never with microbatches.
     """
     buckets: set[int] = set()
     layers: set[int] = set()
     parts: set[int] = set()
-    for a, b in zip(shapes[one : one + length], shapes[other : other + length], strict=True):
+    for a, b in zip(shapes[start : start + length], shapes[other : other + length], strict=True):
         if a.text != b.text:
             return None
         buckets.update(y - x for x, y in zip(a.buckets, b.buckets, strict=True))

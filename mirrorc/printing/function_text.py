@@ -1,4 +1,4 @@
-"""Prints the functions that the devices of a program run; functions that differ only in shapes are printed together."""
+"""Prints the functions of a program's devices; functions that differ only in shapes share one print."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mirrorc.printing.values import type_of
 from mirrorc.printing.variants import device_names, groups, heading, num_examples, variants_of_mirrored
 
 EACH = "each"
-"""The text in the column of devices for a line that every device has."""
+"""Stands in the column of devices for a line of every device."""
 
 _VARIANT = re.compile(r"\.shard\d+$")
 _CALLED = re.compile(r"(?:.*? = )?(?P<operation>[A-Za-z_][\w.]*)\(")
@@ -30,7 +30,7 @@ _NO_CALLS = ("    # -- ", "    return ")
 
 
 def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The arguments of a graph with their types; ``names`` has the printed names of those whose printed name differs."""
+    """The arguments of a graph with their types; ``names`` maps arguments to printed names where the two differ."""
     placeholders = [(str(node.target), node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
     return ", ".join(f"{names.get(name, name)}: {type_of(value)}" for name, value in placeholders)
 
@@ -42,14 +42,14 @@ def function_lines(
 
     Args:
         program: at any stage.
-        lines_of: gives the lines of one of its graphs, see `graph_lines`.
+        lines_of: gives the lines of one graph, see `graph_lines`.
         sources: print the user's source lines above operators.
         fold: print repeated lines once: in a function, on several devices of the mirrored graph, for another shape of a shard.
     """
     lines: list[str] = []
-    absent = [replica for replica, own in enumerate(program.shard_of_replica) if own is None]
+    absent = [replica for replica, index in enumerate(program.shard_of_replica) if index is None]
     for shard, graph in enumerate(program.shard_graphs):
-        users = [replica for replica, own in enumerate(program.shard_of_replica) if own == shard]
+        users = [replica for replica, index in enumerate(program.shard_of_replica) if index == shard]
         above = heading(program, users) if users else []
         above += heading(program, absent) if absent and graph is program.shard_graphs[-1] else []
         body = rendered(lines_of(graph), sources)
@@ -72,49 +72,38 @@ def _stretches(program: Program, body: list[str], fold: bool) -> list[str]:
 
 
 def _operation_of_line(line: str) -> str:
-    """The name that a rendered line calls, if any."""
     match = _CALLED.match(line.partition("  # ")[0].rpartition(" | ")[2].strip())
     return match["operation"] if match else ""
 
 
 def _with_share(program: Program, line: Line, others: bool, replica: int | None = None) -> Line:
-    """Adds to a line the comment on its share, which differs on every device.
-
-    ``replica`` is the replica of the line, if the line does not have one.
-    """
-    own = replica if replica is not None else line.node.kwargs.get("replica")
-    comment = share_comment(program, line.node, own, others) if isinstance(own, int) else ""
+    """Adds the comment on a line's share, which differs on every device; ``replica`` is for lines without a replica."""
+    line_replica = replica if replica is not None else line.node.kwargs.get("replica")
+    comment = share_comment(program, line.node, line_replica, others) if isinstance(line_replica, int) else ""
     return replace(line, comment=comment) if comment else line
 
 
 def _devices_folded(program: Program, lines: Sequence[Line]) -> list[Line]:
-    """Folds the lines of the mirrored graph: equal adjacent lines of several devices become one line."""
+    """Merges equal adjacent lines of several devices of the mirrored graph."""
     runs = [(device, list(run)) for device, run in itertools.groupby(lines, lambda line: line.device)]
-    found: list[Line] = []
+    merged: list[Line] = []
     while runs:
         device, run = runs[0]
-        told = [(line.text, line.comment) for line in run]
+        texts = [(line.text, line.comment) for line in run]
         alike = [device]
         for other, others in runs[1:] if device not in ("", "all") else ():
-            if [(line.text, line.comment) for line in others] != told or other in ("all", *alike):
+            if [(line.text, line.comment) for line in others] != texts or other in ("all", *alike):
                 break
             alike.append(other)
         runs = runs[len(alike) :]
         column = device if len(alike) == 1 else EACH if len(alike) == program.num_replicas else spans(alike)
-        found += [replace(_with_share(program, line, len(alike) > 1), device=column) for line in run]
-    return found
+        merged += [replace(_with_share(program, line, len(alike) > 1), device=column) for line in run]
+    return merged
 
 
 @dataclass(frozen=True)
 class _Function:
-    """The function that a group of devices runs.
-
-    Attributes:
-        replicas: the replicas that run it.
-        name: its name, which is that of the first device.
-        signature: its arguments, as printed.
-        lines: its body.
-    """
+    """The function of a group of devices, named after the first."""
 
     replicas: Sequence[int]
     name: str
@@ -125,7 +114,7 @@ class _Function:
 def _device_functions(
     program: Program, lines_of: Callable[[fx.Graph], list[Line]], sources: bool, fold: bool
 ) -> list[str]:
-    """Prints the devices' programs. Equal ones are printed once; of one that differs only in shapes, the differing lines."""
+    """Prints equal functions once, and only the differing lines of one that differs in shapes."""
     printed: list[str] = []
     known: list[_Function] = []
     for function in _functions(program, lines_of):
@@ -134,9 +123,9 @@ def _device_functions(
         lines = [_with_share(program, line, others, function.replicas[0]) for line in function.lines]
         base, differing = None, None
         if fold:
-            found = ((other, _differing(other.lines, function.lines)) for other in known)
-            base, differing = next(((other, places) for other, places in found if places is not None), (None, None))
-        comment = f"  # as {base.name}, but for these lines{_own_regions(function)}" if base is not None else ""
+            variants = ((other, _differing(other.lines, function.lines)) for other in known)
+            base, differing = next(((other, places) for other, places in variants if places is not None), (None, None))
+        comment = f"  # as {base.name}, but for these lines{_variant_note(function)}" if base is not None else ""
         if differing is not None:
             lines = [replace(lines[i], above=()) for i in differing] + [lines[-1]]
         else:
@@ -146,8 +135,7 @@ def _device_functions(
     return printed
 
 
-def _own_regions(function: _Function) -> str:
-    """What the names of regions of another shape of a shard mean, by the first that the function calls."""
+def _variant_note(function: _Function) -> str:
     titles = (region_title(region_of(line.node)) for line in function.lines if is_region_call(line.node))
     title = next((title for title in titles if "." in title), "")
     return f"; {title} is {title.partition('.')[0]} for this shape of a shard" if title else ""
@@ -157,7 +145,7 @@ def _functions(program: Program, lines_of: Callable[[fx.Graph], list[Line]]) -> 
     modules = list(program.device_graphs.values())
     lines = [lines_of(module.graph) for module in modules]
     signatures = [signature(module.graph) for module in modules]
-    texts = [tuple((line.text, line.comment) for line in own) for own in lines]
+    texts = [tuple((line.text, line.comment) for line in body) for body in lines]
     keys = [(signatures[r], texts[r], num_examples(program, r)) for r in range(len(modules))]
     names = device_names(program, range(len(modules)))
     return [
@@ -166,20 +154,20 @@ def _functions(program: Program, lines_of: Callable[[fx.Graph], list[Line]]) -> 
 
 
 def operation_of(text: str) -> str:
-    """The name that a line calls, without the variant of a region, so that the lines of two variants can be matched by it."""
+    """The name that a line calls, without a region's variant, to match the lines of two variants."""
     match = _CALLED.match(text)
     return _VARIANT.sub("", match["operation"]) if match else text
 
 
 def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
-    """The indices of the lines of a function that differ from another one; None if the function must be printed whole.
+    """The indices of lines that differ from another function's; None if the function must be printed whole.
 
-    If one line of an operation differs, all lines of this operation are printed, so that it is clear which lines they replace.
+    If one line of an operation differs, all its lines are printed, so that the reader sees the lines that they replace.
     """
     operations = [operation_of(line.text) for line in lines]
     if operations != [operation_of(line.text) for line in base]:
         return None
-    told = [[(line.text, line.comment) for line in part] for part in (base, lines)]
-    differ = {operation for operation, one, other in zip(operations, *told, strict=True) if one != other}
+    texts = [[(line.text, line.comment) for line in part] for part in (base, lines)]
+    differ = {operation for operation, text, other in zip(operations, *texts, strict=True) if text != other}
     places = [i for i, operation in enumerate(operations) if operation in differ]
     return places if len(places) <= _MOST_DIFFERING * len(lines) else None

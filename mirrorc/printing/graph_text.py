@@ -40,12 +40,12 @@ class Line:
     """A line of a graph.
 
     Attributes:
-        text: its text, without comment.
-        node: the node that it prints.
+        text: the line without comment.
+        node: the printed node.
         comment: the comment at its end.
-        source: the user's line that an operator comes from, which is printed above it.
+        source: the user's line, printed above an operator.
         device: in the mirrored graph, the device of the node, or ``all``.
-        above: lines of explanation that are printed above it.
+        above: lines of explanation above it.
     """
 
     text: str
@@ -57,13 +57,13 @@ class Line:
 
 
 def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
-    """The lines of one of a program's graphs: of operators if the program has no regions yet, otherwise of calls."""
+    """The lines of one graph: operators before regions are outlined, calls afterwards."""
     is_call_graph = program.stage >= Stage.OUTLINED and any(graph is other for other in program.graphs())
     return _calls(program, graph) if is_call_graph else statements(graph)
 
 
 def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
-    """The lines as they are printed in a body."""
+    """The lines of a body as text."""
     lines = list(lines)
     width = max((len(line.device) for line in lines), default=0)
     printed, last_source = [], ""
@@ -83,7 +83,6 @@ def rendered_line(line: Line, width: int = 0) -> str:
 
 
 def _calls(program: Program, graph: fx.Graph) -> list[Line]:
-    """The lines of a graph of region calls and operations of the IR."""
     values = PrintedValues(program, graph)
     together = _joined_texts(values, graph)
     above = explanations(program, graph)
@@ -99,8 +98,8 @@ def _calls(program: Program, graph: fx.Graph) -> list[Line]:
             device = owner_of(program, node) if graph is program.graph else ""
             lines.append(Line(text, node, comments.of(node), device=device, above=tuple(above.get(node, ()))))
     output = graph.output_node()
-    given: Any = output.args[0]
-    results = ["loss"] if isinstance(given, fx.Node) else list(given or ())
+    returned: Any = output.args[0]
+    results = ["loss"] if isinstance(returned, fx.Node) else list(returned or ())
     left_out = () if program.trains else ("loss", "losses", "gradients")  # an evaluation returns none
     lines.append(Line(f"return {', '.join(name for name in results if name not in left_out) or None}", output))
     return lines
@@ -110,13 +109,13 @@ _TOGETHER = Selection(lambda operation: operation.printed is Printed.TOGETHER)
 
 
 def _joined_texts(values: PrintedValues, graph: fx.Graph) -> dict[fx.Node, str]:
-    """The text of one line for all calls of a replica to an operation such as `write`, which is printed at the first call."""
-    found: dict[tuple[int | None, str], list[fx.Node]] = {}
+    """One line for all calls of a replica to an operation such as `write`, printed at the first call."""
+    joined: dict[tuple[int | None, str], list[fx.Node]] = {}
     for node in calls_to(graph, *_TOGETHER):
-        found.setdefault((replica_of(node), name_of(node)), []).append(node)
+        joined.setdefault((replica_of(node), name_of(node)), []).append(node)
     return {
         nodes[0]: f"{name}({values.listing(source for node in nodes for source in node.all_input_nodes)})"
-        for (_, name), nodes in found.items()
+        for (_, name), nodes in joined.items()
     }
 
 
@@ -147,14 +146,13 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
 
 
 def _distinct(values: PrintedValues, node: fx.Node) -> str:
-    """The argument of a collective: the name that the value has on every replica."""
     inputs = list(dict.fromkeys(values.name(n) for n in node.all_input_nodes))
     of_all = f" of {len(node.all_input_nodes)} replicas" if len(node.all_input_nodes) > 1 else ""
     return ", ".join(name + of_all for name in inputs)
 
 
 def statements(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
-    """The lines of a graph of torch operators; ``names`` has the printed names of arguments whose printed name differs."""
+    """The lines of a graph of torch operators; ``names`` maps arguments to printed names where the two differ."""
 
     def name(node: fx.Node) -> str:
         if node.op == "placeholder":

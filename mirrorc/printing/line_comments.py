@@ -1,6 +1,6 @@
 """Writes the comments beside and above the lines of a graph.
 
-It is long, as it has the comment on each operation.
+The file is long, as it has the comment of each operation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns
 
 
 class LineComments:
-    """Writes the comments at the ends of a program's lines, which are the same on all devices with equal programs."""
+    """Writes the comments at the ends of lines; they are the same on all devices with equal programs."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -65,7 +65,7 @@ class LineComments:
         return comment(self._program, node) if comment is not None else ""
 
     def _modules(self, call: fx.Node) -> str:
-        """The first and the last module of a region, by the parameters that it reads or whose gradients it makes."""
+        """The first and the last module of a region, by the parameters that it reads and the gradients that it makes."""
         program = self._program
         region = program.regions.get(region_of(call))
         if region is None:
@@ -83,15 +83,15 @@ class LineComments:
         if span and taken_gradients(region.graph_module.graph):
             return f"backward of {span}, as plain PyTorch makes it"
         has_loss = any(_is_loss_weight(program, origin_of(node)) for node in call.all_input_nodes)
-        about_what = ", ".join([*(["the loss"] if has_loss else []), *([span] if span else [])])
-        return f"backward of {about_what}" if about_what else "backward"
+        subject = ", ".join([*(["the loss"] if has_loss else []), *([span] if span else [])])
+        return f"backward of {subject}" if subject else "backward"
 
 
 def _gives_loss(program: Program, call: fx.Node) -> bool:
-    """Whether there is a loss beside a call of forward: in training the last one has it, in an evaluation if it is gathered."""
+    """In training the last forward call has the loss; in an evaluation, the call with a gathered loss."""
     if program.trains:
-        own = replica_of(call)
-        forward = (n for n in region_calls(call.graph) if replica_of(n) == own and _is_forward(program, n))
+        replica = replica_of(call)
+        forward = (n for n in region_calls(call.graph) if replica_of(n) == replica and _is_forward(program, n))
         return call is list(forward)[-1]
     gathered = (user for part in call.users for user in part.users if user.target is ops.gather)
     return any(node.kwargs["output"] == LOSS_OUTPUT for node in gathered)
@@ -103,20 +103,20 @@ def _is_forward(program: Program, call: fx.Node) -> bool:
 
 
 def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
-    """Says which part of a bucket a `wait` gives on one device; empty if it gives the whole bucket.
+    """Prints the part of a bucket that a `wait` gives on one device; empty for a whole bucket.
 
     Args:
-        program: the program that has the node.
+        program: the node's program.
         node: any node.
         replica: the replica of the device.
-        others: whether the line also stands for other devices, whose shares are in the table of buckets.
+        others: True if the line also stands for other devices, with shares in the table of buckets.
     """
     launch = node.args[0] if node.target is ops.wait and node.args else None
     bucket = _bucket(program, node) if isinstance(launch, fx.Node) else None
-    own = awaited_elements(program, launch, replica) if bucket is not None else None
-    if bucket is None or own is None:
+    elements_here = awaited_elements(program, launch, replica) if bucket is not None else None
+    if bucket is None or elements_here is None:
         return ""
-    start, stop = own
+    start, stop = elements_here
     if bucket.has_owner:
         where = f"{program.devices[bucket.owner or 0]} alone gets the sum"
         return where if start == stop or others else ""
@@ -141,12 +141,12 @@ def _of_slots(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
 
 
 def _of_factors(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    found = [node for node in calls_to(graph, *ops.FACTORED) if maker_of(node) is Maker.SHARES]
-    is_sent = all(user.target is ops.gather_factors for node in found for pack in node.users for user in pack.users)
+    gradients = [node for node in calls_to(graph, *ops.FACTORED) if maker_of(node) is Maker.SHARES]
+    is_sent = all(user.target is ops.gather_factors for node in gradients for pack in node.users for user in pack.users)
     whose = "this worker's replicas'" if program.workers.are_several and not is_sent else "all replicas'"
-    when = " or ".join(sorted({"in the update" if is_made_in_updates(node) else "at the wait" for node in found}))
+    when = " or ".join(sorted({"in the update" if is_made_in_updates(node) else "at the wait" for node in gradients}))
     text = f"a factored gradient is not made here: {when} each device makes its own share of it, of {whose} factors"
-    return ({found[0]: [text]} if found else {}) | _of_gathered(program, graph)
+    return ({gradients[0]: [text]} if gradients else {}) | _of_gathered(program, graph)
 
 
 def _of_gathered(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
@@ -166,8 +166,8 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
     commit = next(calls_to(graph, ops.commit), None)
     if commit is None:
         return {}
-    piece, what = ("backward", "parameters") if program.trains else ("forward", "buffers")
-    what = "accumulated gradients" if program.accumulates else what
+    piece, written = ("backward", "parameters") if program.trains else ("forward", "buffers")
+    written = "accumulated gradients" if program.accumulates else written
     who = f"{piece} is done" if program.num_replicas == 1 else f"all devices are done with {piece}"
     here = " on this worker" if program.workers.are_several else ""
     rest = f"nothing stops the step{here} any more"
@@ -175,7 +175,7 @@ def _of_writing(program: Program, graph: fx.Graph) -> dict[fx.Node, list[str]]:
         who = f"{who}, as on all other workers"
     if is_early(commit) or any(calls_to(graph, ops.gather_parameters)):
         rest = "only a lost connection stops the step any more"
-    lines = {commit: [f"{what} may be written from here on: {who}, and {rest}"]}
+    lines = {commit: [f"{written} may be written from here on: {who}, and {rest}"]}
     if is_checked(commit):
         where = "" if program.num_replicas == 1 else " on every device"
         where = " on every device of all workers" if program.workers.are_several else where
@@ -198,7 +198,7 @@ def _bucket(program: Program, node: fx.Node) -> Bucket | None:
 
 
 def _common_beginning(program: Program) -> str:
-    """The common beginning of all parameters' names, such as ``transformer.``, which is left out in comments on regions."""
+    """Such as ``transformer.``, which comments on regions leave out."""
     first = {name.partition(".")[0] for name, variable in program.variables.items() if variable.role is Role.PARAMETER}
     return f"{next(iter(first))}." if len(first) == 1 else ""
 
@@ -211,14 +211,12 @@ def _is_loss_weight(program: Program, node: fx.Node) -> bool:
 
 
 def _made_by(call: fx.Node) -> set[str]:
-    """The variables whose gradients a call gives, whole or as factors."""
     gradients: Any = call.kwargs.get("gradients") or {}
     factored = (user for part in call.users for user in part.users if user.target in ops.FACTORED)
     return {*gradients, *(str(node.kwargs["variable"]) for node in factored)}
 
 
 def _factored(program: Program, node: fx.Node) -> str:
-    """Says the types of the factors, and where the gradient is made from them."""
     form = FORMS.get(node.target)
     types = [type_of(factor.meta.get("val")) for factor in node.args if isinstance(factor, fx.Node)]
     made_of = _sum(form, types) if form is not None else ", ".join(types)
@@ -229,7 +227,7 @@ def _factored(program: Program, node: fx.Node) -> str:
 
 
 def _sum(form: GradientForm, types: Sequence[str]) -> str:
-    """The sum over the parts of a gradient, as a product of a number where parts are alike: ``4 x (f32[8, 2] @ f32[2, 8])``."""
+    """Equal parts become a product: ``4 x (f32[8, 2] @ f32[2, 8])``."""
     parts = [form.expression(*part) for part in form.parts(types)]
     if len(parts) == 1:
         return parts[0]
@@ -238,10 +236,7 @@ def _sum(form: GradientForm, types: Sequence[str]) -> str:
 
 
 def _packed(program: Program, node: fx.Node) -> str:
-    """Says how many gradients backward has written into the bucket, how many are copied, and how many are factors.
-
-    If all are of one kind, the other kinds are left out.
-    """
+    """Counts the gradients written in place by backward, copied, and left as factors; a single kind stands alone."""
     if not node.args:
         return "zeros: this device has no examples"
     counts = {"in place": 0, "copied": 0, "factored": 0}
@@ -254,7 +249,6 @@ def _packed(program: Program, node: fx.Node) -> str:
 
 
 def _way_of(gradient: fx.Node, in_place: dict[fx.Node, set[int]]) -> str:
-    """How a gradient comes into its bucket; ``in_place`` keeps what was found out about a region's call."""
     if stays_factored(gradient):
         return "factored"
     call = origin_of(gradient).args[0] if gradient.args else None
@@ -266,7 +260,6 @@ def _way_of(gradient: fx.Node, in_place: dict[fx.Node, set[int]]) -> str:
 
 
 def _places_in_slots(call: fx.Node) -> set[int]:
-    """The places of a region's results that it writes into slots."""
     gradients: Any = call.kwargs.get("gradients") or {}
     slots = {str(slot.kwargs["variable"]) for _, slot in slot_arguments(call)}
     return {place for name, place in gradients.items() if name in slots}
@@ -289,8 +282,7 @@ def _of_all_factors(program: Program, node: fx.Node) -> str:
     return f"those of {program.workers.num_workers} workers, one product or sum of all{part}"
 
 
-def _own_step(program: Program, node: fx.Node) -> str:
-    """Whose own step it is, by name if there are several optimizers."""
+def _optimizer_step(program: Program, node: fx.Node) -> str:
     running: Any = node.kwargs["buckets"]
     names = dict.fromkeys(_optimizer_of(program.buckets[index]) for index in running)
     if len({*names, *map(_optimizer_of, program.buckets)}) == 1:
@@ -300,7 +292,6 @@ def _own_step(program: Program, node: fx.Node) -> str:
 
 
 def _rows(program: Program, node: fx.Node) -> str:
-    """Which rows they are, and how many there may be."""
     bucket = _bucket(program, node)
     if bucket is None or not bucket.rule.takes_rows:
         return ""
@@ -312,7 +303,7 @@ def _optimizer_of(bucket: Bucket) -> str:
 
 
 def _gathered(node: fx.Node) -> str:
-    """The type of a device's part of an output, as in a call it may be one of several activations."""
+    """The type of a device's part of an output: the call may print it among several activations."""
     return f"{type_of(node.all_input_nodes[0].meta.get('val'))}, this device's part" if node.all_input_nodes else ""
 
 
@@ -353,7 +344,7 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
             f"each of {program.workers.num_workers} workers has updated its part"
         ),
         ops.gather_factors: _of_all_factors,
-        ops.step_optimizer: _own_step,
+        ops.step_optimizer: _optimizer_step,
         ops.updated_rows: _rows,
         ops.store_rows: _rows,
         ops.commit: lambda program, node: (

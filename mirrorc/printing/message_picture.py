@@ -1,4 +1,4 @@
-"""A picture of the messages of buckets, made from the mirrored graph: a column for each device, an arrow for each message."""
+"""Draws the messages of buckets in a mirrored graph: a column for each device, an arrow for each message."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ _STYLE = "font-family: sans-serif; font-size: 12px"
 
 
 def message_picture(program: Program) -> str:
-    """The messages of a program's buckets, which are of one length, as SVG.
+    """Draws the messages of a program's buckets, all of one length, as SVG.
 
-    Time goes down, in the time that messages take, one after the other on each device: see
-    `MessageCosts.path_bytes`. An arrow ends where its message has come. Sums of some replicas'
-    gradients are brown, and the whole sum is blue. At each arrow stands which part of the bucket it moves, and of which bucket if
-    there are several.
+    Time goes down, with one message after the other on each device: see `MessageCosts.path_bytes`. An arrow ends at its message's
+    arrival. Partial sums are brown, whole sums blue. A label names the part of the bucket, and the bucket if there are several.
 
     Args:
-        program: a program with a mirrored graph in which gradients are sent.
+        program: a program with a mirrored graph and reductions of gradients.
     """
-    found = messages(program)
-    times, size = times_of(found), program.buckets[0].num_bytes
+    sent = messages(program)
+    times, size = times_of(sent), program.buckets[0].num_bytes
     end = max((stop for _, stop in times.values()), default=0)
     height = round(_TOP + _BUCKET * end / size + 34)
     width = 2 * _SIDE + _COLUMN * (program.num_replicas - 1)
-    lines = [*_lanes(program, height), *_arrows(program, found, times, size)]
+    lines = [*_lanes(program, height), *_arrows(program, sent, times, size)]
     marks = "".join(
         f'<marker id="{name}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         f'<path d="M0,0 L8,4 L0,8 z" fill="{color}"/></marker>'
@@ -57,9 +55,9 @@ def _lanes(program: Program, height: int) -> Iterator[str]:
         yield f'<line x1="{x}" y1="30" x2="{x}" y2="{height - 26}" stroke="#999" stroke-width="2"/>'
 
 
-def _arrows(program: Program, found: list[Message], times: Mapping[Route, tuple[int, int]], size: int) -> Iterator[str]:
+def _arrows(program: Program, sent: list[Message], times: Mapping[Route, tuple[int, int]], size: int) -> Iterator[str]:
     parts, everyone = BucketParts(program), frozenset(program.reduced_replicas)
-    for message in found:
+    for message in sent:
         route, part = message.route, parts.of(message.node.args[0])
         assert part is not None, "it is a message of gradients"
         name = "whole" if all(span.replicas == everyone for span in part.spans) else "partial"
@@ -82,7 +80,7 @@ def _arrows(program: Program, found: list[Message], times: Mapping[Route, tuple[
 
 
 def _elements(start: int, stop: int, length: int) -> str:
-    """Which part of a bucket: ``all``, or from where to where in hundredths of it."""
+    """Prints a part of a bucket: ``all``, or a range in hundredths."""
     return "all" if (start, stop) == (0, length) else f"{_number(100 * start / length)}-{_number(100 * stop / length)}%"
 
 

@@ -1,4 +1,4 @@
-"""The parts of a printed program, which `mirrorc.printing.reader` reads from a text."""
+"""The parts of a printed program, as `mirrorc.printing.reader` reads them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _COUNTED = re.compile(r"(\d+) (.+)")
 
 @dataclass(frozen=True)
 class PrintedValue:
-    """A value where it is defined: ``loss: f32[]``, ``d(fc1.weight)``, or ``93 activations``.
+    """A value at its definition: ``loss: f32[]``, ``d(fc1.weight)``, or ``93 activations``.
 
     Attributes:
-        name: its name; for values that are counted, their kind.
-        type: its type as printed; empty if none is printed.
-        count: the number of values that it stands for.
+        name: its name; for counted values, their kind.
+        type: its printed type; may be empty.
+        count: the number of values in it.
     """
 
     name: str
@@ -43,18 +43,14 @@ class PrintedBucket:
     Attributes:
         number: the number of its line in the text.
         index: its number in the program.
-        dtype: its dtype as printed, such as ``f32``.
-        size: its size as printed, such as ``75.1 KiB``.
-        num_gradients: the number of its gradients.
-        gradients: its gradients, in order.
+        dtype: its printed dtype, such as ``f32``.
+        size: its printed size, such as ``75.1 KiB``.
         rule: the label of its update rule.
-        placement: where its parameters are.
-        owner: the device that updates them, or is to update them, if that is left to one; empty if not.
-        is_sent_as_factors: whether workers send each other its factors.
-        ready_after: the region that gives its last gradient; empty before buckets are packed.
+        owner: the device that updates it or is planned to; empty without one.
+        ready_after: the region with its last gradient; empty before buckets are packed.
         last_gradient: the variable of that gradient; empty before buckets are packed.
-        shares: which device updates which elements, as printed; empty if devices do not update shares.
-        packs: which elements are communicated at a time, as printed; empty if buckets are not cut.
+        shares: the elements that each device updates, as printed; empty if devices do not update shares.
+        packs: the elements of each pack, as printed; empty if buckets are not cut.
     """
 
     number: int
@@ -79,10 +75,9 @@ class PrintedLine:
 
     Attributes:
         number: the number of its line in the text.
-        text: its text without device and comment, with single spaces.
-        device: its device, or ``all`` for one line of all devices; empty if there is no column of devices. A line of the text
-            that lists several devices becomes one line for each of them.
-        outcome: the text to the left of ``=``; empty if there is none.
+        text: the line without device and comment, with single spaces.
+        device: its device, or ``all``; empty without a column of devices. A line with several devices becomes one line for each.
+        outcome: the text to the left of ``=``; may be empty.
         operation: the name of the called operation.
         inside: the text between the call's parentheses.
         comment: the comment beside it.
@@ -103,7 +98,7 @@ class PrintedLine:
 
     @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the operation, without keywords."""
+        """The positional arguments of the operation."""
         return tuple(part for part in split_list(self.inside) if not _DETAIL.fullmatch(part))
 
     @functools.cached_property
@@ -119,12 +114,10 @@ class PrintedFunction:
 
     Attributes:
         number: the number of its first line in the text.
-        name: its name as printed: ``one_device``, ``all_devices``, ``cpu_0``.
-        devices: the devices that run it, in order.
-        arguments: its arguments.
-        lines: the lines of its body.
+        name: its printed name: ``one_device``, ``all_devices``, ``cpu_0``.
+        devices: its devices, in order.
         outcome: the returned values, as printed.
-        above: the lines above it, which say which devices run it, on which examples, with which loss weight and random stream.
+        above: the lines above it: devices, examples, loss weight and random stream.
         explanations: the explanations between its lines.
     """
 
@@ -144,8 +137,7 @@ class PrintedRegion:
 
     Attributes:
         number: the number of its first line in the text.
-        name: its name, such as ``fwd_0`` or ``bwd_0.shard1``.
-        arguments: its arguments.
+        name: such as ``fwd_0`` or ``bwd_0.shard1``.
         statements: the lines of its body.
         results: the names of its results.
     """
@@ -159,23 +151,20 @@ class PrintedRegion:
 
 @dataclass(frozen=True)
 class PrintedProgram:
-    """The information about a program that its printed form contains.
+    """A program, as far as its printed form describes it.
 
     Attributes:
-        stage: the name of its stage.
         num_devices: the number of devices in the heading.
-        is_evaluation: whether it is an evaluation, which has no buckets.
-        accumulation: what the heading says of the gradients of several calls: "accumulating", "after accumulation" or nothing.
-        worker: which of several workers the heading names, and its replicas; empty if it names none.
-        workers: what it says of all workers, below the heading.
-        after: the pass that the heading names; empty if it names none.
-        milliseconds: the time in the heading, if there is one.
+        is_evaluation: True for an evaluation, without buckets.
+        accumulation: "accumulating", "after accumulation", or empty.
+        worker: the worker in the heading and its replicas; empty for a single worker.
+        workers: the description of all workers, below the heading.
+        after: the pass in the heading; may be empty.
+        milliseconds: the time in the heading.
         report: a dump's report on the pass, below the heading.
-        buckets: the bucket table.
         optimizers: the hyperparameters of the optimizer's groups at compilation, as printed.
-        remarks: the kept remarks of passes, each after the name of its pass.
-        functions: the functions that the devices run.
-        regions: the bodies of regions, by name; empty if they were left out.
+        remarks: the remarks of passes, each after the name of its pass.
+        regions: the bodies of regions by name; empty if they were left out.
     """
 
     stage: str
@@ -195,12 +184,12 @@ class PrintedProgram:
 
     @functools.cached_property
     def devices(self) -> tuple[str, ...]:
-        """The names of the devices that run something, in the order of the text."""
+        """The names of the devices with a function, in the order of the text."""
         return tuple(dict.fromkeys(device for function in self.functions for device in function.devices))
 
     @functools.cached_property
     def function_of(self) -> Mapping[str, PrintedFunction]:
-        """The function that each device runs."""
+        """The function of each device."""
         return {device: function for function in self.functions for device in function.devices}
 
     def lines_of(self, device: str) -> tuple[PrintedLine, ...]:

@@ -30,46 +30,40 @@ The printed form::
     CALLS     = "accumulating" | "after accumulation"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-An ``evaluation`` has forward alone, and its functions return nothing: loss and outputs are gathered. An ``accumulating`` program
-adds its gradients to those that are kept, and one ``after accumulation`` updates with these, too. ``change`` stands in the
-files of ``dump=``, which end with it where the pass changed nothing. A program of several workers is that of one of them, whose
-devices it has; ``workers`` says what the others have, and the hash of the exchanges that all of them make alike. Replicas are
-numbered over all workers, but for ``root``, ``source`` and ``destination``, which are replicas of this one.
+An ``evaluation`` is forward alone, and its functions return nothing: loss and outputs are gathered. An ``accumulating`` program
+adds its gradients to the accumulated ones; one ``after accumulation`` updates with both. ``change`` is for the files of
+``dump=``, which end with it if the pass changed nothing. A program of several workers prints one worker and its devices;
+``workers`` describes the others and has the hash of their common exchanges. Replicas are numbered over all workers, except
+``root``, ``source`` and ``destination``: these are replicas of this worker.
 
-``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column that names the devices of every line up to
-SCHEDULED, and in LOWERED a function for each device; devices that run the same are printed together. The lines above it say
-which devices run it, on which examples, with which weight of the loss and from which random stream. ``source`` is the user's
-line that the operators come from, or their module where no line is known. A ``remark`` is one line: line breaks in it are
-written as ``\\n``.
+``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column of devices up to SCHEDULED, and in LOWERED a
+function for each device; equal functions are printed together. The lines above it list devices, examples, loss weight and random
+stream. ``source`` is the user's line of the operators, or their module if no line is known. A ``remark`` is one line: its line
+breaks become ``\\n``.
 
-Unless ``fold=False`` or ``slots=True`` is given, repeated parts are printed once, without any loss of information:
+Unless ``fold=False`` or ``slots=True``, repeated parts are printed once, without any loss of information:
 
 - Buckets and stretches of a function that repeat from layer to layer: ``… b4 … b30: as b3 (the 3 lines above), for h.29 … h.2``
   stands for 27 stretches, in which the numbers of buckets, and the first number of each dotted name, move on evenly;
   ``… b4 … b30, every 2nd`` for 14 stretches of two buckets each (`mirrorc.printing.folding`).
-- Microbatches that run the same: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines above)``, in which the numbers of
-  microbatches move on by one.
-- Lines that several devices have next to each other in ``all_devices``: the column says ``each``, or lists the devices.
-- A function that is another up to shapes: ``as cpu_0, but for these lines``. Its lines replace those of the same operation, in
-  order, where ``bwd_0.shard1`` replaces ``bwd_0``: the same region for the second shape of a shard.
+- Microbatches with equal regions: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines above)``; only their numbers move on.
+- Adjacent lines of several devices in ``all_devices``: the column says ``each``, or lists the devices.
+- Functions that differ only in shapes: ``as cpu_0, but for these lines``. The lines replace those of the same operation, in
+  order, and ``bwd_0.shard1`` replaces ``bwd_0``: the same region for the second shape of a shard.
 
-A comment says: beside a region, the first and the last module that it covers; beside ``pack``, how many gradients backward has
-written in place, how many are copied and how many are left as factors, unless all are of one kind; beside a
-factored gradient, the types of its factors and where it is made; beside ``wait``, which elements of the bucket this device gets;
-beside ``update``, the rule.
+Comments: beside a region, its first and last module; beside ``pack``, the numbers of gradients written in place by backward,
+copied, and left as factors, unless all are of one kind; beside a factored gradient, the types of its factors and the place of its
+product; beside ``wait``, this device's elements of the bucket; beside ``update``, the rule.
 
-Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient, whose type is that of its
-slot in the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this
-device's share of it); ``b0_incoming``, parameters in flight to this device, and ``b0_parameters``, received;
-``updated(b0)``, parameters that this device has updated;
-``new(bn.running_mean)``; variables by their own names. Inside regions a value is called by the module and the operator that
-it comes from (`rewrites.value_names`), with ``d_`` before it in backward; what is computed between modules, by the last
-module that it is made of. Many values of a kind are counted: ``93 activations`` are kept for backward, ``3 d(activations)`` are
-gradients of activations for the next region of backward, ``2 factors`` are what factored gradients are made of, ``75 variables``
-are parameters and buffers read, ``4 slots`` are places in buckets to be written. So a line that calls a region lists its
-arguments, and its results, by kind; the region itself has them in the order of their first use. Variables are arguments of a
-region by the names that they have in its first call, with ``_`` for what is no letter or digit. Bodies of regions are left out
-unless asked for.
+Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient with the type of its slot in
+the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this device's
+share of it); ``b0_incoming``, parameters in flight to this device, and ``b0_parameters``, received; ``updated(b0)``, parameters
+updated by this device; ``new(bn.running_mean)``; variables by their names. Inside regions a value has the name of its module
+and operator (`rewrites.value_names`), with ``d_`` before it in backward; a value between modules has that of its last module.
+Many values of a kind are counted: ``93 activations`` saved for backward, ``3 d(activations)`` for the next region of backward,
+``2 factors`` of factored gradients, ``75 variables`` read, ``4 slots`` to be written. A line that calls a region lists arguments
+and results by kind; the region has them in the order of their first use. Variables are arguments of a region under their names
+in its first call, with ``_`` for other characters than letters and digits. Bodies of regions are optional.
 """
 
 from __future__ import annotations
@@ -94,9 +88,9 @@ _WIDTH = 40  # of the ranks of workers that have equal numbers of devices; more 
 
 
 def worker_title(program: Program) -> str:
-    """Which worker this is, of how many, and the numbers of its replicas."""
-    workers, own = program.workers, program.local_replicas
-    replicas = f"replica{'s' if len(own) > 1 else ''} {range_text(own.start, own.stop)}"
+    """The rank of this worker, the number of workers, and the numbers of its replicas."""
+    workers, numbers = program.workers, program.local_replicas
+    replicas = f"replica{'s' if len(numbers) > 1 else ''} {range_text(numbers.start, numbers.stop)}"
     return f"worker {workers.rank} of {workers.num_workers}, {replicas} of {workers.num_all_replicas}"
 
 
@@ -110,19 +104,18 @@ def worker_lines(program: Program) -> list[str]:
         by_number[number].append(rank)
     if workers.are_alike:
         devices = counted(workers.devices_per_worker[0], "device")
-        told = f"all {workers.num_workers} have {devices} and run this program, on examples of their own"
+        text = f"all {workers.num_workers} have {devices} and run this program, on examples of their own"
     else:
         groups = sorted(by_number.items())
-        said = [f"{_whose(ranks)} {counted(number, 'device')}" for number, ranks in groups[:_LISTED]]
+        parts = [f"{_whose(ranks)} {counted(number, 'device')}" for number, ranks in groups[:_LISTED]]
         more = ["others have more"] if len(groups) > _LISTED else []
-        told = f"{', '.join([*said, *more])}; each runs the program of its devices, on examples of its own"
+        text = f"{', '.join([*parts, *more])}; each runs the program of its devices, on examples of its own"
     if program.stage is Stage.LOWERED and program.buckets:
-        told += f"; all exchange the same in the same order, schedule {schedule_hash(program)[:16]}"
-    return [f"# workers: {told}"]
+        text += f"; all exchange the same in the same order, schedule {schedule_hash(program)[:16]}"
+    return [f"# workers: {text}"]
 
 
 def _whose(ranks: list[int]) -> str:
-    """The subject of a sentence: some workers by their ranks, or how many they are."""
     if len(ranks) == 1:
         return f"worker {ranks[0]} has"
     named = spans(ranks)
@@ -130,7 +123,7 @@ def _whose(ranks: list[int]) -> str:
 
 
 class ProgramPrinter:
-    """Prints a program in several forms; the lines of its graphs are found once for all of them."""
+    """Prints a program in several forms; the lines of its graphs are computed once for all of them."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -151,12 +144,12 @@ class ProgramPrinter:
 
         Args:
             regions: print the bodies of the regions, too.
-            slots: print every gradient of a bucket, each on a line of its own.
+            slots: print each gradient of a bucket on a separate line.
             sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
             fold: print repeated parts once; None means True unless ``slots`` is set.
-            remarks: print the remarks that are kept.
-            after: the pass that the heading names.
-            milliseconds: the time that the heading gives.
+            remarks: print the remarks that the program stores.
+            after: the pass named in the heading.
+            milliseconds: the time in the heading.
         """
         program, is_folded = self._program, not slots if fold is None else fold
         lines = [
@@ -206,7 +199,7 @@ def _region_lines(region: Region, sources: bool, names: Mapping[str, str]) -> li
 
 
 def _argument_names(program: Program, region: Region) -> dict[str, str]:
-    """The printed names of a region's arguments that are arguments of the step, because fx renames ``input`` to ``input_1``."""
+    """Undoes fx's renames of the step's arguments, such as ``input_1`` for ``input``."""
     calls = (n for graph in program.graphs() for n in region_calls(graph) if region_of(n) == region.name)
     call = next(calls, None)
     if call is None:

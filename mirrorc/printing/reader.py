@@ -42,7 +42,7 @@ _GRADIENT = re.compile(r"(?P<variable>.+?)(?P<shape>\[(?:\d+(?:, \d+)*)?\])(?: |
 
 
 def read_buckets(text: TextCursor, number: int) -> tuple[PrintedBucket, ...]:
-    """Reads a table, which must have ``number`` buckets; raises as `TextCursor.fail` does."""
+    """Reads a table of ``number`` buckets; raises as `TextCursor.fail` does."""
     buckets = []
     while text.next.startswith("# bucket "):
         buckets.append(_bucket(text))
@@ -87,46 +87,45 @@ def _bucket(text: TextCursor) -> PrintedBucket:
 
 
 def _listing(text: TextCursor, beginning: str) -> str:
-    """What stands behind the beginning of a line, and on the lines that go on with it; empty if there is no such line."""
-    found = text.take().removeprefix(beginning) if text.next.startswith(beginning) else ""
-    while found and text.next.startswith(_MORE):
-        found += " " + text.take().removeprefix(_MORE)
-    return found
+    """The rest of a line and of its continuation lines; empty if the next line begins otherwise."""
+    listing = text.take().removeprefix(beginning) if text.next.startswith(beginning) else ""
+    while listing and text.next.startswith(_MORE):
+        listing += " " + text.take().removeprefix(_MORE)
+    return listing
 
 
 def _gradients(text: TextCursor, count: int) -> list[PrintedGradient]:
-    """Reads the gradients of a bucket: each on a line of its own, or grouped by layers."""
-    found: list[PrintedGradient] = []
-    while text.next.startswith(_ROW_INDENT) and not text.next.startswith((_PACKS, _SHARES)) and len(found) < count:
+    gradients: list[PrintedGradient] = []
+    while text.next.startswith(_ROW_INDENT) and not text.next.startswith((_PACKS, _SHARES)) and len(gradients) < count:
         line = text.take()
         if line.startswith(_LISTED):
-            found += _listed(text, line.removeprefix(_LISTED))
+            gradients += _listed(text, line.removeprefix(_LISTED))
             continue
         line = line.removeprefix(_ROW_INDENT)
         while text.next.startswith(_MORE):
             line += " " + text.take().removeprefix(_MORE)
         layers = _LAYERS.fullmatch(line)
         if layers is None:
-            found += _listed(text, line)
+            gradients += _listed(text, line)
             continue
         first, last = int(layers["first"]), int(layers["last"] or layers["first"])
         for layer in range(first, last + 1) if last >= first else range(first, last - 1, -1):
-            own = _listed(text, layers["rest"])
-            found += [
-                PrintedGradient(f"{layers['path']}{layer}.{gradient.variable}", gradient.shape) for gradient in own
+            members = _listed(text, layers["rest"])
+            gradients += [
+                PrintedGradient(f"{layers['path']}{layer}.{gradient.variable}", gradient.shape) for gradient in members
             ]
-    return found
+    return gradients
 
 
 def _listed(text: TextCursor, line: str) -> list[PrintedGradient]:
-    found, place = [], 0
+    gradients, place = [], 0
     while place < len(line):
         gradient = _GRADIENT.match(line, place)
         if gradient is None:
             text.fail("gradients, 'VARIABLE[SHAPE]'")
-        found.append(PrintedGradient(gradient["variable"], gradient["shape"]))
+        gradients.append(PrintedGradient(gradient["variable"], gradient["shape"]))
         place = gradient.end()
-    return found
+    return gradients
 
 
 _SHOWN = 300  # the most characters of a line that are quoted
@@ -142,25 +141,21 @@ class TextCursor:
 
     @property
     def number(self) -> int:
-        """The number of the line that was taken last; the first line is 1; 0 if no line was taken."""
+        """The number of the line taken last, from 1; 0 at the beginning."""
         return self._lines[self._taken - 1][0] if self._taken else 0
 
     @property
     def is_at_end(self) -> bool:
-        """Whether every line was taken."""
+        """True after the last line."""
         return self._taken == len(self._lines)
 
     @property
     def next(self) -> str:
-        """The line that will be taken next; empty at the end."""
+        """The next line, not taken yet; empty at the end."""
         return "" if self.is_at_end else self._lines[self._taken][1]
 
     def take(self) -> str:
-        """The next line.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Takes the next line; raises ``ValueError`` at the end."""
         if self.is_at_end:
             raise ValueError(
                 f"the printed program is cut off: line {self.number}, {self._lines[-1][1][:_SHOWN]!r}, is its last, where a "
@@ -170,18 +165,14 @@ class TextCursor:
         return self._lines[self._taken - 1][1]
 
     def fail(self, expected: str) -> NoReturn:
-        """Refuses the line that was taken last.
-
-        Raises:
-            ValueError: says which line, what it is, and what was expected there.
-        """
+        """Refuses the line taken last: raises ``ValueError`` with its number, its text and the expected form."""
         raise ValueError(
             f"this is no printed program: line {self.number} is {self._lines[self._taken - 1][1][:_SHOWN]!r}, where this was "
             f"expected: {expected}; the whole form is in the docstring of mirrorc.printing.program_text, {_ANEW}"
         )
 
     def expect(self, holds: bool, expected: str) -> None:
-        """Refuses the line that was taken last unless ``holds``; raises as `fail` does."""
+        """Refuses the line taken last unless ``holds``; raises as `fail` does."""
         if not holds:
             self.fail(expected)
 
@@ -221,7 +212,7 @@ def read_program_text(text: str) -> PrintedProgram:
 
     Raises:
         TypeError: ``text`` is no string.
-        ValueError: the text is not a printed program; says which line, what it is, and what was expected there.
+        ValueError: the text is not a printed program; the message has the line, its number and the expected form.
     """
     if not isinstance(text, str):
         raise TypeError(f"the text of a program is a {type(text).__name__}: give a str, such as program.to_text()")
@@ -300,31 +291,31 @@ def _function(
 
 
 def _devices(above: Iterable[str]) -> tuple[str, ...]:
-    """The devices that run a function, in the order of their replicas, from the lines above it."""
-    found: dict[int, str] = {}
+    device_of: dict[int, str] = {}
     for line in above:
         if match := _WHO.fullmatch(f"# {line}"):
             replicas = (int(replica) for replica in read_spans(match["replicas"]))
-            found.update(zip(replicas, read_spans(match["devices"]), strict=False))
-    return tuple(device for _, device in sorted(found.items()))
+            device_of.update(zip(replicas, read_spans(match["devices"]), strict=False))
+    return tuple(device for _, device in sorted(device_of.items()))
 
 
 def _in_place_of(
     cursor: TextCursor, base: Sequence[PrintedLine], lines: Sequence[PrintedLine]
 ) -> tuple[PrintedLine, ...]:
-    """The lines of a function that is printed as a variant of another: they replace lines of the same operation, in order."""
-    given: dict[str, list[PrintedLine]] = defaultdict(list)
+    """Replaces lines of the base function by the variant's lines of the same operation, in order."""
+    replacements: dict[str, list[PrintedLine]] = defaultdict(list)
     for line in lines:
-        given[operation_of(line.text)].append(line)
-    found = []
+        replacements[operation_of(line.text)].append(line)
+    replaced = []
     for line in base:
-        own = operation_of(line.text)
+        operation = operation_of(line.text)
         cursor.expect(
-            own not in given or bool(given[own]), f"as many lines of {own} as in the function that it is like"
+            operation not in replacements or bool(replacements[operation]),
+            f"as many lines of {operation} as in the function that it is like",
         )
-        found.append(given[own].pop(0) if own in given else line)
-    cursor.expect(not any(given.values()), "no more lines of an operation than in the function that it is like")
-    return tuple(found)
+        replaced.append(replacements[operation].pop(0) if operation in replacements else line)
+    cursor.expect(not any(replacements.values()), "no more lines of an operation than in the function that it is like")
+    return tuple(replaced)
 
 
 def _region(cursor: TextCursor, opening: re.Match[str]) -> PrintedRegion:
@@ -344,14 +335,9 @@ def _signature(cursor: TextCursor, text: str) -> tuple[PrintedValue, ...]:
 def _body(
     cursor: TextCursor, *, has_comments: bool, devices: Sequence[str] | None = None
 ) -> tuple[tuple[PrintedLine, ...], list[str], str]:
-    """Reads the lines of a body up to 'return', the explanations between them, and the returned values.
+    """Reads a body up to 'return': its lines, the explanations between them, the returned values. Drops the user's source lines.
 
-    The user's source lines are left out.
-
-    Args:
-        cursor: a cursor after the opening line.
-        has_comments: whether there are comments beside lines.
-        devices: the devices of the mirrored graph, whose lines have a column of devices.
+    ``devices`` are those of the mirrored graph, with its column of devices.
     """
     lines: list[PrintedLine] = []
     explanations: list[str] = []

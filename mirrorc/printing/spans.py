@@ -1,4 +1,4 @@
-"""Prints and reads lists in which consecutive items are written as a span: ``cpu:0 … cpu:3, cpu:6``."""
+"""Prints and reads lists with spans for consecutive items: ``cpu:0 … cpu:3, cpu:6``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEAST_SPAN = 3  # shorter ones are listed
 
 
 def spans(items: Iterable[object]) -> str:
-    """``cpu:0 … cpu:3, cpu:6`` for names, ``0 … 3, 6`` for numbers."""
+    """Prints ``cpu:0 … cpu:3, cpu:6`` for names, ``0 … 3, 6`` for numbers."""
     parts: list[str] = []
     for run in _runs([str(item) for item in items]):
         parts += [f"{run[0]} … {run[-1]}"] if len(run) >= _LEAST_SPAN else run
@@ -19,16 +19,16 @@ def spans(items: Iterable[object]) -> str:
 
 
 def read_spans(text: str) -> tuple[str, ...]:
-    """The items of a list that `spans` has printed."""
-    found: list[str] = []
+    """Inverts `spans`."""
+    items_read: list[str] = []
     for part in text.split(", "):
         first, _, last = part.partition(" … ")
         start, stop = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)
         if start is None or stop is None:
-            found.append(part)
+            items_read.append(part)
         else:
-            found += [f"{start[1]}{number}" for number in range(int(start[2]), int(stop[2]) + 1)]
-    return tuple(found)
+            items_read += [f"{start[1]}{number}" for number in range(int(start[2]), int(stop[2]) + 1)]
+    return tuple(items_read)
 
 
 def range_text(start: int, stop: int) -> str:
@@ -37,7 +37,7 @@ def range_text(start: int, stop: int) -> str:
 
 
 def _runs(names: Sequence[str]) -> list[list[str]]:
-    """Splits names into runs, in which each name has the same beginning as the one before and the next number."""
+    """Splits names where the beginning changes or the number does not increase by one."""
     runs: list[list[str]] = []
     for before, name in itertools.pairwise([None, *names]):
         if before is not None and name is not None and _follows(before, name):

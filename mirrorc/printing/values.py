@@ -63,7 +63,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def type_of(value: Any) -> str:
-    """A value's type: ``f32[2, 3]``, ``pending f32[8]``, a tuple of types, or nothing."""
+    """The printed type of a value: ``f32[2, 3]``, ``pending f32[8]``, a tuple of types, or nothing."""
     if isinstance(value, ops.Pending):
         return f"pending {type_of(value.value)}"
     if isinstance(value, torch.Tensor):
@@ -76,7 +76,7 @@ def type_of(value: Any) -> str:
 
 
 class PrintedValues:
-    """Finds the kind and the printed name of each value in a graph of calls."""
+    """Assigns each value in a graph of calls its kind and printed name."""
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
         self._program = program
@@ -87,17 +87,16 @@ class PrintedValues:
         self._name_computed(graph)
 
     def _classify(self, node: fx.Node) -> tuple[str, str]:
-        found = operation_of(node.target)
-        if found is None:
+        operation = operation_of(node.target)
+        if operation is None:
             return self._classify_other(node)
-        if found.kind is Kind.COMPUTE and not found.called:
+        if operation.kind is Kind.COMPUTE and not operation.called:
             return "computed", ""  # named by `_name_computed`
-        if isinstance(found.operands, str):
+        if isinstance(operation.operands, str):
             return "saved", node.name
-        return found.value, filled(found.called, node.args, node.kwargs) or node.name
+        return operation.value, filled(operation.called, node.args, node.kwargs) or node.name
 
     def _classify_other(self, node: fx.Node) -> tuple[str, str]:
-        """The kind and the name of a value that no operation of the IR gives."""
         if node.op == "placeholder":
             return "argument", str(node.target)
         if is_compute(node):
@@ -105,12 +104,11 @@ class PrintedValues:
         of_part = words_of_part(node.target, node.args)
         if of_part is None:
             variable = gradient_of(node)
-            return ("gradient", variable) if variable is not None else (self._kept_as(node), node.name)
+            return ("gradient", variable) if variable is not None else (self._saved_kind(node), node.name)
         operation, words = of_part
         return operation.value, filled(operation.called, (), words)
 
-    def _kept_as(self, node: fx.Node) -> str:
-        """The kind of a result that later regions use: a factor, an activation, or the gradient of an activation."""
+    def _saved_kind(self, node: fx.Node) -> str:
         if node.users and all(user.target in ops.FACTORED for user in node.users):
             return "factor"
         call = node.args[0] if node.args else None
@@ -130,33 +128,33 @@ class PrintedValues:
                 self.kinds[node] = ("computed", base if counts[key] == 1 else f"{base}_{counts[key]}")
 
     def name(self, node: fx.Node) -> str:
-        """The name of a value where it is used."""
+        """The name of a value at its uses."""
         kind, name = self.kinds[node]
         return _WRITTEN.get(kind, "{}").format(name)
 
-    def own_name(self, node: fx.Node) -> str:
-        """The value's own name, which is the same on all replicas, even if values of its kind are counted."""
+    def single_name(self, node: fx.Node) -> str:
+        """The name of a single value, the same on all replicas, even if its kind is otherwise counted."""
         return of_all_replicas(self.name(node), replica_of(node))
 
     def factors(self, gradient: fx.Node) -> str:
-        """The names of a gradient's factors, such as ``left, right``, and how many microbatches have them.
+        """The names of a gradient's factors, such as ``left, right``, and the number of microbatches with them.
 
         Arguments and variables keep their names.
         """
         form = FORMS.get(gradient.target)
         factors = [factor for factor in gradient.args if isinstance(factor, fx.Node)]
         if form is None:
-            return ", ".join(map(self.own_name, factors))
+            return ", ".join(map(self.single_name, factors))
         first, *others = form.parts(factors) or [()]
-        has_own_name = ("argument", "variable")
+        named_kinds = ("argument", "variable")
         names = [
-            self.own_name(factor) if self.kinds[factor][0] in has_own_name else role
+            self.single_name(factor) if self.kinds[factor][0] in named_kinds else role
             for factor, role in zip(first, form.factor_names, strict=False)
         ]
         return ", ".join(names) + (f" of {1 + len(others)} microbatches" if others else "")
 
     def typed(self, node: fx.Node) -> str:
-        """The name and the type of a value where it is defined."""
+        """The name and the type of a value at its definition."""
         value = node.meta.get("val")
         if node.target in ops.FACTORED:  # its type is that of its slot, but only its factors exist
             return self.name(node)
@@ -169,7 +167,7 @@ class PrintedValues:
         return self.name(node) + (f": {kind}" if kind else "")
 
     def _whole(self, node: fx.Node) -> torch.Tensor | None:
-        """The bucket of which a value is a share, after a reduce_scatter or an exchange."""
+        """The bucket of a share, after a reduce_scatter or an exchange; None for other values."""
         origin = origin_of(node)
         launch = origin.args[0] if origin.target is ops.wait and origin.args else None
         is_share = awaited_elements(self._program, launch, 0) is not None
@@ -178,10 +176,7 @@ class PrintedValues:
         return launch.meta["val"].value if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
-        """Lists values by name; values that are kept for later regions, and many values of a kind, are counted.
-
-        If ``typed``, losses have their types.
-        """
+        """Lists values by name; saved values, and many values of a kind, are counted. If ``typed``, losses have their types."""
         groups: dict[str, list[str]] = {}
         for node in nodes:
             kind, name = self.kinds[node]
@@ -193,8 +188,8 @@ class PrintedValues:
             if kind not in _NEVER_LISTED and (is_short or kind in _ALWAYS_LISTED or len(names) == 1):
                 parts.append(listed)
             else:
-                one, many = _COUNTED.get(kind, (kind, f"{kind}s"))
-                parts.append(f"{len(names)} {one if len(names) == 1 else many}")
+                singular, plural = _COUNTED.get(kind, (kind, f"{kind}s"))
+                parts.append(f"{len(names)} {singular if len(names) == 1 else plural}")
         return ", ".join(parts)
 
 
@@ -203,7 +198,7 @@ def _is_call(node: Any) -> TypeGuard[fx.Node]:
 
 
 def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node]]:
-    """The gradients, the losses and the new values of per-replica variables, which are found by their uses."""
+    """The gradients, the losses and the new values of per-replica variables, identified by their uses."""
     for node in calls_to(graph, ops.gather) if not program.trains else ():
         if node.kwargs["output"] == LOSS_OUTPUT:
             yield from (("loss", "loss", value) for value in node.all_input_nodes)
@@ -220,7 +215,7 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
         return
 
     def as_nodes(value: Any) -> Sequence[fx.Node]:
-        return [own for own in ([value] if isinstance(value, fx.Node) else value or ()) if own is not None]
+        return [item for item in ([value] if isinstance(value, fx.Node) else value or ()) if item is not None]
 
     for key, kind in (("gradients", "gradient"), ("writes", "write")):
         for name, value in output.get(key, {}).items():
@@ -230,15 +225,15 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
 
 
 def _losses(program: Program, loss: fx.Node) -> Iterator[tuple[str, str, fx.Node]]:
-    """A loss. If it is the sum over microbatches, also their losses and the sums up to each, numbered from 1."""
+    """A loss; with microbatches, also their losses and the sums up to each, numbered from 1."""
     sums = [loss]
     while program.microbatches and sums[-1].target is aten.add.Tensor and len(sums[-1].all_input_nodes) == 2:
         sums.append(sums[-1].all_input_nodes[0])
     for number, total in enumerate(reversed(sums), 1) if len(sums) > 1 else ():
-        own: Any = total.args[1] if number > 1 else total
-        if own.target is aten.mul.Tensor:
-            yield "loss", f"weighted_loss_microbatch_{number}", own
-            own = own.args[0]
-        yield "loss", f"loss_microbatch_{number}", own
+        part: Any = total.args[1] if number > 1 else total
+        if part.target is aten.mul.Tensor:
+            yield "loss", f"weighted_loss_microbatch_{number}", part
+            part = part.args[0]
+        yield "loss", f"loss_microbatch_{number}", part
         yield "loss", f"loss_sum_microbatch_{number}", total
     yield "loss", "loss", loss

@@ -19,11 +19,11 @@ def device_names(program: Program, replicas: Iterable[int]) -> list[str]:
 
 
 def groups(keys: Iterable[Hashable]) -> list[list[int]]:
-    """The replicas that have equal keys, in the order of the first of each."""
-    found: dict[Hashable, list[int]] = {}
+    """Replicas with equal keys, in the order of each group's first."""
+    replicas_of: dict[Hashable, list[int]] = {}
     for replica, key in enumerate(keys):
-        found.setdefault(key, []).append(replica)
-    return list(found.values())
+        replicas_of.setdefault(key, []).append(replica)
+    return list(replicas_of.values())
 
 
 def variants_of_mirrored(program: Program) -> list[list[int]]:
@@ -33,18 +33,20 @@ def variants_of_mirrored(program: Program) -> list[list[int]]:
         replica = replica_of(node)
         if replica is not None and replica < len(types):
             types[replica].append((str(node.kwargs["name"]), type_of(node.meta.get("val"))))
-    return groups((tuple(own), num_examples(program, replica)) for replica, own in enumerate(types))
+    return groups(
+        (tuple(argument_types), num_examples(program, replica)) for replica, argument_types in enumerate(types)
+    )
 
 
 def num_examples(program: Program, replica: int) -> int | None:
-    """The number of the batch's examples that a replica has; None if that is not known."""
+    """The number of a replica's examples in the batch; None if unknown."""
     return program.num_examples[replica] if len(program.num_examples) == program.num_replicas else None
 
 
 def heading(program: Program, replicas: Sequence[int]) -> list[str]:
-    """The lines above a function: which devices run it, on which examples, with which loss weight and random stream.
+    """The lines above a function: devices, examples, loss weight and random stream.
 
-    Facts about all replicas are printed above the first function of replicas that have examples.
+    Facts about all replicas stand above the first function of replicas with examples.
     """
     is_first = program.first_present in replicas
     several = len(replicas) > 1
@@ -52,17 +54,17 @@ def heading(program: Program, replicas: Sequence[int]) -> list[str]:
     who = f"# {spans(device_names(program, replicas))} (replica{'s' if several else ''} {numbers})"
     whose = "this worker's" if program.workers.are_several else "the batch's"
     verb = "run this" if several else "runs this"
-    own = num_examples(program, replicas[0])
-    if own is None:
+    count = num_examples(program, replicas[0])
+    if count is None:
         return [f"{who} {verb}", *_seed_lines(program, is_first)]
     total, each = sum(program.num_examples), " each" if several else ""
-    if own == 0:
+    if count == 0:
         they = "they add" if several else "it adds"
         return [f"{who} {verb} on none of {whose} {counted(total, 'example')}: {they} zeros to each sum"]
     return [
-        f"{who} {verb} on {own} of {whose} {total} example{'s' if total > 1 else ''}{each}",
+        f"{who} {verb} on {count} of {whose} {total} example{'s' if total > 1 else ''}{each}",
         *_example_lines(program, replicas),
-        *([_weight_line(program, own, total, is_first)] if program.trains else []),
+        *([_weight_line(program, count, total, is_first)] if program.trains else []),
         *_seed_lines(program, is_first),
     ]
 
@@ -83,7 +85,7 @@ _OF_CALLS = {
 }
 
 
-def _weight_line(program: Program, own: int, total: int, is_first: bool) -> str:
+def _weight_line(program: Program, examples: int, total: int, is_first: bool) -> str:
     name = next((a.name for a in program.arguments if a.kind is ArgumentKind.LOSS_WEIGHT), "loss_weight")
     scaled = " · loss_scale" if Property.UNSCALED in program.properties else ""
     if program.loss_reduction == "mean":
@@ -94,9 +96,9 @@ def _weight_line(program: Program, own: int, total: int, is_first: bool) -> str:
     if program.workers.are_several:
         why = ", its part of all examples: backward begins with it, so the gradient of their mean loss is the sum over replicas"
         everyone = f"(examples of all {program.workers.num_workers} workers in this step)"
-        return f"#   {name} = {own}/{everyone}{scaled}{why if is_first else ''}"
+        return f"#   {name} = {examples}/{everyone}{scaled}{why if is_first else ''}"
     why = ", its part of the batch: backward begins with it, so the gradient of the batch's mean loss is the sum over replicas"
-    return f"#   {name} = {own}/{total}{scaled}{why if is_first else ''}"
+    return f"#   {name} = {examples}/{total}{scaled}{why if is_first else ''}"
 
 
 def _seed_lines(program: Program, is_first: bool) -> list[str]:
@@ -112,7 +114,7 @@ _WIDTH = 158
 
 
 def wrapped(title: str, parts: Sequence[str]) -> list[str]:
-    """``#   TITLE part, part, ...`` on lines of bounded width; those after the first are indented further."""
+    """``#   TITLE part, part, ...`` on lines of bounded width; continuation lines are indented further."""
     lines, line = [], f"#   {title}"
     for i, part in enumerate(parts):
         piece = part + (", " if i + 1 < len(parts) else "")
