@@ -90,7 +90,9 @@ _WIDTH = 40  # of the ranks of workers that have equal numbers of devices; more 
 def worker_title(program: Program) -> str:
     """The rank of this worker, the number of workers, and the numbers of its replicas."""
     workers, replicas_range = program.workers, program.own_replicas
-    replicas = f"replica{'s' if len(replicas_range) > 1 else ''} {range_text(numbers_here.start, numbers_here.stop)}"
+    replicas = (
+        f"replica{'s' if len(replicas_range) > 1 else ''} {range_text(replicas_range.start, replicas_range.stop)}"
+    )
     return f"worker {workers.rank} of {workers.num_workers}, {replicas} of {workers.num_all_replicas}"
 
 

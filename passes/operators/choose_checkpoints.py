@@ -1,4 +1,4 @@
-"""Chooses what backward computes again, so that the activations of a step take no more memory than what is allowed."""
+"""Chooses the values that backward recomputes, to keep activations within a bound of memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mirrorc.messages.wording import counted
 from mirrorc.printing.values import size_text
 
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""How many segments forward is cut into, to find which number is best."""
-_MOST_KEPT = 64
-"""How many values a segment keeps on average at most: larger segments are no better, and cost time."""
+"""Numbers of segments of forward to try."""
+_MOST_SAVED = 64
+"""The largest mean number of saved values for a segment: larger segments are no better, and cost time."""
 _MOST_TRIMS = 48
-"""How many segments of a choice are looked at again, to see whether it can do with less."""
+"""The number of segments of a choice that are tried again with fewer values."""
 
 Levels = tuple[int, ...]
-"""For each segment, how many of its choices are taken, one after the other: 0 if it keeps everything."""
+"""For each segment, the number of its choices taken, one after the other: 0 if it keeps everything."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class ChooseCheckpoints:
         ...                                      ...
         grad  = aten.mm(t, tanh)                 grad  = aten.mm(t, tanh)
 
-    `RecomputeCheckpoints`, which comes next, then lets backward compute them again. Forward is cut into segments where few values
-    pass. In each, a cut of least capacity through its operators says which values are kept at a price for each byte, and which
-    are made again; the prices, and the number of segments, are those at which least is computed again of all that keep within the
-    bound by the prediction of `memory.activation_peaks`. Operators that the model has in checkpoints stay in these.
-    Operators of user libraries, checks and sums over replicas are never run again.
+    `RecomputeCheckpoints`, the next pass, then recomputes them in backward. Forward is cut into segments at places that few
+    values pass. In each, a minimum cut through its operators selects the values to save, at a price for each byte, and the rest
+    is recomputed. Prices and the number of segments minimize recomputation within the bound, by the prediction of
+    `memory.activation_peaks`. The model's checkpoints stay as they are. Operators of user libraries, checks and sums over
+    replicas are never run again.
 
-    If the bound cannot be kept, what comes nearest to it is chosen: whoever gave the bound then looks at what the program takes.
+    If no choice keeps the bound, the nearest one is taken, and the caller compares the program's memory with the bound.
 
     Needs: a captured graph.
     Guarantees: every value is the same expression, bit for bit.
@@ -69,30 +69,30 @@ class ChooseCheckpoints:
 
 
 def _choose(program: Program, graph: fx.Graph, max_bytes: int) -> str:
-    """Puts operators of a graph into checkpoints; says which."""
+    """Puts operators of a graph into checkpoints; returns the remark."""
     if first_of_backward(program, graph) is None:
         return "nothing is chosen: nothing is kept for a backward"
-    found = _Search(program, graph, max_bytes)
-    chosen = found.best()
+    search = _Search(program, graph, max_bytes)
+    chosen = search.best()
     for node, checkpoint in chosen.items():
         if is_compute(node):
             node.meta[CHECKPOINT] = checkpoint
-    return found.remark(chosen)
+    return search.remark(chosen)
 
 
 class _Search:
-    """Looks for the checkpoints of a graph at which least is computed again within a bound."""
+    """Searches for the checkpoints of a graph with the least recomputation within a bound."""
 
     def __init__(self, program: Program, graph: fx.Graph, max_bytes: int) -> None:
         self._graph, self._max_bytes = graph, max_bytes
         self._timeline = JointTimeline(program, graph)
-        given = ((node, checkpoint_of(node)) for node in self._timeline.forward)
-        self._given = {node: own for node, own in given if own is not None}
-        self._before = self._timeline.peak(self._given)
-        self._segments = Segments(self._timeline, self._given)
+        checkpoints = ((node, checkpoint_of(node)) for node in self._timeline.forward)
+        self._model_checkpoints = {node: checkpoint for node, checkpoint in checkpoints if checkpoint is not None}
+        self._before = self._timeline.peak(self._model_checkpoints)
+        self._segments = Segments(self._timeline, self._model_checkpoints)
 
     def best(self) -> dict[fx.Node, Checkpoint]:
-        """The checkpoints of all operators, with those that are given."""
+        """The checkpoints of all operators, the model's included."""
         if self._before.num_bytes <= self._max_bytes:
             return {}
         tried: list[tuple[tuple[bool, float, int], Sequence[Segment], Levels]] = []
@@ -100,21 +100,21 @@ class _Search:
             segments = self._segments.cut_into(number)
             for levels, peak in self._tries(segments):
                 tried.append((self._rank(peak), segments, levels))
-        rank, chosen, its_levels = min(tried, key=lambda one: one[0])
+        rank, chosen, its_levels = min(tried, key=lambda attempt: attempt[0])
         return self._checkpoints(chosen, self._trimmed(chosen, its_levels, rank))
 
     def _numbers(self) -> list[int]:
         most = self._segments.num_kept
-        fewest = min(most // _MOST_KEPT, _NUMBERS[-1])
+        fewest = min(most // _MOST_SAVED, _NUMBERS[-1])
         return sorted({max(1, min(number, most)) for number in _NUMBERS if number >= fewest})
 
     def _rank(self, peak: Peak) -> tuple[bool, float, int]:
-        """The less, the better: least time within the bound, or else least memory."""
+        """Smaller is better: least time within the bound, or else least memory."""
         exceeds = peak.num_bytes > self._max_bytes
         return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
 
     def _tries(self, segments: Sequence[Segment]) -> Iterator[tuple[Levels, Peak]]:
-        """Choices of rising price for a byte, until the bound is kept, by bisection."""
+        """Bisects the price of a byte until the bound is kept."""
         ladder = _ladder(segments)
         low, high = 0, len(ladder) - 1  # that of low does not keep within the bound
         peak = self._timeline.peak(self._checkpoints(segments, ladder[high]))
@@ -130,33 +130,32 @@ class _Search:
             low, high = (low, middle) if peak.num_bytes <= self._max_bytes else (middle, high)
 
     def _trimmed(self, segments: Sequence[Segment], levels: Levels, rank: tuple[bool, float, int]) -> Levels:
-        """The choice without what it can do without, the most expensive first."""
+        """Drops superfluous checkpoints, the most expensive first."""
         order = sorted(range(len(segments)), key=lambda i: (-_seconds(segments[i], levels[i]), i))
         for i in [i for i in order if levels[i]][:_MOST_TRIMS]:
             for level in sorted({0, levels[i] - 1}):
                 less = (*levels[:i], level, *levels[i + 1 :])
-                found = self._rank(self._timeline.peak(self._checkpoints(segments, less)))
-                if found < rank:
-                    levels, rank = less, found
+                less_rank = self._rank(self._timeline.peak(self._checkpoints(segments, less)))
+                if less_rank < rank:
+                    levels, rank = less, less_rank
                     break
         return levels
 
     def _checkpoints(self, segments: Sequence[Segment], levels: Levels) -> dict[fx.Node, Checkpoint]:
-        number = 1 + max((given.number for given in self._given.values()), default=-1)
-        found = dict(self._given)
+        number = 1 + max((checkpoint.number for checkpoint in self._model_checkpoints.values()), default=-1)
+        checkpoints = dict(self._model_checkpoints)
         for i, (segment, level) in enumerate(zip(segments, levels, strict=True)):
             if level:
-                kept = segment.choices[level - 1].kept
-                found.update((node, Checkpoint(number + i, _operator(node) in kept)) for node in segment.nodes)
-        return found
+                saved = segment.choices[level - 1].kept
+                checkpoints.update((node, Checkpoint(number + i, _operator(node) in saved)) for node in segment.nodes)
+        return checkpoints
 
     def remark(self, chosen: Mapping[fx.Node, Checkpoint]) -> str:
-        """What was chosen, and what it comes to."""
         bound, before = size_text(self._max_bytes), size_text(self._before.num_bytes)
         if not chosen:
             return f"nothing is computed again: {before} are predicted, at most {bound} asked"
         peak = self._timeline.peak(chosen)
-        numbers = {one.number for node, one in chosen.items() if node not in self._given}
+        numbers = {checkpoint.number for node, checkpoint in chosen.items() if node not in self._model_checkpoints}
         timeline = self._timeline
         again = timeline.again(chosen)
         values = len({timeline.owner(place) for place in again}.intersection(again))

@@ -1,4 +1,4 @@
-"""Lets backward compute again what forward computes within checkpoints, instead of keeping it in memory."""
+"""Recomputes operators of checkpoints in backward instead of saving their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mirrorc.printing.values import size_text
 
 @dataclass(frozen=True)
 class RecomputeCheckpoints:
-    """Copies what forward computes within a `torch.utils.checkpoint` to where backward first needs it::
+    """Copies the operators of a `torch.utils.checkpoint` to the first place in backward that needs them::
 
         mm    = aten.mm(x, w)              # checkpoint      mm         = aten.mm(x, w)
         relu  = aten.relu(mm)              # checkpoint      relu       = aten.relu(mm)
@@ -27,11 +27,10 @@ class RecomputeCheckpoints:
                                                              relu_again = aten.relu(mm_again)
                                                              grad       = aten.mm(t, relu_again)
 
-    Forward then keeps what the checkpoint is given, and what its policy keeps, for backward alone; the rest dies in forward.
-    What leaves a checkpoint (for an operator outside, for another checkpoint or for the caller) is kept, too, if backward needs
-    it: it is what the next checkpoint is given. So are values that the first operator of backward takes, as forward has just
-    made them. A copy draws the same random numbers, since random operators are functions of a seed, and only one result of
-    an operator is ever written to a buffer, that of forward.
+    Forward then saves for backward only a checkpoint's inputs and the values that its policy saves; the rest dies in forward.
+    Values that leave a checkpoint (for an operator outside, another checkpoint or the caller) are saved, too, if backward needs
+    them. So are operands of backward's first operator, as forward has just made them. A copy draws the same random numbers, since
+    random operators are functions of a seed. Only forward's results are written to buffers.
 
     Needs: a captured graph.
     Guarantees: every value is the same expression, bit for bit; no operator has a checkpoint any more.
@@ -50,16 +49,16 @@ class RecomputeCheckpoints:
 
 
 def _recompute(program: Program, graph: fx.Graph) -> str:
-    """Lets the backward of a graph compute again what checkpoints say; says what that saves."""
-    numbers = {found.number for node in graph.nodes if (found := checkpoint_of(node)) is not None}
-    said = counted(len(numbers), "checkpoint")
+    """Recomputes checkpoints in the backward of a graph; returns a remark with the saving."""
+    numbers = {checkpoint.number for node in graph.nodes if (checkpoint := checkpoint_of(node)) is not None}
+    remark = counted(len(numbers), "checkpoint")
     first = first_of_backward(program, graph)
     if first is None:
         _forget_checkpoints(graph)
-        return f"{said} without effect: nothing is kept for a backward"
+        return f"{remark} without effect: nothing is kept for a backward"
     nodes = list(graph.nodes)
     backward = dict.fromkeys(nodes[nodes.index(first) :])
-    before = _kept_bytes(nodes, backward)
+    before = _saved_bytes(nodes, backward)
     place = {node: i for i, node in enumerate(nodes) if node not in backward}
     again = recomputed_values(place, backward, first, checkpoint_of)
     copies: dict[fx.Node, fx.Node] = {}
@@ -67,16 +66,16 @@ def _recompute(program: Program, graph: fx.Graph) -> str:
         needed = needed_again(user, again, copies) if user.op != "output" else set()
         with graph.inserting_before(user):
             for node in sorted(needed - copies.keys(), key=place.__getitem__):
-                given = {source: copies.get(source, source) for source in node.all_input_nodes}
-                copies[node] = copy_node(graph, node, given, name=f"{node.name}_again")
+                copied_operands = {source: copies.get(source, source) for source in node.all_input_nodes}
+                copies[node] = copy_node(graph, node, copied_operands, name=f"{node.name}_again")
         for source in needed.intersection(user.all_input_nodes):
             user.replace_input_with(source, copies[source])
     remove_unused(graph)
     _forget_checkpoints(graph)
-    after = _kept_bytes(list(graph.nodes), {**backward, **dict.fromkeys(copies.values())})
+    after = _saved_bytes(list(graph.nodes), {**backward, **dict.fromkeys(copies.values())})
     num_run = sum(node.target is not operator.getitem for node in copies)
     return (
-        f"{said}: backward runs {counted(num_run, 'operator')} of forward again, for which forward keeps "
+        f"{remark}: backward runs {counted(num_run, 'operator')} of forward again, for which forward keeps "
         f"{size_text(after)}, not {size_text(before)}"
     )
 
@@ -86,5 +85,5 @@ def _forget_checkpoints(graph: fx.Graph) -> None:
         node.meta.pop(CHECKPOINT, None)
 
 
-def _kept_bytes(nodes: list[fx.Node], backward: dict[fx.Node, None]) -> int:
+def _saved_bytes(nodes: list[fx.Node], backward: dict[fx.Node, None]) -> int:
     return sum(map(num_bytes_of, kept_values(nodes, backward)))

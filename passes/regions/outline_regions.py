@@ -1,6 +1,6 @@
 """Cuts the captured graph into regions: the forward, whole or in pieces, and one piece of backward for each bucket.
 
-It is long, as where a graph is cut and what becomes of the pieces stand together.
+The file is long because it finds the cuts and makes the regions.
 """
 
 from __future__ import annotations
@@ -43,35 +43,33 @@ from mirrorc.torch_internals import (
 class OutlineRegions:
     """Moves the operators of the captured graph into regions, cut where buckets become ready.
 
-    Region ``fwd_0`` has the operators before the first use of the loss's gradient, and all of an evaluation; ``bwd_k`` ends with
-    the last gradient of bucket k, or where buckets are cut, of pack k. Equal bodies become one region that is called several
-    times. If a piece has another body for the second shape of a shard, it is a region of its own, named after its counterpart:
-    ``bwd_k_shard1``, in print ``bwd_k.shard1``::
+    Region ``fwd_0`` has the operators before the first use of the loss's gradient, and all of an evaluation. Region ``bwd_k``
+    ends with the last gradient of bucket k; if buckets are cut, of pack k. Equal bodies become one region with several calls. If
+    the second shape of a shard has another body, its region is named after its counterpart: ``bwd_k_shard1``, in print
+    ``bwd_k.shard1``::
 
         addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
         loss  = aten.mean(addmm)              ->    loss  = fwd_0[0]
         mm    = aten.mm(expand, x)                  bwd_0 = call_region(fwd_0[1], x, region=bwd_0)
         output {loss: loss, gradients: {w: mm}}     output {loss: loss, gradients: {w: bwd_0[0]}}
 
-    A large value does not pass a cut for a much smaller product alone that could be made before it: ``bwd_k`` then ends with
-    that product, see `graph.cuts`. The gradient of logits over many words stays within its region this way, where
-    its memory can be used again, and the bucket's reduction begins later by the time of a product.
+    A large value does not pass a cut if all that follows from it is a much smaller product: ``bwd_k`` then ends with that
+    product, see `graph.cuts`. The gradient of logits over many words so stays within its region, and its memory can be used
+    again; the bucket's reduction begins later by the time of a product.
 
-    A check stays outside, right behind the region that gives its condition, which is a forward: nothing is launched before it.
-    Likewise what is gathered for the caller.
+    Checks and gathers stay outside, right behind the forward region with their operands, and nothing is launched before a check.
+    The model's sums over replicas stay outside, too: they cut forward and backward.
 
-    A sum over replicas that the model asks for stays outside, too: forward and backward are cut where replicas meet.
-
-    Where buckets are in flight when a step begins (``cuts_forward``, see `OverlapNextStep`: the last, or all where workers deal
-    out the optimizer), forward is cut before it first reads a parameter of each: ``fwd_0`` has what comes before.
+    If buckets are in flight when a step begins (``cuts_forward``, see `OverlapNextStep`: the last, or all if workers partition
+    the optimizer), forward is cut before its first read of each bucket's parameters: ``fwd_0`` has the operators before.
 
     Needs: a bucket plan.
     Guarantees: outside of regions only arguments, reads, region calls and their outputs are left, checks and gathers of
         these, and sums over replicas.
 
     Attributes:
-        min_bytes: smaller values pass a cut, whatever reads them.
-        cuts_forward: whether forward is cut where it first reads parameters of the buckets that may be in flight.
+        min_bytes: smaller values may pass any cut.
+        cuts_forward: cut forward at its first read of each bucket that may be in flight.
     """
 
     min_bytes: int = 2**20
@@ -91,7 +89,6 @@ class OutlineRegions:
 
 
 def _remark(program: Program) -> str:
-    """Says how the graphs were cut, and which regions are called more than once."""
     calls = Counter(str(node.kwargs["region"]) for g in program.shard_graphs for node in calls_to(g, ops.call_region))
     backward = [name for name in calls if program.regions[name].phase == "backward"]
     num_pieces = sum(calls[name] for name in backward)
@@ -101,22 +98,22 @@ def _remark(program: Program) -> str:
         meets = any(next(calls_to(graph, *ops.MEETINGS), None) is not None for graph in program.shard_graphs)
         where = "replicas meet" if meets else "it first reads parameters of buckets that may be in flight"
         forward = f"{num_forward} pieces of forward, cut where {where}"
-    said = (
+    remark = (
         f"{counted(num_pieces, 'piece')} of backward, cut after the last gradient of each of "
         f"{counted(len(program.packs), 'pack' if are_cut(program.buckets) else 'bucket')}, and {forward}"
     )
     if len(program.shard_graphs) > 1:
-        said += f", for {len(program.shard_graphs)} shard shapes together"
+        remark += f", for {len(program.shard_graphs)} shard shapes together"
     if repeated := [region_title(name) for name in calls if calls[name] > 1]:
         verb = "is" if len(repeated) == 1 else "are"
-        said += (
+        remark += (
             f". {numbered('region', repeated).capitalize()} {verb} called more than once: equal bodies are one region"
         )
-    return said
+    return remark
 
 
 class _RegionPool:
-    """The regions made so far; a body that equals an earlier one is not added again."""
+    """The regions so far; an equal body is not added again."""
 
     def __init__(self) -> None:
         self.regions: dict[str, Region] = {}
@@ -125,12 +122,12 @@ class _RegionPool:
         self._shard = 0
 
     def of_shard(self, shard: int) -> _RegionPool:
-        """The pool, from which regions are now taken for this shape of a shard."""
+        """The same pool, naming regions for this shape of a shard."""
         self._shard = shard
         return self
 
     def add(self, piece: int, phase: str, graph: fx.Graph) -> str:
-        """The name of the region with this body; ``piece``: the place among the pieces of its graph."""
+        """The name of the region with this body; ``piece`` is its place in its graph."""
         key = (phase, _body_key(graph))
         if key not in self._by_body:
             name = self._free_name({"forward": "fwd", "backward": "bwd"}[phase], piece)
@@ -150,7 +147,7 @@ class _RegionPool:
 
 
 def _body_key(graph: fx.Graph) -> Any:
-    """A key that is equal for graphs that compute the same values from arguments of the same types."""
+    """Equal for graphs that compute the same values from arguments of the same types."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -179,8 +176,8 @@ def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
             name = functools.partial(pool.add, i, "forward" if i < len(cut.forward) else "backward")
             region = _call(outer, nodes, used_outside, values, name)
             results = [node for node in nodes if node in used_outside]
-            found = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}
-            region.kwargs = {**region.kwargs, "gradients": found}
+            places = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}
+            region.kwargs = {**region.kwargs, "gradients": places}
         for node in cut.meetings.get(i, ()):
             values[node] = copy_node(outer, node, values)
         if i == len(cut.forward) - 1:
@@ -192,7 +189,7 @@ def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
 
 
 def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: bool) -> Cut:
-    """The operators of the forward, then those up to the last gradient of each bucket and what is better before the cut."""
+    """The operators of the forward, then those up to the last gradient of each bucket and those better placed before the cut."""
     outside = (ops.read, *ops.OF_FORWARD, *ops.MEETINGS)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
     first = first_of_backward(program, graph)
@@ -231,7 +228,7 @@ def _pieces(graph: fx.Graph, program: Program, min_bytes: int, *, cuts_forward: 
 
 
 def _cut_before_reads(graph: fx.Graph, forward: Sequence[fx.Node], buckets: Sequence[Bucket]) -> list[list[fx.Node]]:
-    """Cuts the forward before it first reads a parameter of each of some buckets. Parts of results stay with what gives them."""
+    """Cuts the forward before its first read of each bucket's parameters. Parts of results stay with their operator."""
     place = {node: i for i, node in enumerate(forward)}
     reads: dict[str, list[fx.Node]] = {}
     for read in calls_to(graph, ops.read):
@@ -259,7 +256,7 @@ def _call(
     values: dict[fx.Node, fx.Node],
     name_of: Callable[[fx.Graph], str],
 ) -> fx.Node:
-    """Moves nodes into a region, which is named by its body, and puts a call of it into the outer graph."""
+    """Moves nodes into a region named by its body, and calls it in the outer graph."""
     body = fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     members = set(nodes)
@@ -286,10 +283,10 @@ def _call(
 
 
 def _sizes_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The arguments that are the symbols in the sizes of values: whoever runs a region has to be told them."""
+    """The symbols in the sizes of values: a region's caller passes them as arguments."""
     symbols = symbols_in([node.meta.get("val") for node in nodes])
-    given = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
-    return [node for node in given if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]
+    arguments = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
+    return [node for node in arguments if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]
 
 
 def _call_meta(results: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> dict[str, Any]:

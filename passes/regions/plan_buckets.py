@@ -1,6 +1,6 @@
-"""Decides which gradient goes in which bucket, in which order buckets are reduced, and in which packs.
+"""Assigns gradients to buckets, and plans the order of reductions and the packs.
 
-It is long, as it has all plans.
+The file is long, as it has all plans.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from mirrorc.passes.regions.late_gradients import LEAST_PART, LateGradients, las
 from mirrorc.printing.values import size_text
 
 _Kind = tuple[torch.dtype, UpdateRule, bool, str]
-"""What all gradients of a bucket have alike: dtype, update rule, whether workers send or devices gather their factors, and which
-table it is if its optimizer takes rows."""
+"""The common properties of a bucket's gradients: dtype, update rule, factors sent by workers or gathered by devices, and the
+table if its optimizer takes rows.
+"""
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 
 
 @dataclass
 class _Planned:
-    """What a plan makes.
+    """The result of a plan.
 
     Attributes:
         closed: the gradients of each bucket.
-        remarks: on why.
-        num_packs: in how many packs a bucket is cut, by the name of its first gradient; other buckets are not cut.
+        num_packs: the number of packs of a bucket, by the name of its first gradient; other buckets are not cut.
     """
 
     closed: list[list[Variable]]
@@ -63,20 +63,19 @@ class _Planned:
 class PlanBuckets:
     """Groups gradients into buckets, in the order in which backward makes them.
 
-    A bucket holds one dtype and one update rule, and over several workers gradients that are sent alike: as sums, or as factors,
-    if the program names them (`mirrorc.ir.workers.Workers.sent_as_factors`); so it is with those that devices gather as factors
-    (`mirrorc.ir.program.Program.gathered`). A table whose optimizer takes rows has one of its own. It is cut at variable
-    boundaries: a gradient that would take it over its cap opens the next one, unless what it has is less than a sixteenth of the
-    cap: a few biases are not worth a message of their own. The first bucket has a smaller cap, so that communication begins
-    early. Buckets are numbered in the order in which they become ready, which reverses the forward's. Where each worker updates a
-    part of every bucket alone, buckets are padded to lengths that make these parts equal.
+    A bucket holds one dtype and one update rule. Sums do not share a bucket with factors, neither those sent by workers
+    (`mirrorc.ir.workers.Workers.sent_as_factors`) nor those gathered by devices (`mirrorc.ir.program.Program.gathered`). A table
+    whose optimizer takes rows has a separate bucket. Buckets are cut at variable boundaries: a gradient that would exceed the cap
+    opens the next one, unless the bucket has less than a sixteenth of the cap, since a few biases are not worth a message. The
+    first bucket has a smaller cap, so that communication begins early. Buckets are numbered in the order in which they become
+    ready, the reverse of forward. If each worker updates its part of every bucket, buckets are padded to make these parts equal.
 
-    Where the next step begins while the last buckets are in flight (``by_need``, see `OverlapNextStep`), those that come last, up
-    to a third of all bytes, are numbered in the order in which forward reads their parameters, so that each arrives when it is
-    needed; all of them become ready when backward ends. A third, because forward takes about a third of a step: the lane has as
-    much time for these as for the others. Their cap is a quarter of that, as forward waits for the first of them. A gradient
-    across the bound of that third which is larger than the cap (``cuts_by_need``), such as that of an output layer with many
-    words, is cut there: its first elements are sent while backward goes on, the others behind all that forward reads sooner::
+    If the next step begins while the last buckets are in flight (``by_need``, see `OverlapNextStep`), the last ones, up to a
+    third of all bytes, are numbered in the order in which forward reads their parameters; all of them become ready when backward
+    ends. Forward takes about a third of a step, so the lane has as much time for these as for the others. Their cap is a quarter
+    of that, as forward waits for the first of them. A gradient across that bound and larger than the cap (``cuts_by_need``), such
+    as that of an output layer with many words, is cut there: its first elements are sent during backward, the others behind all
+    parameters that forward reads sooner::
 
         bucket 0  f32  head.weight[16000, 64]            packs: 0 at elements 0 ... 682687, 3 at 682688 ... 1023999
         bucket 1  f32  embedding.weight[...] ...         pack 1: forward reads it first
@@ -93,20 +92,20 @@ class PlanBuckets:
     Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
     Source: PyTorch DDP (Li et al., 2020) for the first small bucket and the reversed order.
 
-    With another ``packing``, buckets are what it says: one for each gradient, or the user's own groups. These are numbered by the
-    gradient of theirs that backward makes last. A group whose gradients are updated by different rules becomes several buckets.
-    Or there is one bucket of each kind, which is communicated in several packs of equal length (`mirrorc.ir.buckets.Pack`). They
-    are numbered over all buckets, in the order in which they become complete::
+    Another ``packing`` replaces this plan: one bucket for each gradient, or the user's groups, numbered by their last gradient in
+    backward. A group with different update rules becomes several buckets. Or each kind has one bucket, communicated in several
+    packs of equal length (`mirrorc.ir.buckets.Pack`). They are numbered over all buckets, in the order in which they become
+    complete::
 
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10] fc1.weight[512, 2048] fc1.bias[512]
         packs, of elements 0 ... 1054207: 0 at 0 ... 527103, 1 at 527104 ... 1054207
 
     Attributes:
         bucket_cap_mb, first_bucket_mb: those of `mirrorc.packing.ByBytes`, in MiB.
-        by_need: whether the last buckets are numbered in the order in which forward reads their parameters.
-        cuts_by_need: whether a large gradient is cut for that.
+        by_need: number the last buckets in the order in which forward reads their parameters.
+        cuts_by_need: cut a large gradient for that.
         packing: another plan of `mirrorc.packing`, in place of these caps; None for them.
-        gradient_order: in which order gradients are put into buckets, see `mirrorc.packing.GradientOrder`.
+        gradient_order: the order of gradients in buckets, see `mirrorc.packing.GradientOrder`.
     """
 
     bucket_cap_mb: float = ByBytes.cap_mb
@@ -146,7 +145,7 @@ class PlanBuckets:
         rows = {name for name, variable in program.variables.items() if variable.update and variable.update.takes_rows}
         factored = {*as_factors, *program.gathered, *rows}
         ready = _gradients(program)
-        position = {one.name: one.ready for one in ready}
+        position = {gradient.name: gradient.ready for gradient in ready}
         try:
             gradients = in_order(ready, self.gradient_order, list(program.variables))
             late = self._late(program, ready, factored) if self.by_need else LateGradients({})
@@ -160,7 +159,7 @@ class PlanBuckets:
         buckets = [replace(b, gathers_factors=b.slots[0].variable in program.gathered) for b in buckets]
         ranges = late.ranges(program, buckets) if late.across else _equal_packs(buckets, planned.num_packs, position)
         buckets = _cut(program, buckets, ranges)
-        remarks = [*planned.remarks, *_said_of_packs(buckets, planned.num_packs)]
+        remarks = [*planned.remarks, *_pack_remarks(buckets, planned.num_packs)]
         result = program.evolve(buckets=tuple(buckets)).with_remarks(*remarks, is_kept=False)
         alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
         alike += ", sent to other devices in one way" if program.gathered else ""
@@ -169,20 +168,25 @@ class PlanBuckets:
         needed = [bucket.index for bucket in buckets if late.holds(bucket)]
         late_ones = numbered("bucket", needed)
         by_need = f"{late_ones}, of the last third of all bytes, in the order in which forward reads their parameters"
-        said = [self._remark(buckets), *([kinds] if num_kinds > 1 else []), *([by_need] if len(needed) > 1 else [])]
-        return result.with_remarks(*said, *_said_of_bound(program, late))
+        remarks_of_plan = [
+            self._remark(buckets),
+            *([kinds] if num_kinds > 1 else []),
+            *([by_need] if len(needed) > 1 else []),
+        ]
+        return result.with_remarks(*remarks_of_plan, *_bound_remarks(program, late))
 
     def _late(self, program: Program, gradients: Sequence[Gradient], factored: Collection[str]) -> LateGradients:
-        """The gradients that are sent when backward has ended; one that is sent as factors or rows, or whose optimizer does not
-        work element by element, cannot be cut."""
+        """The gradients sent after backward. Factors, rows and gradients of other than element-wise optimizers cannot be cut."""
         assert isinstance(self._plan, ByBytes), "gradients are sent by need where buckets are planned by bytes"
-        variables = [program.variables[one.name] for one in gradients]
+        variables = [program.variables[gradient.name] for gradient in gradients]
         divisible = {
-            one.name: one.dtype.itemsize
-            for one in variables
-            if self.cuts_by_need and one.update and one.update.elementwise and one.name not in factored
+            variable.name: variable.dtype.itemsize
+            for variable in variables
+            if self.cuts_by_need and variable.update and variable.update.elementwise and variable.name not in factored
         }
-        return last_third({one.name: _num_bytes(one) for one in variables}, self._plan.caps[1], divisible)
+        return last_third(
+            {variable.name: _num_bytes(variable) for variable in variables}, self._plan.caps[1], divisible
+        )
 
     def _planned(
         self, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str], late: LateGradients
@@ -202,7 +206,6 @@ class PlanBuckets:
         as_factors: Collection[str],
         late: LateGradients,
     ) -> _Planned:
-        """Buckets of whole gradients, as large as caps allow."""
         open_buckets: dict[_Kind, list[Variable]] = {}
         closed: list[list[Variable]] = []
         opened: list[str] = []
@@ -222,9 +225,8 @@ class PlanBuckets:
         return _Planned(closed, opened)
 
     def _remark(self, buckets: Sequence[Bucket]) -> str:
-        """Says what was planned, and by which rule buckets are closed."""
         number = counted(sum(len(bucket.slots) for bucket in buckets), "gradient")
-        plan, order = self._plan, self._said_of_order()
+        plan, order = self._plan, self._order_text()
         if not isinstance(plan, ByBytes):
             whose = plan if isinstance(plan, EqualPacks | EqualSplits) else f"the groups of packing={_name(plan)}"
             return f"{number} in {counted(len(buckets), 'bucket')}{order}: {whose}"
@@ -232,10 +234,10 @@ class PlanBuckets:
             return f"{number} in one bucket" + ("" if self.gradient_order == "ready" else order)
         return (
             f"{number} in {len(buckets)} buckets{order}: a gradient that would take a bucket "
-            f"over {plan.cap_mb:g} MiB (bucket 0: {plan.first_mb:g} MiB) opens the next{_said_of_larger(buckets, plan)}"
+            f"over {plan.cap_mb:g} MiB (bucket 0: {plan.first_mb:g} MiB) opens the next{_larger_text(buckets, plan)}"
         )
 
-    def _said_of_order(self) -> str:
+    def _order_text(self) -> str:
         if self.gradient_order == "ready":
             return ", in the order in which backward makes them"
         if self.gradient_order == "reversed":
@@ -244,7 +246,6 @@ class PlanBuckets:
 
 
 def _name(function: Any) -> str:
-    """What a function of the user's is called."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -255,7 +256,7 @@ def _kind(variable: Variable, as_factors: Collection[str]) -> _Kind:
 
 
 def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factors: Collection[str]) -> _Planned:
-    """A bucket for each group whose gradients are of one kind, or several buckets."""
+    """One bucket for each group, or several if its gradients differ in kind."""
     closed: list[list[Variable]] = []
     remarks = []
     for group in groups:
@@ -271,10 +272,10 @@ def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factor
 
 
 def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> list[list[Variable]]:
-    """The gradients, those of one kind together, in their order."""
+    """Groups gradients by kind, in their order."""
     kinds: dict[_Kind, list[Variable]] = {}
-    for one in gradients:
-        variable = program.variables[one.name]
+    for gradient in gradients:
+        variable = program.variables[gradient.name]
         kinds.setdefault(_kind(variable, as_factors), []).append(variable)
     return list(kinds.values())
 
@@ -282,12 +283,12 @@ def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collecti
 def _equal(
     plan: EqualPacks | EqualSplits, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]
 ) -> _Planned:
-    """A bucket for each kind, to be cut into packs of equal length; or one for each gradient, where the plan declines."""
+    """A bucket for each kind, to be cut into packs of equal length; one for each gradient if the plan declines."""
     number = plan.num_packs if isinstance(plan, EqualPacks) else plan.num_splits
-    alone = [[program.variables[one.name]] for one in gradients]
+    alone = [[program.variables[gradient.name]] for gradient in gradients]
     if number == 0:
         return _Planned(alone, ["each gradient is reduced by itself: nothing is packed"])
-    dtypes = dict.fromkeys(str(one.dtype) for one in gradients)
+    dtypes = dict.fromkeys(str(gradient.dtype) for gradient in gradients)
     if isinstance(plan, EqualSplits) and len(dtypes) > 1:
         why = f"{plan} declines: gradients are {listed(dtypes)}, and a pack has one dtype; each is reduced by itself"
         return _Planned(alone, [why])
@@ -313,17 +314,17 @@ def _equal(
 def _equal_packs(
     buckets: Sequence[Bucket], num_packs: Mapping[str, int], position: Mapping[str, int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Packs of equal length, in the order in which they become complete: the number of a bucket, and its elements."""
-    found: list[tuple[int, int, tuple[int, int]]] = []  # when it is complete, its bucket, its elements
+    """Packs of equal length in the order in which they become complete: a bucket's number and its elements."""
+    packs: list[tuple[int, int, tuple[int, int]]] = []  # when it is complete, its bucket, its elements
     for bucket in buckets:
         for start, stop in equal_ranges(bucket.num_elements, num_packs.get(bucket.slots[0].variable, 1)):
-            own = bucket.slots_in(Pack(0, start, stop))
-            found.append((max(position[slot.variable] for slot in own), bucket.index, (start, stop)))
-    return [(index, elements) for _, index, elements in sorted(found)]
+            slots = bucket.slots_in(Pack(0, start, stop))
+            packs.append((max(position[slot.variable] for slot in slots), bucket.index, (start, stop)))
+    return [(index, elements) for _, index, elements in sorted(packs)]
 
 
 def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tuple[int, int]]]) -> list[Bucket]:
-    """The buckets with their packs, which are numbered in the order of these ranges; as they are if none is cut."""
+    """Packs are numbered in the order of ``ranges``; without ranges, buckets stay as they are."""
     if len(ranges) == len(buckets):
         return buckets
     if program.workers.shards_optimizer:
@@ -339,8 +340,7 @@ def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tu
     ]
 
 
-def _said_of_bound(program: Program, late: LateGradients) -> list[str]:
-    """Says which gradient is cut, as its last elements are sent behind all that forward reads sooner."""
+def _bound_remarks(program: Program, late: LateGradients) -> list[str]:
     if not late.across:
         return []
     variable = program.variables[late.across]
@@ -354,15 +354,14 @@ def _said_of_bound(program: Program, late: LateGradients) -> list[str]:
     ]
 
 
-def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> list[str]:
-    """Says which gradients lie in several packs, and which buckets have fewer packs than asked for."""
-    said = []
+def _pack_remarks(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> list[str]:
+    remarks = []
     for bucket in buckets:
         asked = num_packs.get(bucket.slots[0].variable, 0)
         if not asked:
             continue
         if len(bucket.own_packs) < asked:
-            said.append(
+            remarks.append(
                 f"bucket {bucket.index} has {counted(len(bucket.own_packs), 'pack')}, not {asked}: it has as many elements"
             )
         starts = {pack.start for pack in bucket.packs}
@@ -372,10 +371,10 @@ def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> l
             if any(slot.offset < start < slot.offset + slot.num_elements for start in starts)
         ]
         if parted:
-            said.append(
+            remarks.append(
                 f"bucket {bucket.index}: {listed(parted)} {'lies' if len(parted) == 1 else 'lie'} in several packs"
             )
-    return said
+    return remarks
 
 
 def _gradients(program: Program) -> list[Gradient]:
@@ -383,11 +382,14 @@ def _gradients(program: Program) -> list[Gradient]:
     output = program.shard_graphs[0].output_node().args[0]
     assert isinstance(output, dict)
     variables = [program.variables[name] for name in output["gradients"]]
-    return [Gradient(one.name, math.prod(one.shape), one.dtype, ready) for ready, one in enumerate(variables)]
+    return [
+        Gradient(variable.name, math.prod(variable.shape), variable.dtype, ready)
+        for ready, variable in enumerate(variables)
+    ]
 
 
 def _why_new(members: Sequence[Variable], variable: Variable, late: LateGradients, cap: float) -> str:
-    """Why a variable's gradient opens a new bucket, after those of ``members``; empty if it does not. Caps are in bytes."""
+    """The reason for a new bucket after ``members``; empty if the gradient joins them. ``cap`` is in bytes."""
     before = sum(map(_num_bytes, members))
     if before + _num_bytes(variable) > cap and before >= cap / LEAST_PART:
         return f"with it the last would be over {cap / 2**20:g} MiB"
@@ -399,7 +401,7 @@ def _why_new(members: Sequence[Variable], variable: Variable, late: LateGradient
 
 
 def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFactors], unit: int) -> Bucket:
-    """A bucket of these gradients, whose length is a multiple of ``unit``."""
+    """``unit`` divides the bucket's length."""
     slots, offset = [], 0
     for variable in members:
         num_elements = math.prod(variable.shape)
@@ -411,8 +413,8 @@ def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFa
     return Bucket(index, members[0].dtype, tuple(slots), num_elements, members[0].update, sent_factors=sent)
 
 
-def _said_of_larger(buckets: Sequence[Bucket], plan: ByBytes) -> str:
-    """Which buckets are over their cap, as what they had before their last gradient was too little for one."""
+def _larger_text(buckets: Sequence[Bucket], plan: ByBytes) -> str:
+    """Names buckets over their cap: they had too little before their last gradient to be closed."""
     first, other = plan.caps
     larger = [b for b in buckets if len(b.slots) > 1 and _slot_bytes(b) > (other if b.index else first)]
     if not larger:
