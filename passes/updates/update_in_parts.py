@@ -1,4 +1,4 @@
-"""Lets updates make products of factors part by part, and apply the optimizer to each part while it is in the cache."""
+"""Makes products of factors part by part within updates, and applies the optimizer to each part in the cache."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ from mirrorc.torch_internals import is_symbolic, size_now
 
 @dataclass(frozen=True)
 class UpdateInParts:
-    """Leaves the shares of buckets with products of factors to the updates that take them::
+    """Leaves the shares of buckets with products of factors to their updates::
 
         wait_0 = wait(reduce_scatter_0, ...)        ->   wait_0 = wait(reduce_scatter_0, ...)
         update(wait_0, bucket=0, replica=0)              update(wait_0, part_elements=524288, bucket=0, replica=0)
 
-    A wait that makes a share writes all of it into memory, from which the update reads it: of the nine passes over memory that
-    product and AdamW take together, three (what is written is fetched first). Made in parts, each in the same small memory, a
+    A wait that makes a share writes all of it into memory, and the update reads it: of the nine passes over memory that
+    product and AdamW take together, three (writes fetch memory first). Made in parts, each in the same small memory, a
     product stays in the processor's cache. A product that adds up many numbers takes longer in parts than that saves.
 
-    Needs: links, which say who makes shares: it comes after lower-collectives, and after all passes that look at sums.
-    Guarantees: an optimizer gets the same gradients but for the order in which a product of fewer rows is added up. Waits that
-        anything else takes are left alone, but for those of which only a 2-norm or whether all is finite is asked before the
-        commit, as are devices that run kernels behind the host's back. Where a `clip_value` alone stands between wait and
-        update, each part is bounded when it is made.
+    Needs: links, which tell the makers of shares: it comes after lower-collectives, and after all passes that look at sums.
+    Guarantees: an optimizer gets the same gradients but for the order of additions in a product of fewer rows. Waits with other
+        uses are left alone, except uses for a 2-norm or a check for finite values before the commit, as are devices that run
+        kernels asynchronously. If only a `clip_value` stands between wait and update, each part is bounded when it is made.
 
     Attributes:
-        part_elements: how many elements of a product are made at a time, at most. 2 MiB of 32 bits were fastest on an AMD EPYC
+        part_elements: the most elements of a product to make at a time. 2 MiB of 32 bits were fastest on an AMD EPYC
             with 1 MiB of cache for each core; 1 and 4 took a few percent longer, 0.25 gained nothing.
     """
 
@@ -70,8 +69,10 @@ class UpdateInParts:
         products = _products(program, graph)
         changed = set()
         for update in calls_to(graph, ops.update):
-            own = products.get(bucket_of(update), ())
-            if any(self._is_worth_it(program, update, size) for size in own) and not why_not_in_parts(program, update):
+            sizes = products.get(bucket_of(update), ())
+            if any(self._is_worth_it(program, update, size) for size in sizes) and not why_not_in_parts(
+                program, update
+            ):
                 update.kwargs = {"part_elements": self.part_elements, **update.kwargs}
                 changed.add(bucket_of(update))
         if not changed:
@@ -85,7 +86,7 @@ class UpdateInParts:
         )
 
     def _is_worth_it(self, program: Program, update: fx.Node, product: Size) -> bool:
-        """Whether to make a product in parts; one that something else looks at must be left to the update, too."""
+        """A product with other uses must be left to the update, too."""
         is_large_enough = elements_of_part(*product, self.part_elements) > 0
         if not is_large_enough or not is_looked_at(update):
             return is_large_enough
@@ -98,21 +99,21 @@ class UpdateInParts:
 
 
 def _fewest(size: Any) -> int:
-    """A size; of a symbol no more than are added up in parts, as each step looks at it again when it knows its size."""
+    """For a symbol, no more than are added up in parts: each step looks again at the known size."""
     return min(int(size_now(size)), MOST_INNER) if is_symbolic(size) else int(size)
 
 
 def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
-    """The sizes of the products of each bucket that devices make from factors.
+    """The sizes of each bucket's products of factors.
 
-    Of those that workers send to each other, the plan says which they are: a worker without examples has none itself, and how
-    many rows the others have differs from step to step. It is looked at when they are there, so that all make the same bits.
+    The plan names those that workers send to each other: a worker without examples has none, and the others' numbers of rows
+    differ from step to step. Each step looks at them again, so that all make the same bits.
     """
-    found: dict[int, list[Size]] = defaultdict(list)
+    sizes: dict[int, list[Size]] = defaultdict(list)
     for bucket in program.buckets:
         for slot, sent in zip(bucket.slots, bucket.sent_factors, strict=bucket.is_sent_as_factors):
             if sent.operation == ops.product.__name__:
-                found[bucket.index].append((slot.shape[0], slot.shape[1], 0))
+                sizes[bucket.index].append((slot.shape[0], slot.shape[1], 0))
     inner: Counter[str] = Counter()
     products: dict[str, tuple[int, fx.Node]] = {}
     for pack in filter(has_link, calls_to(graph, ops.pack)):
@@ -123,5 +124,5 @@ def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
                 products[variable] = bucket_of(pack), gradient
     for variable, (index, gradient) in products.items():
         num_rows, width = gradient.meta["val"].shape
-        found[index].append((num_rows, width, inner[variable]))
-    return found
+        sizes[index].append((num_rows, width, inner[variable]))
+    return sizes
