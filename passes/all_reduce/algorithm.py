@@ -1,4 +1,4 @@
-"""What all algorithms of all-reduce have in common: each is a pass that writes sums down as messages between devices."""
+"""The base class of all-reduce algorithms, passes that write sums as messages between devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mirrorc.printing.values import size_text
 
 @dataclass(frozen=True)
 class AllReduceAlgorithm:
-    """Turns each sum over the replicas into messages and additions, which a subclass lays out::
+    """Turns each sum over the replicas into messages and additions, laid out by a subclass::
 
         s  = all_reduce(p, q, bucket=0, link=copy)       send(q, bucket=0, destination=0, chunk=0, round=0, replica=1)
         ...                                              r  = recv(bucket=0, source=1, chunk=0, round=0, replica=0)
@@ -35,14 +35,14 @@ class AllReduceAlgorithm:
                                                          v1 = wait(r1, bucket=0, replica=1)
                                                          update(v1, bucket=0, replica=1)
 
-    An algorithm has two halves. In `add_up` sums are made, until each element's sum is held by some replica. In `spread` all
-    replicas get them. Where devices share one copy of the parameters, each needs its share of the sum alone (`reduce_scatter`):
-    then the second half is left out, and each replica is sent those elements of its share that it does not hold.
+    An algorithm has two halves: `add_up` makes sums, until some replica holds each element's sum, and `spread` brings them to all
+    replicas. If devices share one copy of the parameters, each needs only its share of the sum (`reduce_scatter`): then the
+    second half is left out, and each replica is sent the missing elements of its share.
 
-    Factors that devices gather (`all_gather`), and rows of tables that an optimizer takes, are gathered as before.
+    Gathered factors (`all_gather`), and rows of tables that an optimizer takes, are gathered as before.
 
-    Messages go over the link that carries sends where the sum would go over the link that was chosen. A gradient that was left
-    as factors is made whole when its bucket is packed.
+    Messages use the sending link in place of the chosen link of the sum. A gradient left as factors is made whole when its bucket
+    is packed.
 
     Needs: collectives with links.
     Guarantees: each replica gets the sum, or its share of it, of the same elements as before; the verifier proves it. All
@@ -58,35 +58,35 @@ class AllReduceAlgorithm:
 
     @property
     def changes_bits(self) -> str:
-        """How bits may change, see `mirrorc.pipeline.protocol.Traits`."""
+        """The change of bits, see `mirrorc.pipeline.protocol.Traits`."""
         return "replicas' gradients are added up in another order"
 
     @property
     def sends(self) -> bool:
-        """Whether it makes the sums of messages, so that whole gradients are sent."""
+        """True if it makes the sums of messages, so that whole gradients are sent."""
         return True
 
     def objection(self, num_replicas: int) -> str:
-        """Why it cannot be used for so many replicas; an empty text if it can."""
+        """The reason not to use it for so many replicas; empty if there is none."""
         return ""
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:
-        """The algorithm for one bucket, and why: itself, unless it is one that chooses."""
+        """The algorithm for one bucket, and the reason; itself, unless it chooses among others."""
         return self, ""
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """Makes the sums; gives what replicas hold of them, each element once at least."""
+        """Makes the sums; returns the replicas' parts, with each element at least once."""
         raise NotImplementedError
 
     def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """Brings the whole sum to each replica; gives what each has, in their order. Here, who holds one sends it to all."""
+        """Brings the whole sum to each replica; returns each one's values in order. By default, holders send to all."""
         return [
             traffic.collected(replica, self.seen_by(replica, traffic, sums), 0, traffic.num_elements)
             for replica in range(traffic.num_replicas)
         ]
 
     def seen_by(self, replica: int, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """The sums from which a replica is sent what it needs: all, the first holder's first."""
+        """The sums to send to a replica from: all, the first holder's first."""
         return sums
 
     def run(self, program: Program) -> Program:
@@ -95,24 +95,24 @@ class AllReduceAlgorithm:
         if not _sums(program):
             return program.with_remarks(f"no {self.name}: no devices sum up gradients here", is_kept=False)
         before, program = program, program.evolve(graph=copied(program.mirrored_graph))
-        found: dict[tuple[str, str], list[int]] = {}
+        packs_of: dict[tuple[str, str], list[int]] = {}
         sent: list[int] = []
         begun = _rounds_begun(program)
         for launch in _sums(program):
             index = bucket_of(launch)
             chosen, why = self.chosen_for(program, launch)
-            found.setdefault((chosen.name, why), []).append(pack_of(launch))
+            packs_of.setdefault((chosen.name, why), []).append(pack_of(launch))
             if chosen.sends and launch.all_input_nodes[0].meta["val"].numel():
                 sent.append(index)
                 _write_down(program, launch, chosen, begun.get((index, launch.kwargs.get("pack")), 0))
         program = program if sent else before
         noun = "pack" if any(bucket.packs for bucket in program.buckets) else "bucket"
-        said = [
-            f"{name} for {numbered(noun, sorted({*own}))}" + (f": {why}" if why else "")
-            for (name, why), own in found.items()
+        remarks = [
+            f"{name} for {numbered(noun, sorted({*packs}))}" + (f": {why}" if why else "")
+            for (name, why), packs in packs_of.items()
         ]
         costs = [self._say_costs(message_costs(program, sent))] if sent else []
-        return program.with_remarks(*said, *costs)
+        return program.with_remarks(*remarks, *costs)
 
     def _say_costs(self, costs: MessageCosts) -> str:
         return (
@@ -123,12 +123,12 @@ class AllReduceAlgorithm:
 
 
 def _sums(program: Program) -> list[fx.Node]:
-    """The sums of whole gradients; what devices gather as factors stays as it is."""
+    """Sums of whole gradients, without gathered factors."""
     return [node for node in calls_to(program.mirrored_graph, *ops.REDUCTIONS) if node.target is not ops.all_gather]
 
 
 def _rounds_begun(program: Program) -> dict[tuple[int, object], int]:
-    """By bucket and pack, the round after those in which something is sent already, such as parameters."""
+    """By bucket and pack, the round after those with messages already, such as parameters."""
     rounds: dict[tuple[int, object], int] = {}
     for send in sends_in(program.mirrored_graph):
         route = route_of(program, send)

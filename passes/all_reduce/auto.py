@@ -1,4 +1,4 @@
-"""The choice of an algorithm for each bucket, by devices, link and size."""
+"""Chooses an algorithm for each bucket, by devices, link and size."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from mirrorc.printing.values import size_text
 
 @dataclass(frozen=True)
 class Auto(AllReduceAlgorithm):
-    """Chooses an algorithm for each bucket, and says why.
+    """Chooses an algorithm for each bucket, with a reason.
 
-    As in TensorFlow, a library's own sums come first: native, wherever the link moves sums by itself (NCCL). Where devices read
-    each other's buckets in one memory, native sums send nothing; TensorFlow reduces to one device there. Over copies, two
-    devices do best with native sums, and so do sums of which each device needs its share alone. Of more devices,
-    large buckets take the algorithm that sends least, with the fewest messages: halving-doubling for a power of two, else a
-    ring. Small ones take a tree, whose messages are few. A sum that goes to the device that owns a parameter, and to no other, is
-    native.
+    As in TensorFlow, a library's sums come first: native, if the link sums by itself (NCCL). If devices read each other's buckets
+    in one memory, native sums send nothing; TensorFlow reduces to one device there. Over copies, native sums are best for two
+    devices, and if each device needs only its share. With more devices, large buckets take the algorithm with the fewest bytes,
+    then the fewest messages: halving-doubling for a power of two, else a ring. Small ones take a tree, with few messages. A sum
+    for a parameter's owner alone is native.
 
     Attributes:
         small_bytes: up to this size a bucket is small: messages take longer to begin than to move.
-        exact_order: whether to keep to the order of replicas, in which native sums are added up.
+        exact_order: add up in the order of replicas, like native sums.
     """
 
     small_bytes: int = 2**16
@@ -52,7 +51,7 @@ class Auto(AllReduceAlgorithm):
 
     @property
     def sends(self) -> bool:
-        """Of itself; the algorithms that it chooses say it of each bucket."""
+        """False: the chosen algorithms decide for each bucket."""
         return False
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:

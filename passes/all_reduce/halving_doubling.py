@@ -11,12 +11,12 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class HalvingDoubling(AllReduceAlgorithm):
-    """Devices at distance N/2, N/4, ..., 1 exchange halves of what they hold and add; then 1, 2, ..., N/2 exchange the sums.
+    """Devices at distance N/2, N/4, ..., 1 exchange halves of their sums and add; then 1, 2, ..., N/2 exchange the sums.
 
     A device sends 2 (N - 1) / N of the bucket, as in a ring, in 2 log2(N) messages. If N is no power of two, the P devices of the
-    largest one below do that. Each of the others sends its bucket to one of them before, and is sent the sum by it afterwards.
+    largest one below do that. Each other device first sends its bucket to one of them, and receives the sum from it afterwards.
 
-    Source: Thakur, Rabenseifner and Gropp (2005), with whole buckets for the devices that are too many.
+    Source: Thakur, Rabenseifner and Gropp (2005), with whole buckets for the surplus devices.
     """
 
     name: str = field(default="halving-doubling", init=False)
@@ -61,5 +61,5 @@ class HalvingDoubling(AllReduceAlgorithm):
 
 
 def _power_in(number: int) -> int:
-    """The largest power of two that is not larger than a number."""
+    """The largest power of two up to a number."""
     return 1 << (number.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Hierarchical copies: groups add up on a main device each, and the main devices exchange their sums."""
+"""Hierarchical copies: each group adds up on a main device, and main devices exchange their sums."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class HierarchicalCopy(AllReduceAlgorithm):
     """Each group of neighbouring devices adds up on its main device; main devices send each other the groups' sums, add these,
     and send the whole sum to their groups.
 
-    Messages between groups, which often go over a slower connection, are as few as possible: one bucket from each group to each
+    Messages between groups, often over a slower connection, are as few as possible: one bucket from each group to each
     other one. The main device of a group rotates: bucket i has the group's device i mod its size. Groups' sizes differ by one
     at most, so any number of devices will do.
 
     Attributes:
-        groups: how many groups there are, two at least.
+        groups: the number of groups, two at least.
 
-    Source: the hierarchical copies of TensorFlow and tensorpack, which know two groups of four GPUs.
+    Source: the hierarchical copies of TensorFlow and tensorpack, with two groups of four GPUs.
     """
 
     groups: int = 2
@@ -40,15 +40,19 @@ class HierarchicalCopy(AllReduceAlgorithm):
         sums = []
         for group in self._groups(traffic):
             main = self._main(group, traffic)
-            owns = [traffic.own(replica) for replica in group]
-            sums.append(traffic.add_all([own if own.replica == main else traffic.send(own, main) for own in owns]))
+            gradients = [traffic.own(replica) for replica in group]
+            sums.append(
+                traffic.add_all(
+                    [gradient if gradient.replica == main else traffic.send(gradient, main) for gradient in gradients]
+                )
+            )
         traffic.next_round()
         mains = [held.replica for held in sums]
         received = {main: [h if h.replica == main else traffic.send(h, main) for h in sums] for main in mains}
         return [traffic.add_all(received[main]) for main in mains]
 
     def seen_by(self, replica: int, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """See the base class: the sum of the group's own main device."""
+        """See the base class: the sum of the group's main device."""
         (group,) = (group for group in self._groups(traffic) if replica in group)
         return [held for held in sums if held.replica in group]
 

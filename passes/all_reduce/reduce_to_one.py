@@ -15,14 +15,13 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 class ReduceToOne(AllReduceAlgorithm):
     """Every device sends its bucket to one, which adds them up and sends the sum to all others.
 
-    Two messages follow each other, whatever the number of devices, but the one device takes in and gives out N - 1 buckets.
+    Two messages follow each other, whatever the number of devices, but the one device receives and sends N - 1 buckets.
 
     Attributes:
         device: the number of the device that adds up.
-        order: the numbers of all devices in the order in which their gradients are added; None for 0, 1, 2 and so on, which
-            gives the bits of native sums.
-        dtype: the dtype in which sums are made, a floating-point one, where it is more precise than the bucket's; None for the
-            bucket's. The sum is sent in the bucket's dtype.
+        order: the numbers of all devices in the order of addition; None for 0, 1, 2 and so on, with the bits of native sums.
+        dtype: a floating-point dtype for sums, if more precise than the bucket's; None for the bucket's. The sum is sent in the
+            bucket's dtype.
 
     Source: TensorFlow's ``ReductionToOneDevice``, which has a device and a function of the values instead.
     """
@@ -60,24 +59,16 @@ class ReduceToOne(AllReduceAlgorithm):
 def reduced_on(
     traffic: Traffic, device: int, order: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
 ) -> Held:
-    """The sum of all replicas' buckets on one device.
-
-    Args:
-        traffic: the bucket's.
-        device: the number of the device that adds up.
-        order: see `ReduceToOne`.
-        dtype: see `ReduceToOne`.
-    """
+    """The sum of all replicas' buckets on one device; for ``order`` and ``dtype`` see `ReduceToOne`."""
     replicas = order if order is not None else range(traffic.num_replicas)
-    owns = [traffic.own(replica) for replica in replicas]
-    held = [own if own.replica == device else traffic.send(own, device) for own in owns]
-    of_bucket = traffic.dtype_of(owns[0])
+    gradients = [traffic.own(replica) for replica in replicas]
+    held = [gradient if gradient.replica == device else traffic.send(gradient, device) for gradient in gradients]
+    of_bucket = traffic.dtype_of(gradients[0])
     wide = of_bucket if dtype is None else torch.promote_types(of_bucket, dtype)
     return traffic.cast(traffic.add_all([traffic.cast(value, wide) for value in held]), of_bucket)
 
 
 def _is_order(order: object, num_replicas: int) -> bool:
-    """Whether it is a sequence that names each device once."""
     if not isinstance(order, Sequence) or any(type(number) is not int for number in order):
         return False
     return sorted(order) == list(range(num_replicas))

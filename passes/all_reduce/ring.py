@@ -1,4 +1,4 @@
-"""A ring: chunks go round, and each device adds its own to what it passes on."""
+"""A ring: chunks go round, and each device adds its gradients to them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 class Ring(AllReduceAlgorithm):
     """The bucket is cut into N chunks, and each device sends one chunk to the next device in each of 2 (N - 1) rounds.
 
-    In the first N - 1 rounds each device adds its own gradients to the chunk that it receives; then device i holds the sum of
-    chunk i. In the others whole sums go round. A device sends 2 (N - 1) / N of the bucket, which is the least that is possible,
-    but 2 (N - 1) messages follow each other.
+    In the first N - 1 rounds each device adds its gradients to the received chunk; then device i holds the sum of chunk i. In the
+    other rounds whole sums go round. A device sends 2 (N - 1) / N of the bucket, the least possible, but 2 (N - 1) messages
+    follow each other.
 
     Source: the bandwidth-optimal ring of Patarasuk and Yuan (2009).
     """
@@ -32,25 +32,25 @@ class Ring(AllReduceAlgorithm):
                 traffic.next_round()
             passed = _passed_on(traffic, passed, [(replica - 1 - number) % count for replica in range(count)])
             for replica in range(count):
-                own = traffic.own(replica, *chunks[(replica - 2 - number) % count])
-                passed[replica] = traffic.add(own, passed[replica])
+                gradient = traffic.own(replica, *chunks[(replica - 2 - number) % count])
+                passed[replica] = traffic.add(gradient, passed[replica])
         return passed
 
     def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
         """See the base class."""
         count, passed = traffic.num_replicas, list(sums)
-        found = [[held] for held in sums]
+        chunks_of = [[held] for held in sums]
         for number in range(count - 1):
             if number:
                 traffic.next_round()
             passed = _passed_on(traffic, passed, [(replica - number) % count for replica in range(count)])
             for replica in range(count):
-                found[replica].append(passed[replica])
-        return [traffic.joined(held) for held in found]
+                chunks_of[replica].append(passed[replica])
+        return [traffic.joined(held) for held in chunks_of]
 
 
 def _passed_on(traffic: Traffic, held: Sequence[Held], chunks: Sequence[int]) -> list[Held]:
-    """What each replica receives when each sends what it holds to the next one; ``chunks`` has the numbers of what they send."""
+    """The values received when each replica sends to the next one; ``chunks`` are the numbers of the sent chunks."""
     count = traffic.num_replicas
     received = [traffic.send(held[replica], (replica + 1) % count, chunks[replica]) for replica in range(count)]
     return [received[replica - 1] for replica in range(count)]

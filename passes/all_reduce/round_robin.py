@@ -12,14 +12,14 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class RoundRobin(AllReduceAlgorithm):
-    """Bucket i is reduced to device i mod k, which sends the sum to all others: `ReduceToOne` with its load dealt out.
+    """Bucket i is reduced to device i mod k, which sends the sum to all others: `ReduceToOne` with its load distributed.
 
-    Gradients are added up in the order of devices, which gives the bits of native sums.
+    Gradients are added up in the order of devices, with the bits of native sums.
 
     Attributes:
-        num_devices: how many devices take turns, the first ones; None for all.
+        num_devices: the number of devices that take turns, from the first; None for all.
 
-    Source: the naive mode of tensorpack's parameter placement, which deals out variables this way.
+    Source: the naive mode of tensorpack's parameter placement, which distributes variables this way.
     """
 
     num_devices: int | None = None

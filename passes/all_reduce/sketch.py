@@ -1,4 +1,4 @@
-"""A sketch of a step: a program with sums over devices and nothing else, to look at an algorithm by itself."""
+"""Sketches a step of sums over devices only, to study an algorithm."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mirrorc.torch_internals import FakeTensorMode
 def sketched(
     algorithm: AllReduceAlgorithm, num_devices: int, num_elements: int, link: str = "copy", *, num_buckets: int = 1
 ) -> Program:
-    """A program in which some logical CPUs pack weights as their gradients, and update with the sums, which an algorithm makes.
+    """A program of logical CPUs that pack weights as their gradients, and update with an algorithm's sums.
 
     Args:
         algorithm: the algorithm.
-        num_devices: how many devices there are, 2 or more.
+        num_devices: 2 or more.
         num_elements: the length of each bucket, of 32-bit numbers.
-        link: the name of the link that carries the sums, or the messages.
-        num_buckets: how many sums there are, one behind the other.
+        link: the name of the link for sums or messages.
+        num_buckets: the number of sums, one behind the other.
     """
     names, shape, rule = [f"weight_{i}" for i in range(num_buckets)], (num_elements,), UpdateRule("SGD group 0", 0)
     slots = [Slot(name, shape, (1,), 0, num_elements) for name in names]

@@ -21,14 +21,14 @@ _WORDS = ("bucket", "pack")  # that name what is summed
 
 @dataclass(frozen=True)
 class Held:
-    """Consecutive elements of what is summed, a bucket or a pack of it, that a replica holds: its own gradients, or a sum.
+    """Consecutive elements of a bucket or pack on a replica: its gradients, or a sum.
 
     Attributes:
-        node: the value; None if there are no elements.
-        replica: who holds it.
-        start: the first element, counted from the start of what is summed.
+        node: the value; None without elements.
+        replica: the holder.
+        start: the first element, counted from the start of the bucket or pack.
         stop: one past the last element.
-        is_packed: whether it is there when the bucket is packed, since nothing was received for it.
+        is_packed: True if it is ready when the bucket is packed, since it depends on no message.
     """
 
     node: fx.Node | None
@@ -39,22 +39,20 @@ class Held:
 
 
 class Traffic:
-    """Writes an algorithm down: each method inserts nodes into the graph, and gives the values that they make.
+    """Writes an algorithm down: each method inserts nodes into the graph, and returns their values.
 
-    What a replica does with its packed bucket alone, its first sends above all, stands where the bucket was launched. All else
-    stands where the replica waited for the sum, so that it is done as late as possible, while backward goes on before.
-    Values without elements are not sent.
+    Operations on a replica's packed bucket alone, above all its first sends, stand at the bucket's launch. All others stand at
+    the replica's wait for the sum, as late as possible, so that backward goes on before. Values without elements are not sent.
 
     Args:
         program: the program, whose mirrored graph is changed.
         launch: an `all_reduce` or a `reduce_scatter` of it, with a link.
-        first_round: the number of its first round: one that no other message of the bucket has.
+        first_round: the number of its first round, unused by other messages of the bucket.
 
     Attributes:
-        number: the number of the bucket that is summed; where buckets are sent in packs, that of the pack.
-        num_elements: how many elements are summed.
-        num_replicas: how many replicas there are.
-        by_shares: whether each replica needs its share of the sum alone, and not all of it.
+        number: the number of the bucket; of the pack, if buckets are sent in packs.
+        num_elements: the number of elements to sum.
+        by_shares: True if each replica needs only its share of the sum.
     """
 
     def __init__(self, program: Program, launch: fx.Node, first_round: int = 0) -> None:
@@ -71,11 +69,13 @@ class Traffic:
         self._round = first_round
 
     def next_round(self) -> None:
-        """Begins the next round: sends of one chunk between the same replicas are told apart by their rounds."""
+        """Begins the next round; rounds distinguish sends of one chunk between the same replicas."""
         self._round += 1
 
     def chunks(self, count: int) -> list[tuple[int, int]]:
-        """The bucket in ``count`` chunks of nearly equal lengths; those for all replicas are shares where these are needed."""
+        """The bucket in ``count`` chunks of nearly equal lengths; with as many chunks as replicas, these are the shares if
+        needed.
+        """
         length = self.num_elements
         if self.by_shares and count == self.num_replicas:
             return [self.share(replica) for replica in range(count)]
@@ -86,12 +86,12 @@ class Traffic:
         return self._bucket.share(replica, self.num_replicas) if self.by_shares else (0, self.num_elements)
 
     def own(self, replica: int, start: int = 0, stop: int | None = None) -> Held:
-        """A replica's own gradients in a part of the bucket, or in all of it."""
+        """A replica's gradients in a part of the bucket, or in all of it."""
         whole = Held(self._packed[replica], replica, 0, self.num_elements, is_packed=True)
         return self.cut(whole, start, whole.stop if stop is None else stop)
 
     def cut(self, held: Held, start: int, stop: int) -> Held:
-        """The elements from ``start`` to ``stop`` of a value, counted from the start of what is summed."""
+        """The elements from ``start`` to ``stop`` of a value, counted from the start of the bucket or pack."""
         if (start, stop) == (held.start, held.stop):
             return held
         if start == stop or held.node is None:
@@ -100,12 +100,8 @@ class Traffic:
         return replace(held, node=self._compute(held, aten.slice.Tensor, place), start=start, stop=stop)
 
     def send(self, held: Held, destination: int, chunk: int = 0) -> Held:
-        """Sends a value to another replica; gives what that one receives.
-
-        Args:
-            held: the value.
-            destination: the replica that receives it.
-            chunk: its number among the values that are sent between the two in this round.
+        """Sends a value to another replica; returns the received value. ``chunk`` numbers the values between the two in this
+        round.
         """
         if held.node is None:
             return replace(held, replica=destination)
@@ -119,13 +115,13 @@ class Traffic:
         got = insert(self._program, self._waits[destination], ops.wait, (receipt,), waits)
         return Held(got, destination, held.start, held.stop)
 
-    def add(self, one: Held, other: Held) -> Held:
+    def add(self, value: Held, other: Held) -> Held:
         """The sum of two values of the same elements on the same replica."""
-        if one.node is None:
-            return one
-        is_packed = one.is_packed and other.is_packed
-        both = replace(one, is_packed=is_packed)
-        return replace(both, node=self._compute(both, aten.add.Tensor, (one.node, other.node)))
+        if value.node is None:
+            return value
+        is_packed = value.is_packed and other.is_packed
+        both = replace(value, is_packed=is_packed)
+        return replace(both, node=self._compute(both, aten.add.Tensor, (value.node, other.node)))
 
     def add_all(self, values: Sequence[Held]) -> Held:
         """The sum of values of the same elements on the same replica, added up in their order."""
@@ -152,20 +148,20 @@ class Traffic:
 
     def joined(self, values: Iterable[Held]) -> Held:
         """Values of consecutive elements on one replica as one value."""
-        found = sorted(values, key=lambda held: (held.start, held.stop))
-        some = [held for held in found if held.node is not None]
+        parts = sorted(values, key=lambda held: (held.start, held.stop))
+        some = [held for held in parts if held.node is not None]
         if len(some) < 2:
-            return some[0] if some else found[0]
+            return some[0] if some else parts[0]
         whole = replace(some[0], stop=some[-1].stop, is_packed=all(held.is_packed for held in some))
         return replace(whole, node=self._compute(whole, aten.cat.default, ([held.node for held in some],)))
 
     def collected(self, replica: int, sums: Sequence[Held], start: int, stop: int) -> Held:
-        """Brings elements of the sum to a replica, from those who hold them; what it holds itself is not sent.
+        """Brings elements of the sum to a replica; elements that it holds are not sent.
 
         Args:
-            replica: who needs them.
-            sums: what replicas hold of the sum; each element is there once at least, and the first that has it sends it.
-            start: the first element that is needed.
+            replica: the destination.
+            sums: the replicas' parts of the sum, with each element at least once; its first holder sends it.
+            start: the first element.
             stop: one past the last.
         """
         pieces, place = [Held(None, replica, start, start)], start
@@ -178,7 +174,7 @@ class Traffic:
         return self.joined(pieces)
 
     def finish(self, results: Sequence[Held]) -> None:
-        """Puts what each replica has in the end in place of its wait for the sum, and removes wait and launch."""
+        """Replaces each replica's wait for the sum by its result, and removes waits and launch."""
         for replica, wait in self._waits.items():
             if wait.users:
                 wait.replace_all_uses_with(results[replica].node or self._nothing(replica))
@@ -186,10 +182,10 @@ class Traffic:
         self._launch.graph.erase_node(self._launch)
 
     def _nothing(self, replica: int) -> fx.Node:
-        """A value without elements, of which a norm is taken, too, where a replica's share is empty."""
-        own = self.own(replica)
+        """An empty value: norms of empty shares need an operand."""
+        gradient = self.own(replica)
         start, _ = self.share(replica)
-        return self._compute(own, aten.slice.Tensor, (own.node, 0, start, start))
+        return self._compute(gradient, aten.slice.Tensor, (gradient.node, 0, start, start))
 
     def _place(self, held: Held) -> fx.Node:
         return self._launch if held.is_packed else self._waits[held.replica]

@@ -13,11 +13,11 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 class Tree(AllReduceAlgorithm):
     """Devices at distance 1, 2, 4, ... send their sums to the lower one of two; then the root's sum goes the same way back.
 
-    Whole buckets are sent, so it is for small ones: 2 ceil(log2(N)) messages follow each other, and no device takes in or gives
-    out more than ceil(log2(N)) buckets.
+    It is for small buckets, as it sends whole ones: 2 ceil(log2(N)) messages follow each other, and no device receives or sends
+    more than ceil(log2(N)) buckets.
 
     Attributes:
-        device: the number of the device that is the root.
+        device: the number of the root device.
     """
 
     device: int = 0
@@ -52,5 +52,5 @@ class Tree(AllReduceAlgorithm):
         return (self.device + place) % traffic.num_replicas
 
     def _distances(self, traffic: Traffic) -> list[int]:
-        """1, 2, 4, ..., as far as there are devices."""
+        """1, 2, 4, ... below the number of devices."""
         return [1 << i for i in range((traffic.num_replicas - 1).bit_length())]

@@ -1,4 +1,4 @@
-"""Assigns links to collectives, and lowers collectives that the link does not offer."""
+"""Assigns links to collectives, and lowers collectives that a link does not offer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LowerCollectives:
         v = wait(b, bucket=0, replica=1)                    v = wait(r, bucket=0, replica=1)
 
     Logical CPUs share memory: each device sums its share of the bucket, directly from the others' buckets. Distinct GPUs use
-    NCCL; logical devices on one GPU copy. A broadcast becomes sends and receipts. Operations that a link does not carry go over
-    the link that it falls back to. Exchanges between workers go over a link that joins workers.
+    NCCL; logical devices on one GPU copy. A broadcast becomes sends and receipts. Operations that a link does not carry use its
+    fallback. Exchanges between workers use a link between workers.
 
     Needs: collectives in the graph.
     Guarantees: every collective has a link that its devices can use.
@@ -56,8 +56,8 @@ class LowerCollectives:
             if node.target is ops.broadcast:
                 _lower_broadcast(program, node, carrier_of(link, ops.send))
             else:
-                own = between if node.target in ops.BETWEEN_WORKERS else link
-                node.kwargs = {**node.kwargs, "link": carrier_of(own, node.target)}
+                wanted_link = between if node.target in ops.BETWEEN_WORKERS else link
+                node.kwargs = {**node.kwargs, "link": carrier_of(wanted_link, node.target)}
         lowered = program.evolve(stage=Stage.SCHEDULED, graph=graph).with_remarks(*_of_whole_buckets(program))
         if not collectives:
             return lowered.with_remarks("no link: there is no collective", is_kept=False)
@@ -77,23 +77,23 @@ class LowerCollectives:
 
 
 def _of_whole_buckets(program: Program) -> list[str]:
-    """What optimizers that run by themselves, on one device, have it send of parameters; rows of a table are much fewer bytes."""
-    said = []
+    """Remarks on parameters sent by optimizers that run on one device; rows of a table are much fewer bytes."""
+    remarks = []
     for node in calls_to(program.mirrored_graph, ops.broadcast):
         bucket = program.buckets[bucket_of(node)]
         if bucket.rule.elementwise or node.all_input_nodes[0].target is ops.updated_rows:
             continue
         others = f"each of {program.num_replicas - 1} other devices" if program.num_replicas > 2 else "the other device"
         rows = ", though the optimizer has rows alone of the gradient" if bucket.rule.takes_rows else ""
-        said.append(
+        remarks.append(
             f"bucket {bucket.index}: {bucket.rule.label} runs on one device, which sends all new parameters, "
             f"{size_text(bucket.num_bytes)}, to {others} in a step{rows}"
         )
-    return said
+    return remarks
 
 
 def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:
-    """Turns a broadcast into a send for each other replica, and a receipt there; the root need not wait."""
+    """Sends to each other replica, with a receipt there; the root need not wait."""
     bucket, root = bucket_of(broadcast), broadcast.kwargs["root"]
     for wait in list(broadcast.users):
         replica = replica_of(wait)

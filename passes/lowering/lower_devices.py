@@ -18,7 +18,7 @@ from mirrorc.torch_internals import add_node, lazy_graph_module
 
 @dataclass(frozen=True)
 class LowerDevices:
-    """Gives every device its own graph with the nodes of its replica and its part of every collective::
+    """Gives every device a graph with the nodes of its replica and its part of every collective::
 
         x      = argument(name=x, replica=0)                          x = placeholder
         fwd_0  = call_region(x, ..., region=fwd_0, replica=0)         fwd_0 = call_module fwd_0(x, ...)
@@ -26,7 +26,7 @@ class LowerDevices:
         wait   = wait(ar, bucket=0, replica=0)                        wait  = wait(ar, bucket=0)
         output {losses: (loss, loss_1)}                               output loss
 
-    The graph of a device without examples has no arguments, and gives None in place of a loss.
+    The graph of a device without examples has no arguments, and returns None in place of a loss.
 
     Needs: collectives with links.
     Guarantees: every device's graph has the collectives in the order of the mirrored graph; region modules are shared,
@@ -61,7 +61,6 @@ class LowerDevices:
 
 
 def _remark(program: Program, graphs: Sequence[fx.Graph]) -> str:
-    """Says how large the graphs are, and how many collectives join them."""
     sizes = sorted({len(graph.nodes) for graph in graphs})
     nodes = f"{sizes[0]} nodes" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} nodes"
     num_joint = sum(1 for _ in calls_to(program.mirrored_graph, *ops.COLLECTIVES))
@@ -79,8 +78,8 @@ def _lower(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node], repli
         named = {"gradients": kwargs["gradients"]}
         lowered = add_node(graph, "call_module", str(kwargs["region"]), args, named, name)
     elif node.target in ops.COLLECTIVES:
-        own = tuple(values[n] for n in node.all_input_nodes if replica_of(n) == replica)
-        lowered = add_node(graph, "call_function", node.target, own, kwargs, name)
+        operands = tuple(values[n] for n in node.all_input_nodes if replica_of(n) == replica)
+        lowered = add_node(graph, "call_function", node.target, operands, kwargs, name)
     else:
         args = fx.node.map_arg(node.args, values.__getitem__)
         named = fx.node.map_arg(kwargs, values.__getitem__)

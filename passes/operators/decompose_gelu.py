@@ -22,15 +22,15 @@ class DecomposeGelu:
                                                        gelu_sigmoid = aten.sigmoid(gelu_mul_3)
                                                        gelu_mul_4   = aten.mul(x, gelu_sigmoid)
 
-    ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``. On CPUs Inductor's tanh takes six times as long as its exp, of which its
-    sigmoid is made. GELU by the error function stays as it is.
+    ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``. On CPUs Inductor's tanh takes six times as long as exp, the core of its
+    sigmoid. GELU by the error function stays as it is.
 
     Needs: a captured graph in which GELU is an operator.
     Guarantees: values change by rounding only. Where the tanh is close to -1, they become more exact, because no digits cancel.
-        The verifier knows that the product is a GELU (`mirrorc.analysis.graph.decompositions`).
+        The verifier recognizes the product as a GELU (`mirrorc.analysis.graph.decompositions`).
 
     Attributes:
-        wanted: whether this makes the generated code faster; otherwise the pass leaves the program as it is.
+        wanted: True if this makes the generated code faster; otherwise the pass leaves the program as it is.
     """
 
     wanted: bool = True
@@ -51,16 +51,16 @@ class DecomposeGelu:
         nodes = [node for graph in graphs for node in graph.nodes if is_tanh_gelu(node)]
         for node in nodes:
             _decompose(node)
-        said = f"a sigmoid takes the place of the tanh in {counted(len(nodes) // len(graphs), 'GELU operator')}"
-        return program.evolve(shard_graphs=graphs).with_remarks(said)
+        remark = f"a sigmoid takes the place of the tanh in {counted(len(nodes) // len(graphs), 'GELU operator')}"
+        return program.evolve(shard_graphs=graphs).with_remarks(remark)
 
 
 def _decompose(node: fx.Node) -> None:
-    """Replaces a GELU by the operators that it consists of; their names begin with the name of the GELU."""
-    given = tensors_of(node)
-    body = traced_on_fake_tensors(DECOMPOSITIONS[node.target], [source.meta["val"] for source in given])
+    """The new operators' names begin with the name of the GELU."""
+    operands = tensors_of(node)
+    body = traced_on_fake_tensors(DECOMPOSITIONS[node.target], [source.meta["val"] for source in operands])
     placeholders = [inside for inside in body.nodes if inside.op == "placeholder"]
-    values: dict[fx.Node, fx.Node] = dict(zip(placeholders, given, strict=True))
+    values: dict[fx.Node, fx.Node] = dict(zip(placeholders, operands, strict=True))
     with node.graph.inserting_before(node):
         for inside in body.nodes:
             if inside.op == "call_function":

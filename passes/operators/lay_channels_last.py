@@ -28,19 +28,19 @@ class LayChannelsLast:
                                                      relu = aten.relu(conv)
                                                      flat = aten.reshape(relu, [2, -1])
 
-    The result of such a convolution has channels-last format, and so have the values that are computed from it, up to an operator
-    that changes the shape. The types of all these values are inferred again. A view that the new layout does not permit becomes a
-    reshape. Parameters keep their format: a step copies the weights, which are small, and their gradients. Operators that torch
-    does not define, and operations of mirrorc, such as those that hand outputs to the caller, get theirs in the former layout.
+    The results of these convolutions have channels-last format, and so have the values computed from them, up to an operator that
+    changes the shape. The types of all these values are inferred again. A view without a valid stride in the new layout becomes a
+    reshape. Parameters keep their format: a step copies the weights, which are small, and their gradients. Operators from outside
+    torch, and operations of mirrorc, such as outputs for the caller, get their arguments in the former layout.
 
     Needs: a captured graph of functional operators.
-    Guarantees: every value keeps its elements. This cannot be guaranteed if an operator addresses elements by their position in
-        memory. The program then stays as it is, and a remark names the operator.
-    Source: torch's own compiler converts convolutions on CPUs in this way while it compiles. Here each region is compiled by
-        itself and keeps the strides of its arguments and results, so the format must be in the graph before it is cut.
+    Guarantees: every value keeps its elements. If an operator addresses elements by their position in memory, the program stays
+        as it is, and a remark names the operator.
+    Source: torch's compiler converts convolutions on CPUs in this way. Here each region is compiled separately and keeps the
+        strides of its arguments and results, so the format must be in the graph before it is cut.
 
     Attributes:
-        wanted: whether this makes the generated code faster; otherwise the pass leaves the program as it is.
+        wanted: True if this makes the generated code faster; otherwise the pass leaves the program as it is.
     """
 
     wanted: bool = True
@@ -60,24 +60,24 @@ class LayChannelsLast:
         try:
             for layout in layouts:
                 layout.run()
-        except DependsOnStrides as found:
-            reason = f"convolutions are not laid channels-last: {found} depends on how values lie in memory"
+        except DependsOnStrides as operator_name:
+            reason = f"convolutions are not laid channels-last: {operator_name} depends on how values lie in memory"
             return program.with_remarks(reason)
         first = layouts[0]
         if not first.changed:
             reason = "convolutions and what they take are in channels-last format already"
             return program.with_remarks(reason, is_kept=False)
-        said = (
+        remark = (
             f"{counted(first.num_convolutions, 'convolution')} work in channels-last format, for which "
             f"{counted(first.num_copies, 'value')} are copied; what is made of their results lies so, too"
         )
-        return program.evolve(shard_graphs=tuple(layout.graph for layout in layouts)).with_remarks(said)
+        return program.evolve(shard_graphs=tuple(layout.graph for layout in layouts)).with_remarks(remark)
 
 
 def _is_convolution(node: fx.Node) -> bool:
     if node.target is not aten.convolution.default:
         return False
-    values = [given.meta["val"] for given in node.args[:2]]  # type: ignore[union-attr]
+    values = [operand.meta["val"] for operand in node.args[:2]]  # type: ignore[union-attr]
     return all(value.dim() == 4 and value.dtype in _DTYPES for value in values)
 
 
@@ -89,14 +89,14 @@ class _Layout(RelaidValues):
 
     def change(self, node: fx.Node) -> None:
         if _is_convolution(node):
-            node.args = (*(self._channels_last(node, given) for given in node.args[:2]), *node.args[2:])
+            node.args = (*(self._channels_last(node, operand) for operand in node.args[:2]), *node.args[2:])
         elif node.target is aten.convolution_backward.default:
-            own: list[Any] = [self._laid.get(given, given) for given in node.args[1:3]]  # type: ignore[arg-type]
-            node.args = (node.args[0], *own, *node.args[3:])
+            operands: list[Any] = [self._laid.get(operand, operand) for operand in node.args[1:3]]  # type: ignore[arg-type]
+            node.args = (node.args[0], *operands, *node.args[3:])
 
-    def _channels_last(self, convolution: fx.Node, given: Any) -> fx.Node:
-        if given.meta["val"].is_contiguous(memory_format=torch.channels_last):
-            return given
-        if given not in self._laid:
-            self._laid[given] = self.copy(convolution, given, torch.channels_last)
-        return self._laid[given]
+    def _channels_last(self, convolution: fx.Node, value: Any) -> fx.Node:
+        if value.meta["val"].is_contiguous(memory_format=torch.channels_last):
+            return value
+        if value not in self._laid:
+            self._laid[value] = self.copy(convolution, value, torch.channels_last)
+        return self._laid[value]

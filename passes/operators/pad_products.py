@@ -1,4 +1,4 @@
-"""Makes products with odd numbers of columns as parts of larger ones, whose rows begin where fast kernels want them."""
+"""Pads products with odd numbers of columns, to align their rows for fast kernels."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class PadProducts:
-    """Pads the second matrix of large products whose numbers of columns are odd, for 50,257 words in float32::
+    """Pads the second matrix of large products with odd numbers of columns, as for 50,257 words in float32::
 
         logits = aten.mm(x, w)               w_padded = aten.constant_pad_nd(w, [0, 3])
         loss   = f(logits)            ->     logits_padded = aten.mm(x, w_padded)
                                              logits = aten.slice(logits_padded, 1, 0, 50257)
                                              loss   = f(logits)
 
-    The result keeps its shape and has longer rows, and so has what is computed from it element by element. The types of all these
-    values are inferred again. A view that the new layout does not permit becomes a reshape. Operators that torch does not define,
-    and operations of mirrorc, such as those that hand outputs to the caller, get their arguments in the former layout. Gradients
-    of weights stay as they are, because they are made in their buckets.
+    The result keeps its shape and has longer rows, as have elementwise results computed from it. The types of all these values
+    are inferred again. A view without a valid stride in the new layout becomes a reshape. Operators from outside torch, and
+    operations of mirrorc, such as outputs for the caller, get their arguments in the former layout. Gradients of weights stay as
+    they are, because they are made in their buckets.
 
     Needs: a captured graph of functional operators.
-    Guarantees: every value keeps its elements. This cannot be guaranteed if an operator addresses elements by their position in
-        memory. The program then stays as it is, and a remark names the operator.
-    Source: torch's own compiler pads products on GPUs while it compiles. Here each region is compiled by itself and keeps the
-        strides of its results, so what backward reads must have longer rows before the graph is cut; it would be copied else.
+    Guarantees: every value keeps its elements. If an operator addresses elements by their position in memory, the program stays
+        as it is, and a remark names the operator.
+    Source: torch's compiler pads products on GPUs. Here each region is compiled separately and keeps the strides of its results,
+        so values for backward need longer rows before the graph is cut, or they would be copied.
 
     Attributes:
-        fewest_rows: of the first matrix; with fewer, to copy the second one takes longer than what is gained.
+        fewest_rows: of the first matrix; with fewer, the copy of the second one costs more than the gain.
         fewest_elements: of the result; smaller ones are copied soon.
     """
 
@@ -58,20 +58,21 @@ class PadProducts:
     def run(self, program: Program) -> Program:
         padded = [_Padded(copied(graph), self) for graph in program.shard_graphs]
         try:
-            for one in padded:
-                one.run()
-        except DependsOnStrides as found:
-            return program.with_remarks(f"products are not padded: {found} depends on how values lie in memory")
+            for relaid in padded:
+                relaid.run()
+        except DependsOnStrides as operator_name:
+            return program.with_remarks(f"products are not padded: {operator_name} depends on how values lie in memory")
         num_products = padded[0].num_products
-        if not any(one.num_products for one in padded):
+        if not any(relaid.num_products for relaid in padded):
             reason = "there is no large product with an odd number of columns"
             return program.with_remarks(reason, is_kept=False)
-        said = f"{counted(num_products, 'product')} with an odd number of columns are parts of larger ones, whose rows are padded"
-        return program.evolve(shard_graphs=tuple(one.graph for one in padded)).with_remarks(said)
+        products = counted(num_products, "product")
+        remark = f"{products} with an odd number of columns are parts of larger ones, whose rows are padded"
+        return program.evolve(shard_graphs=tuple(relaid.graph for relaid in padded)).with_remarks(remark)
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Whether a product is a result of the graph, perhaps rearranged, as gradients of weights are."""
+    """True if a product is a result of the graph, perhaps rearranged, like gradients of weights."""
     users = node.users
     return any(user.op == "output" or (user.target in REARRANGEMENTS and _is_result(user)) for user in users)
 
@@ -90,17 +91,17 @@ class _Padded(RelaidValues):
         if not missing:
             return
         num_columns = weight.meta["val"].shape[1]  # type: ignore[union-attr]
-        given = list(node.args)
+        operands = list(node.args)
         for place in places_of_columns(node):
-            padding = (given[place], [0, missing])
-            given[place] = self._made(node, aten.constant_pad_nd.default, padding, f"{given[place]}_padded")
-        product = self._made(node, node.target, tuple(given), f"{node.name}_padded")
+            padding = (operands[place], [0, missing])
+            operands[place] = self._made(node, aten.constant_pad_nd.default, padding, f"{operands[place]}_padded")
+        product = self._made(node, node.target, tuple(operands), f"{node.name}_padded")
         node.target, node.args = aten.slice.Tensor, (product, 1, 0, num_columns)
         self.changed.add(node)
         self.num_products += 1
 
     def _missing(self, x: torch.Tensor, weight: torch.Tensor) -> int:
-        """How many columns the product lacks; 0 if it is not to be padded."""
+        """The number of missing columns; 0 to leave the product alone."""
         sizes = (*x.shape, *weight.shape)
         if x.dtype not in _DTYPES or weight.dtype is not x.dtype or not all(isinstance(size, int) for size in sizes):
             return 0

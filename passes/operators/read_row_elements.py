@@ -1,4 +1,4 @@
-"""Replaces sums and reads of whole rows by those of the one element of each row that counts."""
+"""Replaces sums and reads of whole rows by those of their only relevant element."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.torch_internals import sizes_key
 
 @dataclass(frozen=True)
 class ReadRowElements:
-    """Computes a sum over rows that are zero but for one element, and a read of one element per row, from that element alone::
+    """Computes a sum over one-hot rows, or a read of one element per row, from that element alone::
 
         rows = aten.scatter(zeros, 1, t, -1.0)
         mul  = aten.mul(rows, w)                     ->    mul   = aten.mul(rows, w)
@@ -27,12 +27,12 @@ class ReadRowElements:
         sub  = aten.sub(logits, lse)                       found = aten.gather(logits, 1, t)
         loss = aten.gather(sub, 1, t)                ->    loss  = aten.sub(found, lse)
 
-    Both are in the loss of a classifier, whose rows are as long as it has classes. The gradient of its logarithm of a softmax
-    sums a row per example whose sum is known beforehand.
+    Both occur in the loss of a classifier, with rows as long as its number of classes. The gradient of its logarithm of a softmax
+    sums a row for each example, with a sum known beforehand.
 
-    Needs: a captured graph in which the loss is decomposed, as backends want it that fuse operators. Elsewhere nothing matches.
-    Guarantees: bits stay, except that a sum of a row with a factor that is not finite is that of its one element, where
-        zeros times that factor made it NaN. The verifier knows both (`mirrorc.analysis.graph.one_hot_rows`).
+    Needs: a captured graph with a decomposed loss, as for backends that fuse operators. Elsewhere nothing matches.
+    Guarantees: bits stay, with one exception: a row with a non-finite factor sums to its one element, where zeros times that
+        factor made it NaN. The verifier knows both (`mirrorc.analysis.graph.one_hot_rows`).
     """
 
     name: str = field(default="read-row-elements", init=False)
@@ -46,13 +46,13 @@ class ReadRowElements:
             return program.with_remarks("no sum or read of rows can do with one element of each", is_kept=False)
         for graph in graphs:
             remove_unused(graph)
-        said = f"{counted(num_changed // len(graphs), 'sum or read', 'sums or reads')} of rows made from one element of each"
-        return program.evolve(shard_graphs=graphs).with_remarks(said)
+        remark = f"{counted(num_changed // len(graphs), 'sum or read', 'sums or reads')} of rows made from one element of each"
+        return program.evolve(shard_graphs=graphs).with_remarks(remark)
 
 
 @dataclass(frozen=True)
 class _Nodes:
-    """The nodes of a graph as values of which rows may be made; new ones are inserted before the node to replace."""
+    """The nodes of a graph as sources of rows; new ones are inserted before the node to replace."""
 
     program: Program
     replaced: fx.Node
@@ -70,14 +70,14 @@ class _Nodes:
 
 
 def _shorten(program: Program, node: fx.Node) -> bool:
-    """Replaces a sum or read of rows if one element of each is enough; says whether it is."""
+    """Returns True if it has replaced a sum or read of rows."""
     if node.target not in ROW_READERS:
         return False
     nodes = _Nodes(program, node)
     made = nodes.made(node)
-    found = by_elements(nodes, made) if made is not None else None
-    if found is None:
+    shorter = by_elements(nodes, made) if made is not None else None
+    if shorter is None:
         return False
-    node.replace_all_uses_with(found)
+    node.replace_all_uses_with(shorter)
     node.graph.erase_node(node)
     return True

@@ -1,4 +1,4 @@
-"""Lets backward compute elementwise values again, instead of reading what forward would store for it alone."""
+"""Recomputes elementwise values in backward if forward would store them for backward alone."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted
 
 _MOST_OPERATORS = 16
-"""How many operators are run again for one value at most."""
+"""The most operators to run again for one value."""
 
 _SMALL = 8
-"""How many times smaller than a value those are whose memory does not count, such as a number for each of its rows."""
+"""A value this many times smaller does not count as memory, such as a number for each row."""
 
 
 @dataclass(frozen=True)
 class RecomputeElementwise:
-    """Computes again in backward what follows from other values by a few elementwise operators::
+    """Recomputes in backward values that follow from others by a few elementwise operators::
 
         mm   = aten.mm(x, w)                               mm    = aten.mm(x, w)
         lse  = ...                                         lse   = ...
@@ -33,21 +33,20 @@ class RecomputeElementwise:
         exp  = aten.exp(sub)    # in backward              again = aten.sub(mm, lse)
                                                            exp   = aten.exp(again)
 
-    Forward has ``mm`` in memory in any case; ``sub`` it would write for backward alone, which is a pass over all its elements.
-    Fused with what reads it, it costs backward nothing, since ``mm`` is as large. So it is with the logarithm of a softmax over
-    many classes, with what RMSNorm multiplies by its weight, with a SiLU that gates another value, and with the places of maxima
-    that pooling finds: 64-bit numbers, made of the 8 bits that say where in its window each one is.
+    Forward has ``mm`` in memory in any case; it would write ``sub`` for backward alone, a pass over all its elements. Fused into
+    its reader, ``sub`` costs backward nothing, since ``mm`` is as large. The same holds for the logarithm of a softmax over many
+    classes, the operand of RMSNorm's weight, a SiLU that gates another value, and the places of maxima in pooling: 64-bit
+    numbers, made from 8 bits for the place in the window.
 
-    A value is computed again if forward stores it for nothing but backward, and backward then moves fewer bytes: to keep it,
-    it is written and read; to compute it, other values are read, of which those that are not in memory anyway are written
-    first. Forward keeps no more memory than before, but for small values. Each operator of backward gets a copy of its own,
-    with which it is fused.
+    A value is recomputed if forward stores it only for backward, and if backward then moves fewer bytes. Saving it costs a write
+    and a read; recomputing it costs reads of its sources, and writes of those that would not be in memory otherwise. Forward
+    saves no more memory than before, except for small values. Each operator of backward gets a separate copy, fused with it.
 
     Needs: a captured graph.
     Guarantees: every value is the same expression, bit for bit.
 
     Attributes:
-        wanted: whether this makes the generated code faster, as it does where elementwise operators are fused; otherwise the
+        wanted: True if this makes the generated code faster, as it does where elementwise operators are fused; otherwise the
             pass leaves the program as it is.
     """
 
@@ -64,18 +63,20 @@ class RecomputeElementwise:
         names = [_recompute(program, graph) for graph in graphs]
         if not any(names):
             return program.with_remarks("forward stores no elementwise value for backward alone", is_kept=False)
-        said = f"{counted(len(names[0]), 'value')} computed again in backward, not stored for it: {', '.join(names[0])}"
-        return program.evolve(shard_graphs=graphs).with_remarks(said)
+        remark = (
+            f"{counted(len(names[0]), 'value')} computed again in backward, not stored for it: {', '.join(names[0])}"
+        )
+        return program.evolve(shard_graphs=graphs).with_remarks(remark)
 
 
 def _recompute(program: Program, graph: fx.Graph) -> list[str]:
-    """Lets the backward of a graph recompute what it can; the names of these values."""
+    """Changes the backward of a graph; returns the names of recomputed values."""
     first = first_of_backward(program, graph)
     return [value.name for value in _Recomputing(graph, first).run()] if first is not None else []
 
 
 class _Recomputing:
-    """Looks at the values of a forward in their order, so that what each is made of has been decided."""
+    """Visits the values of a forward in order, so that their sources are decided before them."""
 
     def __init__(self, graph: fx.Graph, first_of_backward: fx.Node) -> None:
         nodes = list(graph.nodes)
@@ -89,13 +90,13 @@ class _Recomputing:
             self._sharing.setdefault(owner_of(node), []).append(node)
 
     def run(self) -> list[fx.Node]:
-        """Changes the graph; the values that backward computes again."""
+        """Changes the graph; returns the recomputed values."""
         done = [value for value in self._sharing if self._moves_to_backward(value)]
         remove_unused(self._graph)
         return done
 
     def _moves_to_backward(self, value: fx.Node) -> bool:
-        """Lets backward compute a value again if that is better."""
+        """Recomputes a value if that is better; returns True if so."""
         if not is_cheap(value) or not self._is_stored_for_backward_alone(value):
             return False
         sources = self._sources(self._operators(value))
@@ -106,7 +107,7 @@ class _Recomputing:
         return True
 
     def _uses_in_backward(self, value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """The nodes of backward that use a value or a view of it in forward, and what they use."""
+        """Pairs of a node in backward and the value, or view of it, that it uses."""
         return ((user, shared) for shared in self._sharing[value] for user in shared.users if user in self._backward)
 
     def _is_stored_for_backward_alone(self, value: fx.Node) -> bool:
@@ -114,23 +115,25 @@ class _Recomputing:
         return not self._backward.isdisjoint(users) and all(map(is_fused, users))
 
     def _operators(self, value: fx.Node) -> list[fx.Node]:
-        """What has to be run again for a value, in order: cheap operators and their views, back to what is in memory."""
-        own, found, waiting = owner_of(value), {value}, [value]
+        """The operators to run again, in order: cheap operators and their views, back to values in memory."""
+        root, operators, waiting = owner_of(value), {value}, [value]
         while waiting:
             for source in waiting.pop().all_input_nodes:
                 owner = owner_of(source)
-                is_run = owner is own or (is_cheap(owner) and not self._is_kept(owner) and not _is_small(owner, own))
-                if source not in found and is_run and len(found) < _MOST_OPERATORS:
-                    found.add(source)
+                is_run = owner is root or (
+                    is_cheap(owner) and not self._is_in_memory(owner) and not _is_small(owner, root)
+                )
+                if source not in operators and is_run and len(operators) < _MOST_OPERATORS:
+                    operators.add(source)
                     waiting.append(source)
-        return sorted(found, key=self._place.__getitem__)
+        return sorted(operators, key=self._place.__getitem__)
 
-    def _is_kept(self, value: fx.Node) -> bool:
-        """Whether a value is in memory when backward needs it, whatever else is computed again."""
-        return self._is_given(value) or next(self._uses_in_backward(owner_of(value)), None) is not None
+    def _is_in_memory(self, value: fx.Node) -> bool:
+        """True if a value is in memory when backward needs it, regardless of recomputation."""
+        return self._is_input(value) or next(self._uses_in_backward(owner_of(value)), None) is not None
 
     @staticmethod
-    def _is_given(value: fx.Node) -> bool:
+    def _is_input(value: fx.Node) -> bool:
         owner = owner_of(value)
         return owner.op == "placeholder" or owner.target is ops.read
 
@@ -141,22 +144,22 @@ class _Recomputing:
         return list(dict.fromkeys(map(owner_of, read)))
 
     def _is_better(self, value: fx.Node, sources: list[fx.Node]) -> bool:
-        """Whether to read these sources takes less time than to store and read a value, and no more memory."""
-        kept, moved = 0, 0
+        """True if reading the sources takes less time than storing and reading the value, and no more memory."""
+        saved, moved = 0, 0
         for source in sources:
             num_bytes = num_bytes_of(source)
-            is_kept = self._is_kept(source)
-            kept += 0 if is_kept or _is_small(source, value) else num_bytes
-            moved += num_bytes if is_kept or source.target in PRODUCTS else 2 * num_bytes
-        return moved < 2 * num_bytes_of(value) and kept <= num_bytes_of(value)
+            in_memory = self._is_in_memory(source)
+            saved += 0 if in_memory or _is_small(source, value) else num_bytes
+            moved += num_bytes if in_memory or source.target in PRODUCTS else 2 * num_bytes
+        return moved < 2 * num_bytes_of(value) and saved <= num_bytes_of(value)
 
     def _again(self, operators: list[fx.Node], user: fx.Node) -> fx.Node:
-        """Copies operators to the place of a user in backward; the value of the last one."""
+        """Copies operators before a user in backward; returns the last one's value."""
         values: dict[fx.Node, fx.Node] = {}
         with self._graph.inserting_before(user):
             for node in operators:
-                given = {source: values.get(source, source) for source in node.all_input_nodes}
-                values[node] = copy_node(self._graph, node, given, name=f"{node.name}_again")
+                copied_operands = {source: values.get(source, source) for source in node.all_input_nodes}
+                values[node] = copy_node(self._graph, node, copied_operands, name=f"{node.name}_again")
         return values[operators[-1]]
 
 

@@ -1,4 +1,4 @@
-"""Finds the types of values again, in order, where some lie in memory in another way than before."""
+"""Infers types again, in order, for values with a new layout and their users."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class DependsOnStrides(Exception):
 
 
 class RelaidValues:
-    """What has another layout in a graph than before; it is walked once, in order, so that the type of each value is known before
-    its uses are visited. Operations of mirrorc, which hand outputs to the caller or have replicas meet, get values as they lay.
+    """The values of a graph with a new layout. One walk, in order: the type of each value is known before its uses.
+
+    Operations of mirrorc (outputs for the caller, sums over replicas) get values in the former layout.
 
     Attributes:
         graph: the graph.
-        num_copies: how many values are copied.
-        changed: values whose layout has changed.
+        num_copies: the number of copied values.
+        changed: values with a new layout.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -36,7 +37,7 @@ class RelaidValues:
         self._restored: dict[fx.Node, fx.Node] = {}  # for changed values, their copies in the former layout
 
     def run(self) -> None:
-        """Changes the layouts of values by `change`, and finds the types of all that is computed from them.
+        """Changes layouts with `change`, and infers the types of all dependent values.
 
         Raises:
             DependsOnStrides: an operator depends on the layout of its arguments.
@@ -45,24 +46,24 @@ class RelaidValues:
             if reads_strides(node.target):
                 raise DependsOnStrides(node.name)
             if may_read_memory_in_order(node.target) or operation_of(node.target) is not None:
-                for given in node.all_input_nodes:
-                    if given in self.changed:
-                        node.replace_input_with(given, self._as_before(node, given))
+                for operand in node.all_input_nodes:
+                    if operand in self.changed:
+                        node.replace_input_with(operand, self._as_before(node, operand))
             self.change(node)
             if is_compute(node) or (node.op == "call_function" and node.all_input_nodes):
                 self.find_type(node)
         self.graph.lint()
 
     def change(self, node: fx.Node) -> None:
-        """Gives arguments or the result of a node another layout, if it should have one."""
+        """Changes the layout of a node's arguments or result, if the subclass wants to."""
         raise NotImplementedError
 
-    def copy(self, user: fx.Node, given: fx.Node, memory_format: torch.memory_format) -> fx.Node:
-        """Copies a value into another format, before a node that reads it."""
-        name = f"{given.name}_{str(memory_format).removeprefix('torch.').removesuffix('_format')}"
+    def copy(self, user: fx.Node, value: fx.Node, memory_format: torch.memory_format) -> fx.Node:
+        """Copies a value into another format, before its user."""
+        name = f"{value.name}_{str(memory_format).removeprefix('torch.').removesuffix('_format')}"
         with self.graph.inserting_before(user):
             copy = add_node(
-                self.graph, "call_function", aten.clone.default, (given,), {"memory_format": memory_format}, name
+                self.graph, "call_function", aten.clone.default, (value,), {"memory_format": memory_format}, name
             )
         copy.meta.update({key: user.meta[key] for key in user.meta if key != "val"})
         self.num_copies += 1
@@ -71,8 +72,8 @@ class RelaidValues:
         return copy
 
     def find_type(self, node: fx.Node) -> None:
-        """Finds the type of a node again if its arguments have changed."""
-        if node not in self.changed and not any(given in self.changed for given in node.all_input_nodes):
+        """Infers the type of a node again if its arguments have changed."""
+        if node not in self.changed and not any(operand in self.changed for operand in node.all_input_nodes):
             return
         was = node.meta.get("val")
         try:
@@ -84,10 +85,10 @@ class RelaidValues:
             if isinstance(was, torch.Tensor) and was.is_contiguous():
                 self._was_contiguous.add(node)
 
-    def _as_before(self, user: fx.Node, given: fx.Node) -> fx.Node:
-        if given not in self._was_contiguous:
+    def _as_before(self, user: fx.Node, value: fx.Node) -> fx.Node:
+        if value not in self._was_contiguous:
             raise DependsOnStrides(user.name)
-        if given not in self._restored:
-            self._restored[given] = self.copy(user, given, torch.contiguous_format)
-            self.changed.discard(self._restored[given])
-        return self._restored[given]
+        if value not in self._restored:
+            self._restored[value] = self.copy(user, value, torch.contiguous_format)
+            self.changed.discard(self._restored[value])
+        return self._restored[value]

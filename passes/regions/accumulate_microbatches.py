@@ -27,10 +27,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AccumulateMicrobatches:
-    """Repeats the graph of a microbatch for each of a shard's, so that only the activations of one are in memory at a time.
+    """Repeats the graph of a microbatch for each of a shard's, so that activations of only one are in memory at a time.
 
-    The first microbatch writes its gradients into their slots. For each later one, regions that add to what is there are made of
-    those that write::
+    The first microbatch writes its gradients into their slots. Later ones call variants of the regions that add instead::
 
         fwd_0 = call_region(x, w, region=fwd_0)           x_0   = microbatch(x, index=0, sizes=(4, 4))
         loss  = fwd_0[0]                                  fwd_0 = call_region(x_0, w, region=fwd_0)
@@ -49,16 +48,15 @@ class AccumulateMicrobatches:
             mirrorc.mm_into(w_slot, dy, x)           ->       mirrorc.addmm_into(w_slot, dy, x)
             return [w_slot]                                   return [w_slot]
 
-    A microbatch's loss counts by its part of the shard's examples, unless the loss is a sum. It reads the buffers as the
-    microbatch before it has left them, but those that all write alike (`Aggregation.SAME`), and has a random stream of its
-    own. What it hands to the caller is joined: rows in the order of examples, scalars by the numbers of examples. A gradient
-    that is left as factors gets those of all microbatches: ``product(left_0, right_0, left_1, right_1)``. The gradients of
-    the last microbatch are those of the shard, and come in the order of its backward, so that what reduces them overlaps with
-    it.
+    A microbatch's loss is weighted by its part of the shard's examples, unless the loss is a sum. It has a separate random
+    stream, and reads buffers as the previous microbatch wrote them, except those that all write alike (`Aggregation.SAME`).
+    Outputs are joined: rows in the order of examples, scalars weighted by the numbers of examples. A factored gradient gets the
+    factors of all microbatches: ``product(left_0, right_0, left_1, right_1)``. The last microbatch's gradients are those of the
+    shard, in the order of its backward, so that their reduction overlaps with it.
 
     Needs: outlined graphs of microbatches; replicas without microbatches are left alone.
-    Guarantees: each result is the sum over the microbatches in their order; each slot is written by the first one and added to
-        by each later one.
+    Guarantees: each result is the sum over the microbatches in their order; the first one writes each slot, and each later one
+        adds to it.
     """
 
     name: str = field(default="accumulate-microbatches", init=False)
@@ -68,8 +66,8 @@ class AccumulateMicrobatches:
 
     def run(self, program: Program) -> Program:
         if not program.shard_of_microbatch:
-            told = "no shard is run in microbatches: none has as many examples as they need"
-            return program.with_remarks(told, is_kept=False)
+            remark = "no shard is run in microbatches: none has as many examples as they need"
+            return program.with_remarks(remark, is_kept=False)
         kinds = list(
             dict.fromkeys(
                 pair for pair in zip(program.shard_of_microbatch, program.microbatches, strict=True) if pair[1]
@@ -89,25 +87,25 @@ class AccumulateMicrobatches:
 
 def _remark(program: Program, regions: _Regions) -> str:
     numbers = sorted({len(sizes) for sizes in program.microbatches if sizes})
-    said = f"each shard is run in {listed([str(number) for number in numbers])} microbatches, one after the other"
-    return said + f"; {counted(len(regions.adding), 'region')} made that add to the gradients of the one before"
+    remark = f"each shard is run in {listed([str(number) for number in numbers])} microbatches, one after the other"
+    return remark + f"; {counted(len(regions.adding), 'region')} made that add to the gradients of the one before"
 
 
 class _Regions:
-    """The regions of a program, and those that add to gradients in place of writing them."""
+    """The regions of a program, and variants that add to gradients instead of writing them."""
 
     def __init__(self, program: Program) -> None:
         self.adding: dict[tuple[str, tuple[int, ...]], Region] = {}
         self._regions = program.regions
 
     def called_by(self, graphs: Sequence[fx.Graph]) -> dict[str, Region]:
-        """The regions that graphs call, in the order in which they were made."""
+        """In the order in which they were made."""
         called = {str(node.kwargs["region"]) for graph in graphs for node in calls_to(graph, ops.call_region)}
         regions = {**self._regions, **{region.name: region for region in self.adding.values()}}
         return {name: region for name, region in regions.items() if name in called}
 
-    def that_adds(self, name: str, places: tuple[int, ...]) -> str:
-        """The region that adds to its arguments at these places what a region writes there."""
+    def adding_variant(self, name: str, places: tuple[int, ...]) -> str:
+        """The variant of a region that adds to its arguments at ``places``."""
         if (name, places) not in self.adding:
             stem, _, shard = name.partition("_shard")
             names = (
@@ -115,8 +113,8 @@ class _Regions:
                 for i in itertools.chain((0,), itertools.count(2))
             )
             taken = {*self._regions, *(region.name for region in self.adding.values())}
-            own = next(each for each in names if each not in taken)
-            self.adding[name, places] = _adding(self._regions[name], own, places)
+            unused = next(each for each in names if each not in taken)
+            self.adding[name, places] = _adding(self._regions[name], unused, places)
         return self.adding[name, places].name
 
 
@@ -137,13 +135,11 @@ def _adding(region: Region, name: str, places: Sequence[int]) -> Region:
 
 
 class _Repeated:
-    """Makes the graph of a shard of the graphs of its microbatches.
+    """Builds the graph of a shard from the graphs of its microbatches.
 
     Args:
-        program: the program before the pass.
-        regions: its regions.
-        shards: the number of the graph of each microbatch.
-        sizes: how many examples each of them has.
+        shards: the number of each microbatch's graph.
+        sizes: the number of examples of each microbatch.
     """
 
     def __init__(self, program: Program, regions: _Regions, shards: tuple[int, ...], sizes: tuple[int, ...]) -> None:
@@ -167,22 +163,24 @@ class _Repeated:
         return self._graph
 
     def _argument(self, node: fx.Node, argument: Argument) -> fx.Node:
-        """A shard's argument, laid out as those of its microbatches are."""
-        own = copy_node(self._graph, node, {})
+        """A shard's argument, with the layout of its microbatches' arguments."""
+        argument_node = copy_node(self._graph, node, {})
         value = node.meta.get("val")
         if argument.has_examples and isinstance(value, torch.Tensor):
             shape = (sum(self._sizes), *value.shape[1:])
             with value.fake_mode:  # type: ignore[attr-defined]
-                own.meta["val"] = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
-        return own
+                argument_node.meta["val"] = torch.empty_strided(
+                    shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+        return argument_node
 
     def _copy(self, index: int, source: fx.Graph, arguments: Mapping[str, Argument]) -> dict[str, Any]:
-        """Adds the nodes of a microbatch; gives its results, its gradients and writes being those of all so far."""
+        """Adds the nodes of a microbatch; returns its results, with gradients and writes accumulated so far."""
         values: dict[fx.Node, fx.Node] = {}
         before = self._outputs[-1] if self._outputs else None
         for node in source.nodes:
             if node.op == "placeholder":
-                values[node] = self._own_argument(index, arguments[str(node.target)])
+                values[node] = self._microbatch_argument(index, arguments[str(node.target)])
             elif node.target is ops.read:
                 values[node] = self._read(node, before)
             elif node.target is ops.slot:
@@ -196,11 +194,10 @@ class _Repeated:
             elif node.op != "output":
                 values[node] = copy_node(self._graph, node, values, name=_name(node.name, index))
         output: Any = fx.node.map_arg(source.output_node().args[0], values.__getitem__)
-        gradients = {name: self._accumulated(name, own, before) for name, own in output["gradients"].items()}
+        gradients = {name: self._accumulated(name, gradient, before) for name, gradient in output["gradients"].items()}
         return {**output, "gradients": gradients}
 
-    def _own_argument(self, index: int, argument: Argument) -> fx.Node:
-        """What a microbatch takes for an argument of the shard; all of it, if there is one microbatch."""
+    def _microbatch_argument(self, index: int, argument: Argument) -> fx.Node:
         whole = self._shared[argument.name]
         is_used = "val" in whole.meta
         if len(self._sizes) == 1 or not is_used:
@@ -217,12 +214,12 @@ class _Repeated:
         return whole
 
     def _slot(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """A slot, or the gradient of the microbatches before that lies there."""
+        """A slot, or the gradient of earlier microbatches in it."""
         earlier: fx.Node | None = before["gradients"][node.kwargs["variable"]] if before is not None else None
         return earlier if earlier is not None and slot_of(earlier) is not None else self._shared_copy(node)
 
     def _read(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """A variable: that which the microbatch before has written, if it has; all take the same of what each writes alike."""
+        """A variable, or the previous microbatch's new value; `Aggregation.SAME` variables are always read anew."""
         name = str(node.kwargs["variable"])
         written = before["writes"].get(name) if before is not None else None
         is_same = written is not None and self._program.variables[name].aggregation is Aggregation.SAME
@@ -235,14 +232,21 @@ class _Repeated:
         return self._shared[key]
 
     def _call(self, index: int, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        own = copy_node(self._graph, node, values, name=_name(node.name, index))
-        adds = tuple(place for place, given in enumerate(own.args) if gradient_of(given) and slot_of(given) is not None)
+        region_call = copy_node(self._graph, node, values, name=_name(node.name, index))
+        adds = tuple(
+            place
+            for place, operand in enumerate(region_call.args)
+            if gradient_of(operand) and slot_of(operand) is not None
+        )
         if adds:
-            own.kwargs = {**own.kwargs, "region": self._regions.that_adds(str(node.kwargs["region"]), adds)}
-        return own
+            region_call.kwargs = {
+                **region_call.kwargs,
+                "region": self._regions.adding_variant(str(node.kwargs["region"]), adds),
+            }
+        return region_call
 
     def _factored(self, index: int, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> Any:
-        """With the last microbatch, a gradient of the factors of all of them; None before."""
+        """At the last microbatch, a gradient of the factors of all; None before."""
         factors = self._factors.setdefault(str(node.kwargs["variable"]), [])
         factors += [values[factor] for factor in node.args]  # type: ignore[index]
         if index + 1 < len(self._sizes):
@@ -251,12 +255,12 @@ class _Repeated:
         gradient.args = tuple(factors)
         return gradient
 
-    def _accumulated(self, name: str, own: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """The sum of a variable's gradients so far: what the region gives, if it has added to those before."""
+    def _accumulated(self, name: str, gradient: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
+        """The sum of a variable's gradients so far; no addition if the region has added already."""
         earlier = before["gradients"][name] if before is not None else None
-        if earlier is None or earlier in _given(own):
-            return own
-        return self._insert(aten.add.Tensor, (earlier, own), {})
+        if earlier is None or earlier in _operands(gradient):
+            return gradient
+        return self._insert(aten.add.Tensor, (earlier, gradient), {})
 
     def _gather(self, index: int, node: fx.Node, values: dict[fx.Node, fx.Node]) -> None:
         parts = self._gathered.setdefault(str(node.kwargs["output"]), [])
@@ -266,7 +270,7 @@ class _Repeated:
             values[node] = copy_node(self._graph, node, {node.all_input_nodes[0]: joined})
 
     def _joined(self, parts: Sequence[fx.Node], how: str) -> fx.Node:
-        """What microbatches give, put together as replicas' parts are."""
+        """Joins the microbatches' parts as replicas' parts are joined."""
         if len(parts) == 1:
             return parts[0]
         if how == "concatenated":
@@ -280,7 +284,7 @@ class _Repeated:
         return total
 
     def _added(self, total: fx.Node | None, part: fx.Node, index: int, how: str) -> fx.Node:
-        """The sum, or the mean by examples, of a microbatch's scalar and those before it."""
+        """The sum, or the mean by examples, of scalars so far."""
         if how == "averaged" and len(self._sizes) > 1:
             part = self._insert(aten.mul.Tensor, (part, self._sizes[index] / sum(self._sizes)), {})
         return part if total is None else self._insert(aten.add.Tensor, (total, part), {})
@@ -291,7 +295,7 @@ class _Repeated:
         return node
 
 
-def _given(gradient: fx.Node) -> tuple[Any, ...]:
+def _operands(gradient: fx.Node) -> tuple[Any, ...]:
     source = gradient.args[0] if gradient_of(gradient) is not None else None
     return source.args if isinstance(source, fx.Node) else ()
 

@@ -30,10 +30,10 @@ from mirrorc.torch_internals import lazy_graph_module
 
 @dataclass(frozen=True)
 class PlaceGradients:
-    """Gives each region the slots of its gradients as arguments, and makes the region write each gradient into its slot.
+    """Passes each region the slots of its gradients, and makes the region write each gradient into its slot.
 
     A matrix product, such as the gradient of a linear layer's weight, is computed into the slot. Any other gradient is copied
-    into its slot at the region's end, and Inductor fuses the copy with the operator that makes the gradient::
+    into its slot at the region's end, and Inductor fuses the copy with the operator before it::
 
         bwd_0 = call_region(x, dy, region=bwd_0)          slot  = slot(bucket=0, variable=w)
         g     = bwd_0[0]                            ->    bwd_0 = call_region(x, dy, slot, region=bwd_0)
@@ -44,8 +44,8 @@ class PlaceGradients:
             mm = aten.mm(dy, x)                     ->        mirrorc.mm_into(w_slot, dy, x)
             return [mm]                                       return [w_slot]
 
-    The weight of a linear layer that is an embedding's table, too, has a gradient that two regions make. The first computes its
-    product into the slot, and the second adds the rows that were looked up, which are few, in place of a table of zeros::
+    If a linear layer's weight is also an embedding's table, two regions make its gradient. The first computes its product into
+    the slot, and the second adds the few rows of the lookup, in place of a table of zeros::
 
         g0    = bwd_0[1]                                  g0    = bwd_0[1]                # is the slot
         bwd_1 = call_region(dx, i, g0, region=bwd_1)  ->  bwd_1 = call_region(dx, i, g0, region=bwd_1)
@@ -59,8 +59,8 @@ class PlaceGradients:
     With microbatches it does not, because the sum over them has another order.
 
     Needs: a bucket plan and outlined regions.
-    Guarantees: a region's outputs keep their places and values. `pack` copies the gradients that stay as they are: those that
-        something else in the program uses as well, and those that only some calls of a shared region give.
+    Guarantees: a region's outputs keep their places and values. `pack` copies the remaining gradients: those with other uses in
+        the program, and those that only some calls of a shared region give.
     Source: TensorFlow's ScopedAllocator gave its collectives one buffer in this way.
     """
 
@@ -80,12 +80,12 @@ class PlaceGradients:
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
         names = {node: name for graph in graphs for node, name in gradient_names(graph).items()}
         regions = dict(program.regions)
-        own_slots = {name: slot for name, (_, slot) in slots.items()}
-        sums = added_rows(program, graphs, names, own_slots) if not program.shard_of_microbatch else []
-        products = {own.product: own.variable for own in sums}
+        slot_of = {name: slot for name, (_, slot) in slots.items()}
+        sums = added_rows(program, graphs, names, slot_of) if not program.shard_of_microbatch else []
+        products = {total.product: total.variable for total in sums}
         left: list[str] = []
         for name, nodes in calls_by_region(graphs).items():
-            to_add = [own.place for own in sums if own.region == name]
+            to_add = [total.place for total in sums if total.region == name]
             places = {i: slot for i, slot in _places(nodes, names, products, slots, left).items() if i not in to_add}
             if places or to_add:
                 regions[name] = _place(_adding_rows(program.regions[name], to_add), places)
@@ -99,7 +99,7 @@ class PlaceGradients:
 
 
 def _ways_into_slots(program: Program, names: Mapping[fx.Node, str]) -> dict[str, str]:
-    """How each gradient gets into its slot, by variable. If one shard shape leaves a gradient to `pack`, all do."""
+    """Maps each variable to the way of its gradient into its slot. If one shard shape leaves a gradient to `pack`, all do."""
     ways: dict[str, str] = {}
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
@@ -111,14 +111,14 @@ def _ways_into_slots(program: Program, names: Mapping[fx.Node, str]) -> dict[str
 
 def _counts(ways: Mapping[str, str]) -> str:
     counts = Counter(ways.values())
-    said = f"of {counted(len(ways), 'gradient')}, {counts['operator']} computed into their slots by the operator that makes them"
-    said += f", {counts['copy']} written there at the end of their region"
-    said += f", {counts['factors']} left as factors" if counts["factors"] else ""
-    return said + (f", {counts['pack']} left to pack" if counts["pack"] else "")
+    gradients = counted(len(ways), "gradient")
+    remark = f"of {gradients}, {counts['operator']} computed into their slots by the operator that makes them"
+    remark += f", {counts['copy']} written there at the end of their region"
+    remark += f", {counts['factors']} left as factors" if counts["factors"] else ""
+    return remark + (f", {counts['pack']} left to pack" if counts["pack"] else "")
 
 
 def _left_to_pack(ways: Mapping[str, str], used_twice: Collection[str]) -> list[str]:
-    """Says which gradients `pack` must copy, and why."""
     left = sorted(name for name, way in ways.items() if way == "pack")
     reasons = {
         "something else uses the gradient as well": [name for name in left if name in used_twice],
@@ -147,37 +147,37 @@ def _places(
     slots: Mapping[str, tuple[int, Slot]],
     left: list[str],
 ) -> dict[int, Slot]:
-    """The outputs of a region that are gradients, or products in them, in every call of it, each with a slot of its shape."""
-    found: list[dict[int, str]] = []
+    """The outputs of a region that are gradients, or products in them, in every call, each with a slot of its shape."""
+    places: list[dict[int, str]] = []
     for node in nodes:
-        own, used = gradient_places(node, names)
-        found.append(own | _parts_of(node, products))
+        direct, used = gradient_places(node, names)
+        places.append(direct | _parts_of(node, products))
         left += used
-    return {i: slots[name][1] for i, name in found[0].items() if all(i in own for own in found)}
+    return {i: slots[name][1] for i, name in places[0].items() if all(i in direct for direct in places)}
 
 
 def _parts_of(node: fx.Node, products: Mapping[fx.Node, str]) -> dict[int, str]:
-    """The products among a call's results to which another region adds rows: their places, and the variables."""
+    """The places and variables of products in a call's results, if another region adds rows to them."""
     return {part.args[1]: products[part] for part in node.users if part in products}  # type: ignore[misc]
 
 
 def _name_parts(node: fx.Node, products: Mapping[fx.Node, str]) -> None:
-    """Says at a call that it gives a part of a variable's gradient, as the call that adds the rows says of all of it."""
+    """Marks a call with its part of a gradient; the call that adds the rows is marked with the whole."""
     gradients: Any = node.kwargs["gradients"]
     parts = {variable: place for place, variable in _parts_of(node, products).items()}
     node.kwargs = {**node.kwargs, "gradients": {**gradients, **parts}}
 
 
 def _adding_rows(region: Region, places: Sequence[int]) -> Region:
-    """The region, made to add the rows of these results to the argument in which the rest of the gradient is."""
+    """The region, changed to add the rows of these results to the argument with the rest of the gradient."""
     graph = copied(region.graph_module.graph)
     results: Any = list(graph.output_node().args[0])  # type: ignore[arg-type]
     for place in places:
         before, table = results[place].args
         rows, indices, _, padding_idx, _ = table.args
         with graph.inserting_before(results[place]):
-            given = (before, rows, indices, padding_idx)
-            into = graph.create_node("call_function", out_products.add_rows_into, given, name=f"{table.name}_into")
+            operands = (before, rows, indices, padding_idx)
+            into = graph.create_node("call_function", out_products.add_rows_into, operands, name=f"{table.name}_into")
         into.meta = {key: table.meta[key] for key in ("stack_trace", "nn_module_stack") if key in table.meta}
         results[place] = before
     graph.output_node().args = (tuple(results),)

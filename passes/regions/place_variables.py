@@ -1,4 +1,4 @@
-"""Decides which device owns each variable, and gives each bucket one owner."""
+"""Assigns each variable to an owner, and gives each bucket one owner."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from mirrorc.messages.wording import counted, listed
 from mirrorc.printing.values import size_text
 
 LEAST_LOADED = "least-loaded"
-"""The rule by which variables go to the device that owns fewest bytes, the largest first."""
+"""Each variable goes to the device with the fewest bytes so far, the largest first."""
 
 CENTRAL = "central"
-"""The rule by which all variables go to the first device."""
+"""All variables go to the first device."""
 
 CACHED = "cached"
-"""The rule by which small variables go to the first device, and large ones as by `LEAST_LOADED`."""
+"""Small variables go to the first device, and large ones as by `LEAST_LOADED`."""
 
 
 @dataclass(frozen=True)
 class PlaceVariables:
-    """Gives every variable that is updated an owner, and splits buckets so that each has one::
+    """Gives every updated variable an owner, and splits buckets so that each has one::
 
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]           bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]  cpu:1
         bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]   ->   bucket 1  f32  fc1.weight[512, 2048]             cpu:0
                                                                   bucket 2  f32  fc1.bias[512]                     cpu:1
 
-    Variables that are named go to the devices that are named for them, and those of optimizers that do not work element by
-    element go to the first device, on which these run. All others follow the rule. By "least-loaded" they are taken from the
-    largest to the smallest, and each goes to the device that owns fewest bytes then, of two the first one. What is named counts.
-    By "cached" this is done with large variables only, so that copies of them come from all devices; small ones all come from the
-    first device.
+    Variables in ``owners`` go to the devices named there. Those of optimizers that are not element-wise go to the first device,
+    on which these run. All others follow the rule. By "least-loaded" they are taken from the largest to the smallest, and each
+    goes to the device with the fewest bytes so far, named variables included; the first of two. By "cached" this holds for large
+    variables only, whose copies then come from all devices; small ones come from the first device.
 
     A bucket keeps its variables, in their order, or is split into one bucket for each of their owners. Buckets are numbered anew
     in the order in which they become ready.
@@ -45,7 +44,7 @@ class PlaceVariables:
         OverrideCachingDevice.
 
     Attributes:
-        rule: "central", "least-loaded", "cached", or the name of a device, which gets all variables that are not named.
+        rule: "central", "least-loaded", "cached", or the name of a device for all variables without an entry in ``owners``.
         owners: pairs of a variable's name and a device's name.
         small_elements: by "cached", variables of fewer elements are small.
     """
@@ -76,18 +75,14 @@ class PlaceVariables:
         return program.evolve(buckets=buckets).with_remarks(*self._remarks(program, buckets, owner_of))
 
     def _owners(self, program: Program) -> dict[str, int]:
-        """The owner of each variable that is in a bucket; names of others have none, as of a layer that this call leaves out.
-
-        Raises:
-            PassError: a name is that of no device, or an owner cannot be kept.
-        """
+        """The owner of each variable in a bucket. Names outside all buckets are ignored: a call may leave out a layer."""
         replicas = {device.name: replica for replica, device in enumerate(program.devices)}
         named = dict(self.owners)
         for name, device in named.items():
             if device not in replicas:
                 raise PassError(_unknown(f"{device!r}, as the owner of {name!r}", replicas))
         sizes = {slot.variable: (bucket, slot) for bucket in program.buckets for slot in bucket.slots}
-        found: dict[str, int] = {}
+        owner_of: dict[str, int] = {}
         for name, (bucket, _) in sizes.items():
             owner = replicas[named[name]] if name in named else 0
             if not bucket.rule.elementwise and owner != 0:
@@ -96,38 +91,37 @@ class PlaceVariables:
                     f"on {program.devices[0]}, and all that it updates is owned there; leave {name!r} out"
                 )
             if name in named or not bucket.rule.elementwise:
-                found[name] = owner
-        rest = [name for name in sizes if name not in found]
+                owner_of[name] = owner
+        rest = [name for name in sizes if name not in owner_of]
         if self.rule in (LEAST_LOADED, CACHED):
             small = [name for name in rest if self.rule == CACHED and sizes[name][1].num_elements < self.small_elements]
-            found |= dict.fromkeys(small, 0)
+            owner_of |= dict.fromkeys(small, 0)
             loads = [0] * program.num_replicas
-            for name, owner in found.items():
+            for name, owner in owner_of.items():
                 loads[owner] += _num_bytes(*sizes[name])
-            large = [name for name in rest if name not in found]
+            large = [name for name in rest if name not in owner_of]
             for name in sorted(large, key=lambda name: -_num_bytes(*sizes[name])):
                 owner = min(range(program.num_replicas), key=loads.__getitem__)
-                found[name] = owner
+                owner_of[name] = owner
                 loads[owner] += _num_bytes(*sizes[name])
-            return found
+            return owner_of
         if self.rule != CENTRAL and self.rule not in replicas:
             raise PassError(_unknown(f"the rule {self.rule!r}", {CENTRAL: 0, LEAST_LOADED: 0, CACHED: 0, **replicas}))
-        return found | dict.fromkeys(rest, replicas.get(self.rule, 0))
+        return owner_of | dict.fromkeys(rest, replicas.get(self.rule, 0))
 
     def _remarks(self, program: Program, buckets: Sequence[Bucket], owner_of: Mapping[str, int]) -> list[str]:
-        """Says what each device owns, and what was split for it."""
         owned = []
         for replica, device in enumerate(program.devices):
-            own = [bucket for bucket in buckets if bucket.owner == replica]
-            size = size_text(sum(slot.num_elements * b.dtype.itemsize for b in own for slot in b.slots))
-            number = sum(len(bucket.slots) for bucket in own)
+            buckets_here = [bucket for bucket in buckets if bucket.owner == replica]
+            size = size_text(sum(slot.num_elements * b.dtype.itemsize for b in buckets_here for slot in b.slots))
+            number = sum(len(bucket.slots) for bucket in buckets_here)
             owned.append(f"{device} {counted(number, 'variable')} ({size})" if number else f"{device} nothing")
         rule = {
             LEAST_LOADED: "by their bytes, the largest first",
             CACHED: f"those of {self.small_elements} elements or more by their bytes, smaller ones from one place",
         }.get(self.rule, f"by the rule {self.rule}")
-        said = f"{rule}, {len(self.owners)} by name: " if self.owners else f"{rule}: "
-        remarks = [f"what each device owns, {said}{listed(owned, most=8)}"]
+        rules = f"{rule}, {len(self.owners)} by name: " if self.owners else f"{rule}: "
+        remarks = [f"what each device owns, {rules}{listed(owned, most=8)}"]
         if len(buckets) > len(program.buckets):
             remarks.append(
                 f"{counted(len(program.buckets), 'bucket')} became {len(buckets)}, as all of a bucket has one owner"
@@ -139,8 +133,8 @@ class PlaceVariables:
         return remarks
 
 
-def _unknown(what: str, known: Mapping[str, int]) -> str:
-    return f"pass 'place-variables' is given {what}: there are {', '.join(known)}"
+def _unknown(setting: str, known: Mapping[str, int]) -> str:
+    return f"pass 'place-variables' is given {setting}: there are {', '.join(known)}"
 
 
 def _num_bytes(bucket: Bucket, slot: Slot) -> int:
@@ -148,7 +142,7 @@ def _num_bytes(bucket: Bucket, slot: Slot) -> int:
 
 
 def _parts(bucket: Bucket, owner_of: Mapping[str, int]) -> list[Bucket]:
-    """A bucket of those gradients of a bucket whose variables have one owner, for each owner."""
+    """Splits a bucket by owner."""
     ends = [*(slot.offset for slot in bucket.slots[1:]), bucket.num_elements]
     owners = dict.fromkeys(owner_of[slot.variable] for slot in bucket.slots)
     if len(owners) == 1:

@@ -40,17 +40,17 @@ class ReserveMemory:
             mm = aten.mm(x, w)                     ->         mirrorc.mm_into(reserved_mm, x, w)
             return [mm]                                       return [reserved_mm]
 
-    The C library gives blocks of this size back to the system when they are freed. The next step gets others, which the system
-    clears while they are written for the first time, and all threads of a process wait for one another on the way: for logits
-    over 16,000 words, that takes a twentieth of the step. Results that do not exist at the same time have the same memory.
+    The C library returns freed blocks of this size to the system. The next step gets new ones; the system clears them at the
+    first write, while all threads of the process wait for one another: for logits over 16,000 words, that takes a twentieth of
+    the step. Results with disjoint lifetimes share memory.
 
     Needs: regions in their final form.
-    Guarantees: only products that regions alone read, and of which none gives back a view, lie in reserved memory (the rule
+    Guarantees: reserved memory holds only products that regions alone read and never return as a view (the rule
         reserved_memory_has_one_value_at_a_time). Values stay the same expressions, bit for bit.
 
     Attributes:
-        wanted: whether the devices' memory is given and taken by the C library; allocators of GPUs keep what is freed.
-        min_bytes: smaller results keep memory that is new in each step. glibc never gives back blocks of less than 32 MiB.
+        wanted: True if the C library allocates the devices' memory; allocators of GPUs keep freed memory.
+        min_bytes: smaller results are allocated in each step. glibc never returns blocks of less than 32 MiB.
     """
 
     wanted: bool = True
@@ -70,16 +70,17 @@ class ReserveMemory:
         regions, places_of = dict(program.regions), {}
         for name, calls in calls_by_region(graphs).items():
             body = program.regions[name].graph_module.graph
-            found = [set(self._places(program, body, node)) for node in calls]
-            if places := sorted(set.intersection(*found)):
+            places_of_calls = [set(self._places(program, body, node)) for node in calls]
+            if places := sorted(set.intersection(*places_of_calls)):
                 places_of[name] = places
                 regions[name] = _reserving(program.regions[name], places)
         reserved = [list(_reserve(graph, regions, places_of)) for graph in graphs]
         if not any(reserved):
             return program.with_remarks("no result of a region is large enough to reserve memory for it", is_kept=False)
         largest = max(_num_bytes(node) for nodes in reserved for node in nodes)
-        said = f"{counted(max(map(len, reserved)), 'result')} of regions in reserved memory, the largest of {size_text(largest)}"
-        return program.evolve(shard_graphs=graphs, regions=regions).with_remarks(said)
+        results = counted(max(map(len, reserved)), "result")
+        remark = f"{results} of regions in reserved memory, the largest of {size_text(largest)}"
+        return program.evolve(shard_graphs=graphs, regions=regions).with_remarks(remark)
 
     def _places(self, program: Program, body: fx.Graph, node: fx.Node) -> Iterator[int]:
         """The results of a call that may lie in reserved memory."""
@@ -109,7 +110,7 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 def _reserving(region: Region, places: list[int]) -> Region:
-    """The region with an argument more for each of these results, into which it computes the result's product."""
+    """The region with an additional argument for each of these results, the output of its product."""
     graph = copied(region.graph_module.graph)
     for place in places:
         product: Any = unaliased_product(graph, place)
@@ -128,7 +129,7 @@ def _reserving(region: Region, places: list[int]) -> Region:
 
 
 def _reserve(graph: fx.Graph, regions: Mapping[str, Region], places_of: Mapping[str, list[int]]) -> Iterator[fx.Node]:
-    """Gives each call the memory that its region takes; memory whose value is not read any more is given again."""
+    """Passes each call its region's memory, and reuses memory after its value's last read."""
     busy_until: list[fx.Node] = []  # for each number, the last reader of its present value
     for node in region_calls(graph):
         places = places_of.get(region_of(node), [])

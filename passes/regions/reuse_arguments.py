@@ -1,4 +1,4 @@
-"""Lets regions write results into the memory of arguments that nothing reads afterwards."""
+"""Lets regions write results into the memory of arguments without later reads."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _ELEMENTWISE = frozenset(
         prims.convert_element_type.default,
     }
 )
-"""Operators that read an element of each operand for one of their result: they may write it where an operand's element was."""
+"""Operators that read one element of each operand for one of their result, and so may write in place."""
 
 _INTO_SLOTS = frozenset({out_products.mm_into, out_products.addmm_into, out_products.add_rows_into})
 
 
 @dataclass(frozen=True)
 class ReuseArguments:
-    """Writes the elementwise result for which a dying argument was kept into that argument's memory::
+    """Writes an elementwise result into the memory of the dying argument that it was computed from::
 
         region bwd_0(logits, lse, dy, w):                region bwd_0(logits, lse, dy, w):
             ...                                              ...
@@ -55,16 +55,16 @@ class ReuseArguments:
             return [mm]                                      mm    = aten.mm(reuse, w)
                                                              return [mm]
 
-    A backend that fuses operators computes the result in place. Otherwise it takes new memory in each step; the system must
-    give and clear what is larger than the blocks that the C library keeps, which can take longer than to compute the result.
+    A backend that fuses operators computes the result in place. Without the pass it allocates memory in each step; for blocks
+    larger than the C library keeps, the system's allocation and clearing can take longer than the computation.
 
-    Needs: regions in their final form: what is left as factors leaves a region, and slots are no arguments that die.
-    Guarantees: an argument is written only if no call of its region leaves anything that could read it (the rule
+    Needs: regions in their final form: factors leave a region, and slots are no dying arguments.
+    Guarantees: an argument is written only if no call of its region leaves a possible reader (the rule
         regions_write_only_what_is_theirs), and values stay the same expressions, bit for bit.
 
     Attributes:
-        wanted: whether the backend fuses the copy with what makes the value; otherwise the pass leaves the program as it is.
-        min_bytes: smaller results keep memory of their own, which the C library has at hand.
+        wanted: True if the backend fuses the copy with its source; otherwise the pass leaves the program as it is.
+        min_bytes: smaller results get new memory, which the C library has at hand.
     """
 
     wanted: bool = True
@@ -81,24 +81,24 @@ class ReuseArguments:
         regions, num_reused = dict(program.regions), 0
         for name, calls in calls_by_region(program.shard_graphs).items():
             places = set.intersection(*(dying_places(program, call) for call in calls))
-            found = self._reuses(program.regions[name].graph_module.graph, places)
-            if found:
-                regions[name] = _reusing(program.regions[name], found)
-                num_reused += len(found)
+            reuses = self._reuses(program.regions[name].graph_module.graph, places)
+            if reuses:
+                regions[name] = _reusing(program.regions[name], reuses)
+                num_reused += len(reuses)
         if not num_reused:
             return program.with_remarks("no argument that dies in a region has room for a result", is_kept=False)
-        said = f"{counted(num_reused, 'result')} of regions written into the memory of arguments that die there"
-        return program.evolve(regions=regions).with_remarks(said)
+        remark = f"{counted(num_reused, 'result')} of regions written into the memory of arguments that die there"
+        return program.evolve(regions=regions).with_remarks(remark)
 
     def _reuses(self, body: fx.Graph, places: set[int]) -> dict[str, str]:
-        """For arguments of a region's body, the values to write into them, both by name; no value twice."""
-        found: dict[str, str] = {}
+        """Maps arguments of a region's body to the values to write into them, by name; no value twice."""
+        reuses: dict[str, str] = {}
         for place, argument in enumerate(body.find_nodes(op="placeholder")):
             value = _last_made_of(argument) if place in places else None
             is_large = _is_large(argument.meta["val"], self.min_bytes)
-            if value is not None and is_large and value.name not in found.values() and not _leaves(value):
-                found[argument.name] = value.name
-        return found
+            if value is not None and is_large and value.name not in reuses.values() and not _leaves(value):
+                reuses[argument.name] = value.name
+        return reuses
 
 
 def _is_large(value: Any, min_bytes: int) -> bool:
@@ -106,7 +106,7 @@ def _is_large(value: Any, min_bytes: int) -> bool:
 
 
 def _last_made_of(argument: fx.Node) -> fx.Node | None:
-    """The value for which alone an argument is read, by elementwise operators; None if there is none that fits its memory."""
+    """The only value computed from an argument, by elementwise operators; None if none fits its memory."""
     reached, value = {argument}, argument
     order = list(argument.graph.nodes)
     for node in order[order.index(argument) + 1 :]:
@@ -121,17 +121,17 @@ def _last_made_of(argument: fx.Node) -> fx.Node | None:
 
 
 def _fits(value: fx.Node, argument: fx.Node) -> bool:
-    """Whether a value is stored, and lies as the argument does."""
+    """True if a value is stored, with the argument's layout."""
     is_stored = any(_reads_memory(user) for user in value.users)
-    one, other = value.meta["val"], argument.meta["val"]
-    is_alike = is_same_type(value_type(one), value_type(other))
+    stored, target = value.meta["val"], argument.meta["val"]
+    is_alike = is_same_type(value_type(stored), value_type(target))
     return is_stored and is_alike
 
 
 def _reads_memory(user: fx.Node) -> bool:
-    """Whether a use makes a backend store the value: that of a product, also of a view or into a slot.
+    """True for products, also behind a view or into a slot: a backend stores their operands.
 
-    The value of a copy into a slot is stored there alone.
+    The source of a copy into a slot is stored only there.
     """
     if stored_product(user) is user or user.target in _INTO_SLOTS:
         return True
@@ -139,21 +139,21 @@ def _reads_memory(user: fx.Node) -> bool:
 
 
 def _leaves(value: fx.Node) -> bool:
-    """Whether a value, or a view of it, is a result of its region."""
+    """True if a value, or a view of it, is a result of its region."""
     results = value.graph.output_node().all_input_nodes
     return any(value in origins(result) for result in results)
 
 
-def _reusing(region: Region, found: Mapping[str, str]) -> Region:
+def _reusing(region: Region, reuses: Mapping[str, str]) -> Region:
     graph = copied(region.graph_module.graph)
     nodes = {node.name: node for node in graph.nodes}
-    for argument, name in found.items():
+    for argument, name in reuses.items():
         value = nodes[name]
         with graph.inserting_after(value):
             written = graph.create_node(
                 "call_function", aten.copy_.default, (nodes[argument], value), name=f"reuse_{argument}"
             )
         written.meta = {**value.meta, "val": nodes[argument].meta["val"]}
-        value.replace_all_uses_with(written, delete_user_cb=lambda user, kept=written: user is not kept)
+        value.replace_all_uses_with(written, delete_user_cb=lambda user, copy=written: user is not copy)
     graph.lint()
     return replace(region, graph_module=lazy_graph_module({}, graph, region.name))

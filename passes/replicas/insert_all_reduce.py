@@ -28,21 +28,22 @@ class InsertAllReduce:
                                                           wait_1 = wait(all_reduce, bucket=0, replica=1)
                                                           output {reduced: ((wait, wait_1),)}
 
-    A program that accumulates gradients reduces nothing: each replica keeps its own, and the step that updates with them reduces
-    the sum. What passes have made of a bucket on the way to its reduction is left out: they do that with the sum, in that step.
+    A program that accumulates gradients reduces nothing: each replica keeps its sums, and the step that ends the accumulation
+    reduces them. Operators that passes have applied to a bucket before its reduction are left out: that step applies them to the
+    sum.
 
-    Where buckets are cut, each pack is reduced by itself, and each replica puts its packs together when it has all of them::
+    If buckets are cut, each pack is reduced separately, and each replica joins its packs when it has all of them::
 
         b0_pack0 ...; b0_pack1 ...                  ->    b0_pack0 ...; all_reduce(b0_pack0, ..., bucket=0, pack=0, op=sum)
                                                           b0_pack1 ...; all_reduce(b0_pack1, ..., bucket=0, pack=1, op=sum)
         output {packed: ((b0_pack0, ...), ...)}           unpack = unpack(wait, wait_2, bucket=0, replica=0)
                                                           output {reduced: ((unpack, ...),)}
 
-    A bucket whose factors devices gather, or the rows that its optimizer takes, has an `all_gather` in place of the `all_reduce`.
+    A bucket of gathered factors, or of rows for its optimizer, has an `all_gather` in place of the `all_reduce`.
 
     Needs: packed buckets.
-    Guarantees: each bucket is reduced once; each pending value is waited for once by each replica. With one replica
-        there is nothing to reduce.
+    Guarantees: each bucket is reduced once; each replica waits once for each pending value. With one replica there is nothing to
+        reduce.
     """
 
     name: str = field(default="insert-all-reduce", init=False)
@@ -54,7 +55,7 @@ class InsertAllReduce:
         output = copy_into(graph, program.mirrored_graph)
         reduced = output["packed"]
         if program.accumulates:
-            reduced = tuple(tuple(map(_without_ways, own)) for own in reduced)
+            reduced = tuple(tuple(map(_without_ways, values)) for values in reduced)
         elif program.num_replicas > 1:
             order = {node: i for i, node in enumerate(graph.nodes)}
             reduced = tuple(
@@ -67,7 +68,7 @@ class InsertAllReduce:
 
 
 def _without_ways(value: fx.Node) -> fx.Node:
-    """The packed bucket behind a value, without what was computed from it."""
+    """The packed bucket, before operators applied to it."""
     packed = origin_of(value)
     while value is not packed and not value.users:
         source = value.all_input_nodes[0]
@@ -110,12 +111,12 @@ def _reduce(
 def _unpacked(
     program: Program, graph: fx.Graph, bucket: Bucket, reduced: Sequence[Sequence[fx.Node]]
 ) -> tuple[fx.Node, ...]:
-    """What each replica has of a bucket whose packs it has: all of it, put together right behind the last of them."""
+    """Joins each replica's packs right behind the last of them."""
     if not bucket.is_cut:
         return tuple(reduced[bucket.own_packs[0].number])
-    found = []
+    unpacked = []
     for replica in range(program.num_replicas):
         packs = tuple(reduced[pack.number][replica] for pack in bucket.packs)
         words = {"bucket": bucket.index, "replica": replica}
-        found.append(insert(program, max(packs).next, ops.unpack, packs, words))
-    return tuple(found)
+        unpacked.append(insert(program, max(packs).next, ops.unpack, packs, words))
+    return tuple(unpacked)

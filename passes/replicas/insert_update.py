@@ -21,10 +21,9 @@ from mirrorc.messages.wording import listed, numbered
 class InsertUpdate:
     """Puts the optimizer at the end of every replica's program.
 
-    An element-wise optimizer runs on whole buckets, on every replica. Any other optimizer runs by itself, once, on replica 0's
-    parameters, and each bucket's new parameters are broadcast. It runs only once because an arbitrary optimizer cannot be
-    copied safely and might draw random numbers. Several of them run one after the other, in one operation, in which hooks of each
-    find the gradients of all::
+    An element-wise optimizer runs on whole buckets, on every replica. Any other optimizer runs once, on replica 0's parameters,
+    and each bucket's new parameters are broadcast: an arbitrary optimizer cannot be copied safely and might draw random numbers.
+    Several of them run one after the other, in one operation, so that hooks of each find the gradients of all::
 
         output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
 
@@ -42,7 +41,7 @@ class InsertUpdate:
         output {reduced: ((pack, pack_1),), ...}    ->    accumulate(pack, bucket=0, replica=0)
                                                           accumulate(pack_1, bucket=0, replica=1)
 
-    A replica commits when all replicas have done what can fail, so that a failure leaves all variables as they were.
+    A replica commits after the last operation of any replica that can fail, so that a failure leaves all variables as they were.
 
     Needs: reduced buckets.
     Guarantees: each parameter is updated once per replica, after every read of it in this step, and after its commit.
@@ -79,7 +78,6 @@ class InsertUpdate:
 
 
 def _remarks(program: Program) -> list[str]:
-    """Says how the optimizer runs on each kind of bucket."""
     if program.accumulates:
         return ["nothing is updated: each replica adds its gradients to those of the calls since the last update"]
     remarks = []
@@ -88,14 +86,14 @@ def _remarks(program: Program) -> list[str]:
         buckets = [b for b in program.buckets if (b.rule.elementwise, b.rule.takes_rows) == rules]
         if not buckets:
             continue
-        said = f"{listed(dict.fromkeys(b.rule.label for b in buckets))}, {numbered('bucket', [b.index for b in buckets])}: "
+        remark = f"{listed(dict.fromkeys(b.rule.label for b in buckets))}, {numbered('bucket', [b.index for b in buckets])}: "
         if elementwise:
-            said += "works element by element, so every replica updates whole buckets"
+            remark += "works element by element, so every replica updates whole buckets"
         else:
             why = "takes rows of a table" if takes_rows else "does not work element by element"
-            said += f"{why}, so it runs once, on replica 0"
-            said += ", and the new parameters are broadcast" if program.num_replicas > 1 else ""
-        remarks.append(said)
+            remark += f"{why}, so it runs once, on replica 0"
+            remark += ", and the new parameters are broadcast" if program.num_replicas > 1 else ""
+        remarks.append(remark)
     return remarks
 
 

@@ -28,21 +28,20 @@ class PackGradients:
         output {gradients: {w: (g0, ...), b: (g1, ...)}}          pack = pack(g0, g1, bucket=0, replica=0)
                                                                   output {packed: ((pack, ...),)}
 
-    A replica without examples packs no gradients: its buckets are filled with zeros, so that it takes part in all that follows
-    as every replica does::
+    A replica without examples packs no gradients: its buckets are zeros, so that it takes part in all collectives::
 
         (no nodes of replica 1)                             ->    pack_1 = pack(bucket=0, replica=1)
 
-    So do all replicas of a worker whose batch is empty, in the order of the buckets.
+    So do all replicas of a worker with an empty batch, in the order of the buckets.
 
-    A step that ends an accumulation adds what earlier calls have accumulated, replica by replica, so that all that follows works
-    with the gradients of all calls::
+    A step that ends an accumulation adds the gradients of earlier calls, replica by replica, so that all later operations see the
+    gradients of all calls::
 
         pack = pack(g0, g1, bucket=0, replica=0)            ->    pack = pack(g0, g1, bucket=0, replica=0)
                                                                   sum  = add_accumulated(pack, bucket=0, replica=0)
 
-    Of a bucket that is cut, each pack is filled when its own elements are complete, not when the whole bucket is. A gradient that
-    lies in several packs is an operand of all of them::
+    If a bucket is cut, each pack is filled as soon as its elements are complete. A gradient in several packs is an operand of all
+    of them::
 
         bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
         g0    = bwd_0[0]                                    ->    g0    = bwd_0[0]
@@ -52,8 +51,8 @@ class PackGradients:
                                                                   b0_pack1 = pack(g0, g1, bucket=0, pack=1, replica=0)
 
     Needs: a bucket plan and the mirrored graph.
-    Guarantees: every gradient is packed in each pack in which it lies, in its slot's place; nothing else uses it.
-        Accumulated gradients are added once, before anything else takes the bucket.
+    Guarantees: every gradient is packed in each of its packs, in its slot's place; nothing else uses it. Accumulated gradients
+        are added once, before any other use of the bucket.
     """
 
     name: str = field(default="pack-gradients", init=False)
@@ -70,15 +69,15 @@ class PackGradients:
         latest: dict[int, fx.Node] = {}  # the last pack of each replica
         for bucket, pack in program.packs:
             replicas = range(program.num_replicas)
-            own = {r: _pack(graph, bucket, pack, output["gradients"], r, order, latest) for r in program.present}
-            last = max(own.values(), default=None)
+            pack_of = {r: _pack(graph, bucket, pack, output["gradients"], r, order, latest) for r in program.present}
+            last = max(pack_of.values(), default=None)
             for replica in replicas:
-                if replica not in own:
+                if replica not in pack_of:
                     last = _pack_zeros(program, graph, bucket, pack, replica, last)
-                    own[replica] = last
+                    pack_of[replica] = last
             if program.accumulation is Accumulation.ENDS:
-                own = {replica: _add_accumulated(program, packed) for replica, packed in own.items()}
-            packed.append(tuple(own[replica] for replica in replicas))
+                pack_of = {replica: _add_accumulated(program, packed) for replica, packed in pack_of.items()}
+            packed.append(tuple(pack_of[replica] for replica in replicas))
         graph.output({"losses": output["losses"], "packed": tuple(packed), "writes": output["writes"]})
         packs = f"{counted(len(program.packs), 'pack')} on each of {counted(program.num_replicas, 'replica')}"
         when = "one per bucket, right after the bucket's last gradient"
@@ -92,9 +91,9 @@ class PackGradients:
 
 
 def _check_rows(bucket: Bucket, gradients: Any) -> None:
-    """Refuses a whole gradient where the optimizer takes rows."""
+    """Refuses a whole gradient if the optimizer takes rows."""
     for slot in bucket.slots if bucket.rule.takes_rows else ():
-        if any(own is not None and own.target is not ops.index_add for own in gradients[slot.variable]):
+        if any(gradient is not None and gradient.target is not ops.index_add for gradient in gradients[slot.variable]):
             raise PassError(
                 f"the optimizer takes rows of the gradient of {slot.variable}, which is not left as rows: run 'factor-gradients' "
                 "before 'pack-gradients' (exact_order=True leaves it out), or look it up with sparse=False"
@@ -108,7 +107,6 @@ _ADDED = (
 
 
 def _add_accumulated(program: Program, pack: fx.Node) -> fx.Node:
-    """Adds the accumulated gradients of a replica right behind its pack."""
     return insert(program, pack.next, ops.add_accumulated, (pack,), dict(pack.kwargs))
 
 
@@ -121,7 +119,7 @@ def _pack(
     order: dict[fx.Node, int],
     latest: dict[int, fx.Node],
 ) -> fx.Node:
-    """Packs gradients right after the last of them, and behind the pack before, which may be complete later."""
+    """Packs gradients after the last of them, and behind the pack before, which may be complete later."""
     members = tuple(gradients[slot.variable][replica] for slot in bucket.slots_in(pack))
     last = max(members, key=order.__getitem__)
     place = max(last, latest.get(replica, last))
@@ -135,7 +133,7 @@ def _pack(
 def _pack_zeros(
     program: Program, graph: fx.Graph, bucket: Bucket, pack: Pack, replica: int, last: fx.Node | None
 ) -> fx.Node:
-    """Packs no gradients, right after the ``last`` pack of the bucket; if there is none, behind those of other buckets."""
+    """Follows the bucket's ``last`` pack; without one, the packs of other buckets."""
     with graph.inserting_after(last) if last is not None else contextlib.nullcontext():
         node = call(graph, ops.pack, (), {**words_of_pack(bucket, pack), "replica": replica})
     like = last.meta["val"] if last is not None else any_value(next(iter(program.regions.values())).graph_module.graph)

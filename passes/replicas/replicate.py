@@ -22,8 +22,8 @@ from mirrorc.printing.values import type_of
 class Replicate:
     """Makes one graph that holds the nodes of every device side by side.
 
-    Each replica's nodes keep their order and get the keyword ``replica``. The replicas' nodes are interleaved, so that calls that
-    run at the same time are close together in print::
+    Each replica's nodes keep their order and get the keyword ``replica``. The replicas' nodes are interleaved: simultaneous calls
+    are close together in print::
 
         fwd_0 = call_region(x, read, region=fwd_0)        fwd_0   = call_region(x, read, region=fwd_0, replica=0)
         loss  = fwd_0[0]                            ->    loss    = fwd_0[0]
@@ -31,8 +31,8 @@ class Replicate:
                                                           loss_1  = fwd_0_1[0]
                                                           output {losses: (loss, loss_1)}
 
-    A replica without examples has no nodes here, and None in place of each result. If none of a worker's replicas has any, its
-    first one attends the meetings of the other workers' replicas.
+    A replica without examples has no nodes here, and None in place of each result. If no replica of a worker has any, its first
+    one attends the sums of the other workers' replicas.
 
     Needs: an outlined graph for each shard shape.
     Guarantees: replica r runs the graph of its shard shape; no edge joins two replicas.
@@ -68,22 +68,20 @@ class Replicate:
 
 
 def _attended(program: Program) -> list[fx.Node]:
-    """The meetings of the graph that stands in for those of a worker without examples, which others wait for."""
+    """The sums over replicas that a worker without examples must attend, because others wait for it."""
     if program.present or not program.meets_workers:
         return []
     return list(calls_to(program.shard_graphs[0], *ops.MEETINGS))
 
 
 def _words_of(meeting: fx.Node) -> dict[str, Any]:
-    """The keywords of what attends a meeting."""
     value = meeting if meeting.target is ops.rows_of_replicas else meeting.all_input_nodes[0]
-    found = value.meta["val"]
+    example = value.meta["val"]
     words = {"number": meeting.kwargs["number"], "meeting": name_of(meeting)}
-    return {**words, "shape": tuple(found.shape), "dtype": found.dtype, "replica": 0}
+    return {**words, "shape": tuple(example.shape), "dtype": example.dtype, "replica": 0}
 
 
 def _remark(program: Program) -> str:
-    """Says which replicas run which graph, and which types of shards make the graphs differ."""
     shards: dict[int, list[int]] = {}
     for replica, shard in enumerate(program.shard_of_replica):
         if shard is not None:
@@ -96,8 +94,8 @@ def _remark(program: Program) -> str:
         }
         for shard in shards
     }
-    differing = [name for name in batch if len({own[name] for own in types.values()}) > 1]
-    said = [
+    differing = [name for name in batch if len({shard_types[name] for shard_types in types.values()}) > 1]
+    parts = [
         f"{numbered('replica', replicas)} {'runs' if len(replicas) == 1 else 'run'} the graph for "
         + listed([f"{name}: {types[shard][name]}" for name in differing or batch])
         for shard, replicas in shards.items()
@@ -105,12 +103,12 @@ def _remark(program: Program) -> str:
     absent = [replica for replica in range(program.num_replicas) if replica not in program.present]
     if absent:
         has = "has" if len(absent) == 1 else "have"
-        said.append(f"{numbered('replica', absent)} {has} no examples, and no nodes of forward and backward")
-    return "; ".join(said) + ("" if len(shards) > 1 or absent else ": all shards have one shape")
+        parts.append(f"{numbered('replica', absent)} {has} no examples, and no nodes of forward and backward")
+    return "; ".join(parts) + ("" if len(shards) > 1 or absent else ": all shards have one shape")
 
 
 def _calls(source: fx.Graph | None) -> list[list[fx.Node]]:
-    """The nodes of a graph, each grouped with the nodes that take parts of its result."""
+    """The nodes of a graph, each grouped with the parts of its result."""
     calls: list[list[fx.Node]] = []
     for node in source.nodes if source is not None else ():
         if node.target is operator.getitem:

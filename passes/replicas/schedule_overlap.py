@@ -1,4 +1,4 @@
-"""Moves launches early and waits late, so that communication runs while backward goes on."""
+"""Moves launches early and waits late, so that communication overlaps with backward."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ScheduleOverlap:
         update_0(wait_0); update_1(wait_1)         wait_0; update_0(wait_0); wait_1; update_1(wait_1)
 
     Needs: collectives and updates in the graph.
-    Guarantees: only collectives, waits, and operators of torch that are applied to a sum are moved. Launches keep the order in
-        which buckets become ready. Each replica waits in the order in which it uses the values.
+    Guarantees: only collectives, waits, and torch operators on a sum are moved. Launches keep the order in which buckets become
+        ready. Each replica waits in the order in which it uses the values.
     """
 
     name: str = field(default="schedule-overlap", init=False)
@@ -60,7 +60,7 @@ class ScheduleOverlap:
 
 
 def _move_waits(collective: fx.Node) -> None:
-    """Moves a collective's waits. A wait without uses, whose replica only takes part in the reduction, moves with the others."""
+    """A wait without uses, of a replica that only takes part in the reduction, moves with the others."""
     waits = [user for user in collective.users if user.target is ops.wait]
     used = [node for node in waits if node.users]
     for node in used:
@@ -72,16 +72,15 @@ def _move_waits(collective: fx.Node) -> None:
 
 def _regions_before(graph: fx.Graph) -> dict[str, int]:
     """The number of region calls before each collective and each wait, by its name."""
-    found, num_regions = {}, 0
+    counts, num_regions = {}, 0
     for node in graph.nodes:
         num_regions += node.target is ops.call_region
         if node.target is ops.wait or node.target in ops.COLLECTIVES:
-            found[node.name] = num_regions
-    return found
+            counts[node.name] = num_regions
+    return counts
 
 
 def _moved(before: Mapping[str, int], graph: fx.Graph) -> str:
-    """Says how many launches and waits have moved past a region."""
     if not before:
         several = "nothing is reduced" if len({replica_of(node) for node in graph.nodes} - {None}) > 1 else ""
         return f"nothing to move: {several or 'one device communicates with nobody'}"
@@ -96,20 +95,19 @@ def _moved(before: Mapping[str, int], graph: fx.Graph) -> str:
 
 
 def _remarks(graph: fx.Graph) -> list[str]:
-    """Says how many regions run while a reduction is in flight, and names the reductions that stay exposed."""
     regions = [node for node in calls_to(graph, ops.call_region) if replica_of(node) == 0]
     in_flight, exposed = [], []
     for node in calls_to(graph, ops.all_reduce, ops.all_gather):
         later = [region for region in regions if region > node]
         first_wait = min((user for user in node.users if user.target is ops.wait), default=None)
         beside = [region for region in later if first_wait is None or region < first_wait]
-        what = f"pack {pack_of(node)}" if node.kwargs.get("pack") is not None else f"bucket {bucket_of(node)}"
+        sum_name = f"pack {pack_of(node)}" if node.kwargs.get("pack") is not None else f"bucket {bucket_of(node)}"
         if beside:
-            in_flight.append(f"{len(beside)} for {what}")
+            in_flight.append(f"{len(beside)} for {sum_name}")
         elif later:
-            exposed.append(f"the reduction of {what} stays exposed: its sum is used before the next region")
+            exposed.append(f"the reduction of {sum_name} stays exposed: its sum is used before the next region")
         else:
-            exposed.append(f"the reduction of {what} stays exposed: backward ends where it begins")
+            exposed.append(f"the reduction of {sum_name} stays exposed: backward ends where it begins")
     kind = "pack" if any(node.kwargs.get("pack") is not None for node in calls_to(graph, ops.all_reduce)) else "bucket"
-    said = f"regions that each device runs while a {kind} is in flight: {listed(in_flight)}"
-    return [*([said] if in_flight else []), *exposed]
+    overlaps = f"regions that each device runs while a {kind} is in flight: {listed(in_flight)}"
+    return [*([overlaps] if in_flight else []), *exposed]

@@ -1,4 +1,4 @@
-"""Has the device that steps send the rows of a table that it has written, in place of the whole table."""
+"""Sends only the written rows of a table from the device that steps."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ class SendRows:
         store(w_1, bucket=0, replica=1)                          w_1 = wait(b, bucket=0, replica=1)
                                                                  store_rows(w_1, sum_1, bucket=0, replica=1)
 
-    Every device has gathered the indices of all rows of the gradient (``sum_1`` on replica 1), so the rows alone travel, each
-    once. How many there are is known in the step; where a step looks up so many that they may be as many bytes as the table,
-    the table is sent. So it is between devices of one memory where they may be more than a part of it: these copy a whole table
-    faster than they gather and scatter its rows.
+    Every device has gathered the indices of all rows of the gradient (``sum_1`` on replica 1), so only the rows travel, each
+    once. Their number is known in the step. If they may have as many bytes as the table, the table is sent. Between devices of
+    one memory, the bound is a smaller part of it: these copy a whole table faster than they gather and scatter its rows.
 
-    Needs: broadcasts of what `step_optimizer` gives, and each device's wait for the gathered rows.
+    Needs: broadcasts of the results of `step_optimizer`, and each device's wait for the gathered rows.
     Guarantees: each device has the same parameters as with the whole table, bit for bit. A broadcast of rows stays as it is, so
     the pass may run twice.
 
     Attributes:
-        most_in_one_memory: which part of a table its rows may be, at most, where devices share one memory. The bound comes from
+        most_in_one_memory: the largest part of a table to send as rows between devices of one memory. The bound comes from
             steps of a sparse table of 200,000 x 64 on two CPUs, measured in benchmarks/README.md: with an eighth of its rows,
             SGD's take 0.80 of the time of steps that send the whole; with a tenth, SparseAdam's take as long either way.
     """
@@ -65,13 +64,13 @@ class SendRows:
             why_not = self._why_whole(program, bucket)
             if not why_not:
                 _send_rows(sent, broadcast)
-            remarks.append(_said(bucket, bytes_of_rows_sent(program, bucket.index), why_not))
+            remarks.append(_remark(bucket, bytes_of_rows_sent(program, bucket.index), why_not))
         if not remarks and not has_rows:
             return sent.with_remarks("no rows are sent: no device has a copy of a table of rows", is_kept=False)
         return sent.with_remarks(*remarks)
 
     def _why_whole(self, program: Program, bucket: Bucket) -> str:
-        """Why a whole table is sent; empty if its rows are."""
+        """The reason to send a whole table; empty for rows."""
         rows, rows_of_table = most_rows(program, bucket.index), bucket.slots[0].shape[0]
         if not bucket.rule.writes_rows:
             return f"a step of {bucket.rule.label} may write other rows than those of the gradient"
@@ -82,8 +81,7 @@ class SendRows:
         return ""
 
 
-def _said(bucket: Bucket, rows: int, why_not: str) -> str:
-    """What is sent of a table, against what else might be."""
+def _remark(bucket: Bucket, rows: int, why_not: str) -> str:
     table, whole, most = bucket.slots[0].variable, size_text(bucket.num_bytes), size_text(rows)
     if why_not:
         return f"bucket {bucket.index}: all of {table} is sent, {whole}, and not its rows, {most} at most: {why_not}"
@@ -94,13 +92,12 @@ def _said(bucket: Bucket, rows: int, why_not: str) -> str:
 
 
 def _send_rows(program: Program, broadcast: fx.Node) -> None:
-    """Has a broadcast give the rows that the step's gradient has, and every other replica write them."""
     index, root = bucket_of(broadcast), broadcast.kwargs["root"]
     (new,) = broadcast.all_input_nodes
     step, place = new.args
     assert isinstance(step, fx.Node), "an optimizer of rows steps by itself"
-    given = (new, step.args[place])  # type: ignore[index]
-    rows = insert(program, broadcast, ops.updated_rows, given, {"bucket": index, "replica": root})
+    operands = (new, step.args[place])  # type: ignore[index]
+    rows = insert(program, broadcast, ops.updated_rows, operands, {"bucket": index, "replica": root})
     broadcast.args = (rows,)
     sums = _gathered(program, index)
     for wait in list(broadcast.users):

@@ -1,4 +1,4 @@
-"""Keeps parameters and optimizer state once for devices that share one memory; each device updates its share."""
+"""Stores parameters and optimizer state once for devices of one memory; each device updates its share."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class ShareParameters:
         update(wait_1, bucket=1, replica=0)                   update(wait_0, bucket=0, replica=0)
         (the same on replica 1)                               (the same on replica 1: the other shares)
 
-    A device must not write a parameter that another device still reads: waits and updates come after the commit, at which every
-    device is done with backward. All buckets are launched by then, so any order of the waits would do; the bucket that was
-    launched last comes first. Each element is summed and updated as with a copy for each device, with the same bits. An
-    optimizer that runs by itself updates the one copy after all waits, and nothing is broadcast.
+    A device must not write a parameter before another device's last read: waits and updates come after the commit, where every
+    device is done with backward. All buckets are launched by then, so any order of the waits would do; the bucket launched last
+    comes first. Each element is summed and updated as with a copy for each device, with the same bits. An optimizer that runs by
+    itself updates the one copy after all waits, and nothing is broadcast.
 
-    A bucket that is cut into packs is reduced whole, pack by pack, and each device takes its share of what `unpack` gives: a
-    share is one range of the bucket, which would make some devices sum up packs that others have nothing of::
+    A bucket in packs is reduced whole, pack by pack, and each device takes its share of the result of `unpack`. A share is one
+    range of the bucket, and some devices would otherwise sum up packs outside their share::
 
         unpack = unpack(wait_0, wait_1, bucket=0, replica=0)  ->  unpack = unpack(wait_0, wait_1, bucket=0, replica=0)
         update(unpack, bucket=0, replica=0)                       share  = aten.slice(unpack, 0, 0, 64)
@@ -48,7 +48,7 @@ class ShareParameters:
 
     Needs: a commit after all regions, and updates after it.
     Guarantees: every share has one writer; parameters are written after every device's last read of them in the step.
-    Source: optimizer work and state dealt out as in ZeRO stage 1 (Rajbhandari et al., 2020), here without the gathering.
+    Source: optimizer work and state are partitioned as in ZeRO stage 1 (Rajbhandari et al., 2020), here without the gathering.
     """
 
     name: str = field(default="share-parameters", init=False)
@@ -107,14 +107,13 @@ class ShareParameters:
 
 
 def _remarks(program: Program) -> list[str]:
-    """Says what is shared, when it is written, and which buckets are reduced whole."""
     shared = [bucket.index for bucket in program.buckets if bucket.rule.elementwise]
     cut = [bucket.index for bucket in program.buckets if bucket.rule.elementwise and bucket.is_cut]
     whole = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
-    kept = f"parameters and optimizer state are kept once for {program.num_replicas} devices, which share one memory"
+    storage = f"parameters and optimizer state are kept once for {program.num_replicas} devices, which share one memory"
     if program.accumulates:
-        return [f"{kept}; nothing is updated here"]
-    remarks = [kept + (": each device reduces and updates its share of each bucket" if shared else "")]
+        return [f"{storage}; nothing is updated here"]
+    remarks = [storage + (": each device reduces and updates its share of each bucket" if shared else "")]
     if shared:
         writing = "parameters are written after the commit, when no device reads them any more"
         is_last = len(shared) > 1 and shared[-1] == program.buckets[-1].index and not program.workers.are_several
@@ -157,7 +156,7 @@ def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
 
 
 def _take_shares(program: Program, bucket: Bucket, all_reduces: Sequence[fx.Node]) -> None:
-    """Lets each replica update its share of a bucket whose packs it has all, at the end of the graph."""
+    """Updates shares of a bucket that is reduced whole, at the end of the graph."""
     graph = program.mirrored_graph
     end = graph.output_node()
     for all_reduce in sorted(all_reduces):
@@ -174,8 +173,8 @@ def _take_shares(program: Program, bucket: Bucket, all_reduces: Sequence[fx.Node
                 _erase(next(node for node in used_by if node.target is ops.unpack))
                 break
             (whole,) = update.args[:1]
-            own = insert(program, update, torch.ops.aten.slice.Tensor, (whole, 0, start, stop))
-            update.replace_input_with(whole, own)  # type: ignore[arg-type]
+            share = insert(program, update, torch.ops.aten.slice.Tensor, (whole, 0, start, stop))
+            update.replace_input_with(whole, share)  # type: ignore[arg-type]
 
 
 def _erase(node: fx.Node) -> None:

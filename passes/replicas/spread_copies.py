@@ -1,4 +1,4 @@
-"""Has devices pass on parts of large buckets that their owners have updated, so that no owner sends all to all."""
+"""Relays parts of large updated buckets between devices, so that no owner sends everything to all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SpreadCopies:
-    """Turns the broadcast of a large bucket into chunks, each of which one device gets first and passes on::
+    """Turns the broadcast of a large bucket into chunks; one device gets each chunk first and passes it on::
 
         b   = broadcast(new, bucket=0, root=0)           send(new[:n], bucket=0, chunk=0, destination=1, replica=0)
         v   = wait(b, bucket=0, replica=1)               send(new[n:], bucket=0, chunk=1, destination=2, replica=0)
@@ -31,17 +31,17 @@ class SpreadCopies:
                                                          store(cat([c_1, d_1]), bucket=0, replica=1)
                                                          (the same on replica 2)
 
-    The owner sends a large bucket once, in place of once to each of N - 1 devices; every other one sends a chunk to N - 2 others.
-    A small bucket comes straight from its owner: there the number of messages counts, and not their bytes.
+    The owner sends a large bucket once, in place of once to each of N - 1 devices; every other device sends a chunk to N - 2
+    others. A small bucket comes straight from its owner: its cost is the number of messages, not their bytes.
 
-    Needs: broadcasts, which lower-collectives would turn into sends of all to all.
+    Needs: broadcasts, before lower-collectives turns them into sends of all to all.
     Guarantees: each device stores the same values.
     Source: tensorpack's OverrideCachingDevice reads small variables from one place and large ones from many; a broadcast by
         scattering and gathering chunks is that of van de Geijn (1994).
 
     Attributes:
-        min_elements: smaller buckets are sent by their owners.
-        within_one_memory: whether to do so also where devices share one memory, in which each copies straight from the owner's.
+        min_elements: owners send smaller buckets themselves.
+        within_one_memory: also relay between devices of one memory, which otherwise copy straight from the owner's.
         link: the name of the link to use, as for `LowerCollectives`.
     """
 
@@ -85,7 +85,7 @@ class SpreadCopies:
 
 
 def _pass_on(program: Program, broadcast: fx.Node, link: str) -> None:
-    """Replaces a broadcast by sends of its chunks, and what the other replicas wait for by what they put together."""
+    """Replaces a broadcast by sends of its chunks, and other replicas' waits by the joined chunks."""
     index, root = bucket_of(broadcast), broadcast.kwargs["root"]
     (new,) = broadcast.all_input_nodes
     others = [replica for replica in range(program.num_replicas) if replica != root]
@@ -99,15 +99,15 @@ def _pass_on(program: Program, broadcast: fx.Node, link: str) -> None:
         ends = {"destination": replica, "replica": root, "chunk": number}
         insert(program, broadcast, ops.send, (part,), tag | ends)
     for number, replica in enumerate(others):
-        own = _received(program, first, tag, {"source": root, "replica": replica, "chunk": number})
-        chunks[replica, number] = own
+        chunk = _received(program, first, tag, {"source": root, "replica": replica, "chunk": number})
+        chunks[replica, number] = chunk
         for other in others:
             if other != replica:
                 insert(
                     program,
                     first,
                     ops.send,
-                    (own,),
+                    (chunk,),
                     tag | {"destination": other, "replica": replica, "chunk": number, "round": 1},
                 )
     for replica in others:
@@ -123,7 +123,7 @@ def _pass_on(program: Program, broadcast: fx.Node, link: str) -> None:
 
 
 def _received(program: Program, before: fx.Node, tag: dict[str, Any], ends: dict[str, Any]) -> fx.Node:
-    """A chunk on the replica that it is sent to."""
+    """A chunk on its destination."""
     receipt = insert(program, before, ops.recv, (), tag | ends)
     words = {"bucket": tag["bucket"], "replica": ends["replica"]}
     return insert(program, before, ops.wait, (receipt,), words)

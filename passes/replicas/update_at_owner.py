@@ -1,4 +1,4 @@
-"""Leaves the update of each bucket to its owner, and gives all other devices copies of what that has updated."""
+"""Updates each bucket at its owner only, and copies the result to all other devices."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ class UpdateAtOwner:
                                                               store(v_0, bucket=0, replica=0)
 
     The owner alone has the optimizer's state. Each element is summed and updated as with a copy for each device, with the same
-    bits. Every device reads its own copy in the next step, which was written once; so all devices make all of their own updates
-    first, and then write what others have updated. An optimizer that is not element-wise runs on the first device anyway, and
-    broadcasts; its sums go there alone.
+    bits. Every device reads its copy in the next step; so all devices first make their updates, and then write those of others.
+    An optimizer that is not element-wise runs on the first device anyway, and broadcasts; its sums go there alone.
 
     Needs: an owner for each bucket (place-variables), and a commit after all regions.
     Guarantees: each bucket is updated by its owner alone; every other device's copy is written once, behind that update.
-    Source: the parameter placements of TensorFlow's CentralStorageStrategy and of tensorpack, whose devices read copies that are
-        made once a step.
+    Source: the parameter placements of TensorFlow's CentralStorageStrategy and of tensorpack, whose devices read copies made once
+        a step.
     """
 
     name: str = field(default="update-at-owner", init=False)
@@ -85,7 +84,6 @@ class UpdateAtOwner:
 
 
 def _remarks(program: Program) -> list[str]:
-    """Says who updates, and what that moves."""
     owners = sorted({bucket.owner for bucket in program.buckets if bucket.owner is not None})
     names = [str(program.devices[owner]) for owner in owners]
     who = (
@@ -97,7 +95,7 @@ def _remarks(program: Program) -> list[str]:
 
 
 def _reduce_to_owner(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
-    """Has the owner alone get a bucket's sum; updates of all other replicas are left out."""
+    """Reduces a bucket to its owner; drops the updates of all other replicas."""
     graph = program.mirrored_graph
     reduce = insert(program, all_reduce, ops.reduce, all_reduce.args, {**all_reduce.kwargs, "root": bucket.owner})
     for wait in list(all_reduce.users):
@@ -110,7 +108,7 @@ def _reduce_to_owner(program: Program, bucket: Bucket, all_reduce: fx.Node) -> N
 
 
 def _give_copies(program: Program, bucket: Bucket, update: fx.Node) -> None:
-    """Sends what an update has written to all other replicas, which write it at the end of their programs."""
+    """Sends updated parameters to all other replicas, which write them at the end of their programs."""
     end = program.mirrored_graph.output_node()
     tag: dict[str, Any] = {"bucket": bucket.index}
     new = insert(program, update.next, ops.updated, (), tag | {"replica": bucket.owner})

@@ -1,4 +1,4 @@
-"""Lets a step take place only if its losses and its reduced gradients are finite."""
+"""Makes a step depend on finite losses and reduced gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class CheckFinite:
-    """Moves everything but writes before the commit, which gets to know what is finite::
+    """Moves everything but writes before the commit, and passes it the checks::
 
         commit(replica=0)                                     wait_0 = wait(rs_0, bucket=0, replica=0)
         commit(replica=1)                                     f_0 = is_finite(wait_0, replica=0)
@@ -30,18 +30,18 @@ class CheckFinite:
                                                               update(wait_0, bucket=0, replica=0)
                                                               (the same on replica 1)
 
-    A sum over all replicas is the same on all of them, but a loss or a share of a sum is not. The commit is where all replicas
-    meet anyway, so there each learns what the others have found, and all decide alike.
+    A sum over all replicas is the same on all of them, but a loss or a share of a sum is not. All replicas meet at the commit in
+    any case: there they exchange their checks, and all decide alike.
 
-    A program that accumulates gradients looks at what each replica has packed, so that a call whose gradients are not finite adds
-    nothing. One that only skips updates is left out there: the step that updates looks at the sum.
+    A program that accumulates gradients checks each replica's packed gradients, so that a call with non-finite gradients adds
+    nothing. If the pass only skips updates, such a program has no checks: the step that updates checks the sum.
 
     Needs: updates in their final form, so it comes after share-parameters.
-    Guarantees: what an update takes was looked at before the commit, and so was each replica's loss; nothing is in flight at
+    Guarantees: the operands of updates are checked before the commit, and so is each replica's loss; nothing is in flight at
         the commit. Where the loss is scaled (unscale-gradients), gradients alone decide, as with torch's GradScaler.
 
     Attributes:
-        otherwise: what a step does if not all is finite: "raise" an error, or "skip" the update and return the loss.
+        otherwise: the reaction to a non-finite value: "raise" an error, or "skip" the update and return the loss.
     """
 
     otherwise: str = "raise"
@@ -58,7 +58,7 @@ class CheckFinite:
 
     @property
     def updates_only(self) -> bool:
-        """Whether it is about updates alone, which a program that accumulates has none of."""
+        """True if it concerns updates alone; an accumulating program has none."""
         return self.otherwise == "skip"
 
     def run(self, program: Program) -> Program:
@@ -68,18 +68,18 @@ class CheckFinite:
         program = program.evolve(stage=Stage.SCHEDULED, graph=graph)
         commits = list(calls_to(graph, ops.commit))
         num_moved = _move_before(commits[0])
-        found: dict[int | None, list[fx.Node]] = {replica_of(commit): [] for commit in commits}
+        checks: dict[int | None, list[fx.Node]] = {replica_of(commit): [] for commit in commits}
         sums = {before_rescaling(value) for taker in gradient_takers(graph) for _, value in taken_by(taker)}
         for value in sorted(sums):
-            found[replica_of(value)].append(_looked_at(program, value.next, value, replica_of(value)))
+            checks[replica_of(value)].append(_looked_at(program, value.next, value, replica_of(value)))
         is_scaled = Property.UNSCALED in program.properties
         losses: Any = graph.output_node().args[0]
         for commit in commits:
             replica: Any = replica_of(commit)
             loss = losses["losses"][replica]  # None on a replica without examples
             if loss is not None and not is_scaled:
-                found[replica].append(_looked_at(program, commits[0], loss, replica))
-            commit.args = (*found[replica], *commit.args)  # truth values come before numbers
+                checks[replica].append(_looked_at(program, commits[0], loss, replica))
+            commit.args = (*checks[replica], *commit.args)  # truth values come before numbers
             commit.kwargs = {**commit.kwargs, "otherwise": self.otherwise}
         checked = program.evolve(properties=(*program.properties, Property.CHECKED))
         return checked.with_remarks(_remark(program, self.otherwise, num_moved, is_scaled))
@@ -92,15 +92,17 @@ def _remark(program: Program, otherwise: str, num_moved: int, is_scaled: bool) -
         if is_scaled
         else f"{buckets} and every device's loss are"
     )
-    what = f"{looked_at} looked at before the commit"
+    checks = f"{looked_at} looked at before the commit"
     moved = f", before which {counted(num_moved, 'wait')} moved" if num_moved else ""
     then = {"raise": "raises an error and changes nothing", "skip": "leaves the updates out and returns its loss"}
-    return f"{what}{moved}: a step in which any of them is not finite, on whichever device, {then[otherwise]}"
+    return f"{checks}{moved}: a step in which any of them is not finite, on whichever device, {then[otherwise]}"
 
 
 def _move_before(commit: fx.Node) -> int:
-    """Moves what follows the first commit before it, but for writes, what they write from, and what depends on either or on the
-    commits; gives the number of moved waits."""
+    """Moves nodes behind the first commit before it, except writes, their sources, and nodes that depend on either or on commits.
+
+    Returns the number of moved waits.
+    """
     late = set(calls_to(commit.graph, ops.commit))
     num_moved, nodes = 0, list(commit.graph.nodes)
     for node in nodes[nodes.index(commit) :]:

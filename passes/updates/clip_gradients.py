@@ -27,8 +27,8 @@ class Bound:
 
     Attributes:
         max_norm: the largest norm; math.inf to measure alone.
-        norm_type: which norm: 2 for the Euclidean one, math.inf for the largest element.
-        group: the number of the group whose gradients are measured and scaled; None for all groups together.
+        norm_type: 2 for the Euclidean norm, math.inf for the largest element.
+        group: the number of the group to measure and scale; None for all groups together.
     """
 
     max_norm: float
@@ -36,12 +36,12 @@ class Bound:
     group: int | None
 
     @property
-    def told_as(self) -> str:
-        """What the norm is called where the caller asks for it."""
+    def norm_name(self) -> str:
+        """The name of the norm for the caller."""
         return "grad_norm" if self.group is None else f"grad_norm_{self.group}"
 
     def bounds(self, bucket: Bucket) -> bool:
-        """Whether a bucket's gradients are measured and scaled."""
+        """True if a bucket's gradients are measured and scaled."""
         return self.group is None or bucket.rule.group == self.group
 
 
@@ -59,12 +59,12 @@ class ClipGradients:
                                                        update(g, bucket=0, replica=0)
                                                        (the same on replica 1)
 
-    A replica that has shares of the sums measures these; all replicas exchange their norms where they meet anyway, at the commit,
-    so nothing waits a second time. A replica that has whole sums measures them by itself: all get the same number. Where workers
-    have different numbers of devices, a worker's only device leaves its norm there, too, so that all go on with the chief's.
+    A replica with shares of the sums measures these; all replicas exchange their norms at the commit, where they meet anyway. A
+    replica with whole sums measures them alone: all get the same number. If workers have different numbers of devices, a worker's
+    only device passes its norm to the commit, too, so that all use the chief's.
 
-    Where each worker has the sum of its part of a bucket alone, the commit gives the norms of all workers' replicas, in the order
-    of ranks. Of a bucket that each worker updates whole, each leaves the norm of as many elements there::
+    If each worker has only the sum of its part of a bucket, the commit exchanges the norms of all workers' replicas, in the order
+    of ranks. Of a bucket that each worker updates whole, each measures as many elements::
 
         commit(replica=0)                              own = slice(total_1, 0, 64, 128)
         update(part_0, bucket=0, replica=0)      ->    n_0 = norm(part_0, own, norm_type=2.0, replica=0)
@@ -76,9 +76,9 @@ class ClipGradients:
     Source: the factor is that of `torch.nn.utils.clip_grad_norm_`, ``min(1, max_norm / (norm + 1e-6))``.
 
     Attributes:
-        max_norm: the largest norm of all gradients together; or a tuple of one for each group, by its number. None leaves
+        max_norm: the largest norm of all gradients together; or a tuple with one norm for each group. None leaves
             gradients alone; math.inf only measures their norm.
-        norm_type: which norm, a positive number or math.inf; or a tuple of one for each group.
+        norm_type: a positive number or math.inf; or a tuple with one for each group.
         max_value: the largest absolute value of an element, applied after scaling; None for no bound.
     """
 
@@ -104,15 +104,15 @@ class ClipGradients:
 
     @property
     def bounds(self) -> list[Bound]:
-        """The bounds that it sets."""
+        """One bound for all groups, or one for each."""
         if self.max_norm is None:
             return []
         if not isinstance(self.max_norm, tuple):
             assert not isinstance(self.norm_type, tuple), "one norm has one type"
             return [Bound(self.max_norm, self.norm_type, None)]
         types = self.norm_type if isinstance(self.norm_type, tuple) else (self.norm_type,) * len(self.max_norm)
-        given = enumerate(zip(self.max_norm, types, strict=True))
-        return [Bound(most, kind, group) for group, (most, kind) in given if most is not None]
+        norms = enumerate(zip(self.max_norm, types, strict=True))
+        return [Bound(most, kind, group) for group, (most, kind) in norms if most is not None]
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)
@@ -125,7 +125,7 @@ class ClipGradients:
             if buckets:
                 are_exchanged = _are_exchanged(program, buckets)
                 _bound_norm(program, bound, buckets, are_exchanged=are_exchanged)
-                remarks.append(_said(bound, len(buckets), program, are_exchanged=are_exchanged))
+                remarks.append(_remark(bound, len(buckets), program, are_exchanged=are_exchanged))
         if self.max_value is not None:
             for taker in list(gradient_takers(graph)):
                 words = {"max_value": float(self.max_value), "replica": replica_of(taker)}
@@ -136,16 +136,16 @@ class ClipGradients:
             )
         return program.evolve(properties=(*program.properties, Property.CLIPPED)).with_remarks(*remarks)
 
-    def _check_groups(self, program: Program, num_given: int) -> None:
-        beyond = [bucket.rule.group for bucket in program.buckets if bucket.rule.group >= num_given]
+    def _check_groups(self, program: Program, num_groups: int) -> None:
+        beyond = [bucket.rule.group for bucket in program.buckets if bucket.rule.group >= num_groups]
         if beyond:
             raise PassError(
-                f"max_norm has {counted(num_given, 'number')}, but the optimizer has a group {max(beyond)}: give a number, or "
+                f"max_norm has {counted(num_groups, 'number')}, but the optimizer has a group {max(beyond)}: give a number, or "
                 "None, for each group"
             )
 
 
-def _said(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: bool) -> str:
+def _remark(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: bool) -> str:
     whose = f"group {bound.group}" if bound.group is not None else "all gradients"
     kind = "largest element" if bound.norm_type == math.inf else f"{bound.norm_type:g}-norm"
     then = f"scaled so that it is at most {bound.max_norm:g}" if bound.max_norm < math.inf else "only measured"
@@ -162,10 +162,10 @@ def _said(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: bo
 
 
 def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
-    """Whether norms of some buckets are exchanged at the commit.
+    """True if norms of some buckets are exchanged at the commit.
 
     Raises:
-        PassError: workers would measure them each by itself, in different orders.
+        PassError: workers would measure them separately, in different orders.
     """
     if any(bucket.part is not None for bucket in buckets):
         return True
@@ -182,7 +182,7 @@ def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A reduced gradient on a replica: its bucket, and the update that takes it there, if one does."""
+    """A reduced gradient on a replica: its bucket, and its update, if any."""
 
     value: fx.Node
     bucket: int
@@ -190,22 +190,24 @@ class _Sum:
 
 
 def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, are_exchanged: bool) -> None:
-    """Measures the gradients of some buckets on each replica, and scales what their updates take."""
+    """Measures the gradients of some buckets on each replica, and scales the operands of their updates."""
     graph = program.mirrored_graph
     commits = replica_commits(graph)
-    own = {replica: _sums(graph, replica, buckets) for replica in range(program.num_replicas)}
+    sums_of = {replica: _sums(graph, replica, buckets) for replica in range(program.num_replicas)}
     if not are_exchanged:  # a replica that updates nothing measures nothing
-        own = {replica: sums for replica, sums in own.items() if any(one.taker for one in sums)}
+        sums_of = {replica: sums for replica, sums in sums_of.items() if any(reduced.taker for reduced in sums)}
     anchor = (
-        min(commits.values()) if are_exchanged else min(one.taker for sums in own.values() for one in sums if one.taker)
+        min(commits.values())
+        if are_exchanged
+        else min(reduced.taker for sums in sums_of.values() for reduced in sums if reduced.taker)
     )
-    _move_sums(graph, [one.value for sums in own.values() for one in sums], anchor)
+    _move_sums(graph, [reduced.value for sums in sums_of.values() for reduced in sums], anchor)
     words: dict[str, Any] = {"norm_type": float(bound.norm_type)}
-    for replica, sums in own.items():
+    for replica, sums in sums_of.items():
         here = {"replica": replica}
-        taken = [one for one in sums if one.taker is not None]
+        taken = [reduced for reduced in sums if reduced.taker is not None]
         measured = [*taken, *_empty_shares(program, sums, taken, anchor)] if are_exchanged else sums
-        values = tuple(_own_elements(program, one, anchor, are_exchanged=are_exchanged) for one in measured)
+        values = tuple(_measured_part(program, reduced, anchor, are_exchanged=are_exchanged) for reduced in measured)
         norm = insert(program, anchor, ops.norm, values, words | here)
         if are_exchanged:
             commit = commits[replica]
@@ -213,73 +215,72 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
             commit.args = (*commit.args, norm)
             set_type(program, commit)
             _set_types_behind(program, commit)
-        first = min((one.taker for one in taken if one.taker is not None), default=graph.output_node())
+        first = min((reduced.taker for reduced in taken if reduced.taker is not None), default=graph.output_node())
         if are_exchanged:
             norm = insert(program, first, ops.norm, (commit,), words | row | here)
-        insert(program, first, ops.tell, (norm,), {"what": bound.told_as} | here)
+        insert(program, first, ops.tell, (norm,), {"what": bound.norm_name} | here)
         if taken and bound.max_norm < math.inf:
             factor = insert(program, first, ops.clip_factor, (norm,), {"max_norm": float(bound.max_norm)} | here)
-            for one in taken:
-                _rescale(program, one.taker, one.value, ops.scale, (factor,), here)
+            for reduced in taken:
+                _rescale(program, reduced.taker, reduced.value, ops.scale, (factor,), here)
 
 
 def _set_types_behind(program: Program, commit: fx.Node) -> None:
-    """Types what was taken from a commit: the norms that it exchanges have one dtype, the widest that was added."""
+    """The exchanged norms have one dtype, the widest of those added."""
     for user in list(commit.users):
         if user.target in (ops.norm, ops.clip_factor, ops.tell):
             set_type(program, user)
             _set_types_behind(program, user)
 
 
-def _own_elements(program: Program, one: _Sum, before: fx.Node, *, are_exchanged: bool) -> fx.Node:
-    """What a replica measures of a sum: all that it has, or this worker's elements of a sum that each worker has whole."""
-    bucket = program.buckets[one.bucket]
-    own = measured_elements(program, bucket, are_exchanged=are_exchanged)
-    if bucket.part is not None or own == Elements(0, bucket.num_elements):
-        return one.value
-    return insert(program, before, torch.ops.aten.slice.Tensor, (one.value, 0, own.start, own.stop))
+def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exchanged: bool) -> fx.Node:
+    """The part of a sum that a replica measures: all of it, or this worker's elements of a sum that each worker has whole."""
+    bucket = program.buckets[reduced.bucket]
+    elements = measured_elements(program, bucket, are_exchanged=are_exchanged)
+    if bucket.part is not None or elements == Elements(0, bucket.num_elements):
+        return reduced.value
+    return insert(program, before, torch.ops.aten.slice.Tensor, (reduced.value, 0, elements.start, elements.stop))
 
 
 def _empty_shares(program: Program, sums: Sequence[_Sum], taken: Sequence[_Sum], before: fx.Node) -> Iterator[_Sum]:
-    """An empty share of a bucket, for a replica that updates nothing, or nothing of the widest dtype that others measure.
+    """Empty shares for a replica that updates nothing, or nothing of the widest dtype that others measure.
 
-    The norms of all replicas stand in one row, so they have one dtype. Whole sums are measured where they are taken.
+    The norms of all replicas form one row, so they have one dtype. Whole sums are measured at their updates.
     """
-    widths = [program.buckets[one.bucket].dtype.itemsize for one in taken]
-    for one in sorted(sums, key=lambda one: -program.buckets[one.bucket].dtype.itemsize):
-        bucket = program.buckets[one.bucket]
+    widths = [program.buckets[reduced.bucket].dtype.itemsize for reduced in taken]
+    for reduced in sorted(sums, key=lambda reduced: -program.buckets[reduced.bucket].dtype.itemsize):
+        bucket = program.buckets[reduced.bucket]
         if bucket.dtype.itemsize <= max(widths, default=0):
             return
         if bucket.is_cut and bucket.updates_by_shares:  # it has every pack, none of whose elements it updates
-            yield replace(one, value=insert(program, before, torch.ops.aten.slice.Tensor, (one.value, 0, 0, 0)))
+            yield replace(reduced, value=insert(program, before, torch.ops.aten.slice.Tensor, (reduced.value, 0, 0, 0)))
             return
         if bucket.reduces_by_shares:
-            yield one
+            yield reduced
             return
 
 
 def _rescale(
     program: Program, taker: Any, value: fx.Node, operation: Any, args: tuple[fx.Node, ...], words: dict[str, Any]
 ) -> None:
-    """Changes what an update takes."""
     taker.replace_input_with(value, insert(program, taker, operation, (value, *args), words))
 
 
 def _sums(graph: fx.Graph, replica: int, buckets: Sequence[Bucket]) -> list[_Sum]:
-    """The sums of some buckets that a replica has, in the order in which it has them: each that an update takes, or waits for."""
+    """A replica's sums of some buckets in their order, with or without an update."""
     wanted = {bucket.index for bucket in buckets}
     takers = [taker for taker in gradient_takers(graph) if replica_of(taker) == replica]
-    found = [_Sum(value, index, taker) for taker in takers for index, value in taken_by(taker) if index in wanted]
-    missing = wanted - {one.bucket for one in found}
+    sums = [_Sum(value, index, taker) for taker in takers for index, value in taken_by(taker) if index in wanted]
+    missing = wanted - {reduced.bucket for reduced in sums}
     launches = tuple(ops.EXCHANGES) if any(calls_to(graph, *ops.EXCHANGES)) else tuple(ops.REDUCTIONS)
     for wait in calls_to(graph, ops.wait):
         if replica_of(wait) == replica and bucket_of(wait) in missing and wait.all_input_nodes[0].target in launches:
-            found.append(_Sum(wait, bucket_of(wait), None))
-    return sorted(found, key=lambda one: one.value)
+            sums.append(_Sum(wait, bucket_of(wait), None))
+    return sorted(sums, key=lambda reduced: reduced.value)
 
 
 def _move_sums(graph: fx.Graph, values: Sequence[fx.Node], anchor: fx.Node) -> None:
-    """Moves values, and what they are computed of since they were waited for, before a node; the order stays."""
+    """Moves values, and their operands since their waits, before a node; the order stays."""
     moved: set[fx.Node] = set()
     waiting = [value for value in values if value > anchor]
     while waiting:

@@ -1,4 +1,4 @@
-"""Lets updates scale gradients by themselves, where the optimizer's kernel can."""
+"""Moves the scaling of gradients into updates, if the optimizer's kernel supports it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class ScaleInUpdates:
-    """Gives updates the factor of a gradient, in place of the scaled gradient::
+    """Passes updates the factor of a gradient, in place of the scaled gradient::
 
         g = scale(wait_0, f, replica=0)           ->   update(wait_0, f, bucket=0, replica=0)
         update(g, bucket=0, replica=0)
 
-    torch's fused kernels divide each gradient that they read by a number, the inverse of the factor. To scale a gradient before
-    would read and write it once more: of AdamW's seven passes over memory, that makes nine. Products that are made right before
-    the update are multiplied by the factor as they are made. Of a table's gradient, the rows of the step alone are multiplied.
+    torch's fused kernels divide each gradient by a number, here the inverse of the factor. A separate scaling reads and writes
+    each gradient once more: nine passes over memory instead of AdamW's seven. Products made right before the update are
+    multiplied by the factor as they are made. Of a table's gradient, only the rows of the step are multiplied.
 
-    Needs: updates in their final form, and links, which say where a sum lies: it comes after lower-collectives.
-    Guarantees: an optimizer gets the same gradient but for rounding. A gradient in memory that other replicas read, one that
-        is bounded by its elements, too, and one that is not of 32 bits on CPUs is scaled as before.
+    Needs: updates in their final form, and links, which tell the memory of a sum: it comes after lower-collectives.
+    Guarantees: an optimizer gets the same gradient up to rounding. A gradient in memory that other replicas read, one with a
+        bound for its elements, and one of other than 32 bits on CPUs are scaled as before.
 
     Attributes:
         groups: the numbers of the groups whose updates are torch's fused kernels; if a group changes its implementation later,

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class UnscaleGradients:
-    """Makes up for a loss that is scaled, so that small gradients of 16 bits are not rounded to zero::
+    """Undoes loss scaling, which keeps small gradients of 16 bits from being rounded to zero::
 
         n = norm(met, norm_type=2.0, replica=0)        n = norm(met, norm_type=2.0, replica=0)
         tell(n, what=grad_norm, replica=0)             m = div(n, loss_scale(replica=0))
@@ -32,8 +32,8 @@ class UnscaleGradients:
                                                        h = scale(wait_1, r, replica=0)
                                                        update(h, bucket=1, replica=0)
 
-    The runtime multiplies the loss's weight by the scale, with which backward begins. A gradient is scaled once, whether it is
-    clipped or not.
+    The runtime multiplies the loss's weight, the start of backward, by the scale. A gradient is scaled once, with or without
+    clipping.
 
     Needs: updates in their final form, and clipped gradients, if they are clipped: it comes after clip-gradients.
     Guarantees: updates and bounds see gradients of the loss itself.
@@ -73,7 +73,7 @@ def _scale(program: Program, before: fx.Node) -> fx.Node:
 
 
 def _divide(program: Program, taker: fx.Node, value: fx.Node, divided: dict[fx.Node, fx.Node]) -> None:
-    """Divides what an update takes; ``divided`` has the factors that were divided already."""
+    """``divided`` caches factors that are divided already."""
     rescalings = rescalings_of(value)
     scaling = next((node for node in rescalings if node.target is ops.scale), None)
     if scaling is not None:
