@@ -116,6 +116,7 @@ def test_fake_tensors_lie_as_real_ones(kind: str, lengths: torch.Tensor | None, 
     assert set(checked.values()) == {"SUCCESS"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lstm", "gru", "rnn", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [8, 64])

@@ -119,6 +119,7 @@ def test_a_region_is_compiled_once_for_two_logical_cpus(monkeypatch: pytest.Monk
     assert len(compiled) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inductor", "eager"])
 def test_regions_compiled_together_compute_what_they_say(name: str) -> None:
     if name == "inductor" and not has_cpp_compiler():

@@ -114,6 +114,7 @@ def test_gradients_are_rounded_on_their_worker_and_once_more_in_the_sum(found: M
     assert any(own != pytest.approx(exact[name], rel=1e-9, abs=1e-12) for name, own in first["values"].items())
 
 
+@pytest.mark.slow
 def test_three_workers_have_equal_bits_near_the_exact_ones(found: Mapping[str, Any]) -> None:
     first, *others = found["three"]
     assert all(other["values"] == first["values"] for other in others)

@@ -117,6 +117,7 @@ def test_an_update_that_fails_on_one_worker_leaves_it_alone_between_two_steps(fa
             assert own["values"][name] == pytest.approx(value, rel=1e-9, abs=1e-11), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
 def test_a_connection_that_is_lost_between_updates_leaves_parameters_between_two_steps(
     found: Mapping[str, Any], case: str

@@ -74,6 +74,7 @@ def test_a_step_that_one_worker_cannot_compile_is_refused_by_all_and_leaves_no_t
                 assert own.startswith(f"CommunicationError: worker {failing} "), own
 
 
+@pytest.mark.slow
 def test_who_has_failed_and_why_is_told_to_all(found: Mapping[str, Any]) -> None:
     first, second = found["on one worker"][0]["attempts"][1:3]
     assert FAILED + "ValueError: " in first and "worker 1 " in first

@@ -104,6 +104,7 @@ def test_steps_norms_and_state_are_those_of_one_process(found: Mapping[str, Any]
                 assert is_near(own[what][name], values), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but(FAST, CASES))
 def test_all_workers_decide_and_clip_by_the_same_bits(found: Mapping[str, Any], case: str) -> None:
     first, *others = found[case][: len(CASES[case]["devices"])]

@@ -232,6 +232,7 @@ def test_a_failed_step_leaves_all_as_it_was(found: Mapping[str, Any]) -> None:
         assert "the disk is full" in own["losses"][2]
 
 
+@pytest.mark.slow
 def test_workers_of_which_one_has_loaded_no_state_are_refused_by_all(found: Mapping[str, Any]) -> None:
     for own in found["one loads"][:2]:
         assert "CommunicationError" in own["losses"][0] and "calls of step.load_unsent_states()" in own["losses"][0]

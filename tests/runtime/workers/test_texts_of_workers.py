@@ -83,6 +83,7 @@ def test_random_streams_are_those_of_one_process(found: Mapping[str, Any], case:
         assert own["values"] == found[case][0]["values"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but(FAST, [name for name in CASES if name not in AS_NUMBERS]))
 def test_one_program_serves_all_lengths(found: Mapping[str, Any], case: str) -> None:
     for rank, own in enumerate(found[case][: len(CASES[case]["devices"])]):

@@ -131,6 +131,7 @@ def test_steps_are_those_of_one_process_and_equal_on_all_workers(found: Mapping[
         assert (own["values"], own["state"]) == (found[case][0]["values"], found[case][0]["state"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", selections.slow_but(FAST, [name for name in CASES if name.startswith("writes")]))
 def test_who_has_written_otherwise_than_the_chief_is_warned(found: Mapping[str, Any], case: str) -> None:
     first, second = found[case][:2]

@@ -56,6 +56,7 @@ def test_steps_are_those_of_one_process(found: dict[str, Any], case: str) -> Non
     assert found[case][0]["values"] == found[case][1]["values"]
 
 
+@pytest.mark.slow
 def test_streams_and_statistics_are_those_of_all_replicas(found: dict[str, Any]) -> None:
     losses, values = in_one_process({"devices": [1, 1], **CASES["random"]})
     for own in found["random"]:

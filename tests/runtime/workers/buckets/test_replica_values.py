@@ -106,6 +106,7 @@ def test_two_runs_have_the_same_bits(found: Mapping[str, Any]) -> None:
         assert (own["values"], own["losses"]) == (other["values"], other["losses"])
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_wakes_those_that_wait_for_its_values(found: Mapping[str, Any]) -> None:
     losses, values = reference({**FAULTS["recovers"]}, [2])
     first, second = found["recovers"][:2]
