@@ -1,7 +1,7 @@
-"""The workers that train together: which of them this process is, and joining them.
+"""The workers that train together, one process each.
 
-A worker is a process. `join` reads how workers are described (an initialised process group, torchrun's variables, or TF_CONFIG),
-waits for the others, and says which worker this is; `find_place` only reads.
+`join` reads their description (an initialised process group, torchrun's variables, or TF_CONFIG), waits for the others, and
+returns this worker's place; `find_place` only reads.
 """
 
 from __future__ import annotations

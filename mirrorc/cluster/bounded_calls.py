@@ -1,4 +1,4 @@
-"""Calls of torch's stores that end in a bounded time, whatever the other side does, and that Ctrl-C can cut short."""
+"""Bounds the time of calls to torch's stores, and makes them interruptible by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
-    """Calls a function in a thread of its own, and returns or raises what it does.
+    """Calls a function in a separate thread, and returns its result or raises its error.
 
-    torch waits without a bound, and deaf to signals, for a store that is connected and does not answer.
+    torch waits without a bound, and deaf to signals, for a connected store that does not answer.
 
     Args:
         function: called once.
         seconds: the longest time to wait for it.
-        is_over: asked again and again whether it is waited for in vain; None if nothing can tell.
+        is_over: polled to end a vain wait early; None to wait in any case.
 
     Raises:
-        TimeoutError: it has not ended in time. Its thread is left behind, and ends with the process at the latest.
+        TimeoutError: it has not ended in time. Its thread stays, and ends with the process at the latest.
     """
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 

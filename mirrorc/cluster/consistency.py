@@ -1,4 +1,4 @@
-"""Whether all workers say the same of something, and who first says something else."""
+"""Compares facts between all workers, and names the first worker that differs."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ def check_same_facts(
     store: Any,
     workers: Sequence[Worker],
     rank: int,
-    what: str,
+    topic: str,
     facts: Mapping[str, object],
     deadline: float,
     look: Callable[[], object] = _nothing,
 ) -> None:
     """Returns if all workers give equal facts in one order; raises the same error in all of them if not.
 
-    Each reads the digests of all, which are short, and where digests differ, the facts of worker 0 and of the first other one.
+    Each reads the short digests of all, and if digests differ, the facts of worker 0 and of the first other one.
 
     Args:
-        store: where the workers meet; nothing else uses its keys, which are new for each call.
+        store: the workers' store; nothing else uses its keys, which are new for each call.
         workers: all, by rank.
         rank: of this worker.
-        what: what the facts are of, in the plural.
-        facts: any texts or values that can be shown, by name.
+        topic: the subject of the facts, in the plural.
+        facts: any printable values, by name.
         deadline: the time, by ``time.monotonic()``, until which the others are awaited.
-        look: called now and then while they are, to raise what ends that.
+        look: called now and then meanwhile, to raise an error that ends the wait.
 
     Raises:
         CommunicationError: the workers differ, or some of them did not come to compare.
     """
-    own: Facts = [("", what), *((name, str(value)) for name, value in facts.items())]
-    text = json.dumps(own)
+    topic_and_facts: Facts = [("", topic), *((name, str(value)) for name, value in facts.items())]
+    text = json.dumps(topic_and_facts)
     store.set(f"facts/{rank}", zlib.compress(text.encode()))
     store.set(f"digest/{rank}", hashlib.sha256(text.encode()).hexdigest())
     everyone = range(len(workers))
     late = _await(store, [f"digest/{other}" for other in everyone], deadline, look)
     if late:
         names = listed(workers[other] for other in everyone if f"digest/{other}" in late)
-        raise CommunicationError(f"{names} did not come to compare {what} with the other workers in time")
+        raise CommunicationError(f"{names} did not come to compare {topic} with the other workers in time")
     digests = [store.get(f"digest/{other}") for other in everyone]
     other = next((other for other in everyone if digests[other] != digests[0]), None)
     difference = ""
@@ -81,14 +81,14 @@ def all_say(
     deadline: float,
     look: Callable[[], object] = _nothing,
 ) -> list[str]:
-    """What each worker says, by rank.
+    """The texts of all workers, by rank.
 
     Args:
         store, workers, rank, deadline, look: as for `check_same_facts`.
-        text: what this one says.
+        text: this worker's text.
 
     Raises:
-        CommunicationError: some of them said nothing in time.
+        CommunicationError: some texts did not come in time.
     """
     store.set(f"said/{rank}", text)
     keys = [f"said/{other}" for other in range(len(workers))]
@@ -99,23 +99,23 @@ def all_say(
     return [store.get(key).decode() for key in keys]
 
 
-def first_difference(one: Worker, facts: Facts, other: Worker, others_facts: Facts) -> str:
-    """Says in which fact two workers differ first; an empty text if in none. The first fact of each is what they compare."""
-    what = facts[0][1]
-    for own, others in zip_longest(map(tuple, facts), map(tuple, others_facts)):
-        if own != others:
-            if others is not None and others[0] == "":
-                return f"{one} compares {what}, {other} {others[1]}. Let all workers run the same calls in one order"
-            return f"workers differ in {what}: {one} has {_said(own)}, {other} has {_said(others)}"
+def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts) -> str:
+    """Describes the first different fact of two workers; empty if there is none. The first fact of each is its topic."""
+    topic = facts[0][1]
+    for fact, other_fact in zip_longest(map(tuple, facts), map(tuple, other_facts)):
+        if fact != other_fact:
+            if other_fact is not None and other_fact[0] == "":
+                return f"{first} compares {topic}, {other} {other_fact[1]}. Let all workers run the same calls in one order"
+            return f"workers differ in {topic}: {first} has {_fact_text(fact)}, {other} has {_fact_text(other_fact)}"
     return ""
 
 
-def _said(fact: tuple[str, ...] | None) -> str:
+def _fact_text(fact: tuple[str, ...] | None) -> str:
     return f"{fact[0]}: {fact[1]}" if fact is not None else "nothing more"
 
 
 def _await(store: Any, keys: Sequence[str], deadline: float, look: Callable[[], object]) -> list[str]:
-    """Returns when all keys are there, or the time is over: those that are not."""
+    """Waits for all keys until the deadline; returns the missing ones."""
     left = list(keys)
     while True:
         left = [key for key in left if not store.check([key])]

@@ -1,4 +1,4 @@
-"""Signs of life of the workers that have joined: each tells in their store that it lives, and why its process ends."""
+"""Heartbeats of joined workers: each writes beats to their store, and at its end the reason."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NUM_ENDED = "ended"
 
 
 class SignsOfLife:
-    """What this worker tells until its process ends: a thread tells that it lives, and at the end it tells why, if it still can.
+    """Sends this worker's heartbeat from a thread until its process ends, and then the reason, if it still can.
 
     Args:
-        store: of the workers; nothing else uses its keys but a `Lookout`. The thread has a connection of its own.
-        num_workers: how many workers there are.
+        store: the workers' store; nothing else uses its keys but a `Lookout`. The thread has a separate connection.
+        num_workers: the number of workers.
         rank: of this one.
 
     Raises:
@@ -65,11 +65,11 @@ class SignsOfLife:
                 self._ending.set()
 
     def _end(self) -> None:
-        """Called when the interpreter ends, also in a child that was forked, which is no worker."""
+        """Called at the interpreter's exit, also in a forked child, which is no worker."""
         if os.getpid() != self._pid or self._ending.is_set() or self._connection.is_lost:
             return
         self._ending.set()
-        text = f"its process has ended{after_what()}"
+        text = f"its process has ended{cause_of_exit()}"
         asked_at = self._asked_at
         waited = time.monotonic() - asked_at if asked_at is not None else 0.0
         seconds = max(_SHORTEST_ANSWER_SECONDS, _LONGEST_ANSWER_SECONDS - waited)
@@ -84,7 +84,7 @@ class SignsOfLife:
 
 
 class Lookout:
-    """Looks, while this worker waits for others in their store, whether one of them is gone.
+    """Detects lost workers while this one waits for others in their store.
 
     Args:
         store: that of their `SignsOfLife`.
@@ -101,7 +101,7 @@ class Lookout:
         self._heard: dict[int, tuple[bytes, int]] = {}  # the beat of each, and how often it was heard again
 
     def gone(self) -> dict[int, str]:
-        """What has happened to the workers that are gone, as clauses, by rank; asks now and then, and gives nothing meanwhile.
+        """The fates of lost workers, as clauses, by rank. Asks at intervals, and returns nothing in between.
 
         Raises:
             RuntimeError: the store was lost.
@@ -110,25 +110,24 @@ class Lookout:
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return {}
         self._looked_at = now
-        found: dict[int, str] = {}
+        fates: dict[int, str] = {}
         if self._store.add(_NUM_ENDED, 0):
-            found = {
+            fates = {
                 worker.rank: self._store.get(_end(worker.rank)).decode()
                 for worker in self._others
                 if self._store.check([_end(worker.rank)])
             }
         for worker in self._others:
             if self._system and worker.system == self._system and _has_ended(worker.pid):
-                found.setdefault(worker.rank, "its process has ended")
+                fates.setdefault(worker.rank, "its process has ended")
         if now - self._heard_at >= self._interval:
             self._heard_at = now
             for rank in self._silent():
-                found.setdefault(rank, "it gives no sign of life: it has ended, or hangs")
-        return found
+                fates.setdefault(rank, "it gives no sign of life: it has ended, or hangs")
+        return fates
 
     def _silent(self) -> list[int]:
-        """The ranks of those of whom nothing new was heard for long. It is told by how often they were listened to: this worker
-        may itself have been stopped."""
+        """Counts checks without a new beat instead of seconds, because this worker may itself have been stopped."""
         for worker in self._others:
             key = _beat(worker.rank)
             beat = self._store.get(key) if self._store.check([key]) else b""
@@ -137,26 +136,26 @@ class Lookout:
         return [rank for rank, (_, times) in self._heard.items() if times >= _SILENT_BEATS]
 
 
-def after_what() -> str:
-    """What has ended the script, as the end of a clause; empty if it was no error, or one that was caught."""
+def cause_of_exit() -> str:
+    """The error that ended the script, as the end of a clause; empty without one, or if it was caught."""
     raised = getattr(sys, "last_value", None)
     return f", after {in_short(raised)}" if isinstance(raised, BaseException) else ""
 
 
 def in_short(error: BaseException, longest: int | None = _LONGEST_TEXT) -> str:
-    """An error as it is told to others: its name and its text, or the beginning and the end of that, on one line.
+    """An error for other workers: its name and its text on one line, or the beginning and the end of a long text.
 
-    The end of a long one, such as of a DataLoader's worker, is often the last line of a traceback, which says what was wrong.
+    The end of a long one, such as of a DataLoader's worker, is often the last line of a traceback, with the cause.
     """
     text = f"{error}".strip()
     if longest is not None and len(text) > longest:
         text = f"{text[: longest // 2]} … {text[-(longest // 2) :]}"
-    said = " ".join(text.split()).rstrip(".")
-    return f"{type(error).__name__}{': ' if said else ''}{said}"
+    line = " ".join(text.split()).rstrip(".")
+    return f"{type(error).__name__}{': ' if line else ''}{line}"
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether there is no such process of this system, or one that has ended and that nobody has asked for its status yet."""
+    """True if this system has no such process, or a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as status:
             return status.read().rpartition(")")[2].split()[0] in ("Z", "X")

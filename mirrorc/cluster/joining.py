@@ -34,14 +34,14 @@ _num_tries: dict[Any, int] = {}  # the same number on all workers, as they join 
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """The workers that have joined, seen from one of them; a process on its own is a cluster of one worker.
+    """The joined workers, seen from one of them; a process on its own is a cluster of one worker.
 
     Attributes:
         rank: the number of this worker, from 0.
-        num_workers: how many workers there are.
+        num_workers: the number of workers.
         local_rank: the number of this worker among those of its machine; the GPU to use where each worker has one.
         workers: all workers, by rank.
-        store: where they have met; None for a process on its own. It lives as long as worker 0, or torchrun's agent.
+        store: their rendezvous; None for a process on its own. It lives as long as worker 0, or torchrun's agent.
     """
 
     rank: int = 0
@@ -54,57 +54,58 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0, whose values others take over at the start."""
+        """True for worker 0, whose values are broadcast at the start."""
         return self.rank == 0
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this worker saves what all have: one of them does, the chief."""
+        """True for the worker that saves common values: the chief."""
         return self.is_chief
 
     def check_same(self, what: str, facts: Mapping[str, object], *, timeout_seconds: float = 1800.0) -> None:
-        """Raises the same error in all workers unless all give the same facts: of the data, say, or the options of a script.
+        """Raises the same error in all workers unless all give the same facts, such as properties of the data or a script's
+        options.
 
         All workers call it, as often and in the same order.
 
         Args:
-            what: what the facts are of, in the plural, such as ``"the files"``.
+            what: the subject of the facts, in the plural, such as ``"the files"``.
             facts: any values, by name; they are the same if they have the same text, in the same order.
             timeout_seconds: the longest time to wait for the others.
 
         Raises:
-            CommunicationError: names the first worker whose facts are not the chief's, and the first fact in which they differ;
-                or who did not come to compare.
+            CommunicationError: names the first worker whose facts differ from the chief's, and the first different fact; or the
+                workers that did not come to compare.
         """
         if self.num_workers > 1:
             self._comparison(what).check_same(what, facts, timeout_seconds=timeout_seconds)
 
     def all_say(self, text: str, *, timeout_seconds: float = 1800.0) -> list[str]:
-        """What each worker says, by rank. All workers call it, as often and in the same order.
+        """The texts of all workers, by rank. All workers call it, as often and in the same order.
 
         Args:
-            text: what this one says.
+            text: this worker's text.
             timeout_seconds: the longest time to wait for the others.
 
         Raises:
-            CommunicationError: names who said nothing in time.
+            CommunicationError: names the workers without a text in time.
         """
         if self.num_workers == 1:
             return [text]
         return self._comparison("what they say").all_say(text, timeout_seconds=timeout_seconds)
 
-    def _comparison(self, what: str) -> Round:
-        return self._round(f"same/{next(self._num_comparisons)}", f"a comparison of {what}")
+    def _comparison(self, topic: str) -> Round:
+        return self._round(f"same/{next(self._num_comparisons)}", f"a comparison of {topic}")
 
     def begin(self, doing: str) -> Round:
-        """Begins what all workers do together, such as "mirrorc.compile"; all call it, as often and in the same order."""
+        """Begins a common task such as "mirrorc.compile"; all workers call it, as often and in the same order."""
         return self._round(f"round/{next(self._num_rounds)}", doing)
 
     def _round(self, name: str, doing: str) -> Round:
         return Round(self.store, self.workers, self.rank, name, doing, self.lookout())
 
     def lookout(self) -> Lookout:
-        """Looks whether one of the workers is gone."""
+        """Detects lost workers."""
         return Lookout(distributed.PrefixStore(_LIFE, self.store), self.workers, self.rank)
 
     def __repr__(self) -> str:
@@ -112,16 +113,16 @@ class Cluster:
 
 
 def find_place(process_group: Any = None, variables: Mapping[str, str] | None = None) -> Place:
-    """The place of this process, by what describes it first: a process group, torchrun's variables, or ``TF_CONFIG``.
+    """The place of this process, by its first description: a process group, torchrun's variables, or ``TF_CONFIG``.
 
-    Asks no other process. If nothing describes workers, this is a process on its own.
+    Asks no other process. Without a description, this is a process on its own.
 
     Args:
         process_group: a group of `torch.distributed` with all workers; None for the default group, if that is initialised.
         variables: the environment; None for that of this process.
 
     Raises:
-        TypeError, ValueError: the group is none, or this process is not in it; or a variable or a field is wrong, which it names.
+        TypeError, ValueError: the group is none, or lacks this process; or a variable or a field is wrong, and is named.
     """
     if process_group is not None or _is_initialised():
         return _place_in(process_group)
@@ -130,7 +131,7 @@ def find_place(process_group: Any = None, variables: Mapping[str, str] | None = 
 
 
 def join(process_group: Any = None, *, timeout_seconds: float = 1800.0) -> Cluster:
-    """Joins the workers that this process's place is among, see `find_place`, and returns when all have come.
+    """Joins the workers described by `find_place`, and returns when all have come.
 
     Call it in every worker. A second call returns the same. Nothing of `torch.distributed` is initialised or changed.
 
@@ -140,8 +141,8 @@ def join(process_group: Any = None, *, timeout_seconds: float = 1800.0) -> Clust
 
     Raises:
         TypeError, ValueError: as `find_place`; or the time is not positive.
-        CommunicationError: a worker does not come in time, a port is in use, or workers do not fit together: they were told
-            different numbers of workers, have one rank, or run different versions. All workers that are there raise it.
+        CommunicationError: a worker does not come in time, a port is in use, or workers do not fit together: they have
+            different numbers of workers, one rank, or different versions. All present workers raise it.
     """
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds!r}: give a positive number of seconds")
@@ -160,25 +161,22 @@ def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) ->
     group: Any = process_group if process_group is not None else distributed.group.WORLD
     opened = open_store(place, deadline) if place.host else group.get_group_store()
     number = _num_tries[key] = _num_tries.get(key, 0) + 1
-    store, workers = _called(opened, place, deadline, number)
-    own = workers[place.rank].machine
+    store, workers = _roll_call(opened, place, deadline, number)
+    machine = workers[place.rank].machine
     local_rank = place.local_rank
     if local_rank is None:
-        local_rank = sum(worker.machine == own for worker in workers[: place.rank])
+        local_rank = sum(worker.machine == machine for worker in workers[: place.rank])
     return Cluster(place.rank, place.num_workers, local_rank, tuple(workers), store)
 
 
-def _called(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
-    """The store of this start, and what the roll call gives; bounded also where the process that hosts the store is stopped.
+def _roll_call(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
+    """Returns the store of this start and its workers, in bounded time even if the store's host is stopped.
 
-    Args:
-        opened: the workers' store.
-        place, deadline: as for `call_roll`.
-        number: of the try to join; of workers that have a store for themselves, all make equally many.
+    ``number`` counts attempts to join; workers with a common store have made equally many.
     """
     seconds = max(0.0, deadline - time.monotonic()) + _LONGEST_VERDICT_SECONDS
     try:
-        return in_bounded_time(lambda: _called_in_start(opened, place, deadline, number), seconds)
+        return in_bounded_time(lambda: _roll_call_in_start(opened, place, deadline, number), seconds)
     except (RuntimeError, TimeoutError) as error:  # of torch; CommunicationError is none of them
         where = f" at {place.address}" if place.host else ""
         raise CommunicationError(
@@ -187,9 +185,9 @@ def _called(opened: Any, place: Place, deadline: float, number: int) -> tuple[An
         ) from None
 
 
-def _called_in_start(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
+def _roll_call_in_start(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
     answer: Callable[[], object] = lambda: None  # noqa: E731
-    if place.store_is_kept:
+    if place.store_persists:
         starts = distributed.PrefixStore("mirrorc", opened)
         if place.rank == 0:
             start = Start(starts)
@@ -207,7 +205,7 @@ def _is_initialised() -> bool:
 
 
 def _place_in(process_group: Any) -> Place:
-    """The place in a process group; None is the default group."""
+    """None is the default group."""
     if process_group is not None and not (
         distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)
     ):
@@ -220,4 +218,4 @@ def _place_in(process_group: Any) -> Place:
         raise ValueError(
             "process_group does not have this process in it: give a group of all workers that train together"
         )
-    return Place(rank, num_workers, _BY_GROUP, store_is_kept=True)
+    return Place(rank, num_workers, _BY_GROUP, store_persists=True)

@@ -1,4 +1,4 @@
-"""The roll call: workers meet in a store, and all of them find out the same about who is there."""
+"""The roll call, a rendezvous in a store: all workers get the same verdict on their members."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _versions() -> dict[str, str]:
 
 
 def local_system() -> str:
-    """What names the system whose processes this one sees, and knows by the same numbers; empty where nothing does."""
+    """Identifies the system in which this process's pids are valid; empty if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -44,14 +44,14 @@ def local_system() -> str:
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker says of itself.
+    """A worker's description of itself.
 
     Attributes:
-        rank, num_workers: as it was told.
+        rank, num_workers: as configured.
         machine: the name of its machine.
         pid: its process.
-        versions: of what compiles its programs; workers of one program must have the same.
-        system: whose processes have these numbers, see `local_system`.
+        versions: of its compiler; workers of one program must have the same.
+        system: the system of its pid, see `local_system`.
     """
 
     rank: int
@@ -69,27 +69,27 @@ def call_roll(
     store: Any,
     place: Place,
     deadline: float,
-    own: Worker | None = None,
+    worker: Worker | None = None,
     while_waiting: Callable[[], object] = lambda: None,
 ) -> list[Worker]:
-    """All workers, by rank, when all have come and agree about what they must agree about.
+    """Returns all workers, by rank, when all have come and fit together.
 
-    Whoever first finds that something is wrong, or that all are there, writes the verdict, and all who are there raise the same
-    error, or go on. One that comes after the verdict is refused.
+    The first one to see a misfit, or all workers, writes the verdict; all present workers then raise the same error, or go on.
+    A worker after the verdict is refused.
 
     Args:
-        store: where the workers meet; nothing else uses its keys.
+        store: the workers' store; nothing else uses its keys.
         place: of this worker.
         deadline: the time, by ``time.monotonic()``, until which the others are awaited.
-        own: what this worker says of itself.
+        worker: this worker's description.
         while_waiting: called again and again until there is a verdict.
 
     Raises:
-        CommunicationError: a worker did not come in time, two have one rank, they were told different numbers of workers, run
-            different versions, or the store was lost.
+        CommunicationError: a worker did not come in time, two have one rank, they have different numbers of workers or versions,
+            or the store was lost.
     """
     try:
-        return _call_roll(store, place, deadline, own or Worker(place.rank, place.num_workers), while_waiting)
+        return _call_roll(store, place, deadline, worker or Worker(place.rank, place.num_workers), while_waiting)
     except RuntimeError as error:  # torch's errors of stores; CommunicationError is none of them
         where = f" at {place.address}" if place.host else ""
         raise CommunicationError(
@@ -99,11 +99,11 @@ def call_roll(
 
 
 def _call_roll(
-    store: Any, place: Place, deadline: float, own: Worker, while_waiting: Callable[[], object]
+    store: Any, place: Place, deadline: float, newcomer: Worker, while_waiting: Callable[[], object]
 ) -> list[Worker]:
     came: dict[int, Worker] = {}  # by the order of arrival, from 1
     number = store.add(_NUM_COME, 1)
-    store.set(_key(number), json.dumps(asdict(own)))
+    store.set(_key(number), json.dumps(asdict(newcomer)))
     says_so_at = time.monotonic() + _PATIENCE_SECONDS
     while not store.check([_VERDICT]):
         while_waiting()
@@ -111,9 +111,9 @@ def _call_roll(
         now = time.monotonic()
         if now > deadline + _LONGEST_READING_SECONDS:
             raise CommunicationError(f"{place}: a worker ended before it had told the others what it found")
-        found = _verdict(came, place, is_over=now > deadline)
-        if found is not None and store.add(_NUM_JUDGES, 1) == 1:  # the first verdict counts
-            store.set(_VERDICT, json.dumps(found))
+        verdict_here = _verdict(came, place, is_over=now > deadline)
+        if verdict_here is not None and store.add(_NUM_JUDGES, 1) == 1:  # the first verdict counts
+            store.set(_VERDICT, json.dumps(verdict_here))
         elif now > says_so_at:
             says_so_at = now + _PATIENCE_SECONDS
             logger.warning("%s waits for %s", place, numbered("worker", _missing(came, place)))
@@ -124,8 +124,8 @@ def _call_roll(
         _await_readers(store, verdict["num_readers"])
     if number not in verdict["members"] and not verdict["wrong"]:
         raise CommunicationError(
-            f"{own} came when all {place.num_workers} workers had joined: a worker cannot be replaced, and a second job needs "
-            "another address. End all workers, and start them together"
+            f"{newcomer} came when all {place.num_workers} workers had joined: a worker cannot be replaced, and a second job "
+            "needs another address. End all workers, and start them together"
         )
     if verdict["wrong"]:
         raise CommunicationError(f"the workers cannot train together: {verdict['wrong']}")
@@ -134,9 +134,9 @@ def _call_roll(
 
 
 def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict[str, Any] | None:
-    """What is wrong with those who have come, or that they are all; None as long as more are awaited, until the time is over.
+    """The misfit of present workers, or their completeness; None while more are awaited.
 
-    It also says how many may come to read it. Those who do not come in time are not waited for once more.
+    ``num_readers`` bounds the readers to wait for: after a timeout, nobody waits for the missing workers again.
     """
     missing, members = _missing(came, place), sorted(came)
     wrong = disagreement(list(came.values()))
@@ -151,12 +151,11 @@ def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict
 
 
 def _missing(came: Mapping[int, Worker], place: Place) -> list[int]:
-    """The ranks of the workers that have not come."""
     return sorted(set(range(place.num_workers)) - {worker.rank for worker in came.values()})
 
 
 def disagreement(workers: Sequence[Worker]) -> str:
-    """In which way workers do not fit together; an empty text if they do."""
+    """The misfit of the workers; empty if there is none."""
     first, *others = sorted(workers, key=lambda worker: worker.rank) or [Worker(0, 1)]
     taken = {first.rank: first}
     for other in others:
@@ -168,10 +167,11 @@ def disagreement(workers: Sequence[Worker]) -> str:
         if other.rank in taken:
             return f"{taken[other.rank]} and {other} have one rank. Give each its own, and each job its own address"
         taken[other.rank] = other
-        for what, one in first.versions.items():
-            if other.versions.get(what) != one:
+        for component, expected in first.versions.items():
+            actual = other.versions.get(component)
+            if actual != expected:
                 return (
-                    f"{first} runs {what} {one}, {other} {what} {other.versions.get(what)}. Install the same version on all, as "
+                    f"{first} runs {component} {expected}, {other} {component} {actual}. Install the same version on all, as "
                     "each compiles the program for itself"
                 )
     return ""
@@ -182,14 +182,14 @@ def _key(number: int) -> str:
 
 
 def _look(store: Any, came: dict[int, Worker]) -> None:
-    """Reads what those say who have come since the last look."""
+    """Adds new arrivals."""
     for number in range(1, store.add(_NUM_COME, 0) + 1):
         if number not in came and store.check([_key(number)]):
             came[number] = Worker(**json.loads(store.get(_key(number))))
 
 
 def _await_readers(store: Any, num_readers: int) -> None:
-    """Returns when all who have come, and so many at least, have read the verdict; one that has ended is not waited for long."""
+    """Waits until all arrivals, and at least ``num_readers``, have read the verdict, but not long for one that has ended."""
     until = time.monotonic() + _LONGEST_READING_SECONDS
     while store.add(_NUM_READ, 0) < max(num_readers, store.add(_NUM_COME, 0)) and time.monotonic() < until:
         time.sleep(_SECONDS_BETWEEN_LOOKS)

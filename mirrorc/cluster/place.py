@@ -7,35 +7,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Which worker a process is, of how many, and where the workers meet; nobody has been asked whether the others exist.
+    """A worker's rank, the number of workers, and their store, before any contact with the others.
 
     Attributes:
         rank: the worker's number, from 0. Worker 0 is the chief.
-        num_workers: how many workers there are.
-        told_by: what says so: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
-        host, port: where the workers' store listens; an empty host if a process group has a store.
-        hosts_store: whether this worker opens the store; otherwise it connects to it.
-        local_rank: the worker's number among those of its machine, if that is told.
-        num_restarts: how often this machine's workers have caused all to be started again, as torchrun's agent counts.
-        store_is_kept: whether the store outlives the workers, so that it may have what those of an earlier start have left.
+        num_workers: the number of workers.
+        source: its description: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
+        host, port: the address of the workers' store; an empty host if a process group has a store.
+        hosts_store: True if this worker opens the store; otherwise it connects to it.
+        local_rank: the worker's number among those of its machine, if known.
+        num_restarts: the number of restarts caused by this machine's workers, as torchrun's agent counts.
+        store_persists: True if the store outlives the workers, and may have keys of an earlier start.
     """
 
     rank: int = 0
     num_workers: int = 1
-    told_by: str = ""
+    source: str = ""
     host: str = ""
     port: int = 0
     hosts_store: bool = False
     local_rank: int | None = None
     num_restarts: int = 0
-    store_is_kept: bool = False
+    store_persists: bool = False
 
     @property
     def address(self) -> str:
-        """Where the store listens, as one writes it."""
+        """The address of the store as text."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
-        if not self.told_by:
+        if not self.source:
             return "a process on its own"
-        return f"worker {self.rank} of {self.num_workers} by {self.told_by}"
+        return f"worker {self.rank} of {self.num_workers} by {self.source}"

@@ -1,4 +1,4 @@
-"""Which start of the workers this is, where their store has outlived an earlier one."""
+"""Numbers the starts of workers whose store has outlived an earlier start."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _NUM_STARTS, _NUM_KNOCKS = "starts", "knocks"
 
 
 class Start:
-    """A start of the workers, as the chief has opened it.
+    """A start of the workers, opened by the chief.
 
-    torchrun's agents start all workers again when one has failed. Their store stays, with all that the failed ones have left, and
-    each agent counts the restarts that its own workers have caused. So workers of several machines have no number in common that
-    tells one start from another. The chief opens a start with the next number. Another worker knocks, and goes on with the start
-    whose chief has heard it: a chief of an earlier start is gone, and hears nobody.
+    torchrun's agents start all workers again when one has failed. Their store stays, with all keys of the failed ones, and each
+    agent counts only the restarts caused by its workers. So workers of several machines have no common number for a start. The
+    chief opens a start with the next number. Another worker knocks, and joins the start whose chief has answered: the chief of an
+    earlier start is gone, and answers nobody.
 
     Args:
-        store: of the workers; nothing else uses its keys.
+        store: the workers' store; nothing else uses its keys.
     """
 
     def __init__(self, store: Any) -> None:
@@ -29,7 +29,7 @@ class Start:
         self.number: int = store.add(_NUM_STARTS, 1)
 
     def answer(self) -> None:
-        """Tells the workers that have knocked that the chief is there; called again and again while it waits for them."""
+        """Answers the knocks of workers; called again and again while the chief waits for them."""
         knocks = self._store.add(_NUM_KNOCKS, 0)
         if knocks != self._num_heard:
             self._store.set(_heard(self.number), str(knocks))
@@ -37,7 +37,7 @@ class Start:
 
 
 def await_start(store: Any, place: Place, deadline: float) -> int:
-    """The number of the start whose chief is there.
+    """The number of the present chief's start.
 
     Args:
         store: as for `Start`.
@@ -47,10 +47,10 @@ def await_start(store: Any, place: Place, deadline: float) -> int:
     Raises:
         CommunicationError: it did not come in time.
     """
-    own = store.add(_NUM_KNOCKS, 1)
+    number_of_knock = store.add(_NUM_KNOCKS, 1)
     while True:
         number = store.add(_NUM_STARTS, 0)
-        if number and store.check([_heard(number)]) and int(store.get(_heard(number))) >= own:
+        if number and store.check([_heard(number)]) and int(store.get(_heard(number))) >= number_of_knock:
             return number
         if time.monotonic() > deadline:
             raise CommunicationError(

@@ -1,4 +1,4 @@
-"""What all workers do together, such as compiling a step, where a worker that fails tells the others, who wait no longer then."""
+"""Common tasks of all workers, such as compiling a step: a failure of one ends the wait of the others."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _T = TypeVar("_T")
 
 
 class Round:
-    """One such undertaking, seen from one worker. What they compare in it is numbered by itself, so that a round that has failed
-    on some workers, in whatever place, leaves no trace in the next one.
+    """One common task, seen from one worker. Its comparisons have separate numbers, so that a round that failed on some workers
+    leaves no trace in the next one.
 
     Args:
-        store: where the workers meet.
+        store: the workers' store.
         workers: all, by rank.
         rank: of this worker.
         name: the same on all workers, and of no other round.
-        doing: what they do, such as "mirrorc.compile".
-        lookout: looks whether one of them is gone.
+        doing: the task, such as "mirrorc.compile".
+        lookout: detects lost workers.
     """
 
     def __init__(
@@ -48,15 +48,17 @@ class Round:
         self._num_comparisons = itertools.count()
         self._is_aware = False  # of a failure of this round, and counted among those that are
 
-    def check_same(self, what: str, facts: Mapping[str, object], *, timeout_seconds: float) -> None:
+    def check_same(self, topic: str, facts: Mapping[str, object], *, timeout_seconds: float) -> None:
         """As `Cluster.check_same`.
 
         Raises:
             CommunicationError: as there; or a worker has failed in this round, and does not come.
         """
         self._meet(
-            lambda store, deadline: check_same_facts(store, self.workers, self.rank, what, facts, deadline, self._look),
-            f"compared {what}",
+            lambda store, deadline: check_same_facts(
+                store, self.workers, self.rank, topic, facts, deadline, self._look
+            ),
+            f"compared {topic}",
             timeout_seconds,
         )
 
@@ -73,7 +75,7 @@ class Round:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others of an error, unless they have told this worker of theirs. Raises nothing, and takes a bounded time."""
+        """Sends the others an error, unless theirs came first. Raises nothing, and takes a bounded time."""
         text = (
             f"{self.workers[self.rank]} failed in {self._doing}, which all workers call together: {in_short(error, None)}. "
             f"Mend that, and call {self._doing} again on all workers"
@@ -96,17 +98,13 @@ class Round:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _look(self) -> None:
-        """Called while others are waited for.
-
-        Raises:
-            CommunicationError: one of them has failed, or is gone.
-        """
+        """Called during waits; raises `CommunicationError` if another worker has failed, or is gone."""
         if not self._store.check([_FAILURE]):
             gone = self._lookout.gone()
             if not gone:
                 return
-            rank, what = min(gone.items())
-            text = f"{self.workers[rank]} does not come to {self._doing}: {what}. End all workers, and start them again"
+            rank, fate = min(gone.items())
+            text = f"{self.workers[rank]} does not come to {self._doing}: {fate}. End all workers, and start them again"
             self._store.compare_set(_FAILURE, "", text)  # all are told of the first one
         text = self._store.get(_FAILURE).decode()
         self._store.add(_NUM_AWARE, 1)
@@ -114,11 +112,7 @@ class Round:
         raise CommunicationError(text)
 
     def _meet(self, function: Callable[[Any, float], _T], doing: str, timeout_seconds: float) -> _T:
-        """Calls a function with a store of its own and the time until which it may wait, and returns in a bounded time.
-
-        Raises:
-            CommunicationError: the store does not answer; or what the function raises.
-        """
+        """Calls a function with a separate store and its deadline, in bounded time."""
         store = distributed.PrefixStore(f"same/{next(self._num_comparisons)}", self._store)
         deadline = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
         seconds = deadline - time.monotonic() + _LONGEST_VERDICT_SECONDS

@@ -1,4 +1,4 @@
-"""Opens the store through which workers meet, in a bounded time that Ctrl-C can cut short."""
+"""Opens the store of the workers' rendezvous, in a bounded time that Ctrl-C can cut short."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SECONDS_BETWEEN_TRIES = 0.1
 
 
 def open_store(place: Place, deadline: float) -> Any:
-    """The store of the workers: opened by the worker that hosts it, awaited by all others.
+    """The store of the workers: opened by its host, awaited by all others.
 
     Args:
         place: of this worker.
         deadline: the time, by ``time.monotonic()``, until which the store is awaited.
 
     Raises:
-        CommunicationError: the port is in use, nobody listens in time, or what listens is no store.
+        CommunicationError: the port is in use, nobody listens in time, or the listener is no store.
     """
     if not place.hosts_store:
         _await_listener(place, deadline)
@@ -58,7 +58,6 @@ def _why_not(place: Place) -> str:
 
 
 def _await_listener(place: Place, deadline: float) -> None:
-    """Returns when something listens at the address."""
     began = time.monotonic()
     while True:
         left = deadline - time.monotonic()
@@ -75,7 +74,7 @@ def _await_listener(place: Place, deadline: float) -> None:
 
 
 class OwnConnection:
-    """A connection of its own to a store, so that nobody waits for another one's questions.
+    """A separate connection to a store, so that no request waits for another's answer.
 
     Args:
         store: the store.
@@ -99,17 +98,17 @@ class OwnConnection:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the host of the store has closed it, as it does when it ends. Who asks the store then is warned by torch."""
+        """True if the store's host has closed it, as at its end. torch warns at later requests."""
         return is_any_closed(self._sockets)
 
 
 def _port(store: Any) -> int:
-    """The port of a store of torch; 0 if it is one without connections."""
+    """The port of a store of torch; 0 if it has no connections."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return int(getattr(store, "port", 0))
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text; those of torch go on with addresses in its code."""
+    """The first line of an error's text; torch's texts go on with addresses in its code."""
     return (str(error).splitlines() or [type(error).__name__])[0]

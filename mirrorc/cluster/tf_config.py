@@ -1,4 +1,4 @@
-"""TF_CONFIG, by which TensorFlow's strategies for several workers, and the platforms that start them, describe a cluster."""
+"""TF_CONFIG, the description of a cluster for TensorFlow's strategies and their platforms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from mirrorc.cluster.place import Place
 
-TOLD_BY = "TF_CONFIG"
+SOURCE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["host-0:12345", "host-1:12345"]}, "task": {"type": "worker", "index": 0}}'
 _TRAINING = ("chief", "worker")
 _OTHERS = {
@@ -21,7 +21,7 @@ _OTHERS = {
 
 
 def place_by_tf_config(variables: Mapping[str, str]) -> Place | None:
-    """The place that ``TF_CONFIG`` gives: the chief, or else worker 0, has rank 0 and opens the store at its address.
+    """The place in ``TF_CONFIG``: the chief, or else worker 0, has rank 0 and opens the store at its address.
 
     Workers follow in the order of their index. A cluster without any task, as platforms write it for a single machine, is a
     process on its own.
@@ -33,7 +33,7 @@ def place_by_tf_config(variables: Mapping[str, str]) -> Place | None:
         None if the variable is not set.
 
     Raises:
-        ValueError: the text or a field is wrong; names the field, its value and what is expected.
+        ValueError: the text or a field is wrong; names the field, its value and the expected form.
     """
     text = variables.get("TF_CONFIG")
     if text is None:
@@ -44,7 +44,7 @@ def place_by_tf_config(variables: Mapping[str, str]) -> Place | None:
         if not isinstance(value, dict):
             _refuse(field, value, "give an object")
     if not cluster and not task:
-        return Place(told_by=TOLD_BY)
+        return Place(source=SOURCE)
     kind, index = _checked_task(task)
     addresses = _checked_cluster(cluster)
     if kind not in addresses:
@@ -52,12 +52,12 @@ def place_by_tf_config(variables: Mapping[str, str]) -> Place | None:
     if index >= len(addresses[kind]):
         most = len(addresses[kind]) - 1
         _refuse("task.index", index, f"give a number from 0 to {most}, as cluster.{kind} has {most + 1} of them")
-    everyone = [address for own in _TRAINING for address in addresses.get(own, ())]
+    everyone = [address for task_kind in _TRAINING for address in addresses.get(task_kind, ())]
     rank = index if kind == "chief" else len(addresses.get("chief", ())) + index
     if len(everyone) == 1:
-        return Place(told_by=TOLD_BY)
+        return Place(source=SOURCE)
     host, port = everyone[0]
-    return Place(rank, len(everyone), TOLD_BY, host, port, hosts_store=rank == 0)
+    return Place(rank, len(everyone), SOURCE, host, port, hosts_store=rank == 0)
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _checked_cluster(cluster: dict[str, Any]) -> dict[str, list[tuple[str, int]]
     if not cluster:
         _refuse("cluster", cluster, "give the addresses of the workers, as there is a task")
     taken: dict[tuple[str, int], str] = {}
-    found: dict[str, list[tuple[str, int]]] = {}
+    addresses_of: dict[str, list[tuple[str, int]]] = {}
     for kind, addresses in cluster.items():
         field = f"cluster.{kind}"
         if kind in _OTHERS and addresses:
@@ -104,10 +104,10 @@ def _checked_cluster(cluster: dict[str, Any]) -> dict[str, list[tuple[str, int]]
             if parsed in taken:
                 _refuse(place, address, f"{taken[parsed]} has the same address; give each its own")
             taken[parsed] = place
-            found.setdefault(kind, []).append(parsed)
-    if not found:
+            addresses_of.setdefault(kind, []).append(parsed)
+    if not addresses_of:
         _refuse("cluster", cluster, "give the address of a chief or of a worker")
-    return found
+    return addresses_of
 
 
 def _checked_address(field: str, address: Any) -> tuple[str, int]:
@@ -122,8 +122,8 @@ def _checked_address(field: str, address: Any) -> tuple[str, int]:
 
 
 def _refuse(field: str, value: object, expected: str, is_there: bool = True) -> NoReturn:
-    is_said = f"is {_shown(value)}" if is_there else "is missing"
-    raise ValueError(f"TF_CONFIG: {field} {is_said}: {expected}; the whole is an object such as {_EXAMPLE}")
+    problem = f"is {_shown(value)}" if is_there else "is missing"
+    raise ValueError(f"TF_CONFIG: {field} {problem}: {expected}; the whole is an object such as {_EXAMPLE}")
 
 
 def _shown(value: object) -> str:

@@ -6,22 +6,22 @@ from collections.abc import Mapping
 
 from mirrorc.cluster.place import Place
 
-TOLD_BY = "torchrun's variables"
+SOURCE = "torchrun's variables"
 _ALL = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 _REMEDY = f"start the script with torchrun, which sets {_ALL}, or unset them all"
 
 
 def place_by_torchrun(variables: Mapping[str, str]) -> Place | None:
-    """The place that torchrun's variables give; None if neither ``RANK`` nor ``WORLD_SIZE`` is set.
+    """The place in torchrun's variables; None if neither ``RANK`` nor ``WORLD_SIZE`` is set.
 
-    Whoever sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` by other means is understood, too. The store is
-    that of torchrun's agent, or one that worker 0 opens, as `torch.distributed.init_process_group` would have it.
+    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` from other launchers work, too. The store is that of torchrun's
+    agent, or one opened by worker 0, as in `torch.distributed.init_process_group`.
 
     Args:
         variables: the environment.
 
     Raises:
-        ValueError: a variable is missing or wrong; names it, its value and what is expected.
+        ValueError: a variable is missing or wrong; names it, its value and the expected form.
     """
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         return None
@@ -32,20 +32,20 @@ def place_by_torchrun(variables: Mapping[str, str]) -> Place | None:
     has_local = "LOCAL_RANK" in variables
     local_rank = _number(variables, "LOCAL_RANK", 0, num_local - 1, "LOCAL_WORLD_SIZE") if has_local else None
     if num_workers == 1:
-        return Place(told_by=TOLD_BY, local_rank=local_rank, num_restarts=num_restarts)
+        return Place(source=SOURCE, local_rank=local_rank, num_restarts=num_restarts)
     is_agents = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not variables.get("MASTER_ADDR", "").strip():
         raise _wrong(variables, "MASTER_ADDR", "give the name or address of the machine of worker 0")
     return Place(
         rank=rank,
         num_workers=num_workers,
-        told_by=TOLD_BY,
+        source=SOURCE,
         host=variables["MASTER_ADDR"].strip(),
         port=_number(variables, "MASTER_PORT", 1, 65535),
         hosts_store=rank == 0 and not is_agents,
         local_rank=local_rank,
         num_restarts=num_restarts,
-        store_is_kept=is_agents,
+        store_persists=is_agents,
     )
 
 
@@ -58,7 +58,7 @@ def _number(
     *,
     default: int | None = None,
 ) -> int:
-    """The whole number that a variable holds; ``of`` names the variable that bounds it."""
+    """``of`` names the variable that bounds this one."""
     text = variables.get(name)
     if text is None and default is not None:
         return default
@@ -70,5 +70,5 @@ def _number(
 
 
 def _wrong(variables: Mapping[str, str], name: str, expected: str) -> ValueError:
-    is_said = f"is {variables[name]!r}" if name in variables else "is not set, but others of torchrun's variables are"
-    return ValueError(f"the environment variable {name} {is_said}: {expected}; {_REMEDY}")
+    problem = f"is {variables[name]!r}" if name in variables else "is not set, but others of torchrun's variables are"
+    return ValueError(f"the environment variable {name} {problem}: {expected}; {_REMEDY}")

@@ -1,1 +1,1 @@
-"""Says in words what differs between two printed programs; `mirrorc.comparison.diff` is the entry point."""
+"""Describes the differences of two printed programs in words; `mirrorc.comparison.diff` is the entry point."""

@@ -1,4 +1,4 @@
-"""Says in words how the devices, the arguments and the bodies of regions of two printed programs differ."""
+"""Describes differences of devices, arguments and bodies of regions in words."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _SENTENCES = 8  # the most sentences about one topic
 
 
 def device_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Says which devices are new or gone."""
-    for said, these, others in (("added", new, old), ("removed", old, new)):
+    """Reports new and removed devices."""
+    for state, these, others in (("added", new, old), ("removed", old, new)):
         names = [device for device in these.devices if device not in others.devices]
         if names:
-            yield f"{counted(len(names), 'device')} {said}: {listed(names, _LISTED)}"
+            yield f"{counted(len(names), 'device')} {state}: {listed(names, _LISTED)}"
     both = [[device for device in a.devices if device in b.devices] for a, b in ((old, new), (new, old))]
     if both[0] != both[1]:
         yield f"the devices are in another order: {listed(both[1], _LISTED)} instead of {listed(both[0], _LISTED)}"
 
 
 def worker_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Says whose of several workers' programs these are, and what is said of all workers, where that differs."""
+    """Reports a different worker, and different descriptions of all workers."""
     alone = "a process on its own"
     if old.worker != new.worker:
         yield f"it is the program of {new.worker or alone} instead of {old.worker or alone}"
@@ -34,7 +34,7 @@ def worker_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def group_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Says which devices used to run the same program and no longer do, and the reverse."""
+    """Reports devices that no longer run the same program, and the reverse."""
     if any(function.name == "all_devices" for function in (*old.functions, *new.functions)):
         return
     both = set(old.devices) & set(new.devices)
@@ -50,27 +50,27 @@ def group_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def argument_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Says which arguments of devices are new, are gone or have another type, such as another shape of the shard."""
+    """Reports arguments of devices that are new, gone or of another type, such as another shape of the shard."""
     if any(function.name == "all_devices" for function in (*old.functions, *new.functions)):
         return  # a program of all devices tells no arguments
     devices = [device for device in new.devices if device in old.function_of]
-    said: dict[str, list[str]] = defaultdict(list)
+    sentences: dict[str, list[str]] = defaultdict(list)
     for device in devices:
         for sentence in _signature_changes(old.function_of[device].arguments, new.function_of[device].arguments):
-            said[sentence].append(device)
-    yield from (sentence + where(found, devices) for sentence, found in said.items())
+            sentences[sentence].append(device)
+    yield from (sentence + where(changed, devices) for sentence, changed in sentences.items())
 
 
 def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Says which bodies of regions differ; before there are regions, how the graph of a single device differs."""
+    """Reports different bodies of regions; before regions are outlined, different graphs of a single device."""
     yield from _captured_changes(old, new)
     if bool(old.regions) != bool(new.regions) and old.stage == new.stage:
         yield f"bodies of regions are printed in the {'new' if new.regions else 'old'} text alone and were not compared"
     elif old.regions and new.regions:
-        for said, these, others in (("new", new.regions, old.regions), ("gone", old.regions, new.regions)):
+        for state, these, others in (("new", new.regions, old.regions), ("gone", old.regions, new.regions)):
             names = [name for name in these if name not in others]
             if names:
-                yield f"the {'body' if len(names) == 1 else 'bodies'} of {numbered('region', names)} {_are(names)} {said}"
+                yield f"the {'body' if len(names) == 1 else 'bodies'} of {numbered('region', names)} {_are(names)} {state}"
         changed = (
             _region_change(old.regions[name], region) for name, region in new.regions.items() if name in old.regions
         )
@@ -78,7 +78,7 @@ def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def optimizer_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Groups of the optimizer that held other hyperparameters at compilation."""
+    """Reports groups of the optimizer with other hyperparameters at compilation."""
     held = [dict(line.split(": ", 1) for line in program.optimizers) for program in (old, new)]
     for label in (label for label in held[1] if label in held[0]):
         was, now = (part[label].rpartition(" (at compilation")[0] for part in held)
@@ -87,11 +87,11 @@ def optimizer_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]
 
 
 def remark_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Says which remarks are new or gone."""
-    for said, these, others in (("new", new.remarks, old.remarks), ("gone", old.remarks, new.remarks)):
+    """Reports new and removed remarks."""
+    for state, these, others in (("new", new.remarks, old.remarks), ("gone", old.remarks, new.remarks)):
         remarks = (Counter(these) - Counter(others)).elements()
         yield from capped(
-            (f"remark {said}: {remark}" for remark in remarks), _SENTENCES, f"{{}} more remarks are {said}"
+            (f"remark {state}: {remark}" for remark in remarks), _SENTENCES, f"{{}} more remarks are {state}"
         )
 
 
@@ -101,44 +101,43 @@ def _are(names: Sequence[str]) -> str:
 
 def _signature_changes(old: Sequence[PrintedValue], new: Sequence[PrintedValue]) -> Iterator[str]:
     types = [{value.name: value.type for value in signature} for signature in (old, new)]
-    for said, these, others in (("new", types[1], types[0]), ("gone", types[0], types[1])):
+    for state, these, others in (("new", types[1], types[0]), ("gone", types[0], types[1])):
         names = [name for name in these if name not in others]
         if names:
-            yield f"{numbered('argument', names)} {_are(names)} {said}"
+            yield f"{numbered('argument', names)} {_are(names)} {state}"
     for name, kind in types[1].items():
         if types[0].get(name, kind) != kind:
             yield f"argument {name} is {kind} instead of {types[0][name]}"
 
 
 def _captured_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Says how functions of operators differ, in programs that have no regions yet."""
+    """Compares functions of operators, in programs without regions yet."""
     if old.stage != new.stage or new.stage != "CAPTURED":
         return
     if len(old.functions) != len(new.functions):
         yield f"{counted(len(new.functions), 'graph')} of one device instead of {len(old.functions)}"
     for i, (before, after) in enumerate(zip(old.functions, new.functions, strict=False)):
         name = "the graph of one device" + (f" for {listed(after.devices)}" if len(new.functions) > 1 or i else "")
-        said = _statement_changes(before.lines, after.lines)
-        if said:
-            yield f"{name} changed: {said}"
+        changes = _statement_changes(before.lines, after.lines)
+        if changes:
+            yield f"{name} changed: {changes}"
         if before.outcome != after.outcome:
             yield f"{name} returns something else"
 
 
 def _region_change(old: PrintedRegion, new: PrintedRegion) -> str:
-    """Says how a region's body has changed; empty if it has not."""
     arguments = list(_signature_changes(old.arguments, new.arguments))
     if not arguments and old.arguments != new.arguments:
         arguments = ["its arguments are in another order"]
-    given = (
+    results = (
         [f"it gives {len(new.results)} values instead of {len(old.results)}"]
         if len(old.results) != len(new.results)
         else []
     )
-    if not given and old.results != new.results:
-        given = ["it gives other values"]
+    if not results and old.results != new.results:
+        results = ["it gives other values"]
     statements = _statement_changes(old.statements, new.statements)
-    parts = [*([statements] if statements else []), *capped(arguments, 2, "{} more changes of its arguments"), *given]
+    parts = [*([statements] if statements else []), *capped(arguments, 2, "{} more changes of its arguments"), *results]
     return f"region {new.name} changed: {'; '.join(parts)}" if parts else ""
 
 

@@ -1,4 +1,4 @@
-"""Says in words how the bucket tables of two printed programs differ."""
+"""Describes differences of bucket tables in words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BucketPairs:
     Attributes:
         old: the old table, by index.
         new: the new table, by index.
-        new_of: the index of an old bucket's counterpart; buckets without one are not in it.
+        new_of: the index of an old bucket's counterpart; buckets without one are missing.
     """
 
     old: Mapping[int, PrintedBucket]
@@ -48,7 +48,7 @@ class BucketPairs:
 
 
 def pair_buckets(old: PrintedProgram, new: PrintedProgram) -> BucketPairs:
-    """Pairs buckets that have the same number and share a gradient, then those that share the most gradients."""
+    """Pairs buckets with the same number and a common gradient, then those with the most common gradients."""
     tables = [{bucket.index: bucket for bucket in program.buckets} for program in (old, new)]
     place = _places(old.buckets)
     common = Counter((place[name], j) for name, j in _places(new.buckets).items() if name in place)
@@ -62,7 +62,7 @@ def pair_buckets(old: PrintedProgram, new: PrintedProgram) -> BucketPairs:
 
 
 def bucket_changes(pairs: BucketPairs) -> Iterator[str]:
-    """Sentences on what differs, the most important first."""
+    """Sentences on the differences, the most important first."""
     yield from capped(_plan_changes(pairs), _SENTENCES, "{} more changes of which gradient is in which bucket")
     yield from capped(_order_changes(pairs), _SENTENCES, "{} more buckets have their gradients in another order")
     yield from _type_changes(pairs)
@@ -76,7 +76,7 @@ def _places(buckets: Iterable[PrintedBucket]) -> dict[str, int]:
 
 
 def _plan_changes(pairs: BucketPairs) -> Iterator[str]:
-    """Says which buckets were split, were merged, are new or are gone, and which gradients moved, are new or are gone."""
+    """Buckets split, merged, new or gone, then gradients moved, new or gone."""
     old_place, new_place = _places(pairs.old.values()), _places(pairs.new.values())
     moves: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, j in new_place.items():
@@ -105,7 +105,7 @@ def _plan_changes(pairs: BucketPairs) -> Iterator[str]:
 
 
 def _splits(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) -> dict[int, list[int]]:
-    """For each old bucket, the new buckets that hold gradients of this old bucket only."""
+    """For each old bucket, the new buckets with gradients of this old bucket only."""
     split: dict[int, list[int]] = defaultdict(list)
     for j in pairs.added:
         sources = [i for i, target in moves if target == j]
@@ -127,31 +127,31 @@ def _merges(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) 
 def _whole_buckets(
     pairs: BucketPairs, made: set[int], used_up: set[int], old_place: Mapping[str, int], new_place: Mapping[str, int]
 ) -> Iterator[str]:
-    """Says which buckets are new or gone without being part of a split or a merge."""
-    for said, whose, table, indices, explained, other in (
+    """New and removed buckets outside of splits and merges."""
+    for state, whose, table, indices, explained, other in (
         ("new", "with new gradients", pairs.new, pairs.added, made, old_place),
         ("gone", "with its gradients", pairs.old, pairs.gone, used_up, new_place),
     ):
         alone = [index for index in indices if index not in explained]
         if len(alone) > _FEW:
-            yield f"{numbered('bucket', alone)} are {said}"
+            yield f"{numbered('bucket', alone)} are {state}"
             continue
         for index in alone:
             names = [gradient.variable for gradient in table[index].gradients]
             has_moved = any(name in other for name in names)
-            yield f"bucket {index} is {said}" + ("" if has_moved else f", {whose}: {listed(names, _LISTED)}")
+            yield f"bucket {index} is {state}" + ("" if has_moved else f", {whose}: {listed(names, _LISTED)}")
 
 
 def _single_gradients(pairs: BucketPairs, old_place: Mapping[str, int], new_place: Mapping[str, int]) -> Iterator[str]:
-    """Says which gradients are new or gone in buckets that stay."""
-    for said, buckets, stays, other in (
+    """New and removed gradients in buckets that stay."""
+    for state, buckets, stays, other in (
         ("new in", pairs.new, set(pairs.new_of.values()), old_place),
         ("gone from", pairs.old, set(pairs.new_of), new_place),
     ):
         for index in sorted(stays):
             names = [gradient.variable for gradient in buckets[index].gradients if gradient.variable not in other]
             if names:
-                yield f"{counted(len(names), 'gradient')} {said} bucket {index}: {listed(names, _LISTED)}"
+                yield f"{counted(len(names), 'gradient')} {state} bucket {index}: {listed(names, _LISTED)}"
 
 
 def _order_changes(pairs: BucketPairs) -> Iterator[str]:
@@ -167,7 +167,6 @@ def _order_changes(pairs: BucketPairs) -> Iterator[str]:
 
 
 def _type_changes(pairs: BucketPairs) -> Iterator[str]:
-    """Says which gradients have another shape or dtype."""
     types = [
         {g.variable: f"{b.dtype}{g.shape}" for b in table.values() for g in b.gradients}
         for table in (pairs.old, pairs.new)
@@ -178,8 +177,8 @@ def _type_changes(pairs: BucketPairs) -> Iterator[str]:
         if types[1].get(name, kind) != kind
     ]
     if changed:
-        what = "gradient has" if len(changed) == 1 else "gradients have"
-        yield f"{len(changed)} {what} another shape or dtype: {listed(changed, _LISTED)}"
+        subject = "gradient has" if len(changed) == 1 else "gradients have"
+        yield f"{len(changed)} {subject} another shape or dtype: {listed(changed, _LISTED)}"
 
 
 def _size_changes(pairs: BucketPairs) -> Iterator[str]:
@@ -195,7 +194,6 @@ def _num_bytes(bucket: PrintedBucket) -> float:
 
 
 def _rule_changes(pairs: BucketPairs) -> Iterator[str]:
-    """Says how the update rule, the placement, or the region after which a bucket is ready, has changed."""
     topics: list[Callable[[PrintedBucket, PrintedBucket], str]] = [
         lambda old, new: f"updated by {new.rule} instead of {old.rule}" if old.rule != new.rule else "",
         lambda old, new: _placement(new.placement) if old.placement is not new.placement else "",
@@ -207,9 +205,9 @@ def _rule_changes(pairs: BucketPairs) -> Iterator[str]:
         buckets: dict[str, list[int]] = defaultdict(list)
         for old, new in pairs.pairs:
             buckets[topic(old, new)].append(new.index)
-        for said, indices in buckets.items():
-            if said:
-                yield f"{numbered('bucket', indices)} {'is' if len(indices) == 1 else 'are'} {said}"
+        for text, indices in buckets.items():
+            if text:
+                yield f"{numbered('bucket', indices)} {'is' if len(indices) == 1 else 'are'} {text}"
 
 
 def _sent(new: PrintedBucket) -> str:
@@ -227,10 +225,7 @@ def _owner(old: PrintedBucket, new: PrintedBucket) -> str:
 
 
 def _ready(old: PrintedBucket, new: PrintedBucket) -> str:
-    """Says after which region a bucket is ready now.
-
-    Empty at a stage at which buckets are not packed, and for a bucket with other gradients, which come from other regions.
-    """
+    """Empty before buckets are packed, and for a bucket with other gradients, which come from other regions."""
     names = [{gradient.variable for gradient in bucket.gradients} for bucket in (old, new)]
     if not (old.ready_after and new.ready_after) or old.ready_after == new.ready_after or names[0] != names[1]:
         return ""

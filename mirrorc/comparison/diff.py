@@ -1,6 +1,6 @@
 """Compares two programs by their printed form: first in words, then line by line.
 
-The heading's report on a pass and the user's source lines are not compared. Two dumps of one program by different passes are
+The heading's report on a pass and the user's source lines are ignored. Two dumps of one program by different passes are
 therefore equal, and a program stays equal to itself when the model's code moves in its file.
 """
 
@@ -33,18 +33,18 @@ _SEVERAL_DEVICES = re.compile(r"    (?:each|\S+(?:, \S+| … \S+)+) +\| ")
 
 
 def diff_texts(old: str, new: str) -> str:
-    """What differs between two printed programs, of any stage; empty if nothing does.
+    """The differences of two printed programs, of any stage; empty if there are none.
 
     Args:
-        old: a text that `Program.to_text` has returned.
-        new: another one. Print both with the same options: only what is printed is compared.
+        old: a text from `Program.to_text`.
+        new: another one. Print both with the same options: only printed parts are compared.
 
     Returns:
-        Sentences, each on a line of its own, the most important first; then, after an empty line, the lines that differ.
+        Sentences, each on a separate line, the most important first; then, after an empty line, the differing lines.
 
     Raises:
         TypeError: not two strings.
-        ValueError: one is no printed program; says which one, the line, and what was expected there.
+        ValueError: one is no printed program; the message has its line and the expected form.
     """
     if old == new:
         _read(new, "new")
@@ -58,12 +58,12 @@ def diff_texts(old: str, new: str) -> str:
 
 
 def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
-    """What differs between two programs; empty if nothing does.
+    """The differences of two programs; empty if there are none.
 
     Args:
         old: a program of any stage.
         new: another.
-        regions: compare the bodies of regions, too. Without it, the result says if only these bodies differ.
+        regions: compare the bodies of regions, too. Without it, the result mentions a difference in bodies alone.
 
     Raises:
         TypeError: not two programs.
@@ -71,30 +71,34 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
     for name, program in (("old", old), ("new", new)):
         if not isinstance(program, Program):
             raise TypeError(f"{name} is a {type(program).__name__}: give a Program, such as step.program")
-    found = diff_texts(*(program.to_text(regions=regions, **_CANONICAL) for program in (old, new)))
-    if found or regions or not diff_texts(*(program.to_text(regions=True, **_CANONICAL) for program in (old, new))):
-        return found
+    differences = diff_texts(*(program.to_text(regions=regions, **_CANONICAL) for program in (old, new)))
+    if (
+        differences
+        or regions
+        or not diff_texts(*(program.to_text(regions=True, **_CANONICAL) for program in (old, new)))
+    ):
+        return differences
     return "only the bodies of regions differ: pass regions=True to see how\n"
 
 
 def diff_files(old: Path, new: Path) -> str:
-    """What differs between two programs in files, bodies of regions included; empty if nothing does.
+    """The differences of two programs in files, bodies of regions included; empty if there are none.
 
     Args:
         old: a saved program, or a printed one. If one file is saved and the other is printed, the saved program is printed
-            with the options of the other: parts that this one omits (bodies of regions, the user's source) are not compared.
+            with the options of the other: its omitted parts (bodies of regions, the user's source) are not compared.
         new: another one.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file holds neither; says which one, and where.
+        ValueError: a file holds neither; the message has the file and the place.
     """
     loaded = [_load(path) for path in (old, new)]
     forms = [_form_of(program) for program in loaded if isinstance(program, str)]
     form = forms[0] if forms else {"regions": True, **_CANONICAL}
     texts = [
-        found if isinstance(found, str) else printed(found, path, **form)
-        for found, path in zip(loaded, (old, new), strict=True)
+        content if isinstance(content, str) else printed(content, path, **form)
+        for content, path in zip(loaded, (old, new), strict=True)
     ]
     return diff_texts(*texts)
 
@@ -111,7 +115,7 @@ def printed(
     """Prints a program that was loaded from a file.
 
     Raises:
-        ValueError: it is malformed, so that it cannot be printed; names the file and the remedy.
+        ValueError: the program is too malformed to be printed; the message has the file and the remedy.
     """
     try:
         return program.to_text(regions=regions, slots=slots, sources=sources, fold=fold)
@@ -121,7 +125,7 @@ def printed(
 
 
 def _form_of(text: str) -> dict[str, bool]:
-    """The arguments with which `Program.to_text` prints a program in the form of this text."""
+    """The options of `Program.to_text` that this text was printed with."""
     lines = text.split("\n")
     return {
         "regions": any(line.startswith("region ") for line in lines),

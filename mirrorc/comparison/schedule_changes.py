@@ -1,4 +1,4 @@
-"""Says in words how the collectives, waits, updates and region calls of two printed programs differ."""
+"""Describes differences of collectives, waits, updates and region calls in words."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Event:
     """A line of a device's program.
 
     Attributes:
-        key: what it is. Kinds are ``launch`` (of a collective), ``wait``, ``update``, ``pack``, ``factored`` (a gradient as two
-            factors), ``write``, ``region`` (a call of one) and ``operator`` (of torch).
+        key: its identity. Kinds are ``launch`` (of a collective), ``wait``, ``update``, ``pack``, ``factored`` (a gradient as two
+            factors), ``write``, ``region`` (a call) and ``operator`` (of torch).
         line: as printed.
     """
 
@@ -41,7 +41,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a device does, in order."""
+    """The events of a device, in order."""
 
     events: tuple[Event, ...]
 
@@ -66,9 +66,9 @@ def schedule_of(program: PrintedProgram, device: str, name_of: Callable[[str], s
 
 
 def _kind(operation: str) -> str:
-    found = operation_named(operation)
-    if found is not None:
-        return found.kind.value
+    ir_operation = operation_named(operation)
+    if ir_operation is not None:
+        return ir_operation.kind.value
     is_operator = "." in _VARIANT.sub("", operation) or operation == "getitem"
     return (Kind.COMPUTE if is_operator else Kind.REGION).value
 
@@ -79,7 +79,7 @@ _WHOLE = "optimizer's own step"
 
 
 def schedule_changes(old: PrintedProgram, new: PrintedProgram, new_of: Mapping[int, int]) -> Iterator[str]:
-    """Sentences on what differs on the devices of both programs, the most important first.
+    """Sentences on the differences of devices in both programs, the most important first.
 
     Args:
         old: a program.
@@ -103,30 +103,29 @@ def schedule_changes(old: PrintedProgram, new: PrintedProgram, new_of: Mapping[i
         for group in alike.values()
     ]
     for topic in _TOPICS:
-        said: dict[str, list[str]] = defaultdict(list)
+        sentences: dict[str, list[str]] = defaultdict(list)
         for before, after, group in pairs:
             for sentence in topic(before, after):
-                said[sentence] += group
-        yield from (sentence + where(found, devices) for sentence, found in said.items())
+                sentences[sentence] += group
+        yield from (sentence + where(changed, devices) for sentence, changed in sentences.items())
 
 
-def where(found: Sequence[str], devices: Sequence[str]) -> str:
-    """The end of a sentence, which says on which devices it holds; empty if there is only one device."""
+def where(changed: Sequence[str], devices: Sequence[str]) -> str:
+    """The end of a sentence with its devices; empty if there is only one device."""
     if len(devices) == 1:
         return ""
-    return ", on every device" if len(found) == len(devices) else f", on {listed(found)}"
+    return ", on every device" if len(changed) == len(devices) else f", on {listed(changed)}"
 
 
 def _launch_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Says which collectives are new, are gone, are of another kind or have other details."""
     launches = [{event.key: event for event in schedule.of("launch")} for schedule in (old, new)]
     instead: dict[tuple[str, str], list[str]] = defaultdict(list)
     alone: dict[tuple[str, str], list[str]] = defaultdict(list)
     details: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
-    for said, these, others in (("is new", launches[1], launches[0]), ("is gone", launches[0], launches[1])):
+    for state, these, others in (("is new", launches[1], launches[0]), ("is gone", launches[0], launches[1])):
         for key, event in these.items():
             if key not in others:
-                alone[event.line.operation, said].append(event.subject)
+                alone[event.line.operation, state].append(event.subject)
     for key in (key for key in launches[0] if key in launches[1]):
         before, after = launches[0][key].line, launches[1][key].line
         if before.operation != after.operation:
@@ -137,34 +136,34 @@ def _launch_changes(old: Schedule, new: Schedule) -> Iterator[str]:
                 details[after.operation, name, *values].append(key[1])
     for (was, now), buckets in instead.items():
         yield f"{now} instead of {was} for {numbered('bucket', buckets)}"
-    for (operation, said), buckets in alone.items():
-        yield f"{operation} of {numbered('bucket', buckets)} {said}"
+    for (operation, state), buckets in alone.items():
+        yield f"{operation} of {numbered('bucket', buckets)} {state}"
     for (operation, name, was, now), buckets in details.items():
         yield f"{name} {now} instead of {was} for {operation} of {numbered('bucket', buckets)}"
 
 
 def _wait_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Says which waits are new or gone while their collective is in both programs."""
+    """Reports waits that are new or gone although both programs have their collective."""
     waits, launches = ([{event.key[1:] for event in part.of(kind)} for part in (old, new)] for kind in (WAIT, "launch"))
-    for said, found in (("new", waits[1] - waits[0]), ("gone", waits[0] - waits[1])):
-        buckets = [key[0] for key in sorted(found & launches[0] & launches[1])]
+    for state, alone in (("new", waits[1] - waits[0]), ("gone", waits[0] - waits[1])):
+        buckets = [key[0] for key in sorted(alone & launches[0] & launches[1])]
         if buckets:
-            yield f"the wait for {numbered('bucket', buckets)} is {said}"
+            yield f"the wait for {numbered('bucket', buckets)} is {state}"
 
 
-def _order_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
-    """A topic: whether the events that both schedules have are in another order."""
+def _order_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
+    """A topic: another order of the events in both schedules."""
 
     def changes(old: Schedule, new: Schedule) -> Iterator[str]:
         was, now = _reordered(old, new, kind)
         if was:
-            yield said.format(*(_in_order([_named(key) for key in order]) for order in (now, was)))
+            yield sentence.format(*(_in_order([_named(key) for key in order]) for order in (now, was)))
 
     return changes
 
 
 def _reordered(old: Schedule, new: Schedule, kind: str) -> tuple[list[Key], list[Key]]:
-    """The events of a kind that both schedules have, in the order of each schedule, between their first and last difference."""
+    """The common events of a kind in the order of each schedule, between their first and last difference."""
     keys = [[event.key for event in schedule.of(kind)] for schedule in (old, new)]
     both = set(keys[0]) & set(keys[1])
     was, now = ([key for key in part if key in both] for part in keys)
@@ -189,8 +188,8 @@ def _of_buckets(names: Sequence[str]) -> str:
     )
 
 
-def _moves_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
-    """A topic: whether events come earlier or later relative to the regions and, where possible, to the updates."""
+def _moves_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterator[str]]:
+    """A topic: events earlier or later relative to the regions and, where possible, to the updates."""
 
     def changes(old: Schedule, new: Schedule) -> Iterator[str]:
         anchors = _common_anchors(old, new, *([] if kind == "update" else [("region", "update")]), ("region",))
@@ -206,22 +205,26 @@ def _moves_of(kind: str, said: str) -> Callable[[Schedule, Schedule], Iterator[s
                 moved["later"].append((key, f"after {_anchor(order[place - 1])}"))
             elif place < before:
                 moved["earlier"].append((key, f"before {_anchor(order[place])}"))
-        for direction, found in moved.items():
-            if found:
-                what = said.format("" if len(found) == 1 else "s", _of_buckets([_named(key) for key, _ in found]))
-                which = (
-                    found[0][1] if len(found) == 1 else f"that of {_of_buckets([_named(found[0][0])])} {found[0][1]}"
+        for direction, events in moved.items():
+            if events:
+                subject = sentence.format(
+                    "" if len(events) == 1 else "s", _of_buckets([_named(key) for key, _ in events])
                 )
-                yield f"{what} {'comes' if len(found) == 1 else 'come'} {direction}, {which} now"
+                which = (
+                    events[0][1]
+                    if len(events) == 1
+                    else f"that of {_of_buckets([_named(events[0][0])])} {events[0][1]}"
+                )
+                yield f"{subject} {'comes' if len(events) == 1 else 'come'} {direction}, {which} now"
 
     return changes
 
 
 def _common_anchors(old: Schedule, new: Schedule, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The first choice of kinds whose events are in the same order in both schedules, so that places can be compared."""
+    """The first choice of kinds with events in the same order in both schedules, so that places can be compared."""
     for kinds in choices:
-        found = [[event.key for event in schedule.of(*kinds)] for schedule in (old, new)]
-        if found[0] == found[1] and found[0]:
+        keys = [[event.key for event in schedule.of(*kinds)] for schedule in (old, new)]
+        if keys[0] == keys[1] and keys[0]:
             return kinds
     return None
 
@@ -243,34 +246,36 @@ def _anchor(key: Key) -> str:
 
 
 def _update_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Says which updates are new, are gone or are of another kind. Buckets that are new or gone themselves are left out."""
+    """Leaves out buckets that are new or gone."""
     lines = [{event.key: event.line for event in schedule.of("update")} for schedule in (old, new)]
     packed = [{event.subject for event in schedule.of(PACK)} for schedule in (old, new)]
     alone = packed[0] ^ packed[1] if packed[0] and packed[1] else set()
-    said: dict[str, list[str]] = defaultdict(list)
+    sentences: dict[str, list[str]] = defaultdict(list)
     for key in (key for key in dict.fromkeys([*lines[1], *lines[0]]) if key[1] not in alone):
         was, now = (part[key].operation if key in part else "" for part in lines)
         if was and now and was != now:
-            said[f"{now} instead of {was} for {{}}"].append(_named(key))
+            sentences[f"{now} instead of {was} for {{}}"].append(_named(key))
         elif not (was and now):
-            what = "" if _named(key) == _WHOLE else f"{now or was} of "
-            said[f"{what}{{}} is {'new' if now else 'gone'}"].append(_named(key))
-    for sentence, buckets in said.items():
+            subject = "" if _named(key) == _WHOLE else f"{now or was} of "
+            sentences[f"{subject}{{}} is {'new' if now else 'gone'}"].append(_named(key))
+    for sentence, buckets in sentences.items():
         yield sentence.format(_of_buckets(buckets))
 
 
 def _region_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Says which regions are newly called or no longer called, and how the arguments and results of calls changed."""
     calls = [{event.key: event.line for event in schedule.of("region")} for schedule in (old, new)]
     known = [{key[1] for key in part} for part in calls]
-    for said, often, (these, others), names in (
+    for state, often, (these, others), names in (
         ("new", "more", (calls[1], calls[0]), known[0]),
         ("gone", "less", (calls[0], calls[1]), known[1]),
     ):
-        found = list(dict.fromkeys(key[1] for key in these if key not in others))
-        alone, repeated = [name for name in found if name not in names], [name for name in found if name in names]
+        names_alone = list(dict.fromkeys(key[1] for key in these if key not in others))
+        alone, repeated = (
+            [name for name in names_alone if name not in names],
+            [name for name in names_alone if name in names],
+        )
         if alone:
-            yield f"{numbered('region', alone)} {'is' if len(alone) == 1 else 'are'} {said}"
+            yield f"{numbered('region', alone)} {'is' if len(alone) == 1 else 'are'} {state}"
         if repeated:
             yield f"{numbered('region', repeated)} {'is' if len(repeated) == 1 else 'are'} called {often} often"
     if calls[0].keys() == calls[1].keys():  # else the program is cut elsewhere, and names mean other regions
@@ -278,15 +283,14 @@ def _region_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _factored_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Says which gradients are newly left as factors, and which no longer are."""
     factored = [[event.subject for event in schedule.of(FACTORED)] for schedule in (old, new)]
-    for these, others, said in (
+    for these, others, state in (
         (factored[1], factored[0], "left as factors, of which each device makes its share"),
         (factored[0], factored[1], "made whole, no longer left as factors"),
     ):
         names = [name for name in these if name not in others]
         if names:
-            yield f"{listed(names)} {'is' if len(names) == 1 else 'are'} {said}"
+            yield f"{listed(names)} {'is' if len(names) == 1 else 'are'} {state}"
 
 
 def _call_changes(old: Mapping[Key, PrintedLine], new: Mapping[Key, PrintedLine]) -> Iterator[str]:
@@ -302,13 +306,11 @@ def _call_changes(old: Mapping[Key, PrintedLine], new: Mapping[Key, PrintedLine]
 
 
 def _gradients(line: PrintedLine) -> list[tuple[str, int]]:
-    """The gradients that a call gives."""
     values = [(value.name, value.count) for value in line.results]
     return [value for value in values if value[0].startswith("d(") or value[0] == "gradients"]
 
 
 def _difference(old: Sequence[str], new: Sequence[str]) -> str:
-    """Says in which items two lists differ."""
     gone, added = ([part for part in these if part not in set(others)] for these, others in ((old, new), (new, old)))
     if gone and added:
         return f"{listed(added)} instead of {listed(gone)}"
@@ -318,7 +320,6 @@ def _difference(old: Sequence[str], new: Sequence[str]) -> str:
 
 
 def _write_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Says how the buffers that are written at the end of the step have changed."""
     written = [[part for event in schedule.of(WRITE) for part in event.line.arguments] for schedule in (old, new)]
     if written[0] != written[1]:
         yield f"at the end of the step it writes {listed(written[1]) or 'nothing'} instead of {listed(written[0]) or 'nothing'}"

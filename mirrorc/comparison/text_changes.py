@@ -1,4 +1,4 @@
-"""Finds the lines in which two printed programs differ; works part by part, so that equal parts cost nothing."""
+"""Finds the differing lines of two printed programs, part by part, so that equal parts cost nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ _MEASURED = re.compile(r" · after .+?(?= · stage )| · \d+(?:\.\d+)? ms$")
 
 @dataclass
 class _Part:
-    """The top of a text, a function or a region.
-
-    Attributes:
-        lines: its lines, without what is not compared.
-        numbers: the numbers of these lines in the text.
-    """
+    """The top of a text, a function or a region: its compared lines, and their numbers in the text."""
 
     lines: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
@@ -40,15 +35,15 @@ def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProg
     parts = [_parts(text, program) for text, program in zip((old, new), programs, strict=True)]
     names = list(dict.fromkeys([*parts[0], *parts[1]]))
     pairs = [(parts[0].get(name, _Part()), parts[1].get(name, _Part())) for name in names]
-    pairs = [(one, other) for one, other in pairs if one.lines != other.lines]
+    pairs = [(old_part, new_part) for old_part, new_part in pairs if old_part.lines != new_part.lines]
     if not pairs:
         return []
     shown = ["--- old", "+++ new"]
-    for one, other in pairs:
+    for old_part, new_part in pairs:
         if len(shown) < _MOST_LINES:
-            shown += _hunks(one, other)
+            shown += _hunks(old_part, new_part)
     num_shown = sum(line.startswith(("-", "+")) for line in shown[2:_MOST_LINES])
-    left_out = sum(_num_differing(one, other) for one, other in pairs) - num_shown
+    left_out = sum(_num_differing(old_part, new_part) for old_part, new_part in pairs) - num_shown
     if len(shown) > _MOST_LINES or left_out > 0:
         rest = f"{left_out} more lines that differ" if left_out > 0 else "more lines, in another order,"
         shown = [*shown[:_MOST_LINES], f"... and {rest} are left out here"]
@@ -56,7 +51,7 @@ def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProg
 
 
 def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
-    """The parts of a text by name, without what is not compared: pass, time, the dump's report, the user's source lines."""
+    """The parts of a text by name, without ignored ones: pass, time, the dump's report, the user's source lines."""
     parts: dict[str, _Part] = {"": _Part()}
     part, above = parts[""], _Part()  # above: the lines between an empty one and a function, which belong to it
     is_above = False
@@ -77,26 +72,26 @@ def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
 
 
 def is_source(line: str) -> bool:
-    """Whether a line of a text says no more than where in the user's code the next ones come from."""
+    """True for a line that only gives the place of the next ones in the user's code."""
     return line.startswith("    # ") and not line.startswith("    # -- ")
 
 
-def _num_differing(one: _Part, other: _Part) -> int:
-    """The number of lines that are in one part only. Takes linear time; lines that have only moved are not counted."""
-    counts = [Counter(part.lines) for part in (one, other)]
+def _num_differing(old_part: _Part, new_part: _Part) -> int:
+    """Counts lines that are in one part only, in linear time; moved lines do not count."""
+    counts = [Counter(part.lines) for part in (old_part, new_part)]
     return (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
 
 
-def _hunks(one: _Part, other: _Part) -> Iterator[str]:
-    """The differing lines of a part with some lines around them; of a very long part, only the beginning of the difference."""
-    limit = min(len(one.lines), len(other.lines))
-    start = next((i for i in range(limit) if one.lines[i] != other.lines[i]), limit)
-    end = next((i for i in range(limit - start) if one.lines[-1 - i] != other.lines[-1 - i]), limit - start)
+def _hunks(old_part: _Part, new_part: _Part) -> Iterator[str]:
+    """The differing lines of a part with some context; of a very long part, only the beginning of the difference."""
+    limit = min(len(old_part.lines), len(new_part.lines))
+    start = next((i for i in range(limit) if old_part.lines[i] != new_part.lines[i]), limit)
+    end = next((i for i in range(limit - start) if old_part.lines[-1 - i] != new_part.lines[-1 - i]), limit - start)
     first, after = max(0, start - _CONTEXT), max(0, end - _CONTEXT)
-    before, now = (part.lines[first : min(len(part.lines) - after, first + _COMPARED)] for part in (one, other))
+    before, now = (part.lines[first : min(len(part.lines) - after, first + _COMPARED)] for part in (old_part, new_part))
     for group in difflib.SequenceMatcher(None, before, now).get_grouped_opcodes(_CONTEXT):
         spans = (group[0][1], group[-1][2]), (group[0][3], group[-1][4])
-        yield f"@@ -{_span(one, first, *spans[0])} +{_span(other, first, *spans[1])} @@"
+        yield f"@@ -{_span(old_part, first, *spans[0])} +{_span(new_part, first, *spans[1])} @@"
         for kind, i, j, k, m in group:
             if kind == "equal":
                 yield from (f" {line}" for line in before[i:j])
@@ -106,7 +101,7 @@ def _hunks(one: _Part, other: _Part) -> Iterator[str]:
 
 
 def _span(part: _Part, first: int, start: int, stop: int) -> str:
-    """The position of a hunk in its text: the number of its first line, and the number of its lines."""
+    """The number of a hunk's first line, and the number of its lines."""
     number = (
         part.numbers[first + start] if first + start < len(part.numbers) else part.numbers[-1] if part.numbers else 0
     )

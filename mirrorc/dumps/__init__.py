@@ -1,1 +1,1 @@
-"""Writes down what the passes did: to a file per pass, to torch's trace, to the terminal."""
+"""Records the work of passes: in a file per pass, in torch's trace, in the terminal."""

@@ -16,14 +16,14 @@ _NOT_IN_NAMES = re.compile(r"[^\w.+-]")  # of files
 class DumpFiles(Instrument):
     """Writes, for every pass, a text and a diff to the pass before; at the end, an index of these.
 
-    The text of a pass has its name, its stage, its time, the number of nodes, how many nodes of each operation were added or
-    removed, and the pass's remarks. If the pass changed the program, the program follows in full. The captured program is
-    saved as well, for ``mirrorc opt``.
+    The text of a pass has its name, its stage, its time, the number of nodes, the changed numbers of operations, and the pass's
+    remarks. If the pass changed the program, the program follows in full. The captured program is saved as well, for ``mirrorc
+    opt``.
 
-    If a sink cannot take a text, a warning says so, and the sink gets nothing more.
+    If a sink fails, a warning is given, and the sink gets nothing more.
 
     Args:
-        sinks: where the texts are written.
+        sinks: the destinations.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -38,7 +38,7 @@ class DumpFiles(Instrument):
         self._write(PassReport("capture", program), saved, why_not)
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """Writes the program that a pass has returned, and what the pass has changed."""
+        """Writes the output program of a pass, and its changes."""
         self._last = (compiler_pass, before)
         self._write(PassReport(compiler_pass.name, after, before, seconds * 1e3))
 
@@ -69,10 +69,10 @@ class DumpFiles(Instrument):
     def _save(self, name: str, program: Program) -> tuple[str, str]:
         """The name of the saved file if a sink has saved the program, and the reason if the program cannot be saved."""
         try:
-            kept = [sink.save(name, program) for sink in self.sinks]
+            is_saved = [sink.save(name, program) for sink in self.sinks]
         except Exception as error:  # noqa: BLE001 - a broken program may raise anything; the verifier reports it
             return "", f"the captured program cannot be saved: {error}"
-        return name if any(kept) else "", ""
+        return name if any(is_saved) else "", ""
 
     def _write(self, report: PassReport, saved: str = "", why_not: str = "") -> None:
         name = self._stem(report.name)

@@ -1,4 +1,4 @@
-"""Chooses the folders for dumps: each holds one program of one run and one process."""
+"""Chooses the folders for dumps: one program of one run and one process in each."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ _CHOOSING = (
 class DumpFolder:
     """A program's folder in a directory of dumps.
 
-    When a process opens a directory for the first time, it removes the files that earlier runs have written in ``program-0``,
-    ``program-1`` and so on, and the folders that are empty then. Its programs get these folders in order. Folders of processes
-    that still run are kept, and skipped.
+    On first use of a directory, a process removes the files of earlier runs in ``program-0``, ``program-1`` and so on, and
+    folders that are empty then. Its programs get these folders in order. Folders of running processes stay, and are skipped.
 
     Args:
         directory: the directory for the folders; made if it is missing.
@@ -48,7 +47,7 @@ class DumpFolder:
         logger.info("what passes do to a program is written to %s", self.path)
 
     def file(self, name: str) -> Path:
-        """The path at which a file of the folder is to be written; makes the folder if it is missing."""
+        """The path for a file of the folder; makes the folder if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         return self.path / name
 
@@ -70,13 +69,13 @@ class _Directory:
                     self._unlock(int(number))
 
     def is_there(self) -> bool:
-        """Whether the directory has not been removed since it was opened."""
+        """False if the directory was removed since it was opened."""
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._locks), self._lock_file.stat())
         return False
 
     def take(self) -> Path:
-        """Takes the next folder that no other process has taken, and empties it."""
+        """Takes and empties the next folder free of other processes."""
         with self._choosing():
             folder = self.path / f"program-{next(filter(self._lock, self._numbers))}"
             _empty(folder)  # another process may have written to it and ended since this one opened the directory
@@ -111,7 +110,7 @@ class _Directory:
 
 
 def _empty(folder: Path) -> None:
-    """Removes the files that mirrorc has written from a folder, and then the folder if it is empty."""
+    """Removes mirrorc's files from a folder, and then the folder if it is empty."""
     for path in folder.glob("*"):
         if _OURS.fullmatch(path.name):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Reports what one pass did to a program: in numbers, in remarks, and as a diff."""
+"""Reports the effect of one pass on a program: in numbers, in remarks, and as a diff."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST_DIFF_LINES = 4000  # the longest region that is diffed; a longer diff take
 
 @dataclass(frozen=True)
 class PassReport:
-    """A pass that has run. Its program may break any rule; if it cannot be printed or counted, the report says so.
+    """A completed pass. Its program may break any rule; if it cannot be printed or counted, the report gives the error.
 
     Attributes:
-        name: the name of the pass; ``capture`` for the program that the first pass takes.
-        after: the program that the pass has returned.
-        before: the program that the pass has taken; None for ``capture``.
-        milliseconds: the time that the pass took; None for ``capture``.
+        name: the name of the pass; ``capture`` for the captured program.
+        after: the output program.
+        before: the input program; None for ``capture``.
+        milliseconds: the time of the pass; None for ``capture``.
     """
 
     name: str
@@ -33,7 +33,7 @@ class PassReport:
 
     @cached_property
     def is_changed(self) -> bool:
-        """Whether the printed program differs from the one before, or cannot be printed."""
+        """True if the printed program differs from the one before, or cannot be printed."""
         if self.before is None or self.before.stage is not self.after.stage:
             return True
         if _has_only_other_remarks(self.before, self.after):
@@ -50,7 +50,7 @@ class PassReport:
         return tuple(remark.text for remark in (Counter(self.after.remarks) - known).elements())
 
     def counts(self) -> str:
-        """The number of nodes and, for each operation, by how much its number of nodes has changed."""
+        """The number of nodes and, for each operation, the change of its number."""
         try:
             now, then = _count_operations(self.after), _count_operations(self.before)
         except Exception as error:  # noqa: BLE001 - said
@@ -80,7 +80,7 @@ class PassReport:
         return heading, rest
 
     def diff(self) -> str:
-        """A unified diff to the program before; it includes the bodies of regions that the pass has changed."""
+        """A unified diff to the program before, including changed bodies of regions."""
         if self.before is None or not self.is_changed:
             return ""
         try:
@@ -108,7 +108,7 @@ class PassReport:
 
     @cached_property
     def _changed_regions(self) -> list[tuple[str, str, str]]:
-        """The regions whose body has changed, and new regions if there were others before: name, old text, new text."""
+        """Name, old text and new text of changed regions, and of new regions if there were others before."""
         if self.before is None or not self.before.regions:
             return []
         changed = []
@@ -121,7 +121,7 @@ class PassReport:
 
 
 def _has_only_other_remarks(before: Program, after: Program) -> bool:
-    """Whether two programs consist of the same objects, so that they need not be printed to be compared."""
+    """True if two programs consist of the same objects, so that they need not be printed to be compared."""
     names = (field.name for field in fields(Program) if field.name != "remarks")
     return all(getattr(before, name) is getattr(after, name) for name in names)
 
@@ -131,12 +131,12 @@ def _whole(printer: ProgramPrinter) -> str:
     return printer.text(slots=True, remarks=False).partition("\n")[2]
 
 
-def _failure(what: str, error: Exception) -> str:
-    return on_one_line(f"{what}: {type(error).__name__}: {error}")
+def _failure(title: str, error: Exception) -> str:
+    return on_one_line(f"{title}: {type(error).__name__}: {error}")
 
 
-def _unified(what: str, old: str, new: str) -> list[str]:
-    names = (f"{what} before", f"{what} after")
+def _unified(title: str, old: str, new: str) -> list[str]:
+    names = (f"{title} before", f"{title} after")
     return list(difflib.unified_diff(old.splitlines(), new.splitlines(), *names, lineterm="", n=2))
 
 

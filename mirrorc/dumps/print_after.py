@@ -1,4 +1,4 @@
-"""Prints programs in the terminal while they are compiled."""
+"""Prints programs in the terminal during compilation."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class PrintAfter(Instrument):
         self.names = names
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """Prints the program that a pass gave."""
+        """Prints the output program of a pass."""
         if self.names is None or compiler_pass.name in self.names:
             print_colored(PassReport(compiler_pass.name, after, before, seconds * 1e3).text(), sys.stderr)

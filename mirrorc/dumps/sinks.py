@@ -25,11 +25,7 @@ class Sink:
 
 
 class FolderSink(Sink):
-    """Files in a folder.
-
-    Args:
-        directory: of the folder.
-    """
+    """Files in a folder."""
 
     def __init__(self, directory: Path) -> None:
         self.folder = DumpFolder(directory)
@@ -61,11 +57,11 @@ def dump_sinks(directory: Path | None) -> list[Sink]:
     """The sinks for the next program of this process.
 
     Args:
-        directory: the directory in which the program gets a folder, see `DumpFolder`; None for no files.
+        directory: the directory of the program's folder, see `DumpFolder`; None for no files.
 
     Returns:
         A sink for the folder, and one for torch's structured trace if that is on (the environment variable TORCH_TRACE). If
-        nothing can be written to the folder, a warning says so, and there is no sink for it.
+        the folder is not writable, a warning says so, and there is no sink for it.
     """
     sinks: list[Sink] = []
     if directory is not None:
@@ -77,7 +73,7 @@ def dump_sinks(directory: Path | None) -> list[Sink]:
 
 
 def warn_of_lost_dump(error: OSError) -> None:
-    """Warns that a dump cannot be written, which is no reason to end a training run."""
+    """Warns of a failed dump, which is no reason to end a training run."""
     warnings.warn(
         f"a dump of the program cannot be written ({error}): training goes on without it; make room for it or name another "
         "directory (dump=, MIRRORC_DUMP)",

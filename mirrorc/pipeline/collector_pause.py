@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector while a program is made."""
+"""Pauses Python's garbage collector during compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner that applies passes in order."""
+"""Runs passes in order."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def run_passes(program: Program, passes: Sequence[Pass], instruments: Sequence[I
     """Applies passes in order.
 
     Raises:
-        PassError: a pass is given a program of a stage that it does not take, gives one of another stage than it
-            promises, or fails.
+        PassError: a pass does not take the stage of its program, returns another stage than it promises, or fails.
     """
     with collector_paused():
         return _run_all(program, passes, instruments)
@@ -52,7 +51,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
 
 
 def _tell(listeners: Sequence[Callable[..., None]], *news: object) -> None:
-    """Tells instruments of an error; errors of the instruments themselves must not hide it."""
+    """Notifies instruments of an error; their errors must not hide it."""
     for listener in listeners:
         try:
             listener(*news)
@@ -81,12 +80,12 @@ def _run(compiler_pass: Pass, program: Program) -> Program:
             f"pass {compiler_pass.name!r} gave a program whose remarks are {after.remarks!r:.200}: they must be a tuple of "
             "texts; add one with program.with_remarks('why')"
         )
-    told = _signed(_with_remark_on_bits(compiler_pass, program, after), program.remarks, compiler_pass.name)
-    return _with_properties(told, program, compiler_pass)
+    noted = _signed(_with_remark_on_bits(compiler_pass, program, after), program.remarks, compiler_pass.name)
+    return _with_properties(noted, program, compiler_pass)
 
 
 def _with_remark_on_bits(compiler_pass: Pass, before: Program, after: Program) -> Program:
-    """The program with a remark on how the pass has changed bits, if it has done anything."""
+    """Adds a remark on changed bits, if the pass has done anything."""
     how = traits_of(compiler_pass).changes_bits
     if not how or (before.graphs() == after.graphs() and before.regions == after.regions):
         return after
@@ -94,13 +93,13 @@ def _with_remark_on_bits(compiler_pass: Pass, before: Program, after: Program) -
 
 
 def _signed(program: Program, known: Sequence[Remark], name: str) -> Program:
-    """The program with the pass's name on each remark that was not there before."""
+    """Adds the pass's name to each new remark."""
     signed = tuple(r if r.by or r in known else replace(r, by=name) for r in program.remarks)
     return program if signed == program.remarks else program.evolve(remarks=signed)
 
 
 def _with_properties(program: Program, before: Program, compiler_pass: Pass) -> Program:
-    """The program with what has become true of it noted; passes need not do that themselves."""
+    """Adds the established properties; passes need not do that themselves."""
     known = {*before.properties, *program.properties, *traits_of(compiler_pass).establishes}
     properties = tuple(each for each in Property if each in known)
     return program if properties == program.properties else program.evolve(properties=properties)

@@ -1,4 +1,4 @@
-"""Changes which passes a pipeline has: leaves some out, and inserts others."""
+"""Removes passes from a pipeline, and inserts others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
     """The passes without the disabled ones.
 
     Raises:
-        ValueError: a name that no pass has.
-        TypeError: something that is no pass.
+        ValueError: no pass has this name.
+        TypeError: an element is no pass.
     """
     for compiler_pass in passes:
         _check_pass("passes", compiler_pass)
@@ -22,27 +22,27 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
 
 
 def in_exact_order(passes: Sequence[Pass]) -> tuple[list[Pass], str]:
-    """The passes without those that change the bits of a step, and a remark that names these; empty if there are none."""
+    """The passes without those that change the bits of a step, and a remark with their names; empty if there are none."""
     left_out = [compiler_pass.name for compiler_pass in passes if traits_of(compiler_pass).changes_bits]
-    kept = [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).changes_bits]
-    return kept, f"exact_order=True leaves out {', '.join(left_out)}" if left_out else ""
+    exact = [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).changes_bits]
+    return exact, f"exact_order=True leaves out {', '.join(left_out)}" if left_out else ""
 
 
 def for_evaluation(passes: Sequence[Pass]) -> list[Pass]:
-    """The passes without those that are about training alone."""
+    """The passes without those for training alone."""
     return [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).trains_only]
 
 
 def for_accumulation(passes: Sequence[Pass]) -> list[Pass]:
-    """The passes without those that are about updates alone."""
+    """The passes without those for updates alone."""
     return [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).updates_only]
 
 
 def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) -> None:
-    """Refuses names that no pass of a pipeline has.
+    """Refuses names without a pass in the pipeline.
 
     Raises:
-        ValueError: no pass has such a name; says which there are.
+        ValueError: no pass has such a name; lists the names.
     """
     known = [compiler_pass.name for compiler_pass in passes]
     for name in names:
@@ -52,12 +52,12 @@ def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) 
 
 @dataclass(frozen=True)
 class Placed:
-    """A pass that is to be added to a pipeline; made by `before` and `after`.
+    """A pass to be added to a pipeline; made by `before` and `after`.
 
     Attributes:
         compiler_pass: the pass.
-        anchor: name of the pass next to which it goes.
-        is_after: whether it goes after the anchor; otherwise it goes before it.
+        anchor: name of its neighbour.
+        is_after: True behind the anchor, False before it.
     """
 
     compiler_pass: Pass
@@ -76,10 +76,10 @@ def after(anchor: str, compiler_pass: Pass) -> Placed:
 
 
 def add_passes(passes: Sequence[Pass], additions: Sequence[Placed]) -> list[Pass]:
-    """Inserts passes into a pipeline, in the given order; a pass may be placed next to one that was inserted before.
+    """Inserts passes into a pipeline, in order; an inserted pass may be the anchor of a later one.
 
     Raises:
-        TypeError: something is not placed, or is no pass.
+        TypeError: an addition is not placed, or is no pass.
         ValueError: no pass has the name of an anchor.
     """
     result = list(passes)

@@ -27,12 +27,12 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)  # their values are
 
 
 def format_passes(passes: Sequence[Pass]) -> str:
-    """Writes a pipeline as text, from which `parse_passes` makes it again; options with their default values are left out.
+    """Writes a pipeline as text for `parse_passes`; options with their default values are left out.
 
-    A pass that is not mirrorc's own is written as ``module:Class``.
+    A pass from outside mirrorc is written as ``module:Class``.
 
     Raises:
-        ValueError: a pass cannot be made again from a text; names it and says why.
+        ValueError: a pass cannot be made again from a text; names it and the reason.
     """
     return ",".join(_format(compiler_pass) for compiler_pass in passes)
 
@@ -49,23 +49,23 @@ def _format(compiler_pass: Pass) -> str:
 
 
 def _class_name(kind: type) -> str:
-    """The text ``module:Class``, by which another process finds the class.
+    """The text ``module:Class``, for another process.
 
     Raises:
-        ValueError: the class cannot be found by it.
+        ValueError: the class is not importable under it.
     """
     try:
-        found = operator.attrgetter(kind.__qualname__)(sys.modules[kind.__module__])
+        importable = operator.attrgetter(kind.__qualname__)(sys.modules[kind.__module__])
     except (KeyError, AttributeError):
-        found = None
-    if found is not kind:
+        importable = None
+    if importable is not kind:
         raise ValueError(f"its class {kind.__qualname__} is not found by its name: define it at the top of a module")
     module = _script_module() if kind.__module__ == "__main__" else kind.__module__
     return f"{module}:{kind.__qualname__}"
 
 
 def _script_module() -> str:
-    """The module name under which the script that is being run can be imported."""
+    """The module name under which the running script can be imported."""
     main = sys.modules["__main__"]
     spec, script = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     name = spec.name if spec is not None else Path(script or "").stem
@@ -76,12 +76,12 @@ def _script_module() -> str:
 
 
 def _options_of(compiler_pass: Pass) -> Iterator[tuple[str, str]]:
-    """The arguments that a pass was made with, with their values as text; arguments with default values are left out."""
+    """The arguments of a pass as text, without default values."""
     kind = type(compiler_pass)
     fields = {field.name for field in dataclasses.fields(compiler_pass)} if dataclasses.is_dataclass(kind) else None
     for name, parameter in inspect.signature(kind).parameters.items():
-        is_kept = name in fields if fields is not None else hasattr(compiler_pass, name)
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or not is_kept:
+        is_readable = name in fields if fields is not None else hasattr(compiler_pass, name)
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or not is_readable:
             raise ValueError(
                 f"{kind.__name__} does not keep its argument {name!r} under that name: make it a dataclass"
             )
@@ -107,17 +107,17 @@ def _not_plain(option: str, value: Any) -> ValueError:
     )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two values of an option are equal and have the same types; nan is equal to nan."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    if isinstance(one, dict):
-        return _are_equal(list(one.items()), list(other.items()))
-    if isinstance(one, float) and math.isnan(one):
+def _are_equal(value: Any, other: Any) -> bool:
+    """Compares types, too; nan is equal to nan."""
+    if value is other or type(value) is not type(other):
+        return value is other
+    if isinstance(value, (tuple, list)):
+        return len(value) == len(other) and all(map(_are_equal, value, other))
+    if isinstance(value, dict):
+        return _are_equal(list(value.items()), list(other.items()))
+    if isinstance(value, float) and math.isnan(value):
         return math.isnan(other)
-    return (one == other) is True
+    return (value == other) is True
 
 
 def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
@@ -135,14 +135,14 @@ def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
 
 
 def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pass]:
-    """The passes that a text names.
+    """Makes passes from text.
 
     Args:
-        text: names with options, separated by commas; ``module:Class`` for the user's own pass.
-        known: mirrorc's own passes, by name.
+        text: names with options, separated by commas; ``module:Class`` for the user's pass.
+        known: mirrorc's passes, by name.
 
     Raises:
-        ValueError: the text is malformed, or names a pass or an option that does not exist; says which there are.
+        ValueError: the text is malformed, or names an unknown pass or option; lists the known ones.
     """
     passes, place = [], 0
     while text[place:].strip():
@@ -161,7 +161,7 @@ def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pa
 def _end_of_options(text: str, start: int) -> int | None:
     """The end of the braces that open at `start`; braces in strings are not counted.
 
-    The start itself if no brace opens there; None if the braces are not closed.
+    Returns the start itself if no brace opens there; None if the braces are not closed.
     """
     if not text.startswith("{", start):
         return start
@@ -192,7 +192,7 @@ def _parse_value(node: ast.expr) -> Any:
     """Evaluates a literal of Python that may also contain inf, nan, torch's dtypes and plans of `mirrorc.packing`."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=values, keywords=named) if name in PLANS:
-            options = {str(one.arg): _parse_value(one.value) for one in named}
+            options = {str(option.arg): _parse_value(option.value) for option in named}
             return PLANS[name](*map(_parse_value, values), **options)
         case ast.Name(id="inf" | "nan" as number):
             return float(number)
@@ -257,12 +257,12 @@ def _imported_class(name: str) -> Callable[..., Pass]:
             "does with if __name__ == '__main__'"
         ) from error
     try:
-        found: Callable[..., Pass] = operator.attrgetter(qualified)(module)
+        maker: Callable[..., Pass] = operator.attrgetter(qualified)(module)
     except AttributeError as error:
         raise ValueError(f"the pass {name!r} cannot be imported: {error}; write module:Class") from error
-    if not callable(found):
-        raise ValueError(f"{name!r} is a {type(found).__qualname__}, not a class: write module:Class")
-    return found
+    if not callable(maker):
+        raise ValueError(f"{name!r} is a {type(maker).__qualname__}, not a class: write module:Class")
+    return maker
 
 
 def import_module(name: str) -> ModuleType:
@@ -270,7 +270,7 @@ def import_module(name: str) -> ModuleType:
 
     Raises:
         ModuleNotFoundError: there is no such module.
-        ImportError: the module raises an error, of any kind, when it is imported; says which.
+        ImportError: the module raises an error, of any kind, on import; quotes it.
     """
     try:
         return importlib.import_module(name)

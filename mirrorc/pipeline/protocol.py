@@ -1,4 +1,4 @@
-"""The interfaces of passes and of the instruments that observe them."""
+"""The interfaces of passes and of their observers, instruments."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Pass(Protocol):
 
     Attributes:
         name: kebab-case, the name of its file.
-        input_stage: the stage of the program that it takes.
-        output_stage: the stage of the program that it gives.
+        input_stage: the stage of its input program.
+        output_stage: the stage of its output program.
 
-    A pass may have further, optional attributes, which `Traits` lists with their defaults.
+    `Traits` lists further, optional attributes with their defaults.
     """
 
     @property
@@ -28,7 +28,7 @@ class Pass(Protocol):
     def output_stage(self) -> Stage: ...
 
     def run(self, program: Program) -> Program:
-        """Returns the program after this pass; must not change the given program."""
+        """Returns the program after this pass; must not change its argument."""
         ...
 
 
@@ -37,21 +37,20 @@ class Traits:
     """The optional attributes of a pass, by these names.
 
     Attributes:
-        latest_input_stage: the last stage of the programs that it takes. The default is its input stage. A pass that gives a
-            later stage also takes stages that refine its input stage: one from UPDATED to LOWERED takes SCHEDULED programs.
-        requires: the properties that the program it takes must have.
-        establishes: the properties of the program that it gives, and of all later programs.
-        precedes: the properties that the program it takes must not have yet.
-        changes_dataflow: whether it intentionally changes what is computed, such as how a gradient is made or what is applied to
+        latest_input_stage: the last accepted stage, by default the input stage. A pass with a later output stage also takes
+            stages that refine its input stage: one from UPDATED to LOWERED takes SCHEDULED programs.
+        requires: properties that its input program must have.
+        establishes: properties of its output program, and of all later programs.
+        precedes: properties that its input program must not have yet.
+        changes_dataflow: the pass intentionally changes the computation, such as the operators of a gradient or those applied to
             a bucket before its reduction or update. For all other passes, the verifier requires that the expressions of the
             loss, of every gradient, of every written buffer and of every bucket's way to its update stay the same.
-        changes_bits: how it may change the bits of a step's results, because numbers are rounded or added differently: a clause,
-            such as ``"terms are added in another order"``; empty if bits stay the same. The dump shows it, and
-            `mirrorc.compile` leaves the pass out if ``exact_order=True``. If such a pass has nothing to do, it must return the
-            graphs unchanged.
-        trains_only: whether it is about gradients, buckets or updates alone, so that the pipeline of an evaluation, which has
-            none of these, is without it.
-        updates_only: whether it is about updates alone, so that the pipeline of a program that accumulates is without it.
+        changes_bits: the way in which it may change the bits of a step's results, because numbers are rounded or added
+            differently: a clause, such as ``"terms are added in another order"``; empty if bits stay the same. The dump shows it,
+            and `mirrorc.compile` leaves the pass out if ``exact_order=True``. If such a pass has nothing to do, it must return
+            the graphs unchanged.
+        trains_only: the pass concerns gradients, buckets or updates alone, so that the pipeline of an evaluation leaves it out.
+        updates_only: the pass concerns updates alone, so that the pipeline of an accumulating program leaves it out.
     """
 
     latest_input_stage: Stage
@@ -65,17 +64,17 @@ class Traits:
 
 
 def traits_of(compiler_pass: Pass) -> Traits:
-    """The optional attributes of a pass, with defaults for those that it does not have."""
+    """The optional attributes of a pass, with defaults for missing ones."""
     first, last = compiler_pass.input_stage, compiler_pass.output_stage
     refining = [stage for stage in Stage if stage.refines is first and last > first]
-    said = {
+    declared = {
         each.name: getattr(compiler_pass, each.name) for each in fields(Traits) if hasattr(compiler_pass, each.name)
     }
-    return Traits(**{"latest_input_stage": max([first, *refining]), **said})
+    return Traits(**{"latest_input_stage": max([first, *refining]), **declared})
 
 
 class Instrument:
-    """Observes a run of passes; subclasses override the methods that they need."""
+    """Observes a run of passes; subclasses override methods as needed."""
 
     def start(self, program: Program) -> None:
         """Called before the first pass; an exception stops the compilation."""

@@ -1,4 +1,4 @@
-"""Saves what is needed to run a failing pass again: the program before it, the remaining passes, and versions."""
+"""Saves a failing pass for another run: its input program, the remaining passes, and versions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class Reproducer(Instrument):
-    """When a pass fails, or gives a program that breaks a rule, writes a reproducer and names it in the error's message.
+    """Writes a reproducer when a pass fails or breaks a rule, and names it in the error's message.
 
-    A reproducer is a folder with two files. ``program.json.gz`` is the program that the pass has taken. ``reproducer.json`` has
-    the failing pass and the passes after it with their options, the whole pipeline, the error, and the versions of torch and
-    Python. This must be the last instrument, because it counts the passes that no other instrument has objected to.
+    A reproducer is a folder with two files. ``program.json.gz`` is the input program of the pass. ``reproducer.json`` has
+    the failing pass and later passes with their options, the whole pipeline, the error, and the versions of torch and
+    Python. This must be the last instrument, because it counts the passes without objections from other instruments.
 
     Args:
         passes: the whole pipeline.
-        directory: the directory in which the folder is made; None for the system's directory of temporary files.
+        directory: the directory of the new folder; None for the system's directory of temporary files.
     """
 
     def __init__(self, passes: Sequence[Pass], directory: Path | None) -> None:
@@ -47,7 +47,7 @@ class Reproducer(Instrument):
         self._num_done += 1
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """Writes the reproducer; if that fails, the error stays as it is and the reason is logged."""
+        """Writes the reproducer; if that fails, logs the reason and leaves the error as it is."""
         if not isinstance(error, MirrorcError):
             return
         try:
@@ -70,11 +70,11 @@ class Reproducer(Instrument):
         error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.json.gz', rest, why_not)}",)
 
     def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
-        """The failing pass and the passes after it as text.
+        """The failing pass and later passes as text.
 
-        If a later pass cannot be written as text, the failing pass alone. If this one cannot either, None and the reason.
+        If a later pass has no text, the failing pass alone. If this one has none either, None and the reason.
         """
-        places = [i for i, one in enumerate(self.passes) if one is compiler_pass]
+        places = [i for i, candidate in enumerate(self.passes) if candidate is compiler_pass]
         place = min(places, key=lambda i: abs(i - self._num_done))  # one pass may be in the pipeline twice
         try:
             failing = format_passes([compiler_pass])
@@ -93,7 +93,7 @@ class Reproducer(Instrument):
 
 
 def _described(passes: Sequence[Pass]) -> str:
-    """A pipeline as text; the names of its passes if it cannot be written as text."""
+    """A pipeline as text, or else the names of its passes."""
     try:
         return format_passes(passes)
     except ValueError:
@@ -101,7 +101,6 @@ def _described(passes: Sequence[Pass]) -> str:
 
 
 def _remedy(compiler_pass: Pass, program: Path, rest: str | None, why_not: str) -> str:
-    """Says how to run the pass again, for the end of an error message."""
     if rest is None:
         return (
             f"The command line cannot replay it: {why_not}. What the pass was given is in {program}: give "

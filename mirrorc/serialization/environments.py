@@ -1,4 +1,4 @@
-"""Converts symbolic sizes, and the symbols of the environments that they are of, to data for JSON, and back."""
+"""Converts symbolic sizes, and the symbols of their environments, to data for JSON, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EnvironmentWriter:
         self._places: dict[int, int | None] = {}  # by the environment's id
 
     def of(self, environment: Any) -> tuple[int | None, SavedSizes | None]:
-        """The number of an environment, and what writes its sizes; neither for one without symbols, and for None."""
+        """The number of an environment and the writer of its sizes; (None, None) for None or without symbols."""
         if id(environment) not in self._places:
             symbols = symbols_of_environment(environment)
             self._places[id(environment)] = len(self._symbols) if symbols else None
@@ -32,7 +32,7 @@ class EnvironmentWriter:
         """A size as data.
 
         Raises:
-            DataError: it is no size of arguments, or computed of them in a way that cannot be written.
+            DataError: it is no size of arguments, or has an expression without a written form.
         """
         place, saved = self.of(size.node.shape_env)
         if saved is None:
@@ -44,27 +44,22 @@ class EnvironmentWriter:
 
     def table(self) -> list[list[Any]]:
         """The symbols of all environments so far."""
-        return [[encode_record(one, SizeSymbol, "a symbol") for one in own] for own in self._symbols]
+        return [
+            [encode_record(symbol, SizeSymbol, "a symbol") for symbol in environment_symbols]
+            for environment_symbols in self._symbols
+        ]
 
 
 def decode_symbols(data: list[Any], where: str) -> SavedSizes:
-    """An environment with the symbols of an entry of `EnvironmentWriter.table`.
-
-    Raises:
-        DataError: it is none.
-    """
+    """Reads an entry of `EnvironmentWriter.table`; raises `DataError` for other data."""
     try:
-        return SavedSizes(tuple(decode_record(one, SizeSymbol, where) for one in data))
+        return SavedSizes(tuple(decode_record(symbol, SizeSymbol, where) for symbol in data))
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
 
 
 def decode_size(text: Any, saved: SavedSizes) -> Any:
-    """The size of an environment that has this text.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Reads the text of a size in an environment; raises `DataError` for other texts."""
     try:
         return saved.size(expect(text, str, "a size"))
     except ValueError as error:

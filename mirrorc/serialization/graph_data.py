@@ -15,9 +15,9 @@ A graph is the list of its nodes, in order; nodes refer to earlier ones by their
     call = INDEX                                  of the operator
          | ["placeholder", TARGET] | ["call_module", REGION] | ["output", "output"]
 
-Arguments have the form that is described in `mirrorc.serialization.plain_data`. Values have the same form, in which [INDEX] is a
-tensor, ["size", TEXT, INDEX] a size of an environment, and ["pending", value] a value in flight. An entry that a node's ``meta``
-lacks is left out.
+`mirrorc.serialization.plain_data` has the form of arguments. Values have the same form, in which [INDEX] is a tensor,
+["size", TEXT, INDEX] a size of an environment, and ["pending", value] a value in flight. Missing entries of a node's ``meta`` are
+left out.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GraphWriter:
             regions: the modules that it may call.
 
         Raises:
-            DataError: names the node that cannot be saved.
+            DataError: a node cannot be saved; names it.
         """
         index_of: dict[fx.Node, int] = {}
 
@@ -151,7 +151,6 @@ class GraphWriter:
 
 
 def _trace_of(line: str) -> str:
-    """A stack trace whose only line is the given one."""
     if not line:
         return _NO_LINE
     parts = _LINE.fullmatch(line)
@@ -181,14 +180,14 @@ class GraphReader:
         self._fake_mode = FakeTensorMode(
             allow_non_fake_inputs=True
         )  # as capture's: Inductor mixes constants with values
-        self._sizes = [decode_symbols(own, f"symbols[{i}]") for i, own in enumerate(tables["symbols"])]
+        self._sizes = [decode_symbols(symbols, f"symbols[{i}]") for i, symbols in enumerate(tables["symbols"])]
         self._tensors: dict[int, torch.Tensor] = {}
 
     def decode(self, data: Any, where: str, regions: Collection[str] = ()) -> fx.Graph:
-        """The graph that `GraphWriter.encode` has turned into this data; takes the same arguments.
+        """Inverts `GraphWriter.encode`, with the same arguments.
 
         Raises:
-            DataError: a node is not in the form that a `GraphWriter` writes; names it.
+            DataError: a node is malformed; names it.
         """
         graph = fx.Graph()
         nodes: list[fx.Node] = []

@@ -1,4 +1,4 @@
-"""Names operators of a graph so that another process finds them by name."""
+"""Names operators of a graph so that another process can look them up."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class UnknownOperatorError(DataError):
 def operator_name(target: Any) -> str:
     """The name of the target of a ``call_function`` node.
 
-    Operations of the IR are ``ops.NAME``, operators of torch ``aten.mm.default``, random ones that run under a seed
+    Operations of the IR are ``ops.NAME``, operators of torch ``aten.mm.default``, random ones under a seed
     ``seeded aten.rand.default``, a part of a result ``operator.getitem``.
 
     Raises:
-        DataError: the target is something else, which cannot be found by name.
+        DataError: the target has no such name.
     """
     if target is operator.getitem:
         return "operator.getitem"
@@ -62,37 +62,37 @@ def operator_name(target: Any) -> str:
 
 
 def find_operator(name: Any) -> Callable[..., Any]:
-    """The target to which `operator_name` has given this name.
+    """Inverts `operator_name`.
 
     Raises:
-        UnknownOperatorError: there is none in this process.
+        UnknownOperatorError: this process has no such operator.
     """
     expect(name, str, "an operator's name")
     if name == "operator.getitem":
         return operator.getitem
     operation = operation_named(name.removeprefix("ops.")) if name.startswith("ops.") else None
-    found: Any = operation.symbol if operation is not None else None
-    found = found or _overload(name.removeprefix(_SEEDED))
-    if name.split(".")[0] in _BY_INDUCTOR and found is None:
+    target: Any = operation.symbol if operation is not None else None
+    target = target or _overload(name.removeprefix(_SEEDED))
+    if name.split(".")[0] in _BY_INDUCTOR and target is None:
         inductor_decompositions()
-        found = _overload(name)
-    if found is not None and name.startswith(_SEEDED):
-        found = seeded(found) if _may_be_seeded(found) else None
-    if found is None:
+        target = _overload(name)
+    if target is not None and name.startswith(_SEEDED):
+        target = seeded(target) if _supports_seed(target) else None
+    if target is None:
         raise UnknownOperatorError(f"the operator {name!r:.120} is unknown here")
-    return found
+    return target
 
 
-def _may_be_seeded(found: Any) -> bool:
-    is_functional = is_operator(found) and not writes_argument(found)
-    return is_functional and found.namespace != "mirrorc" and torch.Tag.nondeterministic_seeded in found.tags
+def _supports_seed(target: Any) -> bool:
+    is_functional = is_operator(target) and not writes_argument(target)
+    return is_functional and target.namespace != "mirrorc" and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _overload(name: str) -> Any:
-    """A registered operator of torch, such as ``aten.mm.default``; None if there is none."""
-    found: Any = torch.ops
+    """Looks up an operator of torch such as ``aten.mm.default``."""
+    overload: Any = torch.ops
     for part in name.split("."):
         if part.startswith("__"):
             return None
-        found = getattr(found, part, None)
-    return found if is_operator(found) else None
+        overload = getattr(overload, part, None)
+    return overload if is_operator(overload) else None

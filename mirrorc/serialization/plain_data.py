@@ -1,4 +1,4 @@
-"""Converts arguments of nodes to data for JSON, and back; refuses values that have no form in it.
+"""Converts arguments of nodes to data for JSON, and back; refuses values without a form in it.
 
 The form of an argument::
 
@@ -21,36 +21,28 @@ from torch import fx
 
 
 class DataError(Exception):
-    """Something cannot be saved or read, and why; the caller, which knows the file, adds its name and a remedy."""
+    """A value cannot be saved or read; the caller adds the file's name and a remedy."""
 
 
-def expect(data: Any, kind: type, what: str) -> Any:
-    """Returns the data if its type is exactly this one.
-
-    Raises:
-        DataError: says what it is instead.
-    """
+def expect(data: Any, kind: type, title: str) -> Any:
+    """Returns the data if its type is exactly ``kind``, else raises `DataError`."""
     if type(data) is not kind:
-        raise DataError(f"{what} is {data!r:.60}, not of type {kind.__name__}")
+        raise DataError(f"{title} is {data!r:.60}, not of type {kind.__name__}")
     return data
 
 
-def expect_identifier(data: Any, what: str) -> str:
+def expect_identifier(data: Any, title: str) -> str:
     """Returns the data if it is a Python identifier: torch.fx writes some strings of a graph into code unchanged."""
     if type(data) is not str or not data.isidentifier() or keyword.iskeyword(data):
-        raise DataError(f"{what} is {data!r:.60}, not an identifier")
+        raise DataError(f"{title} is {data!r:.60}, not an identifier")
     return data
 
 
-def entry(table: Mapping[str, Any] | list[Any], key: Any, what: str) -> Any:
-    """The entry of a dict by its key, or of a list by its index.
-
-    Raises:
-        DataError: there is no such entry.
-    """
+def entry(table: Mapping[str, Any] | list[Any], key: Any, title: str) -> Any:
+    """The entry of a dict by its key, or of a list by its index; raises `DataError` if there is none."""
     keys = range(len(table)) if isinstance(table, list) else table
     if type(key) not in (int, str) or key not in keys:
-        raise DataError(f"there is no {what} {key!r:.60}")
+        raise DataError(f"there is no {title} {key!r:.60}")
     return table[key]
 
 
@@ -64,7 +56,7 @@ def encode_argument(value: Any, refer: _Leaf) -> Any:
 
 
 def decode_argument(data: Any, resolve: _Leaf) -> Any:
-    """Converts data to the argument that it stands for; ``resolve`` reverses ``refer``, or raises `DataError`.
+    """Converts data to its argument; ``resolve`` reverses ``refer``, or raises `DataError`.
 
     Raises:
         DataError: the data is not in the form above.
@@ -97,18 +89,18 @@ def encode_name(value: torch.dtype | torch.layout | torch.memory_format | torch.
     return str(value).removeprefix("torch.")
 
 
-def decode_name(name: Any, kind: type, what: str) -> Any:
+def decode_name(name: Any, kind: type, title: str) -> Any:
     """The constant or device of this name.
 
     Raises:
-        DataError: torch knows none of this name.
+        DataError: torch has none of this name.
     """
     if kind is not torch.device:
-        return entry(_BY_NAME[kind], name, what)
+        return entry(_BY_NAME[kind], name, title)
     try:
-        return torch.device(expect(name, str, what))
+        return torch.device(expect(name, str, title))
     except (RuntimeError, ValueError) as error:
-        raise DataError(f"there is no {what} {name!r:.60}") from error
+        raise DataError(f"there is no {title} {name!r:.60}") from error
 
 
 def _encode_float(value: float, refer: _Leaf) -> Any:
@@ -150,12 +142,12 @@ def _decode_items(items: list[Any], resolve: _Leaf) -> list[Any]:
 
 
 def _decode_dict(items: list[Any], resolve: _Leaf) -> dict[Any, Any]:
-    found = {}
+    decoded = {}
     for key, item in items:
         if type(key) not in (str, int):
             raise DataError(f"{key!r:.60} is no key")
-        found[key] = decode_argument(item, resolve)
-    return found
+        decoded[key] = decode_argument(item, resolve)
+    return decoded
 
 
 def _decode_slice(items: list[Any], resolve: _Leaf) -> slice:

@@ -6,8 +6,8 @@ A file is one JSON object, data only, compressed with gzip if its name ends in `
      "program": {FIELD: ...},            the fields of `mirrorc.ir.program.Program`
      "tables": {TABLE: [...]}}           what nodes refer to, see `mirrorc.serialization.graph_data`
 
-The same program gives the same bytes, in every process. Loading runs nothing that is in the file: operators are looked up
-by name among those that are registered, and values are fake tensors.
+The same program gives the same bytes, in every process. Loading runs no code of the file: operators are looked up by name among
+registered ones, and values are fake tensors.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from mirrorc.torch_internals import lazy_graph_module
 
 FORMAT = "mirrorc program"
 VERSION = 15
-"""The version of the format that is written; it increases with every change that older readers would not understand."""
+"""The version of the written format; it increases with every change that older readers cannot read."""
 
 _GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")  # fields of a program that records cannot hold
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def save_program(program: Program, path: str | os.PathLike[str]) -> None:
-    """Writes a program to a file, whole or not at all. `Program.save` says more."""
+    """Writes a program to a file, whole or not at all; see `Program.save`."""
     path = Path(path)
     try:
         data = _encode_program(program)
@@ -69,7 +69,7 @@ def _write_whole(path: Path, encoded: bytes) -> None:
 
 
 def load_program(path: str | os.PathLike[str]) -> Program:
-    """Reads a program from a file. `Program.load` says more."""
+    """Reads a program from a file; see `Program.load`."""
     path = Path(path)
     data = _read(path)
     try:
@@ -84,19 +84,19 @@ def load_program(path: str | os.PathLike[str]) -> Program:
 
 
 def _other_torch(written_with: str) -> str:
-    """The remedy for an operator that another version of torch has; empty if this version has written the file."""
+    """The remedy if another version of torch wrote the file; else empty."""
     if written_with == str(torch.__version__):
         return ""
     return f", or use the same torch: the file was written with torch {_version(written_with)}, this is torch {torch.__version__}"
 
 
-def _version(found: Any) -> str:
-    """A version that stands in a file, quoted if it does not look like one."""
-    return found if type(found) is str and re.fullmatch(r"[\w.+-]{1,40}", found) else f"{found!r:.40}"
+def _version(version: Any) -> str:
+    """Quotes a version from a file if it does not look like one."""
+    return version if type(version) is str and re.fullmatch(r"[\w.+-]{1,40}", version) else f"{version!r:.40}"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Reads a file's data, and checks that it is a program of a version that can be read."""
+    """Reads a file's data, and checks its format and version."""
     encoded = path.read_bytes()
     remedy = "give a file that Program.save has written"
     try:
@@ -126,10 +126,10 @@ _MOST_EXPANSION = 100  # programs are compressed to a tenth or so; gzip can make
 
 
 def _decompressed(encoded: bytes) -> bytes:
-    """The content of gzip's data.
+    """Bounds the expansion, against decompression bombs.
 
     Raises:
-        ValueError: it is so much more than the data that it can be no program; no more of it than that was decompressed.
+        ValueError: the content is too large for a program; no more than the bound was decompressed.
     """
     most = _ALWAYS_READ + _MOST_EXPANSION * len(encoded)
     with gzip.GzipFile(fileobj=io.BytesIO(encoded)) as file:
@@ -179,7 +179,7 @@ def _encode_module(
 
 
 def _regions_in(module: fx.GraphModule, regions: Mapping[str, Region]) -> set[str]:
-    """The names of the submodules of a device's module that are regions of the program."""
+    """The submodules of a device's module that are regions of the program."""
     return {name for name, m in module.named_children() if name in regions and regions[name].graph_module is m}
 
 
@@ -222,7 +222,7 @@ def _decode_region(data: Any, name: str, reader: GraphReader) -> Region:
 
 
 def _decode_module(data: Any, where: str, reader: GraphReader, regions: Mapping[str, Region]) -> fx.GraphModule:
-    """Makes a module from a graph; the regions that the graph calls become its submodules."""
+    """Regions called by the graph become submodules of the module."""
     check_keys(data, dict.fromkeys(("class_name", "nodes")), where)
     class_name = expect_identifier(data["class_name"], f"the class name of {where}")
     graph = reader.decode(data["nodes"], where, regions)

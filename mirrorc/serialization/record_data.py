@@ -25,79 +25,80 @@ def field_types(record: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(record)}
 
 
-def encode_record(value: Any, kind: Any, what: str) -> Any:
+def encode_record(value: Any, kind: Any, title: str) -> Any:
     """Converts a value to data: a dataclass, an enumeration member, or a value of a dataclass's field.
 
     Args:
         value: the value.
         kind: its declared type.
-        what: its name in error messages.
+        title: its name in error messages.
 
     Raises:
         DataError: the value is not of that type.
     """
     origin, inner = _parts(kind)
     if origin is types.UnionType:
-        return None if value is None else encode_record(value, inner, what)
+        return None if value is None else encode_record(value, inner, title)
     if origin is tuple:
-        return [encode_record(item, inner, f"{what}[{i}]") for i, item in enumerate(value)]
+        return [encode_record(item, inner, f"{title}[{i}]") for i, item in enumerate(value)]
     if origin is Mapping:
         items = value.items()
         return {
-            expect(key, str, f"a key of {what}"): encode_record(item, inner, f"{what}[{key!r}]") for key, item in items
+            expect(key, str, f"a key of {title}"): encode_record(item, inner, f"{title}[{key!r}]")
+            for key, item in items
         }
     if _is_record(kind):
         return {
-            name: encode_record(getattr(value, name), hint, f"{what}.{name}")
+            name: encode_record(getattr(value, name), hint, f"{title}.{name}")
             for name, hint in field_types(kind).items()
         }
-    found = expect(value, kind, what)
+    checked = expect(value, kind, title)
     if kind in _PLAIN:
-        return found
+        return checked
     if kind in _NAMED:
-        return encode_name(found)
-    return found.value if issubclass(kind, enum.StrEnum) else found.name
+        return encode_name(checked)
+    return checked.value if issubclass(kind, enum.StrEnum) else checked.name
 
 
-def decode_record(data: Any, kind: Any, what: str) -> Any:
-    """The value that `encode_record` has converted to this data; takes the same arguments.
+def decode_record(data: Any, kind: Any, title: str) -> Any:
+    """Inverts `encode_record`, with the same arguments.
 
     Raises:
-        DataError: the data is not that of a value of this type; says where.
+        DataError: the data is not that of a value of this type; names the place.
     """
     origin, inner = _parts(kind)
     if origin is types.UnionType:
-        return None if data is None else decode_record(data, inner, what)
+        return None if data is None else decode_record(data, inner, title)
     if origin is tuple:
-        return tuple(decode_record(item, inner, f"{what}[{i}]") for i, item in enumerate(expect(data, list, what)))
+        return tuple(decode_record(item, inner, f"{title}[{i}]") for i, item in enumerate(expect(data, list, title)))
     if origin is Mapping:
-        items = expect(data, dict, what).items()
-        return {key: decode_record(item, inner, f"{what}[{key!r}]") for key, item in items}
+        items = expect(data, dict, title).items()
+        return {key: decode_record(item, inner, f"{title}[{key!r}]") for key, item in items}
     if _is_record(kind):
         fields = field_types(kind)
-        check_keys(data, fields, what)
-        return kind(**{name: decode_record(data[name], hint, f"{what}.{name}") for name, hint in fields.items()})
+        check_keys(data, fields, title)
+        return kind(**{name: decode_record(data[name], hint, f"{title}.{name}") for name, hint in fields.items()})
     if kind in _NAMED:
-        return decode_name(data, kind, what)
+        return decode_name(data, kind, title)
     if kind in _PLAIN:
-        return expect(data, kind, what)
+        return expect(data, kind, title)
     members = {member.value: member for member in kind} if issubclass(kind, enum.StrEnum) else kind.__members__
-    return entry(members, data, what)
+    return entry(members, data, title)
 
 
-def check_keys(data: Any, wanted: Mapping[str, Any], what: str) -> None:
-    """Refuses data that is not an object with exactly these keys.
+def check_keys(data: Any, wanted: Mapping[str, Any], title: str) -> None:
+    """Refuses data other than an object with exactly these keys.
 
     Raises:
-        DataError: names the first key that is missing or unknown.
+        DataError: names the first missing or unknown key.
     """
-    expect(data, dict, what)
+    expect(data, dict, title)
     for key in wanted:
         if key not in data:
-            raise DataError(f"{what} has no {key!r}")
+            raise DataError(f"{title} has no {key!r}")
     for key in data:
         if key not in wanted:
-            raise DataError(f"{what} has {key!r:.60}, which is unknown")
+            raise DataError(f"{title} has {key!r:.60}, which is unknown")
 
 
 def _is_record(kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Describes the fake tensors that are the values of nodes, so that they can be saved."""
+"""Describes fake tensors, the values of nodes, for saving."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from mirrorc.torch_internals import FakeTensor, FakeTensorMode, SavedSizes, has_
 
 @dataclass(frozen=True)
 class TensorType:
-    """The properties of a fake tensor that are saved.
+    """The saved properties of a fake tensor.
 
     Attributes:
-        dtype: its dtype.
-        device: the device that it stands for.
-        shape: its shape.
-        strides: its strides.
         offset: the offset of its first element in its memory, counted in elements.
-        is_conjugated: whether it is a lazy conjugate, ``tensor.is_conj()``.
-        is_negated: whether it is a lazy negative, ``tensor.is_neg()``.
-        symbols: the index of the symbols of the environment that it belongs to; None if that has none.
-        sizes: its shape, its strides and its offset as texts, if a symbol is in them. The numbers above are then those that they
-            were when the graph was captured.
+        is_conjugated: ``tensor.is_conj()``, a lazy conjugate.
+        is_negated: ``tensor.is_neg()``, a lazy negative.
+        symbols: the index of its environment's symbols; None without symbols.
+        sizes: its shape, its strides and its offset as texts, if they have symbols. The numbers above are then those at capture.
     """
 
     dtype: torch.dtype
@@ -39,17 +34,17 @@ class TensorType:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, symbols: int | None = None, saved: SavedSizes | None = None) -> TensorType:
-        """The type of a fake tensor; ``saved`` writes the sizes of its environment, which has these symbols."""
+        """The type of a fake tensor; ``saved`` writes the sizes of its environment with these symbols."""
         if tensor.layout is not torch.strided:
             raise DataError(f"its value has the layout {tensor.layout}, and only strided tensors can be saved")
-        found = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+        extents = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
         texts: tuple[str, ...] = ()
         if has_symbols(tensor):
             try:
-                texts = tuple(saved.text(size) for size in found) if saved is not None else ()
+                texts = tuple(saved.text(size) for size in extents) if saved is not None else ()
             except ValueError as error:
                 raise DataError(f"its value has the symbolic shape {tuple(tensor.shape)}: {error}") from error
-        numbers = tuple(map(size_now, found))
+        numbers = tuple(map(size_now, extents))
         if any(type(number) is not int for number in numbers) or (has_symbols(tensor) and not texts):
             raise DataError(f"its value has the symbolic shape {tuple(tensor.shape)}, of sizes that follow from values")
         rank = tensor.dim()
@@ -57,7 +52,7 @@ class TensorType:
         return cls(tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg(), symbols, texts)
 
     def make(self, fake_mode: FakeTensorMode, saved: SavedSizes | None = None) -> torch.Tensor:
-        """Makes a fake tensor of this type, in memory of its own. It bypasses the mode's dispatcher, which is five times as slow.
+        """Makes a fake tensor of this type with separate memory. It bypasses the mode's dispatcher, which is five times as slow.
 
         Raises:
             Exception: torch has no such tensors; the exception is torch's.

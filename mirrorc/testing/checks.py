@@ -26,7 +26,7 @@ class _Directive:
         line: the line as written.
         number: the number of the line in the check.
         kind: ``CHECK``, ``CHECK-NOT`` and so on.
-        sought: the text that must be found, or must not be found.
+        sought: the text to find, or to miss.
         count: the number of times, for ``CHECK-COUNT``.
     """
 
@@ -44,8 +44,8 @@ class _Directive:
 def check(program: Program | Step | str, directives: str) -> None:
     """Checks that a program's text contains certain pieces, in order.
 
-    The directives are those of `torch.testing.FileCheck`. Each one is on a line of its own, may be indented and may have ``#``
-    before it; other lines that begin with ``#`` are comments. The text to be found extends to the end of the line. Several
+    The directives are those of `torch.testing.FileCheck`. Each one is on a separate line, may be indented and may have ``#``
+    before it; other lines that begin with ``#`` are comments. The sought text extends to the end of the line. Several
     blanks are compared as one, because the columns of a printed program are padded::
 
         CHECK: b0_pending: pending f32[64] = reduce_scatter(bucket=0
@@ -69,7 +69,7 @@ def check(program: Program | Step | str, directives: str) -> None:
     Raises:
         AssertionError: a directive fails; shows the directive, and the text from the line at which the search began.
         ValueError: there is no directive, or a line is neither a directive nor a comment.
-        TypeError: no program, step or text is given, or the directives are no string.
+        TypeError: ``program`` is no program, step or text, or the directives are no string.
     """
     __tracebackhide__ = True
     text = _text_of(program)
@@ -126,7 +126,7 @@ def _parse_directive(line: str, number: int) -> list[_Directive]:
 
 
 def _failure(directives: Sequence[_Directive], lines: Sequence[str]) -> str:
-    """FileCheck's message if a directive fails; empty if none does."""
+    """FileCheck's message if a directive fails; else empty."""
     if not directives:
         return ""
     file_check = FileCheck()
@@ -144,13 +144,15 @@ def _failure(directives: Sequence[_Directive], lines: Sequence[str]) -> str:
 
 
 def _explain(directives: Sequence[_Directive], plain: Sequence[str], lines: Sequence[str]) -> str:
-    """Shows the directive that fails, and the text from the line at which the search began."""
+    """Shows the failing directive, and the text from the line at which the search began."""
     culprit, before = _culprit(directives, plain)
     start = _lines_needed(before, plain)
     head = f"the program is not as line {culprit.number} of the check says, {culprit.line!r}: {_reason(culprit)}"
-    found = [directive for directive in before if not directive.is_not]
+    positive = [directive for directive in before if not directive.is_not]
     where = (
-        f"sought from line {start}, up to which {found[-1].line!r} was found" if found else "sought from the beginning"
+        f"sought from line {start}, up to which {positive[-1].line!r} was found"
+        if positive
+        else "sought from the beginning"
     )
     first = max(0, start - 1)
     shown = [
@@ -171,7 +173,7 @@ def _reason(culprit: _Directive) -> str:
 
 
 def _culprit(directives: Sequence[_Directive], plain: Sequence[str]) -> tuple[_Directive, Sequence[_Directive]]:
-    """The first directive that fails, and the directives before it that determine where its search begins."""
+    """The first failing directive, and the earlier ones that determine the beginning of its search."""
     begin = 0
     for end, directive in enumerate(directives, 1):
         following = directives[end].kind if end < len(directives) else ""
@@ -188,7 +190,7 @@ def _culprit(directives: Sequence[_Directive], plain: Sequence[str]) -> tuple[_D
 
 
 def _lines_needed(directives: Sequence[_Directive], plain: Sequence[str]) -> int:
-    """The number of lines that must be read until the directives, which hold, are satisfied."""
+    """The number of lines that satisfy the directives, which hold."""
     low, high = 0, len(plain)
     while directives and low < high:
         middle = (low + high) // 2

@@ -24,10 +24,10 @@ class ProgramFiles(SingleFileSnapshotExtension):
 
 
 class ProgramSnapshot:
-    """The text that a program must have: ``assert step.program == mirror_snapshot``.
+    """The expected text of a program: ``assert step.program == mirror_snapshot``.
 
-    If the comparison fails, it raises an AssertionError itself, which says in words what differs. The ``assert`` alone would
-    not say enough, because pytest shows only eight lines of its explanation.
+    If the comparison fails, it raises an AssertionError itself, with the differences in words. The ``assert`` alone would
+    not be enough, because pytest shows only eight lines of its explanation.
 
     Args:
         snapshot: syrupy's fixture of this name.
@@ -57,10 +57,10 @@ class ProgramSnapshot:
         return ProgramSnapshot(self._assertion, name, regions)
 
     def __eq__(self, program: object) -> bool:
-        """Whether the program is as in the snapshot.
+        """True if the program is as in the snapshot.
 
         Raises:
-            AssertionError: it is not; says in words what differs.
+            AssertionError: it is not; has the differences in words.
             TypeError: not a program.
         """
         __tracebackhide__ = True
@@ -69,7 +69,7 @@ class ProgramSnapshot:
         raise AssertionError(self._explanation())
 
     def __ne__(self, program: object) -> bool:
-        """Whether the program is not as in the snapshot."""
+        """False if the program is as in the snapshot."""
         return not self._is_matched_by(program)
 
     __hash__ = None  # type: ignore[assignment]
@@ -88,7 +88,6 @@ class ProgramSnapshot:
         return bool((self._assertion(name=self._name) if self._name else self._assertion) == text)
 
     def _explanation(self) -> str:
-        """Says why the last comparison has failed."""
         result: Any = self._assertion.executions[self._assertion.num_executions - 1]
         if result.exception is not None:
             raise result.exception

@@ -190,7 +190,7 @@ class _Repeated:
             elif node.target in ops.FACTORED:
                 values[node] = self._factored(index, node, values)
             elif node.target is ops.gather:
-                self._gather(index, node, values)
+                self._gather(node, values)
             elif node.op != "output":
                 values[node] = copy_node(self._graph, node, values, name=_name(node.name, index))
         output: Any = fx.node.map_arg(source.output_node().args[0], values.__getitem__)
@@ -262,7 +262,7 @@ class _Repeated:
             return gradient
         return self._insert(aten.add.Tensor, (earlier, gradient), {})
 
-    def _gather(self, index: int, node: fx.Node, values: dict[fx.Node, fx.Node]) -> None:
+    def _gather(self, node: fx.Node, values: dict[fx.Node, fx.Node]) -> None:
         parts = self._gathered.setdefault(str(node.kwargs["output"]), [])
         parts.append(values[node.all_input_nodes[0]])
         if len(parts) == len(self._sizes):

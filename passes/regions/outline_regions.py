@@ -164,7 +164,7 @@ def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
     for node in graph.nodes:
         if node.op == "placeholder" or node.target is ops.read:
             values[node] = copy_node(outer, node, {})
-    used_outside = _used_outside(graph, pieces)
+    used_outside = _used_outside(pieces)
     captured: Any = graph.output_node().args[0]
     gradient_of = {node: name for name, node in captured["gradients"].items()}
     for i, nodes in enumerate(pieces):
@@ -221,7 +221,7 @@ def _pieces(graph: fx.Graph, program: Program, min_bytes: int) -> Cut:
     return cut_at_meetings(graph, pieces[0], pieces[1:])
 
 
-def _used_outside(graph: fx.Graph, pieces: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
+def _used_outside(pieces: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
     piece_of = {node: i for i, nodes in enumerate(pieces) for node in nodes}
     return {node for node, i in piece_of.items() if any(piece_of.get(user) != i for user in node.users)}
 

@@ -62,7 +62,7 @@ class InsertAllReduce:
                 _reduce(graph, bucket, pack, output["packed"][pack.number], order) for bucket, pack in program.packs
             )
         if are_cut(program.buckets):
-            reduced = tuple(_unpacked(program, graph, bucket, reduced) for bucket in program.buckets)
+            reduced = tuple(_unpacked(program, bucket, reduced) for bucket in program.buckets)
         graph.output({"losses": output["losses"], "reduced": reduced, "writes": output["writes"]})
         return program.evolve(stage=Stage.REDUCED, graph=graph).with_remarks(_remark(program), is_kept=False)
 
@@ -108,9 +108,7 @@ def _reduce(
     return tuple(waits)
 
 
-def _unpacked(
-    program: Program, graph: fx.Graph, bucket: Bucket, reduced: Sequence[Sequence[fx.Node]]
-) -> tuple[fx.Node, ...]:
+def _unpacked(program: Program, bucket: Bucket, reduced: Sequence[Sequence[fx.Node]]) -> tuple[fx.Node, ...]:
     """Joins each replica's packs right behind the last of them."""
     if not bucket.is_cut:
         return tuple(reduced[bucket.own_packs[0].number])

@@ -201,7 +201,7 @@ def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, ar
         if are_exchanged
         else min(reduced.taker for sums in sums_of.values() for reduced in sums if reduced.taker)
     )
-    _move_sums(graph, [reduced.value for sums in sums_of.values() for reduced in sums], anchor)
+    _move_sums([reduced.value for sums in sums_of.values() for reduced in sums], anchor)
     words: dict[str, Any] = {"norm_type": float(bound.norm_type)}
     for replica, sums in sums_of.items():
         here = {"replica": replica}
@@ -279,7 +279,7 @@ def _sums(graph: fx.Graph, replica: int, buckets: Sequence[Bucket]) -> list[_Sum
     return sorted(sums, key=lambda reduced: reduced.value)
 
 
-def _move_sums(graph: fx.Graph, values: Sequence[fx.Node], anchor: fx.Node) -> None:
+def _move_sums(values: Sequence[fx.Node], anchor: fx.Node) -> None:
     """Moves values, and their operands since their waits, before a node; the order stays."""
     moved: set[fx.Node] = set()
     waiting = [value for value in values if value > anchor]

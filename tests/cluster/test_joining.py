@@ -115,7 +115,7 @@ def test_process_without_description_is_alone(monkeypatch: pytest.MonkeyPatch) -
 
 def test_torchrun_comes_before_tf_config() -> None:
     variables = {**told(1, 2, 5), **tf_config("worker", 0, {"worker": ["a:1", "b:1", "c:1"]})}
-    assert find_place(variables=variables).told_by == "torchrun's variables"
+    assert find_place(variables=variables).source == "torchrun's variables"
     del variables["RANK"], variables["WORLD_SIZE"]
     assert find_place(variables=variables).num_workers == 3
 

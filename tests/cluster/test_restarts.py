@@ -24,9 +24,9 @@ def started(store: Any, ranks: list[int], seconds: float = 60.0, between: float 
     found: list[Any] = [None] * len(ranks)
 
     def call(number: int) -> None:
-        place = Place(ranks[number], 3, "torchrun's variables", "host-0", 29500, store_is_kept=True)
+        place = Place(ranks[number], 3, "torchrun's variables", "host-0", 29500, store_persists=True)
         try:
-            _, workers = joining._called(store, place, time.monotonic() + seconds, 1)
+            _, workers = joining._roll_call(store, place, time.monotonic() + seconds, 1)
             found[number] = [worker.rank for worker in workers]
         except CommunicationError as error:
             found[number] = str(error)

@@ -23,7 +23,7 @@ SET = {
 
 def test_place_has_all_that_torchrun_says() -> None:
     found = place_by_torchrun(SET)
-    expected = Place(5, 8, "torchrun's variables", "host-0", 29500, local_rank=1, num_restarts=2, store_is_kept=True)
+    expected = Place(5, 8, "torchrun's variables", "host-0", 29500, local_rank=1, num_restarts=2, store_persists=True)
     assert found == expected
     assert str(found) == "worker 5 of 8 by torchrun's variables"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def mirror_snapshot(request: pytest.FixtureRequest) -> Iterator[ProgramSnapshot]:
-    """Compares a program with a snapshot that is stored beside the test: ``assert step.program == mirror_snapshot``.
+    """Compares a program with a snapshot stored beside the test: ``assert step.program == mirror_snapshot``.
 
     ``mirror_snapshot(name="...")`` is another snapshot of the same test, with a name. ``mirror_snapshot(regions=True)`` also
     compares the bodies of the regions. ``pytest --snapshot-update`` writes snapshots.
@@ -40,5 +40,5 @@ def mirror_snapshot(request: pytest.FixtureRequest) -> Iterator[ProgramSnapshot]
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    """Whether torch's trace was switched on by the user."""
+    """True if the user switched on torch's trace."""
     return "TORCH_TRACE" in os.environ

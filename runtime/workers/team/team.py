@@ -13,7 +13,7 @@ from torch import distributed
 
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
-from mirrorc.cluster.heartbeat import after_what, in_short
+from mirrorc.cluster.heartbeat import cause_of_exit, in_short
 from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
 from mirrorc.runtime.workers.protocol.header import Agreement, Header
 from mirrorc.runtime.workers.protocol.known_counts import Counts
@@ -244,7 +244,7 @@ def _leave(
     """Leaves the team; also at exit of the interpreter, but not in a forked child."""
     if os.getpid() != pid:
         return
-    why = f", after {last_words[0]}" if last_words else after_what()  # of the script, if nobody has closed the step
+    why = f", after {last_words[0]}" if last_words else cause_of_exit()  # of the script, if nobody has closed the step
     text = f"it has closed its step, or its process has ended{why}"
     watcher.leave(Failure(rank, call.number + 1, text, is_final=True))
     connections.close()
