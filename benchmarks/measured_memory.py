@@ -104,14 +104,14 @@ def _activation_peak(step: mirrorc.Step, replica: int, args: Any, kwargs: Any) -
 
     The step before it is watched, too: the profiler knows the sizes of those blocks alone that it has seen allocated.
     """
-    usual = step._pool
-    step._pool = _WatchedPool(replica)  # type: ignore[assignment]
+    usual = step._runs.pool
+    step._runs.pool = _WatchedPool(replica)  # type: ignore[assignment]
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             for _ in range(2):
                 step(*args, **kwargs)
     finally:
-        step._pool = usual
+        step._runs.pool = usual
     return _peak_in_last_job(profiled)
 
 
