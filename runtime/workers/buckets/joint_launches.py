@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 
 from mirrorc.runtime.communication import Aborted
-from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, in_words
+from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, PayloadError, in_words
 from mirrorc.torch_internals import GlooGroup
 
 Launch = Callable[[Callable[[GlooGroup], object], Done], None]
@@ -75,6 +75,7 @@ class JointLaunches:
         Raises:
             Aborted: another device, or another worker, has failed.
             LostConnectionError: the collective has failed, or took too long.
+            PayloadError: the user's payload has failed on this worker.
         """
         try:
             error = self._inboxes[tag][replica].get(timeout=self._timeout_seconds + _SLACK_SECONDS)
@@ -84,6 +85,8 @@ class JointLaunches:
             ) from None
         if isinstance(error, Aborted):
             raise error
+        if isinstance(error, PayloadError):
+            raise PayloadError(str(error)) from error  # several devices raise it
         if error is not None:
             raise LostConnectionError(
                 f"{self.unit} {bucket} could not be exchanged with the other workers: {in_words(error)}"

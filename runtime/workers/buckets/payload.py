@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from mirrorc.compression import Collectives, Gradients, Payload
-from mirrorc.errors import ExecutionError
-from mirrorc.runtime.workers.transport.lane import SeveralRounds
+from mirrorc.runtime.workers.transport.lane import PayloadError, SeveralRounds
 from mirrorc.torch_internals import GlooGroup
 
 
@@ -52,7 +51,6 @@ class SentPayload(SeveralRounds):
         self._payload, self._whole, self._gradients_of = payload, whole, gradients_of
         self._state, self._keep, self._num_workers = state, keep, num_workers
         self._sum = torch.zeros_like(whole)
-        self._error: Exception | None = None
 
     def launch(self, group: GlooGroup) -> Any:
         """See `SentPart`; waiting for the work launches the rounds."""
@@ -62,16 +60,18 @@ class SentPayload(SeveralRounds):
     def wait(self) -> None:
         """Runs the payload, in the lane's thread.
 
-        If it fails, other workers may wait for its next round, and must not mistake those of the next pack for it.
+        Raises:
+            ConnectionError: another worker is gone.
+            PayloadError: the user's code failed.
         """
         try:
             with torch.no_grad():
                 self._exchange(Collectives(self._group, self._num_workers))
         except ConnectionError:
             raise
-        except Exception as error:  # noqa: BLE001 - every device raises it
-            self._error = error
-            self._group.cut()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise PayloadError(f"compression={self._payload!r} failed in exchange(): {reason}") from error
 
     def _exchange(self, collectives: Collectives) -> None:
         gradients = self._gradients_of(self._whole)
@@ -82,12 +82,5 @@ class SentPayload(SeveralRounds):
         self._keep({name: value.detach() for name, value in new.items()})
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """See `SentPart`; the rest is in the pack already.
-
-        Raises:
-            ExecutionError: the payload has failed.
-        """
-        if self._error is not None:
-            reason = f"{type(self._error).__name__}: {self._error}"
-            raise ExecutionError(f"compression={self._payload!r} failed in exchange(): {reason}") from self._error
+        """See `SentPart`; the rest is in the pack already."""
         into.copy_(self._sum[start:stop])

@@ -37,6 +37,7 @@ class FailedCalls:
         self._connections, self._failures = connections, failures
         self.have_parted = False
         self._why_over = ""  # why no further step can be made
+        self._cause: tuple[int, BaseException] | None = None  # the number of a call, and its published error
 
     @property
     def are_final(self) -> bool:
@@ -61,6 +62,8 @@ class FailedCalls:
             torn: the buckets updated by the step, if it has failed after an early commit; else empty.
         """
         call = self._call
+        if self._cause is not None and self._cause[0] == call.number:
+            error = self._cause[1]
         was_stopped_here = isinstance(error, StepStoppedError) and not self._failures.is_any()
         is_local = was_stopped_here or not isinstance(error, LostConnectionError | StepStoppedError)
         if call.are_all_raising or (is_local and call.stage is Stage.DONE and is_whole()):
@@ -80,16 +83,31 @@ class FailedCalls:
             f"training call {call.number} has failed: {self._failures.text(known)}. {state} {remedy}."
         )
 
+    def publish_cause(self, error: BaseException) -> None:
+        """Publishes the cause of a failure in the running call, before connections are cut for it.
+
+        `explain` raises it, even if a device of this worker finds the cut connection first.
+        """
+        self._cause = self._call.number, error
+        if not self._failures.is_any():
+            self._watcher.publish(self._failure(error))
+
+    def _failure(self, error: BaseException) -> Failure:
+        text = f"it raised {in_short(error)}"
+        return Failure(
+            self._cluster.rank, self._call.number, text, False, self._call.has_voted, self._call.is_before_end
+        )
+
     def _publish_failure(self, error: BaseException) -> Failure:
         """Returns the failure that ends the call for all, maybe an earlier one of another worker."""
         call, was_known = self._call, self._failures.is_any()
-        text = f"it raised {in_short(error)}"
-        known = Failure(self._cluster.rank, call.number, text, False, call.has_voted, call.is_before_end)
+        known = self._failure(error)
+        is_published = was_known or (self._cause is not None and self._cause[0] == call.number)
         if call.stage not in (Stage.BEFORE, Stage.UPDATING):
             self._why_over = "this worker's step has failed when it had told the others that it takes place"
         elif isinstance(error, StepStoppedError):
             self._why_over = "this worker's step was closed"
-        if not was_known:
+        if not is_published:
             self._watcher.publish(dataclasses.replace(known, is_final=self.are_final))
         elif self.are_final:
             self._tell_that_it_is_over()

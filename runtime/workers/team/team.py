@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from mirrorc.runtime.workers.team.failure_detector import Failure, Watcher
 from mirrorc.runtime.workers.team.failures import Failures
 from mirrorc.runtime.workers.team.meetings import Details, Meetings
 from mirrorc.runtime.workers.transport.connections import Connections
-from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError
+from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, PayloadError
 
 
 class Team:
@@ -213,7 +214,16 @@ class Team:
         """Launches a collective on a bucket; see `Lane.launch`."""
         if self.connections.are_open:
             self._watcher.local_progress = self._watcher.local_progress.sent()
-        self.connections.launch_bucket(collective, done)
+        self.connections.launch_bucket(collective, functools.partial(self._end_bucket, done))
+
+    def _end_bucket(self, done: Done, error: Exception | None) -> None:
+        """Called in the lane's thread. Other workers hear of a failed payload before its lane is cut, and must not mistake
+        rounds of the next pack for its own.
+        """
+        if isinstance(error, PayloadError):
+            self._failed.publish_cause(error)
+            self.connections.cut_buckets()
+        done(error)
 
     def launch_value(self, collective: Callable[[Any], Any], done: Done) -> None:
         """Launches a collective on a value of the model; see `Lane.launch`."""

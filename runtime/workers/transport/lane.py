@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.errors import CommunicationError
+from mirrorc.errors import CommunicationError, ExecutionError
 from mirrorc.torch_internals import GlooGroup, NcclGroup
 
 _LONGEST_CLOSING_SECONDS = 10.0
@@ -24,6 +24,10 @@ def in_words(error: Exception) -> str:
 
 class LostConnectionError(CommunicationError):
     """Lost connection to another worker, not yet identified."""
+
+
+class PayloadError(ExecutionError):
+    """Failure of a user's payload between two of its rounds, for the next of which other workers may wait."""
 
 
 Group = GlooGroup | NcclGroup
