@@ -62,7 +62,8 @@ class FailedCalls:
             torn: the buckets updated by the step, if it has failed after an early commit; else empty.
         """
         call = self._call
-        if self._cause is not None and self._cause[0] == call.number:
+        if isinstance(error, LostConnectionError | StepStoppedError) and self._has_cause:
+            assert self._cause is not None
             error = self._cause[1]
         was_stopped_here = isinstance(error, StepStoppedError) and not self._failures.is_any()
         is_local = was_stopped_here or not isinstance(error, LostConnectionError | StepStoppedError)
@@ -83,6 +84,10 @@ class FailedCalls:
             f"training call {call.number} has failed: {self._failures.text(known)}. {state} {remedy}."
         )
 
+    @property
+    def _has_cause(self) -> bool:
+        return self._cause is not None and self._cause[0] == self._call.number
+
     def publish_cause(self, error: BaseException) -> None:
         """Publishes the cause of a failure in the running call, before connections are cut for it.
 
@@ -102,7 +107,7 @@ class FailedCalls:
         """Returns the failure that ends the call for all, maybe an earlier one of another worker."""
         call, was_known = self._call, self._failures.is_any()
         known = self._failure(error)
-        is_published = was_known or (self._cause is not None and self._cause[0] == call.number)
+        is_published = was_known or self._has_cause
         if call.stage not in (Stage.BEFORE, Stage.UPDATING):
             self._why_over = "this worker's step has failed when it had told the others that it takes place"
         elif isinstance(error, StepStoppedError):
