@@ -95,6 +95,13 @@ class Step(StepReports):
             self._modes,
         )
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "synchronize":
+            raise AttributeError(
+                "a step has no synchronize() any more: nothing is in flight when a call returns; leave it out"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
             raise AttributeError(

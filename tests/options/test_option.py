@@ -94,6 +94,15 @@ def test_names_that_are_no_options_are_refused() -> None:
         OPTIONS.withdraw("link")
 
 
+def test_what_a_step_had_once_is_refused_with_the_remedy() -> None:
+    with compiled() as step:
+        with pytest.raises(AttributeError, match="nothing is in flight when a call returns; leave it out"):
+            step.synchronize()
+        with pytest.raises(AttributeError, match="'Step' object has no attribute 'sync'"):
+            _ = step.sync
+        assert not hasattr(step, "synchronize")
+
+
 def test_defaults_are_those_of_the_function() -> None:
     parameters = inspect.signature(mirrorc.compile).parameters
     defaults = {name: one.default for name, one in parameters.items() if name not in ("model", "devices", "declared")}
