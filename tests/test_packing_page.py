@@ -3,9 +3,12 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_schedules_of_the_page_are_those_of_the_programs() -> None:
     spec = importlib.util.spec_from_file_location("packing_schedules", ROOT / "examples" / "packing_schedules.py")
     assert spec is not None and spec.loader is not None

@@ -9,6 +9,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookups", [20, 200])
 def test_rows_are_sent_within_the_bound_of_the_pass_and_beyond(lookups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_tables, "ROWS", 400)

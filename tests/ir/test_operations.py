@@ -128,6 +128,7 @@ def test_operations_stand_at_their_stages_with_their_keywords() -> None:
     assert seen == {found.name for found in operations()}
 
 
+@pytest.mark.slow
 def test_printed_lines_are_found_again_by_their_kind() -> None:
     kinds = set()
     for program in programs():

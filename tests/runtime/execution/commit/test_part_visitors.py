@@ -30,6 +30,7 @@ def trained(**options: Any) -> list[Any]:
         return [*found, step.num_skipped, *(p.detach().clone() for p in net.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
