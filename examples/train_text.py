@@ -189,7 +189,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", default=["cpu:0", "cpu:1"])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=32, help="windows per step, over all devices")
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--seed", type=int, default=0)
