@@ -188,7 +188,7 @@ class Options:
             if name in self._withdrawn:
                 raise TypeError(f"mirrorc.compile() has no option {name!r} any more: {self._withdrawn[name]}")
             raise TypeError(
-                f"mirrorc.compile() got an unexpected keyword argument {name!r}{_closest(name, self._records)}"
+                f"mirrorc.compile() got an unexpected keyword argument {name!r}{_closest(name, ('model', 'devices', *self._records))}"
             )
         outside = {one.name: one.default for one in self if one.name not in self._builtin}
         return {**asked, **outside, **declared}
@@ -264,6 +264,6 @@ def _is_of(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind in _STRICT_KINDS or not isinstance(value, _STRICT_KINDS))
 
 
-def _closest(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, [*known], n=1)
+def _closest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -84,6 +84,8 @@ def test_its_record_refuses(toy: Option) -> None:
 def test_names_that_are_no_options_are_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'microbatch'; did you mean 'microbatches'"):
         compiled(microbatch=2)
+    with pytest.raises(TypeError, match="'device'; did you mean 'devices'"):
+        compiled(device=2)
     with pytest.raises(TypeError, match="has no option 'overlap_next_step' any more: it gained nothing"):
         compiled(overlap_next_step=True)
     with pytest.raises(ValueError, match=r"bucket_cap_mb='auto' was withdrawn: .* leave it out"):
