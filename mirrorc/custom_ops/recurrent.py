@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.torch_internals import recorded_by_autograd, weights_for_cudnn
 
 _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
@@ -27,8 +26,7 @@ class _Run:
     leaves: Sequence[torch.Tensor]
 
 
-_runs: dict[int, _Run] = {}  # by the values of tokens, as long as these exist
-_tokens = itertools.count()
+_runs: RunTokens[_Run] = RunTokens()
 
 
 def _forward(
@@ -55,10 +53,7 @@ def _forward(
     states, parameters = leaves[1 : 1 + len(states)], leaves[1 + len(states) :]
     with recorded_by_autograd(), autocast:
         results = _results(kind, leaves[0], states, parameters, lengths, *options)
-    number = next(_tokens)
-    token = torch.tensor(number, dtype=torch.int64)
-    _runs[number] = _Run(results, leaves)
-    weakref.finalize(token, _runs.pop, number, None)
+    token = _runs.add(_Run(results, leaves))
     return [*(result.detach().clone() for result in results), token]
 
 
@@ -112,7 +107,7 @@ def _fake_forward(
 def _backward(
     gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], token: torch.Tensor, places: Sequence[int]
 ) -> list[torch.Tensor]:
-    run = _runs[int(token)]
+    run = _runs[token]
     # once more for each backward of equal forwards that have become one
     results = torch.autograd.grad(run.results, [run.leaves[i] for i in places], list(gradients), retain_graph=True)
     distinct: list[torch.Tensor] = []

@@ -187,9 +187,8 @@ class Options:
         for name in declared.keys() - (self._records.keys() - self._builtin):
             if name in self._withdrawn:
                 raise TypeError(f"mirrorc.compile() has no option {name!r} any more: {self._withdrawn[name]}")
-            raise TypeError(
-                f"mirrorc.compile() got an unexpected keyword argument {name!r}{_closest(name, ('model', 'devices', *self._records))}"
-            )
+            guess = _closest(name, ("model", "devices", *self._records))
+            raise TypeError(f"mirrorc.compile() got an unexpected keyword argument {name!r}{guess}")
         outside = {one.name: one.default for one in self if one.name not in self._builtin}
         return {**asked, **outside, **declared}
 

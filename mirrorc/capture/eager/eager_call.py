@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
@@ -23,6 +21,7 @@ from mirrorc.capture.eager.streamed_gradients import RunGradients
 from mirrorc.capture.model.transient_attributes import AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import UsedParameters
 from mirrorc.custom_ops.replica_values import nobody_answers
+from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.errors import CaptureError, ExecutionError
 
 
@@ -44,8 +43,7 @@ class OpaqueCall:
         self._call, self._model_name, self._modes = call, model_name, ThreadModes.now()
         self._plain = call.plain
         self._free: list[ModuleCopy] = []  # of finished runs
-        self._runs: dict[int, Run | RunGradients] = {}  # with gradients to take, by token
-        self._tokens = itertools.count()
+        self._runs: RunTokens[Run | RunGradients] = RunTokens()  # with gradients to take
         self._used = UsedParameters()
 
     # What the operators run
@@ -67,10 +65,7 @@ class OpaqueCall:
             ExecutionError: the run differs from the first one in its writes, draws or results.
         """
         run = self._checked_run(seed, leaves, parameters, buffers)
-        number = next(self._tokens)
-        token = torch.tensor(number, dtype=torch.int64)
-        self._runs[number] = run
-        weakref.finalize(token, self._runs.pop, number, None)  # a step that fails drops it
+        token = self._runs.add(run)
         return [run.loss.detach().reshape(()).clone(), token, *self._written_and_outputs(run)]
 
     def evaluation(
@@ -118,9 +113,9 @@ class OpaqueCall:
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> RunGradients:
         """The gradients of a run, for a backward with this tangent."""
-        run = self._runs[int(token)]
+        run = self._runs[token]
         if isinstance(run, Run):
-            run = self._runs[int(token)] = self.gradients_of(run, tangent, self.recorded.late)
+            run = self._runs[token] = self.gradients_of(run, tangent, self.recorded.late)
         return run
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:

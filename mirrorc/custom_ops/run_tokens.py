@@ -1,0 +1,36 @@
+"""Records of forward runs for their backward, named by tokens in a graph."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Generic, TypeVar
+
+import torch
+
+_Record = TypeVar("_Record")
+
+
+class RunTokens(Generic[_Record]):
+    """Records by token, an int64 scalar on the CPU. A record lives as long as its token, so a step that fails drops it."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}
+        self._numbers = itertools.count()
+
+    def add(self, record: _Record) -> torch.Tensor:
+        """Keeps a record; returns its token."""
+        number = next(self._numbers)
+        token = torch.tensor(number, dtype=torch.int64)
+        self._records[number] = record
+        weakref.finalize(token, self._records.pop, number, None)
+        return token
+
+    def __getitem__(self, token: torch.Tensor) -> _Record:
+        return self._records[int(token)]
+
+    def __setitem__(self, token: torch.Tensor, record: _Record) -> None:
+        self._records[int(token)] = record
+
+    def __len__(self) -> int:
+        return len(self._records)
