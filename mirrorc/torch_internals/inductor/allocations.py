@@ -62,7 +62,7 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """The number of tensors with this memory, without the storage object of the argument."""
+    """The number of tensors and other storage objects with this memory, without the argument itself."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
