@@ -1,4 +1,4 @@
-"""torch's recurrent layers as an operator, whose backward is autograd's."""
+"""Torch's recurrent layers as an operator with autograd's backward."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mirrorc.torch_internals import recorded_by_autograd, weights_for_cudnn
 
 _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 _RECORDED = {"lstm": 20, "gru": 8, "rnn_tanh": 3, "rnn_relu": 3}
-"""Values that autograd records at most for each unit, step and example; oneDNN's workspace for an LSTM is the largest."""
+"""The most values that autograd records for each unit, step and example; oneDNN's LSTM workspace is the largest."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A forward, as autograd has recorded it: its results, and the input, first states and parameters."""
+    """A recorded forward: its results, and the input, first states and parameters."""
 
     results: Sequence[torch.Tensor]
     leaves: Sequence[torch.Tensor]
 
 
-_runs: dict[int, _Run] = {}  # by the values of tokens, as long as these exist
+_runs: dict[int, _Run] = {}  # by token value, while the token lives
 _tokens = itertools.count()
 
 
@@ -49,7 +49,7 @@ def _forward(
     if not is_recorded:
         with autocast:
             return _results(kind, values, states, parameters, lengths, *options)
-    # of its own: other operators may write into the memory of arguments before backward
+    # copies: other operators may write into the arguments' memory before backward
     values, states = values.clone(memory_format=torch.contiguous_format), [state.clone() for state in states]
     leaves = [tensor.detach().requires_grad_() for tensor in (values, *states, *parameters)]
     states, parameters = leaves[1 : 1 + len(states)], leaves[1 + len(states) :]
@@ -103,17 +103,17 @@ def _fake_forward(
     results = [hidden, *(state.new_empty(state.shape) for state in states)]
     if not is_recorded:
         return results
-    units = states[-1].shape[0] * -(-states[-1].shape[2] // 16) * 16  # oneDNN fills its rows up
+    units = states[-1].shape[0] * -(-states[-1].shape[2] // 16) * 16  # oneDNN pads its rows
     recorded = values.numel() + hidden.numel() + time * batch * units * _RECORDED[kind]
     memory = torch.empty(recorded * values.dtype.itemsize // 8 + 1, dtype=torch.int64, device="cpu")
-    return [*results, memory.as_strided((), ())]  # in accounts of memory, the token has that of the run
+    return [*results, memory.as_strided((), ())]  # the token accounts for the run's memory
 
 
 def _backward(
     gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], token: torch.Tensor, places: Sequence[int]
 ) -> list[torch.Tensor]:
     run = _runs[int(token)]
-    # once more for each backward of equal forwards that have become one
+    # repeatable, as equal forwards may have been merged
     results = torch.autograd.grad(run.results, [run.leaves[i] for i in places], list(gradients), retain_graph=True)
     distinct: list[torch.Tensor] = []
     for result in results:  # those of both biases may be one tensor
@@ -160,27 +160,26 @@ torch.library.register_fake("mirrorc::recurrent_backward", _fake_backward, lib=_
 torch.library.register_autograd("mirrorc::recurrent", _differentiated, setup_context=_keep, lib=_LIBRARY)
 
 recurrent = torch.ops.mirrorc.recurrent.default
-"""Layers of `torch.nn.LSTM`, `torch.nn.GRU` or `torch.nn.RNN`, without dropout, by torch's own function.
+"""Layers of `torch.nn.LSTM`, `torch.nn.GRU` or `torch.nn.RNN`, without dropout, by torch's function.
 
 Args:
     values: the input [time, batch, features].
     kind: the name of torch's function, such as ``"lstm"``.
-    states, parameters: the first states and the layer's parameters, as that function takes them.
-    lengths: of the sequences, int64 [batch]; None if all are as long as the time.
-    has_biases, num_layers, bidirectional: of the layer.
-    products: the dtype in which autocast multiplies; None if all is of one dtype.
+    states, parameters: the first states and the layer's parameters, in that function's form.
+    lengths: of the sequences, int64 [batch]; None if all have the full time.
+    products: autocast's dtype of products; None if all is of one dtype.
     is_recorded: a backward may follow.
 
 Returns:
-    The hidden states of the last layer [time, batch, width], zeros behind the ends of sequences; the last states; if it is
-    recorded a token for `recurrent_backward`, an int64 on the CPU. Autograd's record lives as long as the token.
+    The hidden states of the last layer [time, batch, width], zeros beyond the ends of sequences; the last states; if
+    recorded, a token for `recurrent_backward`, an int64 on the CPU. Autograd's record lives as long as the token.
 """
 recurrent_backward = torch.ops.mirrorc.recurrent_backward.default
-"""The gradients of some of the inputs of `recurrent`: its values, states and parameters, in one list.
+"""Gradients of some inputs of `recurrent`: its values, states and parameters, in one list.
 
 Args:
     gradients: of its results, without the token.
     inputs: these inputs, for their shapes.
     token: of the forward. A backward may run several times.
-    places: the inputs whose gradients are made.
+    places: the inputs that need gradients.
 """

@@ -50,7 +50,7 @@ def add_node(
     """Works like `Graph.create_node` in a third of the time, without a search for symbolic sizes.
 
     All sizes must be numbers.
-    A name ``is_valid`` if it comes from a node of another graph; it is only made unique.
+    An ``is_valid`` name comes from a node of another graph, and is only made unique.
     """
     names = graph._graph_namespace
     if is_valid and name not in names._used_names and not name[-1].isdigit():
