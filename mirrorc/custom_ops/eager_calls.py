@@ -17,8 +17,7 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 class UsedParameters:
     """Parameters that the backwards of a step have used in one process, and common buffer writes of its forwards.
 
-    A parameter used by one replica has a zero gradient on the others, as in a backward of the whole batch.
-    An unused parameter has no gradient and gets no update.
+    A parameter used by one replica has a zero gradient on the others; an unused one has no gradient and gets no update.
     """
 
     def __init__(self) -> None:

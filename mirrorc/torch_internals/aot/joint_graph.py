@@ -31,22 +31,20 @@ class JointGraph:
     """AOTAutograd's graph of forward and backward, or of forward alone.
 
     Attributes:
-        graph_module: the functional graph.
         leaf_of: placeholder to index of the tensor argument.
         number_of: placeholder to index of its Python number, a scalar tensor.
         numbers: the user's words for these numbers.
         variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
         seed: the placeholder of the replica's seed, if an operator takes it.
         tangent: the placeholder of the loss's gradient; None without backward.
-        loss: the node of the loss; None without backward, where the loss is one of the outputs.
+        loss: the node of the loss; None without backward, where it is an output.
         outputs: nodes of the step's other results by name.
-        gradients: parameter name to its gradient's node; None for no gradient.
+        gradients: parameter name to its gradient's node or None.
         buffer_writes: buffer name to the node of its new value.
-        written_inputs: other inputs that forward writes, as ("parameter", name) or ("argument", index); and buffers to
-            which it writes a value with a gradient, as ("buffer", name).
-        fake_mode: the mode of the graph's fake tensors.
+        written_inputs: other writes of forward, as ("parameter", name) or ("argument", index), and ("buffer", name) for
+            a value with a gradient.
         looked_up: parameters with only lookups for sparse gradients, set by the front end.
-        outside: variables of modules outside of model and loss, by their names in ``variable_of``, set by the front end.
+        outside: variables outside of model and loss by name in ``variable_of``, set by the front end.
         sizes: its symbols; None if all sizes are numbers.
     """
 
@@ -68,12 +66,10 @@ class JointGraph:
     sizes: SizesOfArguments | None = None
 
     def fake_seed(self) -> torch.Tensor:
-        """A fake tensor like a replica's seed."""
         with self.fake_mode:
             return torch.empty((), dtype=torch.int64)
 
     def constant(self, node: fx.Node) -> torch.Tensor:
-        """The tensor of a get_attr node."""
         return _attribute(self.graph_module, str(node.target))
 
 

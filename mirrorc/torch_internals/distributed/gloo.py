@@ -26,15 +26,14 @@ _opening = threading.Lock()  # a group's listener is the one opened under this l
 class GlooGroup:
     """A group of workers outside of torch's registry, free of other code's collectives.
 
-    Workers connect over the interfaces in the environment variable ``GLOO_SOCKET_IFNAME``, as torch's groups do.
-    Without it, they use the interface towards the store.
+    Workers connect over the interfaces in the environment variable ``GLOO_SOCKET_IFNAME``, or else the one towards the
+    store.
 
     One thread at a time launches collectives, in the same order on all workers.
     Each returns a work; its ``wait()`` blocks, deaf to signals, until success, failure or timeout.
 
     Args:
         store: the workers' meeting point, with keys for this group alone.
-        rank, num_workers: this worker's rank, and the size of the group.
         timeout_seconds: the bound on a collective and on the first meeting.
 
     Raises:
@@ -133,7 +132,7 @@ def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
     """The interfaces of the environment, or this machine's address towards the store.
 
     Torch takes the address of the machine's name, often a loopback address.
-    The store's machine may know itself by such an address, and then takes its address towards another worker.
+    The store's own machine may do so, too, and then takes its address towards another worker.
     A store without a host leaves the choice to torch.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]

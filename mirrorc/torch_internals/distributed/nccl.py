@@ -24,13 +24,12 @@ class NcclGroup:
     """A group of workers with a GPU each, outside of torch's registry, free of other code's collectives.
 
     One thread at a time launches collectives, in the same order on all workers.
-    It must run on the stream of the operand, as NCCL's stream waits for the current stream.
-    Each returns a work; its ``wait()`` blocks the host until the result is there or the group is cut.
+    It must run on the stream of the operand, as NCCL waits for the current stream.
+    Each returns a work; its ``wait()`` blocks the host until the end or a cut.
     Only a group with one member was tried on a GPU; tests substitute streams and NCCL.
 
     Args:
         store: the workers' meeting point, with keys for this group alone.
-        rank, num_workers: this worker's rank, and the size of the group.
 
     Raises:
         RuntimeError: the workers did not connect, or this build of torch has no NCCL. The first meeting has no timeout.

@@ -52,12 +52,11 @@ def bare_name(target: Any) -> str:
 
 
 def is_composite(target: Any) -> bool:
-    """Tests for an operator composed of others on every device, without a kernel."""
+    """Tests for an operator without a kernel, composed of others on every device."""
     return bool(target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def lazily_negative(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with lazy negation, ``tensor.is_neg()``."""
     return torch._neg_view(tensor)
 
 

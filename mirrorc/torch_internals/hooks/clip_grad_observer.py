@@ -20,11 +20,11 @@ _observer: list[Observer] = []
 def observe_clipping(observer: Observer) -> None:
     """Registers an observer of the calls of all `CLIPPING` functions.
 
-    User code may have imported these functions earlier, so the objects stay the same.
-    Each is a wrapper that calls the content of a closure cell; only that content is replaced.
+    The functions stay the same objects, as user code may have imported them earlier.
+    Each is a wrapper that calls the content of a closure cell, which is replaced.
 
     Args:
-        observer: called before clipping, with the function's name and parameters; replaces an earlier observer.
+        observer: called before clipping with the function's name and parameters; replaces an earlier observer.
     """
     _observer[:] = [observer]
     for name in CLIPPING:

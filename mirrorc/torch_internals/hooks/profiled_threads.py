@@ -13,7 +13,6 @@ import torch
 
 
 def is_profiled() -> bool:
-    """Tests for a profiler on the calling thread."""
     return torch._C._autograd._profiler_enabled()
 
 

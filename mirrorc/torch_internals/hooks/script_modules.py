@@ -47,7 +47,6 @@ def object_within(module: nn.Module) -> str | None:
 
 
 def _attribute_names(part: nn.Module) -> list[str]:
-    """Attributes other than parameters, buffers and modules."""
     others = {*part._parameters.keys(), *part._buffers.keys(), "_is_full_backward_hook"}
     return [name for name in part._concrete_type.get_attributes() if name not in others]  # type: ignore[union-attr, operator]
 
@@ -92,7 +91,6 @@ class ScriptCopy:
             _native(own).setattr(name, replaced(getattr(source, name)))
 
     def unload(self) -> None:
-        """Drops the tensors."""
         self._loaded = []
         for name, source, own in self._tensors():
             _native(own).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))

@@ -156,7 +156,6 @@ def global_hook_tables() -> list[Mapping[Any, Any]]:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Tests for hooks on a tensor's gradient."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
@@ -204,7 +203,6 @@ def dispatch_modes() -> list[str]:
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Disables this thread's dispatch modes."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():

@@ -17,11 +17,10 @@ _observer: list[Observer] = []
 def observe_zero_grad(observer: Observer) -> None:
     """Registers an observer of `torch.optim.Optimizer.zero_grad` and `torch.nn.Module.zero_grad`.
 
-    A patch of the two base classes suffices, as methods are looked up at each call.
     A subclass's ``zero_grad`` is observed only if it calls the base class's.
 
     Args:
-        observer: called afterwards with the parameters whose gradients were dropped; replaces an earlier observer.
+        observer: called afterwards with the parameters of the dropped gradients; replaces an earlier observer.
     """
     _observer[:] = [observer]
     for kind, parameters_of in ((torch.optim.Optimizer, _of_optimizer), (nn.Module, _of_module)):

@@ -20,9 +20,7 @@ def kernels_compiled_together() -> Iterator[None]:
     """Postpones `compile_with_inductor`'s waits for the C++ compiler to the end of the context.
 
     More regions are lowered meanwhile. Compiled regions must not be called before the end.
-
-    After a failure, such as a lack of memory, Inductor's loaded kernels are forgotten; otherwise a failed kernel would
-    fail at each request.
+    A failure, such as a lack of memory, clears Inductor's loaded kernels, so that later requests can succeed.
 
     Raises:
         Exception: at the end, Inductor's error for a kernel.
@@ -87,8 +85,7 @@ def _let_waits_be_put_off() -> None:
 def prepare_cpp_compiler() -> None:
     """Starts, in threads, Inductor's work before the first kernel of a process, while capture goes on.
 
-    Inductor tries the vector instructions one by one: it compiles files (which are cached) and loads them in a new
-    process.
+    The slow part tries vector instructions: each trial compiles a file (cached) and loads it in a new process.
     A query for the instructions waits for all trials.
     Errors are ignored here, as compiling a kernel raises them again.
     """

@@ -10,8 +10,8 @@ from typing import Any
 def call_directly(operator: Any, call: str) -> None:
     """Has Inductor write a call in place of an operator with a Python kernel.
 
-    The dispatcher's way into Python and back takes some microseconds of the host.
-    Inductor's C++ code calls the operator as it is.
+    This saves some microseconds of the dispatcher's way into Python and back. Inductor's C++ code still calls the
+    operator.
 
     Args:
         operator: takes tensors alone, writes the first, and returns nothing.

@@ -177,7 +177,6 @@ def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
 
 
 def has_cpp_compiler() -> bool:
-    """Tests that Inductor finds a C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -121,7 +121,6 @@ class HostNumbers:
 
     @property
     def sources(self) -> list[str]:
-        """The expressions of the reads."""
         return [number.sources[0] for number in self.numbers if number.function is None]
 
     def read(self, scope: dict[str, Any]) -> bool:

@@ -1,8 +1,7 @@
 """Replacement of a Dynamo graph's Python numbers by buffers of its module, with PyTorch's type promotion of a number.
 
-PyTorch promotes numbers and tensors differently.
 A float times an integer tensor has the default dtype; a float times a 32-bit scalar has 32 bits.
-The 64-bit tensor of a number is converted where it would change the dtype.
+So the 64-bit tensor of a number is converted where it would change the dtype.
 
 torch's own pass (`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons.
 It computes ``t * 0.1 * 3.0`` in another order, and compares a 32-bit scalar in 64 bits.
@@ -78,7 +77,6 @@ def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostN
 
 
 def _buffer(traced: fx.GraphModule, trace: NumberTrace, index: int, number: fx.Node) -> fx.Node:
-    """The buffer is a 64-bit scalar."""
     kind = trace.inputs.numbers[trace.index_of[number]].kind
     tensor = torch.ones((), dtype=torch.float64 if kind is float else torch.int64)
     traced.register_buffer(f"{BUFFER}{index}", tensor, persistent=False)

@@ -1,6 +1,5 @@
 """Dynamo traces with chosen Python numbers as inputs, and a record of Python's computations for the host.
 
-Dynamo makes such a number a symbol of its type; a branch on it is a guard.
 Dynamo computes with symbols as with real numbers, and would round ``t * 0.1 * 3.0`` differently.
 Here each result is a new symbol with a value computed by Python, and guards compare such values alone.
 """
@@ -44,9 +43,8 @@ class NumberTrace:
 
     Attributes:
         inputs: the numbers on the host.
-        index_of: the number nodes of Dynamo's graph, and their indices in ``inputs``.
+        index_of: the graph's number nodes, and their indices in ``inputs``.
         flags: nodes of bools computed from numbers.
-        fake_mode: the mode of the trace's fake tensors.
         given_up: the reason, if a number ended the trace.
     """
 
@@ -124,7 +122,6 @@ class NumberTrace:
         return getattr(target, "mirrorc_host", target if is_pythons else None)
 
     def _symbol(self, value: Number, name: str, source: Any = None) -> tuple[Any, Any]:
-        """Returns the symbol and its example value."""
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 

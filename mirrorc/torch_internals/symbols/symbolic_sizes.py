@@ -30,7 +30,6 @@ def mark_symbolic(tensor: torch.Tensor, dims: Sequence[int]) -> None:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Tests for a mark on any dimension."""
     return bool(getattr(tensor, "_dynamo_weak_dynamic_indices", None))
 
 
@@ -59,7 +58,6 @@ def symbols_dispatched(*values: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Tests for a symbolic number."""
     return isinstance(value, _NUMBERS)
 
 
@@ -71,7 +69,6 @@ def has_symbols(value: Any) -> bool:
 
 
 def environment_of(value: Any) -> int:
-    """The id of the environment of a value's symbols."""
     owner: Any = value
     return id((owner.fake_mode if isinstance(value, torch.Tensor) else owner.node).shape_env)
 
@@ -85,7 +82,6 @@ def size_key(size: Size) -> Any:
 
 
 def sizes_key(sizes: Sequence[Size]) -> tuple[Any, ...]:
-    """`size_key` of each size."""
     return tuple([size if type(size) is int else size_key(size) for size in sizes])
 
 
@@ -107,12 +103,11 @@ def text_of_size(size: Size) -> str:
 
 
 def size_now(size: Size) -> Any:
-    """The size at capture; adds no guard."""
+    """The size at capture, likewise in the functions below; adds no guard."""
     return size.node.hint if is_symbolic(size) else size
 
 
 def sizes_now(tensor: torch.Tensor) -> torch.Size:
-    """The sizes of a value at capture."""
     return torch.Size([size_now(size) for size in tensor.shape])
 
 
@@ -126,7 +121,6 @@ def with_sizes_now(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def num_elements_now(tensor: torch.Tensor) -> int:
-    """The number of elements at capture."""
     count = 1
     for size in tensor.shape:
         count *= size_now(size)
@@ -139,7 +133,6 @@ def num_bytes_now(value: Any) -> int:
 
 
 def storage_bytes_now(tensor: torch.Tensor) -> int:
-    """The bytes of a value's storage at capture."""
     return int(size_now(tensor.untyped_storage().nbytes()))
 
 
@@ -166,7 +159,6 @@ class SizesOfArguments:
     """The symbols of a graph: their places in arguments, computations with them, and guards on them.
 
     Args:
-        fake_mode: the graph's, with torch's environment of symbols.
         leaves: the fake tensors of the arguments; None for an unused one.
 
     Raises:
@@ -193,7 +185,6 @@ class SizesOfArguments:
 
     @property
     def symbols(self) -> list[Any]:
-        """The symbols of arguments, in order."""
         replaced = self._fake_mode.shape_env.replacements
         return [symbol for symbol in self._places if symbol not in replaced]
 
@@ -226,11 +217,9 @@ class SizesOfArguments:
 
     @property
     def numbers(self) -> Mapping[Any, Any]:
-        """The registered numbers by key."""
         return self._numbers
 
     def known(self, key: Any) -> Any:
-        """The number of a key."""
         return self._numbers[key] if key in self._numbers else size_of_key(key, self._fake_mode)
 
     def numbers_for(self, tensors: Sequence[torch.Tensor], keys: Sequence[Any]) -> tuple[int | float, ...] | None:

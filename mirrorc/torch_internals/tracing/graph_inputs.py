@@ -18,7 +18,7 @@ _OF_MODEL = ("L['self'].model.", "L['self']._modules['model']")  # the beginning
 
 
 class OutsideTensor(NamedTuple):
-    """A tensor that a graph reads, and its placeholder."""
+    """A graph's tensor that is neither an argument nor the module's."""
 
     node: fx.Node
     tensor: torch.Tensor
@@ -47,8 +47,8 @@ def read_variables_from_module(traced: fx.GraphModule) -> None:
     """Has a graph of Dynamo's export take its module's parameters and buffers from the module.
 
     Dynamo's graph evaluates the expression by which forward reached a tensor.
-    In joint export, the module holds stand-ins for its tensors.
-    An expression that bypasses the module (a list of parameters, a closure) would make the real tensors constants.
+    An expression that bypasses the module (a list of parameters, a closure) would bypass joint export's stand-ins, and
+    yield constants.
     """
     codegen: Any = traced.graph._codegen
     read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)

@@ -42,8 +42,8 @@ def results_with_stand_ins(traced: fx.GraphModule, leaves: Sequence[torch.Tensor
     """The result of the traced forward, with a stand-in tensor for each value of the graph.
 
     No code of the user runs: torch.compile's code assembles the objects, without forward's side effects.
-    Older objects are the very same.
-    So are tensors that were passed or read, except for results of no operator, such as ``x.T``.
+    Older objects, and tensors that were passed or read, are the very same, except results of no operator, such as
+    ``x.T``.
 
     Args:
         traced: the result of `mirrorc.torch_internals.trace_full_graph`.

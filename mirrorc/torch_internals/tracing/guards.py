@@ -101,7 +101,6 @@ class DynamoGuards:
         return tuple(self.inputs.values[i] for i in self.inputs.taken) if self.inputs is not None else ()
 
     def number_inputs(self) -> tuple[NumberInput, ...]:
-        """The graph's number inputs, in the user's words."""
         inputs = self.inputs
         if inputs is None:
             return ()
@@ -124,7 +123,6 @@ class DynamoGuards:
         return found
 
     def words_for(self, name: str) -> str:
-        """The user's name for an expression."""
         return source_words(name, self._scope).name
 
     def broken(self) -> str:

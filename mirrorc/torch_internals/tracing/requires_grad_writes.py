@@ -16,8 +16,7 @@ def made_leaves() -> Iterator[None]:
 
     Reads see the flag, also on values computed from this one.
     The graph stays the same, as backward goes from the loss to parameters alone.
-    The write is refused for a value older than the trace or its possible alias.
-    PyTorch refuses it for a value with a gradient function.
+    Refused are values older than the trace, their possible aliases, and values with a gradient function.
     """
     from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
 

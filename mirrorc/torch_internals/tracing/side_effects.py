@@ -132,7 +132,6 @@ class PythonEffects:
 
     Attributes:
         writes: changes to objects older than the trace.
-        calls: calls of ``print`` and its like.
         draws: frames of draws from Python's module ``random``, outermost first.
         kept_draws: likewise for calls of functions that cache their draws.
         changed_arguments: changed containers of arguments, which were made anew for the trace.

@@ -43,8 +43,7 @@ def source_words(expression: str, scope: Mapping[str, Any]) -> SourceWords:
 
     Args:
         expression: as Dynamo writes it, from globals ``G`` or ``L['self']``, which has ``model`` and ``loss_fn``.
-        scope: the namespace of the expression. Functions are looked up for the names of their variables; nothing is
-            called.
+        scope: the namespace of the expression; none of its functions is called.
     """
     reader = _Reader(scope)
     with contextlib.suppress(SyntaxError):

@@ -39,7 +39,6 @@ class ChangedContainer(NamedTuple):
 
 
 def made_container(output: Any, variable: Any) -> MadeContainer:
-    """A record of a new container."""
     return MadeContainer(output, variable, _items_of(variable), _attributes_of(variable, output.side_effects))
 
 

@@ -23,7 +23,6 @@ def content_of(variable: Any) -> Any:
 
 
 def changed_items(variable: Any, real: Any, scope: Mapping[str, Any]) -> list[str]:
-    """Changed parts of a container."""
     if not isinstance(real, list | dict | set | deque):
         return ["["]
     if not isinstance(real, dict) or not isinstance(getattr(variable, "items", None), dict):
