@@ -65,7 +65,7 @@ class OpaqueBackward(Protocol):
 
 
 class OpaqueRuns(Protocol):
-    """Implementation of this module's operators. The operators' other arguments give the types of results."""
+    """Implementation of this module's operators."""
 
     def begin_step(self, used: UsedParameters) -> None:
         """Called before the runs of a step."""
@@ -108,11 +108,7 @@ def register_call(call: OpaqueRuns) -> int:
 
 
 class OpaqueSteps:
-    """The calls of a program's steps, which learn of each step.
-
-    Args:
-        graphs: the replicas' graphs.
-    """
+    """The calls of a program's steps, which learn of each step."""
 
     def __init__(self, graphs: Sequence[fx.Graph]) -> None:
         nodes = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=take_gradient)]

@@ -35,7 +35,7 @@ def mix(seed: int, stream: int) -> int:
 
 
 def seed_of_microbatch(seed: torch.Tensor, index: int) -> torch.Tensor:
-    """The seed of a microbatch from the replica's seed, by a stream beyond those of any program's operations."""
+    """The seed of a replica's microbatch, by a stream beyond those of any program's operations."""
     return torch.tensor(mix(int(seed), 2**32 + index), dtype=torch.int64)
 
 

@@ -175,11 +175,10 @@ Returns:
     recorded, a token for `recurrent_backward`, an int64 on the CPU. Autograd's record lives as long as the token.
 """
 recurrent_backward = torch.ops.mirrorc.recurrent_backward.default
-"""Gradients of some inputs of `recurrent`: its values, states and parameters, in one list.
+"""Gradients of the values, states and parameters of `recurrent` at ``places``, in one list.
 
 Args:
     gradients: of its results, without the token.
-    inputs: these inputs, for their shapes.
+    inputs: values, states and parameters, for their shapes.
     token: of the forward. A backward may run several times.
-    places: the inputs that need gradients.
 """

@@ -9,10 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def no_states_of_gpus() -> Iterator[None]:
-    """Keeps AOTAutograd from making tensors for GPU generator states, unless its graphs are to have them.
-
-    It makes six fake ones at the beginning and at the end of an export, 2% of a small compilation.
-    """
+    """Keeps AOTAutograd from making unused fake tensors for GPU generator states, 2% of a small compilation."""
     from torch._decomp.decompositions_for_rng import PhiloxState
     from torch._functorch import config
 

@@ -1,4 +1,4 @@
-"""Private gloo process groups, which torch offers only behind its global ones, and their immediate end."""
+"""Private gloo process groups that can end at once; torch offers gloo only behind its global groups."""
 
 from __future__ import annotations
 
@@ -84,11 +84,7 @@ class GlooGroup:
 
     @property
     def is_broken(self) -> bool:
-        """Tests, also between collectives, for a connection closed by another worker, for instance by the end of its
-        process.
-
-        Without ``/proc``, the result is always False.
-        """
+        """Tests for a connection closed by another worker, also between collectives; without ``/proc``, always False."""
         return is_any_closed(self._connected)
 
     def let_go(self) -> None:
@@ -102,9 +98,9 @@ class GlooGroup:
         self._connected = {}
 
     def cut(self) -> None:
-        """Ends all collectives, here and on the other workers, with an error, by closing the connections; idempotent.
+        """Ends all collectives, here and on the other workers, with an error; idempotent.
 
-        A work cannot be cancelled, and deleting the group waits for its works.
+        It closes the connections, as a work cannot be cancelled and deleting the group waits for its works.
         Listeners stay open, as gloo ends the process without them.
         """
         sockets = open_sockets()

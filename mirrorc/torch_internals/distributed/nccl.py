@@ -1,4 +1,4 @@
-"""Private NCCL process groups, which torch offers only behind its global ones, and which never end the process."""
+"""Private NCCL process groups that never end the process; torch offers NCCL only behind its global groups."""
 
 from __future__ import annotations
 

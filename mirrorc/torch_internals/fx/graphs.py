@@ -29,7 +29,7 @@ def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_n
 
 @contextlib.contextmanager
 def lazy_graph_modules() -> Iterator[None]:
-    """Makes torch's tracers use lazy graph modules; they would write three or more modules' code for each trace."""
+    """Makes torch's tracers use lazy graph modules, of which each trace makes three or more."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     with _use_lazy_graph_module(True):

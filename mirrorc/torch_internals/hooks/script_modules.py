@@ -52,10 +52,9 @@ def _attribute_names(part: nn.Module) -> list[str]:
 
 
 def _compiled_anew(original: nn.Module) -> nn.Module:
-    """Copies a module without sharing its code.
+    """A deep copy would share code, in which TorchScript stores optimizations from the first runs of any module of the
+    class.
 
-    A deep copy shares the code.
-    TorchScript stores optimizations from the first runs of any module of the class, the user's included, with the code.
     Later runs use them, whatever the settings are.
     """
     written = io.BytesIO()
@@ -64,10 +63,7 @@ def _compiled_anew(original: nn.Module) -> nn.Module:
 
 
 class ScriptCopy:
-    """A copy of a TorchScript module for one thread, while others run theirs.
-
-    Args:
-        original: the outermost TorchScript module; unchanged.
+    """A copy of an outermost TorchScript module for one thread, while others run theirs.
 
     Attributes:
         module: the copy, which can run after `load`.

@@ -103,8 +103,7 @@ def takes_divisor(kind: type[torch.optim.Optimizer]) -> bool:
 def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
     """A fused step within it divides the gradients by a number, and writes the quotients back.
 
-    Torch's `GradScaler` unscales gradients this way: fused optimizers read an attribute ``grad_scale``, a float32
-    scalar on their device.
+    Fused optimizers read a float32 scalar ``grad_scale`` on their device, as for torch's `GradScaler`.
     Steps of other implementations refuse it.
     """
     optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32)  # type: ignore[attr-defined]

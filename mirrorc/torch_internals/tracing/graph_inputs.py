@@ -1,4 +1,4 @@
-"""Inputs of a traced graph: each parameter and buffer is the module's, whatever path forward read it by."""
+"""Inputs of a traced graph: parameters and buffers come from the module, whatever path forward read them by."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def read_variables_from_module(traced: fx.GraphModule) -> None:
     """Has a graph of Dynamo's export take its module's parameters and buffers from the module.
 
     Dynamo's graph evaluates the expression by which forward reached a tensor.
-    An expression that bypasses the module (a list of parameters, a closure) would bypass joint export's stand-ins, and
-    yield constants.
+    Outside of the module (a list of parameters, a closure), it would bypass joint export's stand-ins and yield
+    constants.
     """
     codegen: Any = traced.graph._codegen
     read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)
@@ -56,11 +56,7 @@ def read_variables_from_module(traced: fx.GraphModule) -> None:
 
 
 def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
-    """Tensors of `mirrorc.torch_internals.trace_full_graph`'s graph that are neither arguments nor the module's.
-
-    Args:
-        leaves: the arguments.
-    """
+    """Tensors of `mirrorc.torch_internals.trace_full_graph`'s graph that are neither ``leaves`` nor the module's."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     known = {*map(id, leaves), *read.own}
@@ -69,12 +65,7 @@ def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> l
 
 
 def own_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[fx.Node, str]:
-    """Placeholders of the traced module's tensors, with each tensor's first name in the module.
-
-    Args:
-        traced: the result of `mirrorc.torch_internals.trace_full_graph`.
-        leaves: the arguments.
-    """
+    """Placeholders of the tensors of `mirrorc.torch_internals.trace_full_graph`'s module, with their first names."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     found = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
@@ -83,12 +74,10 @@ def own_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dic
 
 
 def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """The user's expressions for tensors; empty for a tensor that no expression reads.
+    """The user's expressions for tensors, compared by identity; empty for a tensor that no expression reads.
 
     Args:
-        module: the traced module.
         names: the guarded expressions, from ``L['self']`` or globals ``G``.
-        tensors: compared by identity.
     """
     scope = scope_of_guards(module)
     by_id: dict[int, str] = {}
@@ -107,8 +96,6 @@ def outside_variables(
     """Parameters and module buffers among `outside_tensors`, in the graph's order.
 
     Args:
-        module: the traced module.
-        leaves: the arguments.
         names: the guarded expressions, from ``L['self']`` or globals ``G``.
     """
     wanted = {id(tensor): tensor for _, tensor in outside_tensors(traced, leaves)}
@@ -138,9 +125,7 @@ def outside_variables(
 
 
 def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Has a graph of Dynamo's export read further tensors as buffers of its module, which joint export can write.
-
-    The buffers are detached views.
+    """Has a graph of Dynamo's export read detached views of tensors as buffers, which joint export can write.
 
     Returns:
         The names of the buffers, under ``place``.

@@ -45,10 +45,6 @@ def results_with_stand_ins(traced: fx.GraphModule, leaves: Sequence[torch.Tensor
     Older objects, and tensors that were passed or read, are the very same, except results of no operator, such as
     ``x.T``.
 
-    Args:
-        traced: the result of `mirrorc.torch_internals.trace_full_graph`.
-        leaves: the arguments of the trace.
-
     Raises:
         RuntimeError, NotImplementedError, TypeError: the result has Python numbers or arrays made from values.
     """

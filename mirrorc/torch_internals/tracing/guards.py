@@ -21,7 +21,7 @@ from mirrorc.torch_internals.tracing.traced_methods import TracedMethods
 
 _VARIABLE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])+\._(parameters|buffers)\['[^']+'\]$")
 _MODULE_ATTRIBUTE = re.compile(r"^L\['self'\](\._modules\['[^']+'\])*\.\w+$")
-_LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # mirrorc watches these itself
+_LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of threads, sizes of arguments, modes
 
 
 class DynamoGuards:

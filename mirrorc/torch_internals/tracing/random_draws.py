@@ -1,4 +1,4 @@
-"""Observation of random numbers of a traced forward that steps do not draw anew: Python's, and cached ones."""
+"""Random numbers of a traced forward that steps do not draw anew: Python's, and cached ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ import torch
 
 @contextlib.contextmanager
 def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Observes traces of this thread; the state of ``random`` stays.
-
-    Gives:
-        The frames of the draws, outermost first.
-    """
+    """Frames of draws in traces of this thread, outermost first; the state of ``random`` is restored."""
     from torch._dynamo.variables import misc, user_defined
     from torch._guards import TracingContext
 
@@ -45,12 +41,9 @@ def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
 
 @contextlib.contextmanager
 def observed_kept_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Observes calls of random functions under ``functools.cache`` or ``lru_cache`` in traces of this thread.
+    """Frames, outermost first, of calls of cached random functions in traces of this thread.
 
-    The tracer ignores the cache of such a function.
-
-    Gives:
-        The frames of the calls, outermost first.
+    The tracer ignores ``functools.cache`` and ``lru_cache``.
     """
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
     from torch._guards import TracingContext

@@ -1,4 +1,4 @@
-"""Observation of a traced forward's side effects on Python objects, and of its prints and logs; no graph has them."""
+"""A traced forward's side effects on Python objects, and its prints and logs; no graph has them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ class MadeContainer(NamedTuple):
 
     Attributes:
         output: the tracer's attempt.
-        variable: the tracer's variable for it.
         items: for a dict, keys with their values in order; None for other kinds than dict and list.
     """
 

@@ -25,12 +25,7 @@ class _Method:
 
 
 class TracedMethods:
-    """Watch on methods by identity, on the code of traced functions, and on classes in their closures.
-
-    Args:
-        values: the known objects that the trace has used.
-        codes: the code that the trace has entered.
-    """
+    """Watch on methods by identity, on the code of traced functions, and on classes in their closures."""
 
     def __init__(self, values: Iterable[Any], codes: Sequence[CodeType]) -> None:
         self._traced = set(codes)

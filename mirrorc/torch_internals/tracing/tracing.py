@@ -152,22 +152,19 @@ def _dynamos_options() -> dict[str, Any]:
 
 
 def guards_of(traced: fx.GraphModule) -> DynamoGuards:
-    """Guards on Python reads in the forward of `trace_full_graph`'s result, besides its arguments."""
+    """Guards on Python reads in forward, besides its arguments, for a result of `trace_full_graph`."""
     guards: DynamoGuards = traced.meta["mirrorc_guards"]
     return guards
 
 
 def python_effects_of(traced: fx.GraphModule) -> PythonEffects:
-    """Side effects on Python objects, and prints, of the forward of `trace_full_graph`'s result."""
+    """Side effects on Python objects, and prints, for a result of `trace_full_graph`."""
     effects: PythonEffects = traced.meta["mirrorc_effects"]
     return effects
 
 
 def leaf_of_placeholder(node: fx.Node) -> int | None:
-    """The index of the tensor argument of a placeholder of `trace_full_graph`'s result; None for a variable.
-
-    The module's forward must take its tensors as ``*leaves``.
-    """
+    """The index of a placeholder's tensor argument in ``*leaves``; None for a variable."""
     found = re.fullmatch(r"L_leaves_(\d+)_", str(node.target))
     return int(found[1]) if found else None
 
@@ -184,7 +181,7 @@ def export_joint_graph(
     decompositions: Mapping[Any, Callable[..., Any]],
     outputs: Sequence[str] = (),
 ) -> JointGraph:
-    """The functional forward-and-backward graph of `trace_full_graph`'s result: a loss, and outputs with these names."""
+    """The functional forward-and-backward graph of a result of `trace_full_graph`."""
     joint, (loss, *others) = _exported(stack, traced, leaves, decompositions)
     joint.loss, joint.outputs = loss, dict(zip(outputs, others, strict=True))
     return joint
@@ -197,7 +194,7 @@ def export_forward_graph(
     decompositions: Mapping[Any, Callable[..., Any]],
     outputs: Sequence[str],
 ) -> JointGraph:
-    """The functional graph of `trace_full_graph`'s result without gradients: outputs with these names."""
+    """The functional graph of a result of `trace_full_graph`, traced without gradients."""
     with torch.no_grad():
         joint, found = _exported(stack, traced, leaves, decompositions)
     joint.outputs = dict(zip(outputs, found, strict=True))

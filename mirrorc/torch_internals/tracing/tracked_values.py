@@ -136,8 +136,6 @@ def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
 
     Args:
         variable: of the plain container, see `content_of`.
-        real: a container of its kind.
-        scope: the namespace of the variables' expressions.
     """
     items = getattr(variable, "items", None)
     if isinstance(items, list) and isinstance(real, list | tuple | deque):
