@@ -1,4 +1,4 @@
-"""Operators that run forward and backward of a replica as plain PyTorch, which no pass looks into."""
+"""Operators that run a replica's forward and backward as plain PyTorch, opaque to passes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 
 
 class UsedParameters:
-    """Which parameters the backwards of one step of a process have used, and what its forwards write alike.
+    """Parameters that the backwards of a step have used in one process, and common buffer writes of its forwards.
 
-    A parameter that one replica uses has zeros for a gradient on the others, as in a backward of the whole batch. One that none
-    uses has no gradient there, and is not updated.
+    A parameter used by one replica has a zero gradient on the others; an unused one has no gradient and gets no update.
     """
 
     def __init__(self) -> None:
@@ -27,47 +26,46 @@ class UsedParameters:
         self._lock = threading.Lock()
 
     def note(self, used: torch.Tensor) -> None:
-        """Notes a parameter of the user's, of which one more backward has a gradient."""
+        """Records a user's parameter that got a gradient in a backward."""
         with self._lock:
             self._used.add(id(used))
 
     def first_value(self, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The value that the first forward of the step has given to a buffer of the user's; this one's, if it is the first."""
+        """The new value of a user's buffer in the first forward of the step; ``value`` in that forward."""
         with self._lock:
             return self._written.setdefault(id(buffer), value)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
-        """Whether any backward has noted it."""
         return id(parameter) in self._used
 
 
 class OpaqueBackward(Protocol):
-    """A backward as plain PyTorch, which makes one gradient after the other."""
+    """A backward in plain PyTorch, which makes gradients one by one."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has, without an error: all gradients are there then."""
+        """The backward has succeeded, so all gradients are there."""
 
     @property
     def may_wait(self) -> bool:
-        """Whether what is done while it runs may wait for other replicas; false if it holds what their runs need."""
+        """Work during the backward may wait for other replicas; False if it holds a resource that they need."""
 
     def has(self, place: int) -> bool:
-        """Whether the gradient of a parameter may be taken."""
+        """The gradient of a parameter is available."""
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
         """Runs it, once.
 
         Args:
-            on_gradient: is called in this thread, within backward, whenever one more gradient is there.
+            on_gradient: called in this thread, within backward, after each gradient.
 
         Raises:
-            BaseException: what backward raises, or ``on_gradient``, which ends it.
+            BaseException: an error of backward, or of ``on_gradient``, which ends it.
         """
 
 
 class OpaqueRuns(Protocol):
-    """What the operators of this module run. Results have the types that their other arguments tell."""
+    """Implementation of this module's operators."""
 
     def begin_step(self, used: UsedParameters) -> None:
         """Called before the runs of a step."""
@@ -79,7 +77,7 @@ class OpaqueRuns(Protocol):
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss, a token for backward, new values of the buffers that are written, and outputs."""
+        """The loss, a token for backward, new values of written buffers, and outputs."""
 
     def evaluation(
         self,
@@ -88,13 +86,13 @@ class OpaqueRuns(Protocol):
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss if there is one, new values of the buffers that are written, and outputs."""
+        """The loss if there is one, new values of written buffers, and outputs."""
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
-        """The backward of a forward; ``token`` says of which, ``tangent`` is the gradient of its loss."""
+        """The backward for the ``token`` of a forward; ``tangent`` is the gradient of its loss."""
 
     def gradient(self, token: torch.Tensor, tangent: torch.Tensor, place: int) -> torch.Tensor:
-        """The gradient of a parameter, once; runs the backward first if nobody has begun it."""
+        """The gradient of a parameter, once; runs the backward first if it has not begun."""
 
 
 _calls: weakref.WeakValueDictionary[int, OpaqueRuns] = weakref.WeakValueDictionary()
@@ -102,7 +100,7 @@ _lock = threading.Lock()
 
 
 def register_call(call: OpaqueRuns) -> int:
-    """Makes a call known to the operators as long as somebody holds it; gives its number, the lowest free one."""
+    """Registers a call for as long as it is referenced; returns the lowest free number."""
     with _lock:
         number = next(number for number in itertools.count() if number not in _calls)
         _calls[number] = call
@@ -110,18 +108,14 @@ def register_call(call: OpaqueRuns) -> int:
 
 
 class OpaqueSteps:
-    """The calls that the steps of a program run, which are told before each.
-
-    Args:
-        graphs: what the replicas run.
-    """
+    """The calls of a program's steps, which learn of each step."""
 
     def __init__(self, graphs: Sequence[fx.Graph]) -> None:
         nodes = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=take_gradient)]
         self._numbers = sorted({cast("int", node.args[0]) for node in nodes})
 
     def begin(self) -> UsedParameters:
-        """Called before each step; gives what its backwards will note."""
+        """Called before each step; returns the record for its backwards."""
         used = UsedParameters()
         for number in self._numbers:
             _call_of(number).begin_step(used)
@@ -129,7 +123,7 @@ class OpaqueSteps:
 
 
 def backward_of(call: int, token: torch.Tensor, tangent: torch.Tensor) -> OpaqueBackward:
-    """The backward of which `take_gradient` takes gradients, so that it can be run before."""
+    """The backward of `take_gradient`, so that it can run earlier."""
     return _call_of(call).backward(token, tangent)
 
 
@@ -173,7 +167,7 @@ def _fake_evaluation(
 
 
 def sizes_of(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Shapes as the operators take them: of each the number of its dimensions, and these."""
+    """Shapes in the operators' form: for each, the number of dimensions, then the dimensions."""
     return [number for shape in shapes for number in (len(shape), *shape)]
 
 
@@ -226,23 +220,23 @@ torch.library.register_fake(
 )
 
 run_forward = torch.ops.mirrorc.run_forward.default
-"""``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes)``: what
-`OpaqueRuns.forward` gives.
+"""``run_forward(call, seed, leaves, parameters, buffers, loss_dtype, written, output_dtypes, output_sizes)`` is
+`OpaqueRuns.forward`.
 
-It gives the loss, a scalar of that dtype, a token, which is an int64 on the CPU, new values of the buffers in these places, and
-contiguous outputs of these dtypes and sizes (`sizes_of`).
-It is a function of its arguments: what Python does in it must not last. A seed is given if random numbers are drawn.
+The results: the loss, a scalar; a token, an int64 on the CPU; new values of the buffers at ``written``; contiguous
+outputs.
+``output_sizes`` is in the form of `sizes_of`. A seed is given if random numbers are drawn.
+It is a function of its arguments, so Python's side effects in it must not last.
 """
 
 take_gradient = torch.ops.mirrorc.take_gradient.default
-"""``take_gradient(call, token, tangent, parameter, place)``: the gradient of this parameter, the one in this place, as
-`OpaqueRuns.gradient` gives it.
+"""``take_gradient(call, token, tangent, parameter, place)`` is `OpaqueRuns.gradient` for the parameter at ``place``.
 
-``token`` is what `run_forward` gave, ``tangent`` the gradient of the loss, the same for all that are taken with a token. Each may
-be taken once, in any order, and while backward makes the others.
+``token`` comes from `run_forward`. ``tangent``, the gradient of the loss, is the same for all gradients of a token.
+Each gradient may be taken once, in any order, also while backward makes the others.
 """
 
 run_evaluation = torch.ops.mirrorc.run_evaluation.default
-"""Takes the same, and gives the same without a token, as `OpaqueRuns.evaluation` does; no loss if it has no dtype."""
+"""`OpaqueRuns.evaluation`, like `run_forward` without a token; a loss without a dtype is absent."""
 
 OPAQUE = (run_forward, take_gradient, run_evaluation)

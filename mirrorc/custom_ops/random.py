@@ -1,4 +1,4 @@
-"""Random operators that are functions of a seed, so that threads and backends draw the same numbers."""
+"""Random operators as functions of a seed, so that threads and backends draw the same numbers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _MASK_64 = (1 << 64) - 1
 _generator_locks: dict[torch.device, threading.Lock] = {}
 
 STATES_LOCK = threading.Lock()
-"""Held while a thread of a device reads or writes the state of a generator.
+"""Held while a device's thread reads or writes a generator's state.
 
-Torch does both under a lock of the generator, for which it waits without giving Python's own lock away. If a thread that reads is
-interrupted by Python's collector of garbage, which may run code that does give it away, it never gets it back.
+Torch waits for the generator's lock while it holds the GIL.
+Garbage collection in a reading thread may release the GIL; the thread would never get it back.
 """
 
 
 def mix(seed: int, stream: int) -> int:
-    """A 63-bit seed for stream ``stream`` of ``seed`` (the finalizer of SplitMix64, Steele et al., 2014)."""
+    """A 63-bit seed for a stream of ``seed`` (the finalizer of SplitMix64, Steele et al., 2014)."""
     z = (seed + (stream + 1) * 0x9E3779B97F4A7C15) & _MASK_64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -35,7 +35,7 @@ def mix(seed: int, stream: int) -> int:
 
 
 def seed_of_microbatch(seed: torch.Tensor, index: int) -> torch.Tensor:
-    """The seed of a replica's microbatch, from the replica's: as that of a stream beyond those of any program's operations."""
+    """The seed of a replica's microbatch, by a stream beyond those of any program's operations."""
     return torch.tensor(mix(int(seed), 2**32 + index), dtype=torch.int64)
 
 
@@ -56,7 +56,7 @@ _seeded_ops: dict[Any, Any] = {}
 
 
 def seeded(op: Any) -> Any:
-    """The operator of mirrorc that runs a random ATen operator under a seed; it is defined at its first use."""
+    """The mirrorc operator that runs a random ATen operator under a seed; defined at its first use."""
     if op not in _seeded_ops:
         schema = schema_of(op)
         name = (
@@ -81,12 +81,12 @@ def seeded(op: Any) -> Any:
 
 
 def unseeded(op: Any) -> Any:
-    """The random operator that an operator made by `seeded` runs; None for any other operator."""
+    """The random operator of an operator from `seeded`; None for any other operator."""
     return next((drawn for drawn, own in _seeded_ops.items() if own is op), None)
 
 
 def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator that draws from its device's global generator, and leaves that generator as it was."""
+    """The operator draws from its device's global generator, whose state is restored."""
     generator = _global_generator(args, kwargs)
     with lock_of(generator.device):
         with STATES_LOCK:
@@ -100,7 +100,7 @@ def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def lock_of(device: torch.device) -> threading.Lock:
-    """The lock of a device's global generator; operators on other devices need not wait for it."""
+    """The lock of a device's global generator; operators on other devices do not wait for it."""
     return _generator_locks.setdefault(device, threading.Lock())
 
 

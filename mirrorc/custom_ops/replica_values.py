@@ -1,4 +1,4 @@
-"""Operators by which a model or a loss takes values of all replicas; in plain PyTorch there is one replica."""
+"""Operators on values of all replicas for models and losses; plain PyTorch is one replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 RowsOfAll = Callable[[torch.Tensor], int]
-"""Gives how many rows all replicas have together, where this one gathers such a value."""
+"""The total number of rows of all replicas for a gathered value."""
 
 _rows: contextvars.ContextVar[RowsOfAll] = contextvars.ContextVar("rows", default=len)
 _error: contextvars.ContextVar[Exception | None] = contextvars.ContextVar("error", default=None)
@@ -19,7 +19,7 @@ _error: contextvars.ContextVar[Exception | None] = contextvars.ContextVar("error
 
 @contextlib.contextmanager
 def gathering(rows_of_all: RowsOfAll) -> Iterator[None]:
-    """A block in which a trace is that of one replica among others."""
+    """Marks a trace as that of one replica among others."""
     token = _rows.set(rows_of_all)
     try:
         yield
@@ -29,7 +29,7 @@ def gathering(rows_of_all: RowsOfAll) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nobody_answers(error: Exception) -> Iterator[None]:
-    """A block in which what runs in plain PyTorch is one of several replicas, and an error is raised if it asks the others."""
+    """Marks plain PyTorch code as one of several replicas; it raises ``error`` if it asks the others."""
     token = _error.set(error)
     try:
         yield
@@ -62,7 +62,7 @@ def _own_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _gradient_of_sum(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-    """Each replica's loss depends on the sum, and so its gradient with respect to one operand is that of all of them."""
+    """Each replica's loss depends on the sum, so the gradients for one operand are summed over replicas."""
     return all_reduce_value(gradient)
 
 
@@ -79,7 +79,7 @@ def _gradient_of_own_rows(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _register(schema: str, alone: Any, fake: Any, gradient: Any = None, keep: Any = None) -> Any:
-    """Defines an operator: what it gives in plain PyTorch, in a trace, and in backward."""
+    """Defines an operator: its result in plain PyTorch, in a trace, and in backward."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, alone, "CompositeExplicitAutograd")
@@ -90,25 +90,27 @@ def _register(schema: str, alone: Any, fake: Any, gradient: Any = None, keep: An
 
 
 all_reduce_value = _register("all_reduce_value(Tensor value) -> Tensor", _alone, _like, _gradient_of_sum)
-"""``all_reduce_value(value)``: the sum of the values of all replicas; alone, a copy of the value."""
+"""``all_reduce_value(value)``: the sum over all replicas; alone, a copy of the value."""
 
 all_gather_value = _register(
     "all_gather_value(Tensor value) -> Tensor", _alone, _gathered, _gradient_of_gathered, _keep_rows
 )
-"""``all_gather_value(value)``: the values of all replicas, one after the other along dim 0; alone, a copy of the value."""
+"""``all_gather_value(value)``: the values of all replicas, concatenated along dim 0; alone, a copy of the value."""
 
 own_rows_of_sum = _register(
     "own_rows_of_sum(Tensor value, int rows) -> Tensor", _own_rows_alone, _own_rows, _gradient_of_own_rows
 )
-"""``own_rows_of_sum(value, rows)``: of the sum of all replicas' values, this one's rows along dim 0, which come behind those of
-the replicas before it; the transpose of `all_gather_value`. Alone, a copy of the value."""
+"""``own_rows_of_sum(value, rows)``: this replica's rows of the sum over all replicas; alone, a copy of the value.
+
+The rows follow those of earlier replicas along dim 0. It is the transpose of `all_gather_value`.
+"""
 
 replica_number = _register(
     "replica_number(Tensor like) -> Tensor", lambda like: torch.zeros_like(_alone(like)), torch.empty_like
 )
-"""``replica_number(like)``: the number of this replica; alone, 0. The argument is a scalar of int64 with any value."""
+"""``replica_number(like)``: the number of this replica; alone, 0. The argument is any int64 scalar."""
 
 replica_count = _register(
     "replica_count(Tensor like) -> Tensor", lambda like: torch.ones_like(_alone(like)), torch.empty_like
 )
-"""``replica_count(like)``: how many replicas have examples; alone, 1. The argument is that of `replica_number`."""
+"""``replica_count(like)``: the number of replicas with examples; alone, 1. The argument is any int64 scalar."""

@@ -1,4 +1,4 @@
-"""An operator that looks at the lengths of sequences as packing them does."""
+"""Operator that checks the lengths of sequences as packing does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ torch.library.register_fake(
 )
 
 checked_lengths = torch.ops.mirrorc.checked_lengths.default
-"""``checked_lengths(lengths, time, is_sorted)``: a copy of the lengths [batch] of sequences, as int64.
+"""``checked_lengths(lengths, time, is_sorted)``: a copy of the lengths [batch] as int64.
 
-Raises RuntimeError if one is not positive or longer than the time, or if they should be sorted and are not.
+Raises RuntimeError for a length that is not positive or exceeds the time, or for wrongly unsorted lengths.
 """

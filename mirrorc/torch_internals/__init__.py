@@ -1,4 +1,4 @@
-"""Every private API of torch that mirrorc uses, each behind a name of ours; a test calls each and fails when one moves."""
+"""The private torch APIs of mirrorc under names of ours; a test calls each and fails when one moves."""
 
 from __future__ import annotations
 

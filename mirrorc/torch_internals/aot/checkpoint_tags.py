@@ -1,4 +1,4 @@
-"""Reads which operators of a joint graph `torch.utils.checkpoint` has backward run again."""
+"""Operators of a joint graph that `torch.utils.checkpoint` recomputes in backward."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def checkpoint_tag(node: fx.Node) -> tuple[int, bool] | None:
-    """The number of the checkpoint in which forward calls an operator, and whether its policy keeps the result.
+    """The number of an operator's checkpoint, and the policy's choice to keep the result.
 
-    None for an operator outside of all checkpoints. The policy of a checkpoint without ``context_fn`` keeps no result.
+    None for an operator outside of all checkpoints. A checkpoint without ``context_fn`` keeps no result.
 
     Raises:
-        ValueError: the policy asks for something else; says for what.
+        ValueError: the policy asks for something else; the text names it.
     """
     policy = node.meta.get("recompute")
     if policy is None:

@@ -1,4 +1,4 @@
-"""Removes effect tokens from a joint graph, with which AOTAutograd orders operators that are called for an effect."""
+"""Removal of effect tokens, with which AOTAutograd orders operators with side effects, from a joint graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 @contextlib.contextmanager
 def kept_checks_of_linalg() -> Iterator[None]:
-    """While a graph is traced, a check of what ``torch.linalg`` has computed counts as an effect; torch 2.11 would drop it."""
+    """In a trace, checks of ``torch.linalg`` results count as side effects; torch 2.11 would drop them."""
     from torch._higher_order_ops import effects
 
     name = "aten::_linalg_check_errors"
@@ -27,10 +27,10 @@ def kept_checks_of_linalg() -> Iterator[None]:
 
 
 def remove_effect_tokens(graph_module: fx.GraphModule) -> None:
-    """Lets operators be called without tokens; a check of what ``torch.linalg`` has computed becomes an assert.
+    """Replaces calls with tokens by plain calls; checks of ``torch.linalg`` results become asserts.
 
     Args:
-        graph_module: a joint graph whose inputs and outputs have descriptors in ``meta["desc"]``; it is changed.
+        graph_module: a joint graph with descriptors of inputs and outputs in ``meta["desc"]``; it is changed.
     """
     from torch._functorch._aot_autograd import descriptors as d
     from torch._higher_order_ops.effects import with_effects

@@ -1,4 +1,4 @@
-"""The result of torch's export of a graph, with mirrorc's own names."""
+"""Result of torch's export of a graph, in mirrorc's names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ class NumberInput(NamedTuple):
     """A Python number that a graph takes.
 
     Attributes:
-        name: the user's name for it, or for what it is computed of.
-        text: how Python computes it; empty if the user's code has the very number.
-        kind: its type.
-        expression: what computes it, exactly; graphs that have the same one take the same number.
+        name: the user's name for it, or for its operands.
+        text: Python's computation; empty if the user's code has the number itself.
+        expression: the exact computation; graphs share the number of equal expressions.
     """
 
     name: str
@@ -29,25 +28,23 @@ class NumberInput(NamedTuple):
 
 @dataclass
 class JointGraph:
-    """The graph of forward and backward, or of forward alone, that AOTAutograd returns, with plain names for its descriptors.
+    """AOTAutograd's graph of forward and backward, or of forward alone.
 
     Attributes:
-        graph_module: the functional graph.
         leaf_of: placeholder to index of the tensor argument.
-        number_of: placeholder to index of the Python number that it takes as a scalar tensor.
-        numbers: what the user calls these numbers, and how Python computes those that it computes.
+        number_of: placeholder to index of its Python number, a scalar tensor.
+        numbers: the user's words for these numbers.
         variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
-        seed: the placeholder for the replica's seed, if an operator takes it already.
-        tangent: the placeholder for the gradient of the loss; None in a graph of forward alone.
-        loss: the node of the loss; None in a graph of forward alone, where it is one of the outputs.
-        outputs: what the step returns beside the loss: the nodes by name.
-        gradients: parameter name to the node of its gradient; None if it has no gradient.
+        seed: the placeholder of the replica's seed, if an operator takes it.
+        tangent: the placeholder of the loss's gradient; None without backward.
+        loss: the node of the loss; None without backward, where it is an output.
+        outputs: nodes of the step's other results by name.
+        gradients: parameter name to its gradient's node or None.
         buffer_writes: buffer name to the node of its new value.
-        written_inputs: other inputs that the forward writes, as ("parameter", name) or ("argument", index); and buffers to
-            which it writes a value with a gradient, as ("buffer", name).
-        fake_mode: the mode of the graph's fake tensors.
-        looked_up: the names of parameters with lookups for sparse gradients alone, set by the front end.
-        outside: the variables of modules that neither model nor loss holds, by their names in ``variable_of``, likewise.
+        written_inputs: other writes of forward, as ("parameter", name) or ("argument", index), and ("buffer", name) for
+            a value with a gradient.
+        looked_up: parameters with only lookups for sparse gradients, set by the front end.
+        outside: variables outside of model and loss by name in ``variable_of``, set by the front end.
         sizes: its symbols; None if all sizes are numbers.
     """
 
@@ -69,12 +66,10 @@ class JointGraph:
     sizes: SizesOfArguments | None = None
 
     def fake_seed(self) -> torch.Tensor:
-        """A fake tensor like a replica's seed."""
         with self.fake_mode:
             return torch.empty((), dtype=torch.int64)
 
     def constant(self, node: fx.Node) -> torch.Tensor:
-        """The tensor that a get_attr node names."""
         return _attribute(self.graph_module, str(node.target))
 
 

@@ -1,4 +1,4 @@
-"""Process groups of our own over gloo, which torch offers only behind its global ones, and what ends them at once."""
+"""Private gloo process groups that can end at once; torch offers gloo only behind its global groups."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ import torch
 
 from mirrorc.torch_internals.distributed.sockets import is_any_closed, open_sockets
 
-_ANY_PORT = 9  # nothing is sent there
+_ANY_PORT = 9  # nothing is sent
 _ENDLESS = timedelta(days=3650)
 
 _groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
-_opening = threading.Lock()  # a group's listener is told from another's by when it was opened
+_opening = threading.Lock()  # a group's listener is the one opened under this lock
 
 
 class GlooGroup:
-    """A group of workers that is registered nowhere, so that nobody else's collectives come between its own.
+    """A group of workers outside of torch's registry, free of other code's collectives.
 
-    Workers connect over the interfaces that the environment variable ``GLOO_SOCKET_IFNAME`` names, as torch's groups do;
-    otherwise over that by which they reach the store.
+    Workers connect over the interfaces in the environment variable ``GLOO_SOCKET_IFNAME``, or else the one towards the
+    store.
 
-    Collectives are launched by one thread at a time and in one order on all workers. Each returns a work, whose ``wait()``
-    blocks, deaf to signals, until it is done, fails, or the timeout is over.
+    One thread at a time launches collectives, in the same order on all workers.
+    Each returns a work; its ``wait()`` blocks, deaf to signals, until success, failure or timeout.
 
     Args:
-        store: where the workers meet; nothing else uses its keys.
-        rank, num_workers: of this worker, and how many there are.
-        timeout_seconds: the longest time that a collective takes, the first meeting as well.
+        store: the workers' meeting point, with keys for this group alone.
+        timeout_seconds: the bound on a collective and on the first meeting.
 
     Raises:
         RuntimeError: the workers did not meet in time, or the store was lost.
@@ -56,11 +55,11 @@ class GlooGroup:
         _groups.add(self)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Adds up a dense tensor over all workers, in place; the same bits on all of them."""
+        """Sums a dense tensor over all workers, in place, with the same bits everywhere."""
         return self._group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
     def all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor], *, is_patient: bool = False) -> Any:
-        """Copies every worker's tensor into the one of its rank; one that ``is_patient`` waits for the others without a bound."""
+        """Copies every worker's tensor into the one of its rank; ``is_patient`` lifts the timeout."""
         from torch.distributed.distributed_c10d import AllgatherOptions
 
         options = AllgatherOptions()
@@ -69,11 +68,11 @@ class GlooGroup:
         return self._group.allgather([list(into)], [tensor], options)
 
     def all_gather_whole(self, tensor: torch.Tensor, into: torch.Tensor) -> Any:
-        """Copies every worker's tensor, 1-D and of one length, into ``into``, one behind the other in the order of ranks."""
+        """Copies every worker's 1-D tensor, of equal lengths, into ``into``, in the order of ranks."""
         return self._group._allgather_base(_as_bytes(into), _as_bytes(tensor))
 
     def all_to_all(self, parts: torch.Tensor, into: torch.Tensor) -> Any:
-        """Sends each worker its part of a 1-D tensor, and puts what comes from each into ``into``, both in the order of ranks.
+        """Sends each worker its part of a 1-D tensor, and gathers received parts in ``into``, by rank.
 
         All parts have one length.
         """
@@ -85,14 +84,11 @@ class GlooGroup:
 
     @property
     def is_broken(self) -> bool:
-        """Whether another worker has closed a connection, as it does when its process ends; also where nothing is under way.
-
-        Nobody can say so where the system has no ``/proc``.
-        """
+        """Tests for a connection closed by another worker, also between collectives; without ``/proc``, always False."""
         return is_any_closed(self._connected)
 
     def let_go(self) -> None:
-        """Called in a child that was forked: it holds no connection of its parent, whose end would not be noticed otherwise."""
+        """Drops the parent's connections in a forked child, which would hide the parent's end."""
         sockets = open_sockets()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number, inode in self._connected.items():
@@ -102,10 +98,10 @@ class GlooGroup:
         self._connected = {}
 
     def cut(self) -> None:
-        """Ends everything that runs, here and on the others, with an error, by closing its connections; may be repeated.
+        """Ends all collectives, here and on the other workers, with an error; idempotent.
 
-        Nothing else ends it: a work cannot be cancelled, and the group waits for its works when it is deleted. What listens is
-        left alone, as gloo ends the process if that is lost.
+        It closes the connections, as a work cannot be cancelled and deleting the group waits for its works.
+        Listeners stay open, as gloo ends the process without them.
         """
         sockets = open_sockets()
         for number, inode in self._connected.items():
@@ -116,12 +112,12 @@ class GlooGroup:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory; what is copied alone need not be of a dtype that gloo knows."""
+    """A mere copy needs no dtype that gloo knows."""
     return tensor.view(torch.uint8)
 
 
 def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: float) -> Any:
-    """The options of a group, whose listeners are opened now at these places; without any, where torch's would be."""
+    """Opens the listeners at these places, or at torch's place without any."""
     options = kind._Options()
     options._devices = [kind.create_device(**place) for place in places] or [kind.create_default_device()]
     options._timeout = timedelta(seconds=timeout_seconds)
@@ -129,11 +125,11 @@ def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: fl
 
 
 def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
-    """Where this worker listens: on the interfaces that are named, or else at its address on the way to the store.
+    """The interfaces of the environment, or this machine's address towards the store.
 
-    torch takes the address of the machine's name, which on many machines is one of the loopback interface. Here, too, the
-    machine of the store may know its own name by such an address; it then takes that on the way to a worker elsewhere. Where
-    the store has no host, there is no place, and torch's counts.
+    Torch takes the address of the machine's name, often a loopback address.
+    The store's own machine may do so, too, and then takes its address towards another worker.
+    A store without a host leaves the choice to torch.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     store.set(f"address/{rank}", "" if names else _address_towards(_host(store)))
@@ -148,19 +144,19 @@ def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
 
 
 def _host(store: Any) -> str:
-    """The host that a store of torch was told to connect to; empty if it is one without connections."""
+    """The host of a store of torch; empty for a store without connections."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
 
 
 def _address_towards(host: str) -> str:
-    """The address of this machine on the way to another; empty if none is known. Sends nothing."""
+    """Sends nothing; empty if the address is unknown."""
     found = []
-    with contextlib.suppress(OSError):  # the name is not known here
+    with contextlib.suppress(OSError):  # an unknown name
         found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []
     for family, kind, protocol, _, address in sorted(found, key=lambda one: one[0] != socket.AF_INET):
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as way:  # there is no way
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as way:  # no route
             way.connect(address)
             return socket.getnameinfo(way.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
     return ""
@@ -182,12 +178,11 @@ def _is_listening(number: int) -> bool:
 
 
 def _joins(number: int, ports: set[int]) -> bool:
-    """Whether a socket is connected, and to or from one of these ports."""
     try:
         with socket.socket(fileno=os.dup(number)) as found:
-            theirs = found.getpeername()  # what listens has none, and is left alone
+            theirs = found.getpeername()  # a listener has none
             return theirs[1] in ports or found.getsockname()[1] in ports
-    except (OSError, IndexError, TypeError):  # not connected, or not of the network
+    except (OSError, IndexError, TypeError):  # not connected, or no network socket
         return False
 
 

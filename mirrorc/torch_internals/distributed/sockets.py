@@ -1,4 +1,4 @@
-"""The sockets of this process, to look at connections that torch has opened and does not show."""
+"""Sockets of this process, to check connections that torch does not show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 def open_sockets() -> dict[int, int]:
-    """The sockets of this process: their inodes by number of the file; none where the system has no ``/proc``."""
+    """Inodes of this process's sockets by file number; empty without ``/proc``."""
     found: dict[int, int] = {}
     if not os.path.isdir("/proc/self/fd"):  # as on macOS
         return found
@@ -24,23 +24,23 @@ def open_sockets() -> dict[int, int]:
 
 
 def connections_since(before: Mapping[int, int], port: int) -> dict[int, int]:
-    """The sockets that are connected to a port elsewhere, and that were not among those that `open_sockets` gave before."""
+    """Sockets connected to a remote port that are not in an earlier `open_sockets`."""
     return {n: inode for n, inode in open_sockets().items() if before.get(n) != inode and _leads_to(n, port)}
 
 
 def is_any_closed(sockets: Mapping[int, int]) -> bool:
-    """Whether the other side of any of these connected sockets has closed it, or this process has; reads nothing.
+    """Tests for a connection closed by either side; reads nothing.
 
-    It is asked often, and looks at these sockets alone, however many files the process has.
+    The cost depends on these sockets alone, not on the number of open files.
     """
     return any(not _is_there(number, inode) or _is_closed(number) for number, inode in sockets.items())
 
 
 def _is_there(number: int, inode: int) -> bool:
-    """Whether a file's number is still that of the socket with this inode."""
+    """Another file may have taken the number."""
     try:
         status = os.fstat(number)
-    except OSError:  # no file has it
+    except OSError:  # no such file
         return False
     return stat.S_ISSOCK(status.st_mode) and status.st_ino == inode
 
@@ -49,7 +49,7 @@ def _leads_to(number: int, port: int) -> bool:
     try:
         with socket.socket(fileno=os.dup(number)) as found:
             return bool(found.getpeername()[1] == port)
-    except (OSError, IndexError, TypeError):  # not connected, or not of the network
+    except (OSError, IndexError, TypeError):  # not connected, or no network socket
         return False
 
 

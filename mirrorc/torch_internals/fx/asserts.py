@@ -11,7 +11,7 @@ NOT_ALL_TRUE = "not all elements are true of what torch._check_tensor_all is giv
 
 
 def assert_true(condition: torch.Tensor, text: str) -> None:
-    """Raises RuntimeError with this text unless a tensor of one element is true; in a trace, leaves that to what is traced."""
+    """Raises RuntimeError unless a one-element tensor is true; a trace records the assert."""
     torch._assert_async(condition, text)
 
 
@@ -27,4 +27,4 @@ CHECKS_OF_TENSORS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch._check_tensor_all: _check_all,
     torch._check_tensor_all_with: _check_all_with,
 }
-"""Functions of torch that read a tensor to check it, with what is traced in their place; a trace cannot make their messages."""
+"""Torch's checks of tensor values, whose messages a trace cannot make, with their replacements in a trace."""

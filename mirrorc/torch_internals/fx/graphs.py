@@ -1,4 +1,4 @@
-"""Makes graphs and fake tensors faster or more quietly than torch's public functions."""
+"""Graphs and fake tensors, faster or more quietly than by torch's public functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
-    """A graph module that writes its Python code only when it is called or its code is read, which mirrorc seldom does."""
+    """A graph module that writes its Python code only for a call or a read of the code."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph, class_name=class_name)
@@ -29,7 +29,7 @@ def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_n
 
 @contextlib.contextmanager
 def lazy_graph_modules() -> Iterator[None]:
-    """A block in which torch's tracers make graph modules of this kind; they write the code of three or more for each trace."""
+    """Makes torch's tracers use lazy graph modules, of which each trace makes three or more."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     with _use_lazy_graph_module(True):
@@ -47,10 +47,10 @@ def add_node(
     *,
     is_valid: bool = False,
 ) -> fx.Node:
-    """Does the same as `Graph.create_node` in a third of the time, because it does not search the arguments for symbolic sizes.
+    """Works like `Graph.create_node` in a third of the time, without a search for symbolic sizes.
 
-    It is for passes that copy large graphs whose sizes are all numbers. If ``is_valid``, the name is that of a node of another
-    graph, and only needs to be made unique.
+    All sizes must be numbers.
+    An ``is_valid`` name comes from a node of another graph, and is only made unique.
     """
     names = graph._graph_namespace
     if is_valid and name not in names._used_names and not name[-1].isdigit():
@@ -69,12 +69,11 @@ def add_node(
 def traced_on_fake_tensors(
     function: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
 ) -> fx.Graph:
-    """Traces the operators that a function calls into a graph, which has a placeholder for each argument.
+    """Traces a function's operators into a graph with a placeholder for each argument.
 
     Args:
-        function: a function of tensors.
-        values: fake tensors for its arguments, all of one fake mode, which the graph's values share.
-        decompositions: decompositions of the operators that must not be in the graph.
+        values: fake arguments of one fake mode, which the graph's values share.
+        decompositions: for operators that the graph must not have.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -84,7 +83,7 @@ def traced_on_fake_tensors(
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Keeps torch from logging tracebacks of operators that fail on fake tensors; the caller reports the error itself."""
+    """Silences torch's log of failures on fake tensors; the caller reports the error."""
     from torch._subclasses.fake_tensor import log
 
     was, log.disabled = log.disabled, True

@@ -1,4 +1,4 @@
-"""The parameters of torch's recurrent layers in one list, and in one piece of memory."""
+"""Parameters of torch's recurrent layers in one list, and in one piece of memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def renew_recurrent_weights(layer: nn.RNNBase) -> None:
-    """Lists the parameters that a recurrent layer has now, as torch does where it finds others in a call.
+    """Updates a recurrent layer's list of parameters, as torch does in a call.
 
-    Weights that are computed, as by a parametrization, are left to the call. Memory stays where it is, also on GPUs.
+    Computed weights, such as those of a parametrization, are left to the call. The memory stays in place, also on GPUs.
     """
     names = layer._flat_weights_names
     if all(name in layer._parameters for name in names):
@@ -27,7 +27,7 @@ def renew_recurrent_weights(layer: nn.RNNBase) -> None:
 def weights_for_cudnn(
     weights: Sequence[torch.Tensor], kind: str, num_layers: int, bidirectional: bool
 ) -> Sequence[torch.Tensor]:
-    """Copies of weights in one piece of memory on a GPU, as cuDNN takes them without a warning; elsewhere the weights.
+    """Copies of weights in one piece of GPU memory, which spares cuDNN's warning; on the CPU, the weights themselves.
 
     See `torch.nn.RNNBase.flatten_parameters`.
 
@@ -42,7 +42,7 @@ def weights_for_cudnn(
     each = len(weights) // (num_layers * (2 if bidirectional else 1))
     width, outer = weights[0].shape[0] // _GATES[kind], weights[1].shape[1]
     projected = outer if outer != width else 0
-    aliases = [weight.detach() for weight in weights]  # which are moved
+    aliases = [weight.detach() for weight in weights]  # flattening moves these
     torch._cudnn_rnn_flatten_weight(
         aliases,
         each,

@@ -1,4 +1,4 @@
-"""Has torch's profiler see what a thread does for the thread that it watches, as it sees the threads of torch's autograd."""
+"""Extension of torch's profiler to helper threads, as it covers the threads of autograd."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import torch
 
 
 def is_profiled() -> bool:
-    """Whether torch's profiler watches the calling thread."""
     return torch._C._autograd._profiler_enabled()
 
 
 def seen_by_profiler(job: Callable[[], Any]) -> Callable[[], Any]:
-    """The job, for another thread to do, so that the profiler that watches the calling thread sees it.
+    """Wraps a job for another thread, so that the calling thread's profiler sees it.
 
-    The calling thread must wait until the job has ended. The job may run once. Where this version of torch has no way to do it,
-    the profiler does not see the job.
+    The calling thread must wait for the end of the job, which may run once.
+    Versions of torch without the needed functions do not profile the job.
     """
     functions = _functions()
     if functions is None:
@@ -49,15 +48,15 @@ def _watched(functions: _Functions, debug_info: _SharedPointer, callbacks: int) 
 
 
 class _SharedPointer(ctypes.Structure):
-    """A ``std::shared_ptr``, with more room than it needs, so that every processor's convention returns it through memory."""
+    """A ``std::shared_ptr``, oversized so that every calling convention returns it through memory."""
 
     _fields_ = (("words", ctypes.c_void_p * 4),)
 
 
 class _Functions:
-    """The functions of C++ by which ``at::ThreadLocalStateGuard`` hands a profiler on; Python has no way to that class.
+    """C++ functions of ``at::ThreadLocalStateGuard``, which Python cannot reach.
 
-    ``force_debug_info`` moves what it is given, and leaves it empty.
+    ``force_debug_info`` moves its argument and leaves it empty.
     """
 
     def __init__(self, core: ctypes.CDLL, torch_cpu: ctypes.CDLL) -> None:
@@ -75,7 +74,7 @@ class _Functions:
 
 @functools.cache
 def _functions() -> _Functions | None:
-    """The functions; None where torch's libraries do not have them by these names, such as on Windows."""
+    """None where torch's libraries lack these names, such as on Windows."""
     folder = Path(torch.__file__).parent / "lib"
     with contextlib.suppress(StopIteration, OSError, AttributeError):
         core, torch_cpu = (

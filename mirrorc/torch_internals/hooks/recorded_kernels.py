@@ -1,4 +1,4 @@
-"""Autograd within the kernel of an operator."""
+"""Autograd within an operator's kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def recorded_by_autograd() -> Iterator[None]:
-    """While it lasts, autograd records the calls of a kernel, for which the dispatcher has turned it off."""
+    """Enables autograd within a kernel, for which the dispatcher has disabled it."""
     keys = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):

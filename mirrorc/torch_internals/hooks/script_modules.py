@@ -1,4 +1,4 @@
-"""Modules that TorchScript runs: copies of them whose parameters and buffers are other tensors. They have no hooks."""
+"""Copies of TorchScript modules with other tensors as parameters and buffers. They have no hooks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ _PLAIN = (int, float, complex, bool, str, type(None), torch.device, torch.dtype)
 
 
 def _native(module: nn.Module) -> Any:
-    """The module as TorchScript has it."""
     return module._c
 
 
 def is_script_module(module: nn.Module) -> bool:
-    """Whether TorchScript runs it: scripted or traced, the outermost one or one within it."""
+    """Tests for a scripted or traced module, the outermost or an inner one."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
-    """The signature of a module's forward; of one that TorchScript has traced, too."""
+    """The signature of a module's forward, also of a module traced by TorchScript."""
     if not is_script_module(module):
         return inspect.signature(module.forward)
     _, *arguments = _native(module)._get_method("forward").schema.arguments
@@ -39,7 +38,7 @@ def _parameter(argument: Any) -> inspect.Parameter:
 
 
 def object_within(module: nn.Module) -> str | None:
-    """An attribute of such a module that holds an object, which copies would share; None if there is none."""
+    """An attribute of a TorchScript module with an object that copies would share; None if there is none."""
     for part in module.modules():
         for name in _attribute_names(part):
             if _shown(getattr(part, name)) is None:
@@ -48,16 +47,15 @@ def object_within(module: nn.Module) -> str | None:
 
 
 def _attribute_names(part: nn.Module) -> list[str]:
-    """The names of attributes that are no parameters, buffers or modules."""
     others = {*part._parameters.keys(), *part._buffers.keys(), "_is_full_backward_hook"}
     return [name for name in part._concrete_type.get_attributes() if name not in others]  # type: ignore[union-attr, operator]
 
 
 def _compiled_anew(original: nn.Module) -> nn.Module:
-    """A copy that shares no code with the original.
+    """A deep copy would share code, in which TorchScript stores optimizations from the first runs of any module of the
+    class.
 
-    A deep copy would share it: TorchScript keeps with it what it has optimized by the first runs of any module of that class, the
-    user's own among them, and runs that from then on, whether optimizations are asked for or not.
+    Later runs use them, whatever the settings are.
     """
     written = io.BytesIO()
     torch.jit.save(original, written)
@@ -65,13 +63,10 @@ def _compiled_anew(original: nn.Module) -> nn.Module:
 
 
 class ScriptCopy:
-    """A copy of such a module, to be run in one thread while others run their own.
-
-    Args:
-        original: the outermost module of TorchScript; it is not changed.
+    """A copy of an outermost TorchScript module for one thread, while others run theirs.
 
     Attributes:
-        module: its copy, which can be run after `load`.
+        module: the copy, which can run after `load`.
         pairs: each module within the original, itself included, and its copy.
     """
 
@@ -82,7 +77,7 @@ class ScriptCopy:
         self.unload()
 
     def load(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Takes over all that the original has now, and what stands for its parameters and buffers."""
+        """Copies the original's attributes, and sets replacements of its parameters and buffers."""
         self._loaded = []
         for name, source, own in self._attributes():
             value = getattr(source, name)
@@ -92,13 +87,12 @@ class ScriptCopy:
             _native(own).setattr(name, replaced(getattr(source, name)))
 
     def unload(self) -> None:
-        """Lets go of tensors."""
         self._loaded = []
         for name, source, own in self._tensors():
             _native(own).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
 
     def changed(self) -> str | None:
-        """An attribute that is no parameter or buffer, and that was assigned or written since `load`; None if there is none."""
+        """An attribute, no parameter or buffer, that changed since `load`; None if there is none."""
         return next((name for name, own, _, shown in self._loaded if _shown(getattr(own, name)) != shown), None)
 
     def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -115,7 +109,7 @@ class ScriptCopy:
 
 
 def _shown(value: Any) -> tuple[Any, ...] | None:
-    """Equal for values in which nothing was changed, as long as the first one lives; None for what may hold an object."""
+    """A key that is equal for unchanged values while the first lives; None if the value may hold an object."""
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), value._version, value.shape
     if isinstance(value, dict):

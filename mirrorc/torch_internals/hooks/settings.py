@@ -1,4 +1,4 @@
-"""Reads torch's settings and hooks, and writes to its structured trace."""
+"""Torch's settings and hooks, and its structured trace."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.optim import optimizer as of_all
 
 
 def is_structured_trace_on() -> bool:
-    """Whether torch writes a structured trace: by the environment variable TORCH_TRACE, or by a handler of the user's.
+    """Tests for a structured trace, by the environment variable TORCH_TRACE or a handler of the user.
 
-    pytest's own handlers, which newer versions give to every logger that does not propagate, are nobody's request.
+    Newer versions of pytest add handlers to every logger that does not propagate; these do not count.
     """
     from torch._logging._internal import LazyTraceHandler, trace_log
 
@@ -28,7 +28,7 @@ def is_structured_trace_on() -> bool:
 
 
 def trace_artifact(name: str, text: str) -> None:
-    """Adds a text to torch's structured trace, where tlparse shows it as a file."""
+    """Adds a text to torch's structured trace, which tlparse shows as a file."""
     from torch._logging._internal import trace_structured
 
     metadata = {"name": name, "encoding": "string"}
@@ -36,20 +36,20 @@ def trace_artifact(name: str, text: str) -> None:
 
 
 def adagrad_is_fused_on_gpus() -> bool:
-    """Whether this torch has a fused Adagrad for CUDA: 2.13 has, 2.11 refuses ``fused=True`` for parameters there."""
+    """Tests for a fused Adagrad on CUDA: torch 2.13 has it, 2.11 refuses ``fused=True`` for parameters there."""
     return "cuda_unsupported=True" not in inspect.getsource(torch.optim.Adagrad)
 
 
 def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tells LR schedulers that the optimizer has stepped, though its own ``step`` was not called."""
+    """Tells LR schedulers of a step that bypassed ``optimizer.step``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 class UncountedHook:
-    """A hook on an optimizer's step that does not change what the step does, and that `has_step_hooks` does not count.
+    """An optimizer step hook that leaves the step unchanged and is not counted by `has_step_hooks`.
 
     Args:
-        function: what is called; it is given the optimizer.
+        function: called with the optimizer.
     """
 
     def __init__(self, function: Callable[[torch.optim.Optimizer], None]) -> None:
@@ -60,7 +60,7 @@ class UncountedHook:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there are hooks on ``step`` of this optimizer, or on that of all optimizers; mirrorc's own do not count."""
+    """Tests for hooks on ``step`` of this optimizer or of all optimizers, except mirrorc's."""
     for hooks in (of_all._global_optimizer_pre_hooks, of_all._global_optimizer_post_hooks):
         if _counts_any(hooks):
             return True
@@ -77,15 +77,15 @@ def _counts_any(hooks: Mapping[int, object]) -> bool:
 
 
 def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks on ``step`` can be registered: not on an object whose class does not call ``Optimizer.__init__``."""
+    """Tests for support of step hooks, which a class without ``Optimizer.__init__`` lacks."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
-    """The step of a class of torch's, without what torch wraps around it: a mark for profilers, hooks, no gradients.
+    """The step of a torch class without torch's wrappers: profiler marks, hooks, no gradients.
 
-    That takes longer than the update of a small bucket. Callers have switched gradients off, and see to it that there are no
-    hooks.
+    The wrappers take longer than the update of a small bucket.
+    Callers must disable gradients and ensure that there are no hooks.
     """
     step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(kind.step)
     return step
@@ -95,16 +95,16 @@ _WITH_FUSED_KERNELS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, tor
 
 
 def takes_divisor(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether the fused kernels of a class of torch's divide gradients, see `dividing_gradients`."""
+    """Tests for fused kernels that divide gradients, see `dividing_gradients`."""
     return kind in _WITH_FUSED_KERNELS
 
 
 @contextmanager
 def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
-    """Within it, a fused step divides the gradients that it reads by a number, and writes the quotients back.
+    """A fused step within it divides the gradients by a number, and writes the quotients back.
 
-    It is how torch's `GradScaler` has fused optimizers unscale gradients: they look for an attribute ``grad_scale``, a scalar of
-    32 bits on their device. Steps of other implementations refuse it.
+    Fused optimizers read a float32 scalar ``grad_scale`` on their device, as for torch's `GradScaler`.
+    Steps of other implementations refuse it.
     """
     optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32)  # type: ignore[attr-defined]
     try:
@@ -114,9 +114,9 @@ def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iter
 
 
 def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer.step`` is what torch declares in its class: patched neither on the object nor on the class.
+    """Tests that ``optimizer.step`` is torch's, patched neither on the object nor on the class.
 
-    LR schedulers patch it on the object, to see whether it is called, and ``torch.compile`` does not change what it does.
+    Patches of LR schedulers, which only count calls, and of ``torch.compile`` are ignored.
     """
     of_class = type(optimizer).step
     step = optimizer.__dict__.get("step", of_class)
@@ -131,7 +131,7 @@ def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _is_torchs_own(function: Any) -> bool:
-    """Whether a function and all that it wraps are written in torch's files."""
+    """Tests that a function and all that it wraps come from torch's files."""
     while function is not None:
         code = getattr(function, "__code__", None)
         if code is None or not code.co_filename.startswith(torch.__path__[0]):
@@ -141,13 +141,13 @@ def _is_torchs_own(function: Any) -> bool:
 
 
 def hook_tables(module: nn.Module) -> list[Mapping[Any, Any]]:
-    """The dicts that hold a module's forward and backward hooks; they are not copied."""
+    """A module's own dicts of forward and backward hooks, not copies."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(module, name) for name in names]
 
 
 def global_hook_tables() -> list[Mapping[Any, Any]]:
-    """The dicts that hold the forward and backward hooks of all modules; they are not copied."""
+    """Torch's own dicts of hooks for all modules, not copies."""
     from torch.nn.modules import module
 
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -155,16 +155,15 @@ def global_hook_tables() -> list[Mapping[Any, Any]]:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether there are hooks on a tensor's gradient."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 _ROUNDED = tuple((backend, of) for backend in ("cuda", "mkldnn") for of in ("matmul", "conv", "rnn"))
-"""Whose products of float32 torch may round; settings of a whole backend, or of all, and the older ones, show here."""
+"""Operators whose float32 products torch may round; these keys reflect older and coarser settings, too."""
 
 
 def torch_modes() -> tuple[Any, ...]:
-    """The settings of torch on which a captured graph or its compiled code depends."""
+    """Torch's settings that determine a captured graph or its compiled code."""
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     )
@@ -178,13 +177,13 @@ def torch_modes() -> tuple[Any, ...]:
 
 
 def _function_modes() -> tuple[Any, ...]:
-    """The modes of this thread that intercept torch's functions, such as the default device, which is a mode."""
+    """The default device is such a mode."""
     modes = torch.overrides._get_current_function_mode_stack()
     return tuple((type(mode), str(getattr(mode, "device", ""))) for mode in modes)
 
 
 def is_plain_thread() -> bool:
-    """Whether operators behave in this thread as in a new one: no autocast and no mode is active that intercepts them."""
+    """Tests that operators behave as in a new thread: neither autocast nor an intercepting mode is active."""
     return (
         not torch.is_autocast_enabled("cpu")
         and not torch._C._len_torch_function_stack()
@@ -193,7 +192,7 @@ def is_plain_thread() -> bool:
 
 
 def dispatch_modes() -> list[str]:
-    """The kinds of `TorchDispatchMode` that intercept the operators of this thread, such as that of a counter of FLOPs."""
+    """Classes of this thread's active `TorchDispatchMode` objects, such as a FLOP counter."""
     if not torch._C._len_torch_dispatch_stack():
         return []
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -203,7 +202,6 @@ def dispatch_modes() -> list[str]:
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """A block in which no mode intercepts the operators of this thread."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
@@ -211,10 +209,10 @@ def without_dispatch_modes() -> Iterator[None]:
 
 
 def has_hooks_on_saved_tensors() -> bool:
-    """Whether what this thread keeps for backward is given to hooks, as within ``torch.autograd.graph.save_on_cpu()``."""
+    """Tests for hooks on this thread's saved tensors, as within ``torch.autograd.graph.save_on_cpu()``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its memory without gaps and without overlaps, in any order."""
+    """Tests that a tensor's elements fill its memory without gaps or overlaps, in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

@@ -1,4 +1,4 @@
-"""Tells an observer when the gradients of parameters are dropped, by an optimizer's or a module's ``zero_grad``."""
+"""Observation of ``zero_grad`` of optimizers and modules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ _observer: list[Observer] = []
 
 
 def observe_zero_grad(observer: Observer) -> None:
-    """Has a function told of every call of `torch.optim.Optimizer.zero_grad` and `torch.nn.Module.zero_grad`, after it.
+    """Registers an observer of `torch.optim.Optimizer.zero_grad` and `torch.nn.Module.zero_grad`.
 
-    Methods are looked up when they are called, so it is enough to replace these two on their classes. A subclass that has a
-    ``zero_grad`` of its own is followed as far as it calls this one.
+    A subclass's ``zero_grad`` is observed only if it calls the base class's.
 
     Args:
-        observer: takes the parameters whose gradients were dropped; takes the place of an earlier observer.
+        observer: called afterwards with the parameters of the dropped gradients; replaces an earlier observer.
     """
     _observer[:] = [observer]
     for kind, parameters_of in ((torch.optim.Optimizer, _of_optimizer), (nn.Module, _of_module)):

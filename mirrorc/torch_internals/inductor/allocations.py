@@ -1,4 +1,4 @@
-"""Observes how compiled code and operators allocate and free memory."""
+"""Observation of allocations in compiled code and operators."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 
 class _NoKernel:
-    """Takes the place of a compiled kernel and computes nothing."""
+    """A compiled kernel that computes nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """On CPUs."""
+        """The CPU's call."""
 
-    run = __call__  # on GPUs
+    run = __call__  # the GPU's
 
 
 def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
-    """The Python function ``call(self, args)`` of `compile_with_inductor`'s result, and a namespace to run it on fake tensors.
+    """The Python function ``call(self, args)`` of `compile_with_inductor`'s result, and a namespace for fake tensors.
 
-    The function allocates memory and calls kernels. In the namespace, kernels compute nothing, and functions that allocate or
-    view memory are torch's own. Nothing is compiled.
+    The function allocates memory and calls kernels.
+    Kernels of the namespace compute nothing; its functions for allocations and views are torch's. Nothing is compiled.
 
     Raises:
         ValueError: there is no such function, as with Inductor's C++ wrapper.
@@ -62,23 +62,23 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors have this memory; the object that is given is not counted, other objects like it are."""
+    """The number of tensors and other storage objects with this memory, without the argument itself."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number that is equal for tensors that share memory, fake tensors included, as long as one of them is alive."""
+    """A number that is equal for live tensors, real or fake, with shared memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def peak_allocation(action: Callable[[], object], given: Sequence[torch.Tensor]) -> int:
-    """The most bytes that tensors made by torch's operators occupy at one moment of an action.
+    """The most bytes of tensors that torch's operators allocate during an action.
 
-    Memory that an operator allocates and frees internally is not counted.
+    Memory within an operator does not count.
 
     Args:
-        action: the action; called once.
-        given: the tensors that existed before; they are not counted.
+        action: called once.
+        given: older tensors, which do not count.
     """
     known = {storage_key(tensor) for tensor in given}
     holders: dict[int, int] = {}
@@ -106,7 +106,7 @@ def peak_allocation(action: Callable[[], object], given: Sequence[torch.Tensor])
 
 @contextlib.contextmanager
 def watched_operators(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
-    """Calls ``note(operator, args, result)`` after every operator of torch that this thread runs, on fake tensors too."""
+    """Calls ``note(operator, args, result)`` after every torch operator of this thread, also on fake tensors."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):

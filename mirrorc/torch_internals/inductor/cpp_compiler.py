@@ -1,4 +1,4 @@
-"""Changes when Inductor waits for the C++ compiler."""
+"""Postponement of Inductor's waits for the C++ compiler."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ _unfinished: contextvars.ContextVar[list[Callable[[], None]] | None] = contextva
 
 @contextlib.contextmanager
 def kernels_compiled_together() -> Iterator[None]:
-    """A context in which `compile_with_inductor` does not wait for the C++ compiler; its end waits for all kernels.
+    """Postpones `compile_with_inductor`'s waits for the C++ compiler to the end of the context.
 
-    The C++ compiler works while more regions are lowered. Compiled regions must not be called before the end of the context.
-
-    If it fails, for lack of memory for example, Inductor forgets what it has loaded: a kernel that could not be compiled would
-    fail again whenever it is asked for.
+    More regions are lowered meanwhile. Compiled regions must not be called before the end.
+    A failure, such as a lack of memory, clears Inductor's loaded kernels, so that later requests can succeed.
 
     Raises:
-        Exception: at the end, what Inductor raises if a kernel cannot be compiled.
+        Exception: at the end, Inductor's error for a kernel.
     """
     _let_waits_be_put_off()
     waits: list[Callable[[], None]] = []
@@ -40,22 +38,20 @@ def kernels_compiled_together() -> Iterator[None]:
     except BaseException as error:
         if waits:
             forget_loaded_kernels()
-        if isinstance(
-            error, MemoryError | OSError | RuntimeError
-        ):  # trials of instructions may have failed for the same reason
+        if isinstance(error, MemoryError | OSError | RuntimeError):  # the trials may have failed for the same reason
             forget_instructions()
         raise
 
 
 def forget_loaded_kernels() -> None:
-    """Lets Inductor load or compile every kernel anew. Functions that are in use stay."""
+    """Makes Inductor load or compile every kernel anew. Functions in use stay."""
     from torch._inductor.utils import clear_inductor_caches
 
     clear_inductor_caches()
 
 
 def forget_instructions() -> None:
-    """Lets Inductor try the processor's vector instructions again."""
+    """Makes Inductor try the processor's vector instructions again."""
     from torch._inductor import cpu_vec_isa
 
     kinds = [cpu_vec_isa.VecISA]
@@ -71,10 +67,7 @@ def forget_instructions() -> None:
 
 @functools.cache
 def _let_waits_be_put_off() -> None:
-    """Lets the wait for kernels be postponed, with which each module that Inductor writes ends.
-
-    This wait replaces the futures among the module's globals by the kernels.
-    """
+    """Each module of Inductor ends with a wait that replaces its futures by kernels; this makes the wait optional."""
     from torch._inductor.async_compile import AsyncCompile
 
     wait_now = AsyncCompile.wait
@@ -90,31 +83,28 @@ def _let_waits_be_put_off() -> None:
 
 
 def prepare_cpp_compiler() -> None:
-    """Starts the work that Inductor does before its first kernel of a process in threads, so that capture can go on meanwhile.
+    """Starts, in threads, Inductor's work before the first kernel of a process, while capture goes on.
 
-    Inductor tries the processor's vector instructions one after the other. For each one, it compiles one or more files (which
-    are cached) and loads them in a new process. A query for the instructions waits until all are tried. An error here is
-    ignored: it occurs again, and is reported, when a kernel is compiled.
+    The slow part tries vector instructions: each trial compiles a file (cached) and loads it in a new process.
+    A query for the instructions waits for all trials.
+    Errors are ignored here, as compiling a kernel raises them again.
     """
     _let_instructions_be_tried_together()
     _instructions_tried(os.getpid())
 
 
-_MOST_SECONDS = 120.0  # a compiler that takes longer hangs
+_MOST_SECONDS = 120.0  # a slower compiler hangs
 
 
 @functools.cache
 def _let_instructions_be_tried_together() -> None:
-    """Makes queries for the instructions wait for the trials.
-
-    A trial changes flags of its instructions for a while, so two threads must not try the same instructions at once.
-    """
+    """A trial changes flags of its instructions for a while, so two threads must not try the same ones."""
     from torch._inductor import cpu_vec_isa
 
     try_one_by_one = cpu_vec_isa.valid_vec_isa_list
 
     def valid_vec_isa_list() -> list[Any]:
-        _instructions_tried(os.getpid()).wait(_MOST_SECONDS)  # then Inductor tries them itself
+        _instructions_tried(os.getpid()).wait(_MOST_SECONDS)  # after that, Inductor tries them
         return try_one_by_one()
 
     valid_vec_isa_list.cache_clear = try_one_by_one.cache_clear  # type: ignore[attr-defined]
@@ -122,9 +112,9 @@ def _let_instructions_be_tried_together() -> None:
 
 
 def _instructions_tried(process: int) -> threading.Event:
-    """An event that is set when this process has tried the instructions; the first call starts the trials.
+    """The event's first request in a process starts the trials.
 
-    It belongs to one process, because a forked child does not have the threads of its parent.
+    A forked child needs a new event, as it lacks its parent's threads.
     """
     with _preparing:
         if process not in _prepared:
@@ -158,7 +148,7 @@ def _try_instructions() -> threading.Event:
 
 
 def _started(job: Callable[[], Any]) -> threading.Thread:
-    """Starts a daemon thread that does a job with the settings of the calling thread."""
+    """The job runs in a daemon thread with the settings of the calling thread."""
     context = contextvars.copy_context()  # Inductor's settings are context variables
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Has Inductor's code call a function of torch's directly where a graph has an operator of ours that writes an argument."""
+"""Direct calls of torch functions in Inductor's code for mirrorc's operators that write an argument."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 @functools.cache
 def call_directly(operator: Any, call: str) -> None:
-    """Has Inductor write a call in place of an operator, which a kernel in Python computes.
+    """Has Inductor write a call in place of an operator with a Python kernel.
 
-    torch's dispatcher enters Python for such a kernel, and Python the dispatcher once more: some microseconds of the host for
-    each. Where Inductor writes C++, the operator is called as it is.
+    This saves some microseconds of the dispatcher's way into Python and back. Inductor's C++ code still calls the
+    operator.
 
     Args:
-        operator: takes tensors alone, writes the first of them, and gives nothing.
-        call: the code, in which ``{0}`` is the first argument; names are those of Inductor's wrapper, such as ``extern_kernels``.
+        operator: takes tensors alone, writes the first, and returns nothing.
+        call: the code, with ``{0}`` for the first argument and names of Inductor's wrapper, such as ``extern_kernels``.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
 
     class DirectCall(ir.ExternKernel):
-        """The call, as a node of Inductor's."""
+        """Inductor's node for the call."""
 
         def __init__(self, arguments: list[Any]) -> None:
             inputs = self.unwrap_storage([self.realize_input(argument) for argument in arguments])

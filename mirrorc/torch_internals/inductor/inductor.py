@@ -1,4 +1,4 @@
-"""Inductor's decompositions, and the compilation of one graph by Inductor."""
+"""Inductor's decompositions, and compilation of one graph."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import has_symbols, num_elem
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions that Inductor expects to be applied before it compiles a graph.
+    """Decompositions that Inductor expects before it compiles a graph.
 
-    Dropout is not decomposed, because it gets a random stream of its own; neither are operators that passes need whole, which
-    `compile_with_inductor` decomposes later.
+    Dropout stays whole, because it gets its own random stream.
+    So do operators that passes need; `compile_with_inductor` decomposes them later.
     """
     from torch._inductor import lowering  # noqa: F401 - some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -36,24 +36,21 @@ _EXPANDED_LATE = (
     torch.ops.aten.gelu.default,
     torch.ops.aten.gelu_backward.default,
 )
-"""Operators that a pass needs whole, although Inductor has decompositions for them."""
+"""Operators with decompositions that a pass needs whole."""
 
 
 def pools_maxima(target: Any) -> bool:
-    """Whether an operator is the one by which Inductor's decompositions pool: it tells where in its window each maximum is."""
+    """Tests for the pooling operator of Inductor's decompositions, which returns each maximum's place in its window."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_with_offsets"
 
 
 def tells_places_of_maxima(target: Any) -> bool:
-    """Whether an operator is the one that tells, by what `pools_maxima` gives, where in the input maxima are.
-
-    It gives 64-bit numbers for those of 8 bits.
-    """
+    """Tests for the operator that maps 8-bit places of `pools_maxima` to 64-bit places in the input."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_offsets_to_indices"
 
 
 def _expand(graph: fx.Graph) -> None:
-    """Decomposes the operators that were kept whole for the passes."""
+    """Decomposes the operators that passes needed whole."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
@@ -75,14 +72,14 @@ def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[
 def compile_with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compiles a functional ATen graph, or finds it in Inductor's cache; outputs keep the strides of the graph's values.
+    """Compiles a functional ATen graph, or loads it from Inductor's cache; outputs keep the graph's strides.
 
-    The result takes a list, which it empties, and gives a sequence of outputs.
+    The result maps a list, which it empties, to a sequence of outputs.
 
     Args:
         graph_module: the graph; it is changed.
-        example_inputs: fake tensors with the shapes and strides of the arguments.
-        num_threads: threads that a compiled loop may use on the CPU.
+        example_inputs: fake tensors with the arguments' shapes and strides.
+        num_threads: the most threads of a compiled CPU loop.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -94,13 +91,13 @@ def compile_with_inductor(
     with torch.no_grad(), config.patch({"cpp.threads": num_threads}), tracing, _room_for_symbols(fake_mode):
         _expand(graph_module.graph)
         products, wanted = _products(graph_module.graph), _strides_of_outputs(graph_module.graph)
-        with V.set_fake_mode(fake_mode):  # torch 2.11 traces replacements in it, newer versions find it themselves
+        with V.set_fake_mode(fake_mode):  # torch 2.11 needs it for the traces of replacements
             joint_graph_passes(graph_module)
         if _products(graph_module.graph) != products:
             _keep_strides(graph_module, example_inputs, wanted)
         output = graph_module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-        # a part of the cache's key, of which neither the line above is one nor what `call_directly` was told
+        # part of the cache key, which the line above and the calls of `call_directly` are not
         graph_module.meta["mirrorc"] = "all outputs keep their strides, and some operators are called directly"
         return compile_fx_inner(graph_module, list(example_inputs))
 
@@ -117,12 +114,12 @@ def _strides_of_outputs(graph: fx.Graph) -> list[Any]:
 
 
 def _keep_strides(graph_module: fx.GraphModule, example_inputs: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Has outputs lie in memory as they did before torch made products for GPUs of padded operands, of which they are parts."""
+    """For GPUs, torch pads the operands of products and returns parts of the results, with other strides."""
     from torch._inductor.compile_fx import fake_tensor_prop
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     graph = graph_module.graph
-    view_to_reshape(graph_module)  # a view of the padded product may not be one
+    view_to_reshape(graph_module)  # a view may be impossible on the padded product
     graph_module.recompile()
     fake_tensor_prop(graph_module, list(example_inputs))
     output = graph.output_node()
@@ -142,10 +139,10 @@ _LARGER = 16
 
 
 def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
-    """Has a graph with symbolic sizes be right for small ones alone where a loop is too short now for several threads.
+    """Adds guards that keep sizes small where a loop is now too short for several threads.
 
-    Inductor decides by the sizes of the compilation whether a loop on the CPU runs in parallel. Loops may become 16 times as long
-    as the shortest that would, which costs little.
+    Inductor decides on parallel CPU loops by the sizes at compilation.
+    Loops may become 16 times as long as the shortest parallel loop, which costs little.
     """
     from torch._inductor import config
 
@@ -163,9 +160,9 @@ def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
 
 @contextlib.contextmanager
 def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
-    """Gives a fake mode an environment of symbolic sizes for a while, without which Inductor does not use its cache.
+    """Without an environment of symbolic sizes in the fake mode, Inductor does not use its cache.
 
-    The environment stays empty, because the mode has decided when it was made that sizes are numbers.
+    The environment stays empty, because the mode was created with plain sizes.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -180,7 +177,6 @@ def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
 
 
 def has_cpp_compiler() -> bool:
-    """Whether Inductor finds a C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -1,4 +1,4 @@
-"""Compiles without the files that Inductor keeps, and mends these files."""
+"""Compilation without Inductor's cached files, and their repair."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _LOADED = (".py", ".so", ".cpp")
 
 @contextlib.contextmanager
 def fresh_kernel_files() -> Iterator[None]:
-    """A context in which Inductor finds no files of earlier compilations.
+    """Hides the files of earlier compilations from Inductor.
 
-    At its end, files that were there before and differ from those that were made in the context are replaced by these: names
-    follow from contents, so what differs was overwritten.
+    At the end, new files replace older ones that differ: names follow from contents, so a difference means corruption.
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
     from torch._inductor.utils import fresh_inductor_cache
@@ -33,7 +32,7 @@ def fresh_kernel_files() -> Iterator[None]:
         (fresh,) = Path(place).iterdir()
         for made in fresh.rglob("*"):
             if made.suffix in _LOADED:
-                with contextlib.suppress(OSError):  # who comes next tries it again
+                with contextlib.suppress(OSError):  # the next caller tries again
                     _mend(kept / made.relative_to(fresh), made)
 
 

@@ -1,1 +1,1 @@
-"""Python scalars as inputs of graphs."""
+"""Python scalars as graph inputs."""

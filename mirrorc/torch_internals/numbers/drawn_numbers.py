@@ -1,4 +1,4 @@
-"""Has Dynamo take numbers that Python or numpy draw at random as inputs of a graph, and draws them again before each step."""
+"""Random numbers of Python and numpy as inputs of a Dynamo graph, drawn anew before each step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mirrorc.torch_internals.numbers.number_trace import NumberTrace
 
 
 def one_of_torchs() -> float:
-    """A number between 0 and 1 that torch draws on the CPU."""
+    """A number between 0 and 1 from torch's CPU generator."""
     return torch.rand(()).item()
 
 
-_DRAWS: dict[Callable[..., Any], int] = {  # with as many positional arguments at most, they give one number
+_DRAWS: dict[Callable[..., Any], int] = {  # most positional arguments for a single number
     **dict.fromkeys((random.random, np.random.random, np.random.random_sample, one_of_torchs), 0),
     **dict.fromkeys((np.random.rand, np.random.randn), 0),
     **dict.fromkeys((random.uniform, random.randint, np.random.uniform, np.random.normal, np.random.randint), 2),
@@ -33,33 +33,31 @@ _BEGINNING = "L['self'].drawn["
 
 
 def is_drawn(name: str) -> bool:
-    """Whether an expression reads a number that was drawn."""
     return name.startswith(_BEGINNING)
 
 
 class Generators:
-    """The state of the default generators of Python, numpy and torch, of which numbers are drawn."""
+    """The state of the default generators of Python, numpy and torch."""
 
     def __init__(self) -> None:
         self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     def put_back(self) -> None:
-        """Gives the generators this state again."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
 
 
 class DrawnNumbers:
-    """The numbers that a trace draws at random, in their order.
+    """The random numbers of a trace, in order.
 
     Args:
-        module: what is traced; its list ``drawn`` has the numbers, where guards and graphs read them.
+        module: the traced module; guards and graphs read the numbers in its list ``drawn``.
 
     Attributes:
-        calls: the functions that draw them, with their arguments.
+        calls: the draws: functions with their arguments.
         before: the generators before the trace.
-        after: the generators after the numbers that were drawn last.
+        after: the generators after the last draws.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -72,7 +70,7 @@ class DrawnNumbers:
     def draw(
         self, attempt: object, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, Any]:
-        """Draws a number in an attempt of the tracer, each of which begins with the same numbers; gives its place and value."""
+        """Draws a number, and returns its place and value; each attempt of the tracer repeats the same numbers."""
         from torch._guards import TracingContext
 
         if attempt is not self._attempt:
@@ -85,21 +83,21 @@ class DrawnNumbers:
         return len(self.calls) - 1, self._numbers[-1]
 
     def draw_again(self) -> None:
-        """Draws the numbers of the next step, and leaves the generators as they were."""
+        """Draws the numbers of the next step; the generators stay as they were."""
         before = Generators()
         self._numbers[:] = [function(*args, **kwargs) for function, args, kwargs in self.calls]
         self.after = Generators()
         before.put_back()
 
     def stack_of(self, names: Collection[str]) -> Sequence[traceback.FrameSummary]:
-        """The frames in which the first of the numbers that these expressions read is drawn, outermost first."""
+        """The frames of the first draw that the expressions read, outermost first."""
         places = [int(name[len(_BEGINNING) : -1]) for name in names if is_drawn(name)]
         return self._stacks[min(places)] if places else ()
 
 
 @contextlib.contextmanager
 def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]:
-    """While Dynamo traces in this thread, single numbers that Python or numpy draw are inputs; the generators are put back."""
+    """In Dynamo's traces of this thread, single draws of Python or numpy are inputs; the generators are restored."""
     from torch._dynamo.source import AttrSource, GetItemSource, LocalSource
     from torch._dynamo.variables import misc, user_defined
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
@@ -107,7 +105,7 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
     drawn, draw = DrawnNumbers(module), user_defined.call_random_fn
 
     def taken(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """The input for a number that is drawn; None for any other call."""
+        """The input for a draw; None for another call."""
         if not trace.is_here or not _is_one_draw(function, args, kwargs):
             return None
         constants = tuple(arg.as_python_constant() for arg in args)
@@ -142,7 +140,6 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
 
 
 def _is_one_draw(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws one number, of a known kind."""
     most = _DRAWS.get(function) if isinstance(function, Hashable) else None  # type: ignore[call-overload]
     if most is None or len(args) > most or not _KEYWORDS.issuperset(kwargs):
         return False

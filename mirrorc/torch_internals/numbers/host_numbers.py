@@ -1,4 +1,4 @@
-"""Python numbers that a graph takes: read and computed on the host before each step."""
+"""Python numbers that a graph takes, read and computed on the host before each step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import sympy  # type: ignore[import-untyped]
 Number = int | float
 
 _LARGEST = 2.0**53
-"""Up to here, integers are floats without rounding. A larger number, or one that is not finite, stays a constant."""
-_LARGEST_FLOAT = 3e38  # a comparison with a tensor of 32 bits raises an error above
+"""The largest integer that floats represent without rounding. Larger or non-finite numbers stay constants."""
+_LARGEST_FLOAT = 3e38  # the limit of comparisons with float32 tensors
 
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
 _RELATIONS = {
@@ -30,10 +30,10 @@ class NumbersGivenUp(Exception):
     """Some numbers cannot be inputs of a graph.
 
     Attributes:
-        names: the expressions that read them.
-        why: in a few words.
-        words: the users' names for them; filled in where they are known.
-        stack: likewise, the frames in which one of them is drawn at random, outermost first.
+        names: the expressions of the numbers.
+        why: the reason in a few words.
+        words: the users' names, where known.
+        stack: where known, the frames of a number's random draw, outermost first.
     """
 
     def __init__(self, names: Collection[str], why: str) -> None:
@@ -44,31 +44,30 @@ class NumbersGivenUp(Exception):
 
 
 def is_ordinary(value: Any) -> bool:
-    """Whether a value is a number that can be an input: neither a truth value, nor nan, infinite or very large."""
+    """Tests for a number that can be an input: not a bool, nan, infinite or very large."""
     if type(value) is float:
         return -_LARGEST_FLOAT < value < _LARGEST_FLOAT
     return type(value) is int and -_LARGEST < value < _LARGEST
 
 
 def attribute_source(path: Sequence[str], name: str) -> str:
-    """The expression by which Dynamo reads an attribute of the module at a path in what is traced."""
+    """Dynamo's expression for an attribute of the module at a path in the traced module."""
     return "".join(("L['self']", *(f"._modules[{part!r}]" for part in path), f".{name}"))
 
 
 class Slot(NamedTuple):
-    """An argument of a computation: the number at a place."""
+    """An argument of a computation: the place of a number."""
 
     place: int
 
 
 class HostNumber(NamedTuple):
-    """A number that Python reads, or computes of numbers before it.
+    """A number that Python reads, or computes from earlier ones.
 
     Attributes:
-        kind: its type.
-        sources: the expressions that are read for it.
-        function: computes it; None for a number that is read.
-        args: of the function, with a `Slot` for each number; the code of the expression for a number that is read.
+        sources: the expressions of the reads.
+        function: its computation; None for a read.
+        args: the function's, with a `Slot` for each number; for a read, the code of the expression.
     """
 
     kind: type
@@ -78,17 +77,17 @@ class HostNumber(NamedTuple):
 
 
 def computed(function: Callable[..., Any], args: Sequence[Any], numbers: Sequence[Number]) -> Any:
-    """The result of a function on arguments, with numbers in the places of their slots."""
+    """The function's result, with numbers in place of slots."""
     return function(*(numbers[arg.place] if isinstance(arg, Slot) else arg for arg in args))
 
 
 class HostNumbers:
-    """The numbers of a trace, in Python's order, and which of them the graph takes.
+    """The numbers of a trace, in Python's order.
 
     Attributes:
-        numbers: all that are read and computed.
-        values: these numbers as they were read last.
-        taken: the indices of the numbers that the graph takes.
+        numbers: the reads and computations.
+        values: their latest values.
+        taken: the indices of the graph's inputs.
     """
 
     def __init__(self) -> None:
@@ -99,17 +98,17 @@ class HostNumbers:
         self._conditions: list[Any] = []
 
     def add(self, number: HostNumber, value: Number, symbol: Any) -> int:
-        """Adds a number, with its value in the trace and Dynamo's symbol for it; returns its index."""
+        """Adds a number with its value in the trace and Dynamo's symbol; returns its index."""
         self.numbers.append(number)
         self.values.append(value)
         self._symbols.append(symbol)
         return len(self.numbers) - 1
 
     def add_condition(self, guard: Any) -> None:
-        """Adds a guard on symbols, which must hold for the numbers.
+        """Adds a guard on the numbers' symbols.
 
         Raises:
-            NumbersGivenUp: it cannot be asked on numbers, or does not hold.
+            NumbersGivenUp: the guard fails, or needs more than numbers.
         """
         try:
             holds = _holds(guard, dict(zip(self._symbols, self.values, strict=True)))
@@ -122,11 +121,10 @@ class HostNumbers:
 
     @property
     def sources(self) -> list[str]:
-        """The expressions that are read."""
         return [number.sources[0] for number in self.numbers if number.function is None]
 
     def read(self, scope: dict[str, Any]) -> bool:
-        """Reads the numbers again; returns whether the graph is that of the new ones."""
+        """Reads the numbers again; returns False if their guards fail."""
         values: list[Any] = []
         for kind, _, function, args in self.numbers:
             try:
@@ -143,7 +141,7 @@ class HostNumbers:
         return True
 
     def text(self, index: int, words: Callable[[str], str] = str, *, is_operand: bool = False) -> str:
-        """How Python computes a number, with the names that ``words`` has for its sources."""
+        """Python's computation of a number, with sources named by ``words``."""
         _, sources, function, args = self.numbers[index]
         if function is None:
             return words(sources[0])
@@ -157,10 +155,10 @@ class HostNumbers:
 
 
 def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
-    """Whether a guard holds for numbers; looks at all of it.
+    """Evaluates all of a guard, to find unsupported parts.
 
     Raises:
-        NotImplementedError: it compares more than numbers, all of which have symbols, and constants.
+        NotImplementedError: it compares more than constants and numbers with symbols.
     """
     if expr in (True, False):
         return bool(expr)
@@ -174,7 +172,7 @@ def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
 
 
 def _term(expr: Any, value_of: Mapping[Any, Number]) -> Number:
-    if type(expr).__name__ == "ToFloat":  # Python compares numbers of both kinds without rounding
+    if type(expr).__name__ == "ToFloat":  # Python compares int and float without rounding
         expr = expr.args[0]
     if expr in value_of:
         return value_of[expr]

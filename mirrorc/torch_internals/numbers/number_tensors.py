@@ -1,10 +1,10 @@
-"""Replaces the Python numbers of a Dynamo graph by buffers of its module, with PyTorch's promotion of a number.
+"""Replacement of a Dynamo graph's Python numbers by buffers of its module, with PyTorch's type promotion of a number.
 
-PyTorch promotes a number otherwise than a tensor: a float times a tensor of integers is of the default dtype, a float times a
-32-bit scalar has 32 bits. So the tensor of 64 bits that stands for a number is converted where it would give another dtype.
+A float times an integer tensor has the default dtype; a float times a 32-bit scalar has 32 bits.
+So the 64-bit tensor of a number is converted where it would change the dtype.
 
-torch's own pass (`torch.fx.passes._tensorify_python_scalars`) does not serve: it takes floats in ``+ - * /`` and comparisons
-alone, computes ``t * 0.1 * 3.0`` in another order, and compares a 32-bit scalar in 64 bits.
+torch's own pass (`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons.
+It computes ``t * 0.1 * 3.0`` in another order, and compares a 32-bit scalar in 64 bits.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mirrorc.torch_internals.numbers.host_numbers import HostNumbers, NumbersGiv
 from mirrorc.torch_internals.numbers.number_trace import NumberTrace
 
 BUFFER = "mirrorc_number_"
-"""The beginning of the buffers' names; the index in `HostNumbers.taken` follows."""
+"""The prefix of buffer names; the index in `HostNumbers.taken` follows."""
 
 _WIDE = (torch.float32, torch.float64)
-"""The dtypes in which PyTorch computes with no more bits than they have."""
+"""The dtypes in which PyTorch computes without extra bits."""
 _AUGMENTED = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div"}
 _COMPARISONS = frozenset(
     ["lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal", "not_equal"]
@@ -40,12 +40,12 @@ _FULL = frozenset(["full", "full_like", "new_full", "tensor", "scalar_tensor", "
 
 
 def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostNumbers | None:
-    """Replaces the numbers of a graph by buffers; returns the numbers on the host, None if there are none.
+    """Replaces a graph's numbers by buffers; returns the numbers on the host, None without any.
 
-    The graph's own inputs stay; those that were numbers have no users.
+    The graph's inputs stay; number inputs lose their users.
 
     Raises:
-        NumbersGivenUp: some of them are used where only a number can stand.
+        NumbersGivenUp: a use allows only a number.
     """
     if not trace.index_of:
         return None
@@ -77,7 +77,6 @@ def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostN
 
 
 def _buffer(traced: fx.GraphModule, trace: NumberTrace, index: int, number: fx.Node) -> fx.Node:
-    """A buffer that holds a number as a scalar of 64 bits."""
     kind = trace.inputs.numbers[trace.index_of[number]].kind
     tensor = torch.ones((), dtype=torch.float64 if kind is float else torch.int64)
     traced.register_buffer(f"{BUFFER}{index}", tensor, persistent=False)
@@ -88,15 +87,14 @@ def _buffer(traced: fx.GraphModule, trace: NumberTrace, index: int, number: fx.N
 
 
 class _Unsupported(Exception):
-    """A function takes a number where no tensor can stand; the text names the function."""
+    """A function takes a number but no tensor; the text names the function."""
 
 
 class _Call:
-    """A call of a function or method of torch, some of whose arguments are numbers.
+    """A call of a torch function or method with numbers among its arguments.
 
     Args:
-        node: the call.
-        operands: for each number, the scalar of 64 bits that stands for it, and a value.
+        operands: for each number, its 64-bit scalar and a value.
     """
 
     def __init__(self, node: fx.Node, operands: Mapping[fx.Node, tuple[fx.Node, int | float]]) -> None:
@@ -108,13 +106,13 @@ class _Call:
         module = getattr(target, "__module__", "")
         self.is_operator = module == "_operator"
         is_known = isinstance(target, str) or self.is_operator or getattr(torch, name, None) is target
-        is_known = is_known or (name == "tensor" and module.startswith("torch."))  # Dynamo's own form of torch.tensor
+        is_known = is_known or (name == "tensor" and module.startswith("torch."))  # Dynamo's form of torch.tensor
         self.writes = name in _AUGMENTED or (name.endswith("_") and not name.startswith("__"))
-        # torch 2.11 has methods such as __mul__ in the place of operators
+        # torch 2.11 has methods such as __mul__ in place of operators
         self.name = _AUGMENTED.get(name, name.strip("_")) if is_known else ""
 
     def give_tensors(self) -> None:
-        """Puts tensors in the places of the numbers.
+        """Puts tensors in place of the numbers.
 
         Raises:
             _Unsupported: the function takes no tensor there.
@@ -155,16 +153,16 @@ class _Call:
         elif self.is_operator and place == 0 and self.name == "truediv":  # Python's 1 / x is x.reciprocal() * 1
             inverse = self._insert("reciprocal", (second,))
             self.node.target, self.node.args = operator.mul, (inverse, self._operand(first, _example(inverse)))
-        elif self.is_operator and place == 0 and self.name in ("add", "mul"):  # Python asks the tensor: number second
+        elif self.is_operator and place == 0 and self.name in ("add", "mul"):  # Python calls the tensor's method
             self.node.args = (second, self._operand(first, example))
         else:
             self.node.update_arg(place, self._operand(self.node.args[place], example))
 
     def _takes(self, dtype: torch.dtype) -> bool:
-        """Whether a tensor of this dtype does with a scalar tensor as with a number."""
-        if self.name == "pow":  # integers have rules of their own for powers that are numbers
+        """Tests that a scalar tensor gives the same bits as a number."""
+        if self.name == "pow":  # integers have special rules for number exponents
             return dtype in _WIDE
-        if self.name in _COMPARISONS:  # a number that the dtype cannot hold is an error
+        if self.name in _COMPARISONS:  # a number beyond the dtype's range is an error
             return dtype in (*_WIDE, torch.bfloat16, torch.int64)
         return dtype.is_floating_point or dtype in (torch.int64, torch.bool)
 
@@ -206,24 +204,22 @@ class _Call:
         return isinstance(arg, fx.Node) and arg in self._operands
 
     def _operand(self, number: Any, other: torch.Tensor) -> fx.Node:
-        """The tensor for a number that is computed with another tensor."""
         tensor, value = self._operands[number]
         wanted = torch.result_type(other, value)
         if torch.result_type(other, _example(tensor)) == wanted:
             return tensor
-        if wanted not in (*_WIDE, torch.int64):  # PyTorch computes with more bits than the dtype has
+        if wanted not in (*_WIDE, torch.int64):  # PyTorch computes with more bits than the dtype
             raise _Unsupported(f"{self} with a scalar of {wanted}")
         return self._converted(number, wanted)
 
     def _converted(self, arg: Any, dtype: torch.dtype) -> Any:
-        """The tensor for a number, in a dtype; any other argument as it is."""
+        """Other arguments stay as they are."""
         if not self._is_number(arg):
             return arg
         tensor = self._operands[arg][0]
         return tensor if _example(tensor).dtype == dtype else self._insert("to", (tensor, dtype))
 
     def _insert(self, target: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-        """Inserts a call before this one."""
         op = "call_method" if isinstance(target, str) else "call_function"
         with self.node.graph.inserting_before(self.node):
             new = self.node.graph.create_node(op, target, args, kwargs or {})
@@ -241,7 +237,6 @@ class _Call:
 
 
 def _run(node: fx.Node) -> Any:
-    """The result of a call on the fake tensors that its arguments are."""
     arguments: Any = fx.node.map_arg((node.args, node.kwargs), _example)
     args, kwargs = arguments
     target: Any = node.target
@@ -251,7 +246,7 @@ def _run(node: fx.Node) -> Any:
 
 
 def _example(node: Any) -> Any:
-    """The fake value that Dynamo has noted on a node; a constant itself."""
+    """A constant is its own example."""
     return node.meta["example_value"] if isinstance(node, fx.Node) else node
 
 

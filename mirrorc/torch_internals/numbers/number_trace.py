@@ -1,8 +1,7 @@
-"""Has Dynamo trace chosen Python numbers as inputs, and records what Python computes of them, to do it again on the host.
+"""Dynamo traces with chosen Python numbers as inputs, and a record of Python's computations for the host.
 
-Dynamo knows such a number as a symbol: its type is that of the number, and a branch on it is a guard. Dynamo computes with
-symbols as with real numbers, so it would round ``t * 0.1 * 3.0`` otherwise. Here each result becomes a symbol of its own: Python
-computes its value, in Python's order, and guards compare such values alone.
+Dynamo computes with symbols as with real numbers, and would round ``t * 0.1 * 3.0`` differently.
+Here each result is a new symbol with a value computed by Python, and guards compare such values alone.
 """
 
 from __future__ import annotations
@@ -40,14 +39,13 @@ class NumberTrace:
     """The numbers of one trace, which runs in this thread.
 
     Args:
-        names: the expressions that read numbers which are to be inputs.
+        names: the expressions of numbers to take as inputs.
 
     Attributes:
         inputs: the numbers on the host.
-        index_of: the nodes of Dynamo's graph that are numbers, and their indices there.
-        flags: the nodes that are truth values made of numbers.
-        fake_mode: the mode of the trace's fake tensors.
-        given_up: why the trace was ended, if it was because of a number.
+        index_of: the graph's number nodes, and their indices in ``inputs``.
+        flags: nodes of bools computed from numbers.
+        given_up: the reason, if a number ended the trace.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -63,18 +61,18 @@ class NumberTrace:
 
     @property
     def is_here(self) -> bool:
-        """Whether the current thread is that of the trace."""
+        """The trace belongs to the current thread."""
         return threading.get_ident() == self._thread
 
     def take(self, tx: Any, source: Any, value: Number) -> Any:
-        """Dynamo's variable for a number that a source reads: an input of the graph."""
+        """Dynamo's variable for a number as a graph input."""
         from torch._dynamo.variables.builder import GraphArg
         from torch._dynamo.variables.tensor import SymNodeVariable
 
         known, name = tx.output.unspec_variable_map, str(source.name)
         if name in known:
             return known[name]
-        if self._environment is not tx.output.shape_env:  # Dynamo begins anew
+        if self._environment is not tx.output.shape_env:  # a new attempt of Dynamo
             self._begin(tx.output.shape_env, tx.fake_mode)
         symbol, example = self._symbol(value, name, source)
         tracer = tx.output.root_tracer
@@ -89,7 +87,7 @@ class NumberTrace:
         return known[name]
 
     def follow(self, node: fx.Node, result: Any) -> Any:
-        """The example value of a node: a symbol of its own if it is computed of numbers, otherwise the given one."""
+        """A node's example value: a new symbol if computed from numbers, otherwise ``result``."""
         numbers = [source for source in node.all_input_nodes if source in self.index_of or source in self.flags]
         if not numbers or node in self.index_of:
             return result
@@ -99,7 +97,7 @@ class NumberTrace:
         function = self._function_of(node)
         args = tuple(Slot(self.index_of[a]) if isinstance(a, fx.Node) and a in self.index_of else a for a in node.args)
         if function is None or node.kwargs or any(isinstance(arg, fx.Node) for arg in args):
-            return result  # the node is no known number; its users give the numbers up
+            return result  # not a known number; its users give the numbers up
         why = "what is computed of it is no usual number"
         try:
             value = computed(function, args, self.inputs.values)
@@ -114,7 +112,6 @@ class NumberTrace:
         return example
 
     def _function_of(self, node: fx.Node) -> Callable[..., Any] | None:
-        """The function of Python that computes a node of numbers; None if it is not known."""
         target: Any = node.target
         if node.op == "call_method":
             index = self.index_of.get(node.args[0])  # type: ignore[arg-type]
@@ -125,7 +122,6 @@ class NumberTrace:
         return getattr(target, "mirrorc_host", target if is_pythons else None)
 
     def _symbol(self, value: Number, name: str, source: Any = None) -> tuple[Any, Any]:
-        """A symbol for a number, and the example value with it."""
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -135,17 +131,17 @@ class NumberTrace:
         return symbol, make(symbol, hint=value, source=source)
 
     def names_at(self, nodes: Collection[fx.Node]) -> list[str]:
-        """The expressions that read the numbers at some nodes; those of all if one node is no number."""
+        """The expressions of the numbers at some nodes; all expressions if a node is no number."""
         if not all(node in self.index_of for node in nodes):
             return self.inputs.sources
         numbers = (self.inputs.numbers[self.index_of[node]] for node in nodes)
         return list(dict.fromkeys(source for number in numbers for source in number.sources))
 
     def inputs_at(self, nodes: Collection[fx.Node]) -> HostNumbers:
-        """The numbers on the host, of which a graph takes those at some nodes.
+        """The numbers on the host, with those at some nodes as the graph's inputs.
 
         Raises:
-            NumbersGivenUp: a guard cannot be asked again.
+            NumbersGivenUp: a guard cannot be checked again.
         """
         for guard in self._environment.guards:
             self.inputs.add_condition(guard.expr)
@@ -155,10 +151,10 @@ class NumberTrace:
 
 @contextlib.contextmanager
 def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
-    """While Dynamo traces in this thread, numbers that these expressions read are inputs of the graph, if they are ordinary.
+    """In Dynamo's traces of this thread, ordinary numbers at these expressions are graph inputs.
 
     Args:
-        names: expressions as Dynamo writes them, see `mirrorc.torch_internals.DynamoGuards.names`.
+        names: as Dynamo writes them, see `mirrorc.torch_internals.DynamoGuards.names`.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables.builder import VariableBuilder, install_guard
@@ -187,20 +183,20 @@ def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
         ):
             yield trace
     except Exception as error:
-        if trace.given_up is not None:  # Dynamo raises an error of its own
+        if trace.given_up is not None:  # in place of Dynamo's own error
             raise trace.given_up from error
         raise
 
 
 def _function_of_math(trace: NumberTrace, name: str) -> Callable[..., Any]:
-    """A function that Dynamo calls on symbols in the place of one of ``math``, and that gives a symbol, too."""
+    """A replacement of a function of ``math`` that maps symbols to symbols."""
     host = getattr(math, name)
     otherwise = getattr(torch, f"_sym_{name}", host)
 
     def call(*args: Any) -> Any:
         if not trace.is_here or not trace.index_of:
             return otherwise(*args)
-        # any value will do: `NumberTrace.follow` gives the result a symbol of its own
+        # any value will do: `NumberTrace.follow` gives the result a new symbol
         return torch.sym_float(next(arg for arg in args if isinstance(arg, torch.SymInt | torch.SymFloat)))
 
     call.__name__ = f"_sym_{name}"

@@ -1,4 +1,4 @@
-"""Symbolic sizes as texts, and environments of symbols that are made anew for them, as for a program that is read from a file."""
+"""Symbolic sizes as texts, and new environments of symbols for them, as for a program from a file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class SizeSymbol:
     """A symbol of an environment.
 
     Attributes:
-        name: of it, ``s0``.
-        value: what it was when the graph was captured.
-        least: the smallest size that it may stand for.
+        name: such as ``s0``.
+        value: its value at capture.
+        least: the smallest size of its range.
     """
 
     name: str
@@ -31,9 +31,9 @@ class SizeSymbol:
 
 
 def symbols_of_environment(environment: Any) -> tuple[SizeSymbol, ...]:
-    """The symbols for sizes of 2 and more that an environment has, in their order; none if there is no environment.
+    """An environment's symbols for sizes of at least 2, in order; none without an environment.
 
-    Others are of numbers that Python computes, or of sizes that turned out to be numbers.
+    Other symbols are of computed Python numbers, or of sizes that became numbers.
     """
     if environment is None:
         return ()
@@ -51,21 +51,17 @@ def symbols_of_environment(environment: Any) -> tuple[SizeSymbol, ...]:
 
 
 def _number_in(name: str) -> int | None:
-    """The number in a name such as ``s12``; None for another name."""
     return int(name[1:]) if name[:1] == "s" and name[1:].isdecimal() else None
 
 
 class SavedSizes:
-    """An environment with symbols of given names, and sizes in it.
-
-    Args:
-        symbols: the symbols.
+    """An environment with given symbols, and sizes in it.
 
     Attributes:
         fake_mode: makes fake tensors with such sizes.
 
     Raises:
-        ValueError: torch makes no such symbols.
+        ValueError: torch cannot make these symbols.
     """
 
     def __init__(self, symbols: tuple[SizeSymbol, ...]) -> None:
@@ -88,7 +84,7 @@ class SavedSizes:
         self.fake_mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
     def size(self, text: str) -> Size:
-        """The size that `text` has written so.
+        """The inverse of `text`.
 
         Raises:
             ValueError: the text is no expression of these symbols.
@@ -100,10 +96,10 @@ class SavedSizes:
             raise ValueError(f"{text!r:.60} is no size") from error
 
     def text(self, size: Size) -> str:
-        """A size of an environment with the same symbols as a text, of which `size` makes it again: ``Add(FloorDiv(s0, 2), 1)``.
+        """A size, from an environment with the same symbols, as a text: ``Add(FloorDiv(s0, 2), 1)``.
 
         Raises:
-            ValueError: it is computed of sizes in a way that has no such text.
+            ValueError: the size's computation has no such text.
         """
         key = size_key(size)
         if isinstance(key, int):
@@ -135,7 +131,7 @@ _FUNCTIONS = (
     *("IntTrueDiv", "FloatTrueDiv", "ToFloat", "CeilToInt", "FloorToInt", "TruncToInt", "TruncToFloat", "RoundToInt"),
     *("PowByNatural", "FloatPow", "LShift", "RShift", "OpaqueUnaryFn_sqrt"),
 )
-"""What torch computes of sizes: names of its functions for sympy, and of sympy's own."""
+"""Torch's and sympy's functions of sizes, by name."""
 
 
 def _function(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The names of torch's symbols for sizes: numbers in the order in which symbols are made."""
+"""Names of torch's size symbols: numbers in the order of their creation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def symbols_by_number() -> Iterator[None]:
-    """While a call is traced, names symbols ``s0``, ``s1``, ... in the order of the arguments, and gives each size its own.
+    """In a trace, names symbols ``s0``, ``s1``, ... in the order of the arguments, with a symbol for each size.
 
-    Otherwise Dynamo names them by a hash, and gives sizes that happen to be equal one symbol.
+    Dynamo would name them by a hash, and share a symbol among equal sizes.
     """
     from torch.fx.experimental import _config
 
@@ -21,7 +21,7 @@ def symbols_by_number() -> Iterator[None]:
 
 @contextlib.contextmanager
 def numbered_by(number: Callable[[], int] | None) -> Iterator[None]:
-    """While symbols are made, the number in the name of each; None to count them."""
+    """Sets the numbers in the names of new symbols; None counts them."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     before: Any = getattr(ShapeEnv, "_generate_unique_id", None)

@@ -1,4 +1,4 @@
-"""Symbolic sizes: Dynamo's symbols for sizes of arguments, what is computed of them, and the guards that torch puts on them."""
+"""Symbolic sizes: Dynamo's symbols for sizes of arguments, computations with them, and torch's guards on them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ import torch
 from torch import fx
 
 Size = Any
-"""A size: an int, or a `torch.SymInt` in a fake tensor."""
+"""An int, or a `torch.SymInt` in a fake tensor."""
 
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # `isinstance` is faster with a tuple than with a union
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # `isinstance` is faster with a tuple than a union
 
 
-_PLAIN = (fx.Node, int, float, bool, str, type(None))  # what most arguments of nodes are, and has no symbols
+_PLAIN = (fx.Node, int, float, bool, str, type(None))  # most arguments of nodes; no symbols
 
 
 class SizesGivenUp(Exception):
-    """Sizes cannot be symbols in a graph; the text says why, in a few words."""
+    """Sizes cannot be symbols in a graph; the text gives the reason."""
 
 
 def mark_symbolic(tensor: torch.Tensor, dims: Sequence[int]) -> None:
-    """Has a trace give these dimensions of an argument symbols, unless what it computes needs their very sizes."""
+    """Requests symbols for dimensions of an argument, unless the trace needs their numbers."""
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether a trace gives some dimension of an argument a symbol."""
     return bool(getattr(tensor, "_dynamo_weak_dynamic_indices", None))
 
 
 def dims_marked_by_user(tensor: torch.Tensor) -> frozenset[int]:
-    """The dimensions for which the user has called `torch._dynamo.mark_dynamic` or ``maybe_mark_dynamic``."""
+    """Dimensions with the user's `torch._dynamo.mark_dynamic` or ``maybe_mark_dynamic``."""
     names = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
     marked = {int(dim) for name in names for dim in getattr(tensor, name, None) or ()}
     return frozenset(dim % tensor.dim() for dim in marked if tensor.dim())
@@ -43,15 +42,14 @@ def dims_marked_by_user(tensor: torch.Tensor) -> frozenset[int]:
 
 @contextlib.contextmanager
 def raw_sizes_allowed() -> Iterator[None]:
-    """A block in which nodes may be made with sizes as they are: torch warns of that, and they become inputs before anything
-    runs."""
+    """Silences torch's warning of raw sizes in nodes; they become inputs before any run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Raw SymInt value")
         yield
 
 
 def symbols_dispatched(*values: Any) -> contextlib.AbstractContextManager[None]:
-    """A block in which operators take these values, as in a trace: some take symbolic sizes by their Python kernels alone."""
+    """Enables the Python kernels that some operators need for symbolic sizes, as in a trace."""
     if not any(map(has_symbols, values)):
         return contextlib.nullcontext()
     from torch._dispatch.python import enable_python_dispatcher
@@ -60,25 +58,23 @@ def symbols_dispatched(*values: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a value is a number that stands for a size, or is computed of sizes."""
     return isinstance(value, _NUMBERS)
 
 
 def has_symbols(value: Any) -> bool:
-    """Whether a value is such a number, or a tensor that has some among its sizes or strides."""
+    """Tests for a symbolic number, or a tensor with symbolic sizes or strides."""
     if isinstance(value, torch.Tensor):
         return any(map(is_symbolic, (*value.shape, *value.stride(), value.storage_offset())))
     return is_symbolic(value)
 
 
 def environment_of(value: Any) -> int:
-    """The id of the environment that the symbols in a value are of."""
     owner: Any = value
     return id((owner.fake_mode if isinstance(value, torch.Tensor) else owner.node).shape_env)
 
 
 def size_key(size: Size) -> Any:
-    """A size as something that can be hashed and compared without a guard: a number, or an expression of symbols."""
+    """A hashable key, compared without a guard: a number, or an expression of symbols."""
     if not is_symbolic(size):
         return size
     expression = size.node.expr
@@ -86,12 +82,11 @@ def size_key(size: Size) -> Any:
 
 
 def sizes_key(sizes: Sequence[Size]) -> tuple[Any, ...]:
-    """The same for several sizes."""
     return tuple([size if type(size) is int else size_key(size) for size in sizes])
 
 
 def size_of_key(key: Any, fake_mode: Any) -> Size:
-    """The size of a key, in the environment of symbols that a fake mode has."""
+    """The size of a key, in the fake mode's environment."""
     if isinstance(key, int):
         return key
     environment = fake_mode.shape_env
@@ -100,7 +95,7 @@ def size_of_key(key: Any, fake_mode: Any) -> Size:
 
 
 def text_of_size(size: Size) -> str:
-    """A size as it is printed: ``8``, ``s0``, ``2*s0``, ``(s1 - 1)*s0``."""
+    """The printed form of a size: ``8``, ``s0``, ``2*s0``, ``(s1 - 1)*s0``."""
     key = size_key(size)
     if isinstance(key, int):
         return str(key)
@@ -108,17 +103,16 @@ def text_of_size(size: Size) -> str:
 
 
 def size_now(size: Size) -> Any:
-    """The number that a size was when the graph was captured; no guard is made of it."""
+    """The size at capture, likewise in the functions below; adds no guard."""
     return size.node.hint if is_symbolic(size) else size
 
 
 def sizes_now(tensor: torch.Tensor) -> torch.Size:
-    """The sizes that a value had when the graph was captured."""
     return torch.Size([size_now(size) for size in tensor.shape])
 
 
 def with_sizes_now(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor with the sizes that it had when the graph was captured; itself if no size is a symbol."""
+    """A fake tensor with its sizes at capture; itself without symbols."""
     if not has_symbols(tensor):
         return tensor
     shape, strides = (tuple(map(size_now, sizes)) for sizes in (tensor.shape, tensor.stride()))
@@ -127,7 +121,6 @@ def with_sizes_now(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def num_elements_now(tensor: torch.Tensor) -> int:
-    """How many elements a value had when the graph was captured."""
     count = 1
     for size in tensor.shape:
         count *= size_now(size)
@@ -135,28 +128,27 @@ def num_elements_now(tensor: torch.Tensor) -> int:
 
 
 def num_bytes_now(value: Any) -> int:
-    """How many bytes the elements of a value had; 0 for what is no tensor."""
+    """The bytes of a value's elements at capture; 0 for a non-tensor."""
     return num_elements_now(value) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
 def storage_bytes_now(tensor: torch.Tensor) -> int:
-    """How many bytes the memory of a value had."""
     return int(size_now(tensor.untyped_storage().nbytes()))
 
 
 def symbols_in(value: Any) -> frozenset[Any]:
-    """The symbols in a number, or in the sizes and strides of a tensor, or of several."""
+    """The symbols in a number, or in the sizes and strides of one or several tensors."""
     if isinstance(value, list | tuple):
         return frozenset().union(*map(symbols_in, value)) if value else frozenset()
     if isinstance(value, torch.Tensor):
-        if not value._has_symbolic_sizes_strides:  # as a rule: every pass asks this of each node
+        if not value._has_symbolic_sizes_strides:  # the fast path, as passes check each node
             return frozenset()
         return symbols_in([s for s in (*value.shape, *value.stride(), value.storage_offset()) if is_symbolic(s)])
     return frozenset(value.node.expr.free_symbols) if is_symbolic(value) else frozenset()
 
 
 def raw_symbols(value: Any) -> list[Any]:
-    """The symbolic numbers in the arguments of a node, which no device could tell."""
+    """Symbolic numbers in a node's arguments, which are on no device."""
     if isinstance(value, _NUMBERS):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -164,14 +156,13 @@ def raw_symbols(value: Any) -> list[Any]:
 
 
 class SizesOfArguments:
-    """The symbols of a graph: where arguments have them, what is computed of them, and what must hold for them.
+    """The symbols of a graph: their places in arguments, computations with them, and guards on them.
 
     Args:
-        fake_mode: of the graph, with torch's environment of symbols.
-        leaves: the fake tensors of the arguments; None for one that the graph does not use.
+        leaves: the fake tensors of the arguments; None for an unused one.
 
     Raises:
-        SizesGivenUp: torch has put a guard on something else than sizes of these arguments.
+        SizesGivenUp: torch has a guard on other values than sizes of these arguments.
     """
 
     def __init__(self, fake_mode: Any, leaves: Sequence[torch.Tensor | None]) -> None:
@@ -183,10 +174,10 @@ class SizesOfArguments:
             for kind, sizes in (("shape", tensor.shape), ("stride()", tensor.stride())):
                 for dim, size in enumerate(sizes):
                     one: Any = size
-                    key = one.node._expr if is_symbolic(one) else one  # even if it is known to equal another one
+                    key = one.node._expr if is_symbolic(one) else one  # even if known to equal another one
                     if getattr(key, "is_Symbol", False):
                         self._places.setdefault(key, (leaf, kind, dim))
-        self._numbers: dict[Any, Any] = {}  # by their expressions
+        self._numbers: dict[Any, Any] = {}  # by expression
         self._check: Callable[..., Any] | None = None
         unknown = {s for guard in fake_mode.shape_env.guards for s in guard.expr.free_symbols} - self._places.keys()
         if unknown:
@@ -194,15 +185,14 @@ class SizesOfArguments:
 
     @property
     def symbols(self) -> list[Any]:
-        """The symbols that arguments have, in their order."""
         replaced = self._fake_mode.shape_env.replacements
         return [symbol for symbol in self._places if symbol not in replaced]
 
     def add(self, value: Any) -> Any:
-        """Notes a number that the graph takes; gives its key, or the number if it is always the same one.
+        """Registers a number that the graph takes; returns its key, or the number itself if it is constant.
 
         Raises:
-            SizesGivenUp: it is computed of something else than sizes of arguments.
+            SizesGivenUp: it depends on other values than sizes of arguments.
         """
         key = size_key(value)
         if not hasattr(key, "free_symbols"):
@@ -214,10 +204,10 @@ class SizesOfArguments:
         return key
 
     def check_symbols(self, value: Any) -> None:
-        """Refuses a value with symbols that stand for no size of an argument, such as how many elements are not zero.
+        """Refuses symbols of data-dependent sizes, such as the number of nonzero elements.
 
         Raises:
-            SizesGivenUp: it has one.
+            SizesGivenUp: the value has one.
         """
         others = symbols_in(value) - self._places.keys()
         if others:
@@ -227,23 +217,21 @@ class SizesOfArguments:
 
     @property
     def numbers(self) -> Mapping[Any, Any]:
-        """The numbers that were added, by their keys."""
         return self._numbers
 
     def known(self, key: Any) -> Any:
-        """The number of a key."""
         return self._numbers[key] if key in self._numbers else size_of_key(key, self._fake_mode)
 
     def numbers_for(self, tensors: Sequence[torch.Tensor], keys: Sequence[Any]) -> tuple[int | float, ...] | None:
-        """The numbers of these keys for arguments, 0 for None; None if the graph is not that of these arguments.
+        """The numbers of these keys for arguments, 0 for a None key; None if the arguments do not fit the graph.
 
-        To be asked only when the graph will not change any more: torch puts guards on symbols while it is compiled.
+        The graph must be final: torch adds guards while it compiles.
         """
         if self._check is None:
             self._check = self._made_check(keys)
         try:
             return self._check(*tensors)
-        except ArithmeticError:  # a size divides by another one, which is zero here
+        except ArithmeticError:  # division by a size of zero
             return None
 
     def _made_check(self, keys: Sequence[Any]) -> Callable[..., Any]:
@@ -263,12 +251,12 @@ class SizesOfArguments:
         lines.append(f"    return ({' '.join(f'{0 if key is None else _code(key)},' for key in keys)})")
         if {s for guard in self._fake_mode.shape_env.guards for s in guard.expr.free_symbols} - self._places.keys():
             return lambda *_: None
-        exec("\n".join(lines), scope)  # made of torch's expressions of sizes above
+        exec("\n".join(lines), scope)  # from torch's expressions of sizes above
         made: Callable[..., Any] = scope["check"]
         return made
 
     def _guards(self) -> Iterator[str]:
-        """What torch and the ranges of sizes ask for, in Python's words."""
+        """Python expressions for torch's guards and the ranges of sizes."""
         environment = self._fake_mode.shape_env
         for symbol in self._places:
             known = environment.var_to_range.get(symbol)

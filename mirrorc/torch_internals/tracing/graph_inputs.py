@@ -1,4 +1,4 @@
-"""What a traced graph is given: each parameter and buffer of its module is the module's, whatever path it was read by."""
+"""Inputs of a traced graph: parameters and buffers come from the module, whatever path forward read them by."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from torch import fx, nn
 from mirrorc.torch_internals.tracing.guards import scope_of_guards
 from mirrorc.torch_internals.tracing.source_names import source_words
 
-_COUNTER = "num_batches_tracked"  # of the forwards that write the statistics of a batch normalization
-_OF_MODEL = ("L['self'].model.", "L['self']._modules['model']")  # how expressions begin that go through the model
+_COUNTER = "num_batches_tracked"  # of forwards that write a batch norm's statistics
+_OF_MODEL = ("L['self'].model.", "L['self']._modules['model']")  # the beginning of expressions through the model
 
 
 class OutsideTensor(NamedTuple):
-    """A tensor that a graph reads, and its placeholder."""
+    """A graph's tensor that is neither an argument nor the module's."""
 
     node: fx.Node
     tensor: torch.Tensor
 
 
 class ReadVariable(NamedTuple):
-    """A parameter, or a buffer of a module, that a graph reads and that is none of the traced module's.
+    """A parameter or buffer that a graph reads from outside of the traced module.
 
     Attributes:
-        tensor: itself.
-        words: how the user's code calls it; empty if no expression gives it.
-        root: the module through which it is reached; None for a parameter by itself.
-        root_words: how the user's code calls that.
-        counter: if it is a statistic that forwards write without counting a version, the buffer that counts them.
-        counter_words: how the user's code calls that.
+        words: the user's name for it; empty if no expression reads it.
+        root: the module through which it is reached; None for a lone parameter.
+        root_words: the user's name for ``root``.
+        counter: for a statistic that forwards write without a new version, the buffer that counts these writes.
+        counter_words: the user's name for ``counter``.
     """
 
     tensor: torch.Tensor
@@ -45,11 +44,11 @@ class ReadVariable(NamedTuple):
 
 
 def read_variables_from_module(traced: fx.GraphModule) -> None:
-    """Has a graph of Dynamo's export take the parameters and buffers of its module from the module.
+    """Has a graph of Dynamo's export take its module's parameters and buffers from the module.
 
-    Dynamo's graph evaluates the expression by which forward came to a tensor. In joint export, the module holds stand-ins for its
-    own tensors, and an expression that goes past it (a list of parameters, a closure) would find the tensors themselves, which
-    are constants then.
+    Dynamo's graph evaluates the expression by which forward reached a tensor.
+    Outside of the module (a list of parameters, a closure), it would bypass joint export's stand-ins and yield
+    constants.
     """
     codegen: Any = traced.graph._codegen
     read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)
@@ -57,12 +56,7 @@ def read_variables_from_module(traced: fx.GraphModule) -> None:
 
 
 def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
-    """The tensors of a graph of `mirrorc.torch_internals.trace_full_graph` that are neither arguments nor the module's own.
-
-    Args:
-        traced: the graph.
-        leaves: the arguments.
-    """
+    """Tensors of `mirrorc.torch_internals.trace_full_graph`'s graph that are neither ``leaves`` nor the module's."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     known = {*map(id, leaves), *read.own}
@@ -71,13 +65,7 @@ def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> l
 
 
 def own_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[fx.Node, str]:
-    """The placeholders of a graph of `mirrorc.torch_internals.trace_full_graph` that stand for tensors of its module, and these
-    tensors' first names there.
-
-    Args:
-        traced: the graph.
-        leaves: the arguments.
-    """
+    """Placeholders of the tensors of `mirrorc.torch_internals.trace_full_graph`'s module, with their first names."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     found = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
@@ -86,12 +74,10 @@ def own_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dic
 
 
 def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """How the user's code reads tensors, in the user's words; empty for one that no expression gives.
+    """The user's expressions for tensors, compared by identity; empty for a tensor that no expression reads.
 
     Args:
-        module: what was traced.
-        names: the expressions that guards read, from ``L['self']`` or globals ``G``.
-        tensors: the tensors, compared by identity.
+        names: the guarded expressions, from ``L['self']`` or globals ``G``.
     """
     scope = scope_of_guards(module)
     by_id: dict[int, str] = {}
@@ -107,13 +93,10 @@ def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[t
 def outside_variables(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], names: Collection[str]
 ) -> list[ReadVariable]:
-    """The parameters, and buffers of modules, among `outside_tensors`, in the order in which the graph takes them.
+    """Parameters and module buffers among `outside_tensors`, in the graph's order.
 
     Args:
-        traced: the graph.
-        module: what was traced.
-        leaves: the arguments.
-        names: the expressions that guards read, from ``L['self']`` or globals ``G``.
+        names: the guarded expressions, from ``L['self']`` or globals ``G``.
     """
     wanted = {id(tensor): tensor for _, tensor in outside_tensors(traced, leaves)}
     if not wanted:
@@ -142,9 +125,7 @@ def outside_variables(
 
 
 def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Has a graph of Dynamo's export take further tensors from its module: buffers, which joint export knows how to write.
-
-    They are views, which need no gradient.
+    """Has a graph of Dynamo's export read detached views of tensors as buffers, which joint export can write.
 
     Returns:
         The names of the buffers, under ``place``.
@@ -160,11 +141,11 @@ def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch
 
 
 class _ModulesTensors:
-    """Stands for Dynamo's function that gives a graph its inputs.
+    """Replacement of Dynamo's function that gives a graph its inputs.
 
     Attributes:
-        input_processor: of that function, which asks for it.
-        own: by identity, each parameter and buffer of the module, and its first name there.
+        input_processor: torch reads this attribute of the function.
+        own: by identity, each parameter and buffer of the module, and its first name.
     """
 
     def __init__(self, read: Any, module: fx.GraphModule) -> None:
@@ -185,7 +166,7 @@ class _ModulesTensors:
 
 
 def _admit(values: Sequence[Any]) -> None:
-    """Lets the active mode of fake tensors take tensors from elsewhere, as newer versions of torch than 2.11 do here."""
+    """Has the active fake mode take outside tensors; torch 2.11 lacks the setting here."""
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode()

@@ -1,4 +1,4 @@
-"""Dynamo's guards on what a trace has read, without those on what mirrorc watches itself, and with what they do not see."""
+"""Dynamo's guards, less those on state that mirrorc watches, plus those that Dynamo lacks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of t
 
 
 class DynamoGuards:
-    """Says whether a call of a module would still be traced to the same graph.
+    """Checks that a call of a module would still be traced to the same graph.
 
-    Not watched, because others do: the arguments, the module's parameters and buffers where its submodules have them, hooks
-    of its submodules, torch's modes. Watched besides what Dynamo guards: which tensors a graph took from elsewhere, hooks of
-    modules from elsewhere, methods of the classes of all that was used, the environment (`os.environ`) if it was read, and the
-    sign of zeros, since -0.0 == 0.0.
+    Excluded, because other code watches them: arguments, parameters and buffers of submodules, hooks of submodules,
+    torch's modes.
+    Added to Dynamo's guards: identities of outside tensors, hooks of outside modules, methods of the classes in use,
+    the sign of zeros (-0.0 == 0.0), and `os.environ` if it was read.
 
     Attributes:
-        names: the expressions that read what is guarded, from ``L['self']`` or globals ``G``.
+        names: the guarded expressions, from ``L['self']`` or globals ``G``.
         inputs: the numbers that the graph takes as inputs; their values are not guarded.
-        drawn: those of them that Python draws, if there are any; `hold` draws them for the next step.
+        drawn: the inputs that Python draws, if any; `hold` draws them for the next step.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DynamoGuards:
     ) -> None:
         self.names = frozenset(names)
         self._manager = manager
-        self._has_gradients = torch.is_grad_enabled()  # while the call was traced
+        self._has_gradients = torch.is_grad_enabled()  # in the trace
         self._scope = scope_of_guards(module)
         self._values = self._scope["L"]
         self.inputs = inputs
@@ -57,7 +57,7 @@ class DynamoGuards:
         taken = inputs.sources if inputs is not None else ()
         values = {name: value for name in names for value in _evaluated(name, self._scope)}
         self._methods = TracedMethods([*module.modules(), *values.values()], traced_code)
-        self._kept = list(values.values())  # guards compare by id: while these live, no other object has theirs
+        self._kept = list(values.values())  # guards compare by id, which must not be reused
         is_environment_read = any(value is read for value in self._kept for read in (os.environ, os.getenv))
         self._environment = dict(os.environ) if is_environment_read else None
         self._zeros = [
@@ -68,7 +68,7 @@ class DynamoGuards:
         self._constants = {name: v for name, v in values.items() if type(v) in (int, float) and name not in taken}
 
     def hold(self) -> bool:
-        """Whether all that was read is as it was. Gradients may be switched off, or on, in the caller's thread."""
+        """Checks the guards; the caller's thread may have gradients on or off."""
         if torch.is_grad_enabled() is not self._has_gradients:
             with torch.set_grad_enabled(self._has_gradients):
                 return self.hold()
@@ -84,11 +84,11 @@ class DynamoGuards:
 
     @property
     def draws(self) -> Sequence[Any]:
-        """What Python and numpy draw for each step, in order."""
+        """Random draws of Python and numpy in each step, in order."""
         return self.drawn.calls if self.drawn is not None else ()
 
     def use_draws(self) -> Callable[[], None]:
-        """Leaves the generators as forward leaves them, when it has drawn what `hold` has found; gives what puts them back."""
+        """Sets the generators to their state after forward with the numbers of `hold`; returns the undo."""
         if self.drawn is None:
             return lambda: None
         before = Generators()
@@ -97,11 +97,10 @@ class DynamoGuards:
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
-        """The numbers that the graph takes, as `hold` has found them."""
+        """The graph's number inputs, as `hold` read them."""
         return tuple(self.inputs.values[i] for i in self.inputs.taken) if self.inputs is not None else ()
 
     def number_inputs(self) -> tuple[NumberInput, ...]:
-        """The numbers that the graph takes, in the user's words."""
         inputs = self.inputs
         if inputs is None:
             return ()
@@ -115,7 +114,7 @@ class DynamoGuards:
         return tuple(numbers)
 
     def changed_numbers(self) -> list[str]:
-        """The expressions that read another number now than the graph has as a constant."""
+        """Expressions whose number differs from the graph's constant."""
         found = []
         for name, value in self._constants.items():
             now = next(iter(_evaluated(name, self._scope)), None)
@@ -124,11 +123,10 @@ class DynamoGuards:
         return found
 
     def words_for(self, name: str) -> str:
-        """What users call that which an expression reads."""
         return source_words(name, self._scope).name
 
     def broken(self) -> str:
-        """What has changed, in a few words."""
+        """The change that breaks a guard, in a few words."""
         if not self._methods.hold():
             return self._methods.broken()
         if self._environment not in (None, os.environ):
@@ -143,14 +141,13 @@ class DynamoGuards:
 
 
 def scope_of_guards(module: nn.Module) -> dict[str, Any]:
-    """What evaluates the expressions of guards on a call of a module: locals ``L``, globals ``G`` and functions of Dynamo's."""
+    """The namespace of guards on a call of a module: locals ``L``, globals ``G`` and Dynamo's functions."""
     from torch._dynamo.guards import _get_closure_vars
 
     return {**_get_closure_vars(), "L": {"self": module}, "G": traced_globals(module)}
 
 
 def _evaluated(name: str, scope: dict[str, Any]) -> list[Any]:
-    """What a guard watches; nothing if it watches that something is not there."""
     with contextlib.suppress(Exception):  # the expression runs the user's code
         return [eval(name, scope)]
     return []
@@ -163,7 +160,7 @@ def _has_zero(value: Any) -> bool:
 
 
 def traced_globals(module: nn.Module) -> dict[str, Any]:
-    """The globals of the function that Dynamo traces for a call of a module; Dynamo adds names of its own to them."""
+    """The globals of the function that Dynamo traces for a call of a module; Dynamo adds names to them."""
     from torch._dynamo.convert_frame import get_traced_fn
 
     names: dict[str, Any] = get_traced_fn(module)[0].__globals__
@@ -172,7 +169,7 @@ def traced_globals(module: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def captured_output() -> Iterator[list[Any]]:
-    """While Dynamo's export captures a call, keeps the output from which guards can be built; export itself drops it."""
+    """Keeps the output of Dynamo's export, which guards are built from; export itself drops it."""
     from torch._dynamo import functional_export
 
     capture: Callable[..., Any] = functional_export.fullgraph_capture
@@ -191,9 +188,9 @@ def captured_output() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def guarded_results() -> Iterator[None]:
-    """While Dynamo traces a call, has it guard what the call returns without a look at it, such as a string that was passed.
+    """Has Dynamo guard returned Python values that forward never looks at, such as a string argument.
 
-    Dynamo leaves that unguarded, because the code that it makes reads it anew in each call. mirrorc keeps what was read.
+    Dynamo leaves them unguarded, because its code reads them anew in each call. mirrorc keeps the values.
     """
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -218,7 +215,7 @@ def build_guards(
     """The guards of a captured call of ``module``.
 
     Raises:
-        GuardsChange: a guard fails right away, so what it watches changes whenever it is read.
+        GuardsChange: a guard fails at once, so its value changes with each read.
     """
     from torch._dynamo import config
     from torch._dynamo.convert_frame import get_traced_fn
@@ -234,7 +231,7 @@ def build_guards(
         if guard.create_fn_name() != "TENSOR_MATCH":
             guards.add(guard, collect_debug_stack=False)
             continue
-        # the graph has this very tensor in it, not one of its type
+        # the graph holds this very tensor, not one of its type
         guards.add(_identity(guard), collect_debug_stack=False)
         if not any(id(tensor) in variables for tensor in _evaluated(guard.name, scope)):
             guards.add(guard, collect_debug_stack=False)
@@ -255,7 +252,6 @@ def build_guards(
 
 
 def _empty(guards: Any) -> None:
-    """Takes all guards out of a set of them."""
     if hasattr(guards, "clear"):
         guards.clear()
     else:  # torch 2.11
@@ -263,10 +259,9 @@ def _empty(guards: Any) -> None:
 
 
 def _identity(guard: Any) -> Any:
-    """A guard on the identity of what a guard watches."""
     from torch._dynamo.guards import GuardBuilder
 
-    is_array = guard.name.startswith("___from_numpy(")  # it makes a tensor whenever it is evaluated
+    is_array = guard.name.startswith("___from_numpy(")  # each evaluation makes a new tensor
     source = guard.originating_source.base if is_array else guard.originating_source
     identity = source.make_guard(GuardBuilder.ID_MATCH)
     identity.user_stack = guard.user_stack
@@ -282,4 +277,4 @@ def _is_kept(name: str, kind: str) -> bool:
 
 
 class GuardsChange(Exception):
-    """What a trace has read has changed before the trace was over; the text says what."""
+    """A value that the trace read changed before the trace was over; the text names it."""

@@ -1,4 +1,4 @@
-"""Keeps Dynamo from taking and telling metrics that nobody reads."""
+"""Suppression of Dynamo's metrics where nobody reads them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mirrorc.torch_internals.hooks.settings import is_structured_trace_on
 
 @contextlib.contextmanager
 def metrics_if_heard() -> Iterator[None]:
-    """A block after which Dynamo tells its metrics only if torch writes a structured trace, which they are for.
+    """Has Dynamo report metrics only into a structured trace.
 
-    It would write all its settings into each, once for a trace and once more for its guards, which takes as long as making the
-    guards does. Where it tells them, torch 2.11 must not report an error because functions are among the settings.
+    A trace and its guards write a report of all settings each, which takes as long as making the guards.
+    Torch 2.11 would log an error because functions are among the settings.
     """
     from torch._dynamo.utils import get_metrics_context
 
@@ -33,7 +33,7 @@ def metrics_if_heard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def guards_not_timed() -> Iterator[None]:
-    """Keeps Dynamo from timing new guards for its log: it empties the processor's caches for that, which takes 20 ms and more."""
+    """Keeps Dynamo from timing new guards, for which it empties the processor's caches (20 ms and more)."""
     from torch._dynamo import guards
 
     measure: Callable[..., float] = guards.profile_guard_manager

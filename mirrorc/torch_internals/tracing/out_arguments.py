@@ -1,4 +1,4 @@
-"""Has Dynamo give back the tensor that a function of torch was given for its result, as Python does."""
+"""Identity of ``out=`` arguments and results under Dynamo, as in Python."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def given_results() -> Iterator[None]:
-    """While it lasts, functions of torch that are called with ``out=`` give that very tensor in traces of this thread.
+    """In traces of this thread, torch functions return the very tensor of ``out=``.
 
-    By itself, Dynamo gives another variable of the same memory, so that ``self.u = torch.mul(a, b, out=self.u)`` would seem to
-    assign an attribute.
+    Dynamo returns another variable with the same memory.
+    ``self.u = torch.mul(a, b, out=self.u)`` would seem to assign an attribute.
     """
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable

@@ -1,4 +1,4 @@
-"""Observes random numbers of a traced forward that are not drawn anew in each step, or should not be: Python's, and kept ones."""
+"""Random numbers of a traced forward that steps do not draw anew: Python's, and cached ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ import torch
 
 @contextlib.contextmanager
 def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Observes the traces of this thread, and leaves the state of ``random`` as it was.
-
-    Gives:
-        The frames, outermost first, in which numbers were drawn.
-    """
+    """Frames of draws in traces of this thread, outermost first; the state of ``random`` is restored."""
     from torch._dynamo.variables import misc, user_defined
     from torch._guards import TracingContext
 
@@ -45,12 +41,9 @@ def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
 
 @contextlib.contextmanager
 def observed_kept_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Observes the traces of this thread for functions under ``functools.cache`` or ``lru_cache`` that draw random numbers.
+    """Frames, outermost first, of calls of cached random functions in traces of this thread.
 
-    The tracer looks into such a function as if it kept nothing.
-
-    Gives:
-        The frames, outermost first, in which such a function was called.
+    The tracer ignores ``functools.cache`` and ``lru_cache``.
     """
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
     from torch._guards import TracingContext
@@ -77,7 +70,6 @@ def observed_kept_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
 
 
 def _is_random(target: Any) -> bool:
-    """Whether what a node calls, a function of torch or the name of a method, draws random numbers."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []

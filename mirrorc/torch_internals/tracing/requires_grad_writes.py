@@ -1,4 +1,4 @@
-"""Has Dynamo take ``x.requires_grad = True`` of a value that forward has computed, which changes no gradient of a parameter."""
+"""Dynamo support for ``x.requires_grad = True`` of a computed value, which changes no parameter's gradient."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 @contextlib.contextmanager
 def made_leaves() -> Iterator[None]:
-    """While it lasts, traces of this thread may set ``requires_grad`` to True of values that they have computed.
+    """Traces of this thread may set ``requires_grad`` to True on computed values.
 
-    What reads it finds it set, and in values that are computed of it, too. The graph has nothing of it: backward goes from the
-    loss to parameters, whatever else could have a gradient. Of what was there before the trace, an argument say, or may be the
-    very same tensor, it is refused, and so is what PyTorch refuses, a value that has a gradient function.
+    Reads see the flag, also on values computed from this one.
+    The graph stays the same, as backward goes from the loss to parameters alone.
+    Refused are values older than the trace, their possible aliases, and values with a gradient function.
     """
     from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
 
-    kind: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # of its own since 2.13
+    kind: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # its own class since 2.13
     thread, call = threading.get_ident(), kind.call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def made_leaves() -> Iterator[None]:
 
 
 def _is_leaf_of_its_own(node: Any) -> bool:
-    """Whether a computed value has no gradient function, is not the very tensor that it was computed of, and has no views yet."""
+    """A leaf has no gradient function, is not its operand, and has no views yet."""
     value = node.meta["example_value"]
 
     def memory(other: Any) -> int:

@@ -1,4 +1,4 @@
-"""Observes what a traced forward does to Python objects, and the prints and logs that it calls, which no graph has."""
+"""A traced forward's side effects on Python objects, and its prints and logs; no graph has them."""
 
 from __future__ import annotations
 
@@ -36,22 +36,21 @@ from mirrorc.torch_internals.tracing.tracked_values import (
 )
 
 _METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
-_WARNED: dict[Any, Any] = {}  # by Python's filters, a warning of one line is shown once
+_WARNED: dict[Any, Any] = {}  # Python's filters show a warning of a line once
 
 
 @dataclass(frozen=True)
 class PythonWrite:
-    """A change that forward makes to an object that was there before it.
+    """A change by forward to an object older than the trace.
 
     Attributes:
         source: the expression that reads the object, from ``L['self']`` or globals ``G``.
-        parts: what follows it in the expressions of what is changed: ``.name``, ``['key']``, or ``[`` in a list or set.
+        parts: suffixes of ``source`` that name the changes: ``.name``, ``['key']``, or ``[`` in a list or set.
         stack: the frames of the change, outermost first.
-        owner: the object.
-        values: what the attributes are assigned, by name, as far as that is known; tensors are stand-ins.
-        items: what a container holds then, as `items_of` gives it; `MISSING` if its items stay, or are not known.
-        is_constant: whether all that is changed are attributes, which become constants.
-        words: what is changed, in the user's words; the whole object if several parts of it are.
+        values: assigned attributes by name, as far as known; tensors are stand-ins.
+        items: new items of a container, as in `items_of`; `MISSING` if unchanged or unknown.
+        is_constant: all changes are attributes that become constants.
+        words: the changed part in the user's words; the whole object for several parts.
     """
 
     source: str
@@ -65,14 +64,14 @@ class PythonWrite:
 
     @property
     def is_read_by_changing(self) -> bool:
-        """Whether the change is also what gives a value: of a generator of random numbers, of an iterator."""
+        """Tests for a generator of random numbers or an iterator, whose read is a change."""
         return (
             self.parts == ("[",) and not isinstance(self.owner, list | dict | set | deque) and self.owner is not MISSING
         )
 
     @property
     def can_be_applied(self) -> bool:
-        """Whether all that is changed is known."""
+        """Tests that all changes are known."""
         attributes = {part[1:] for part in self.parts if part.startswith(".")}
         if attributes != set(self.values) or (attributes and not hasattr(self.owner, "__dict__")):
             return False
@@ -80,7 +79,7 @@ class PythonWrite:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Makes the change for a while, which must be one that can be made."""
+        """Makes the change for a while; `can_be_applied` must hold."""
         before = dict(self.owner.__dict__) if self.values else {}
         held: Any = None
         if self.items is not MISSING:
@@ -99,7 +98,7 @@ class PythonWrite:
 
 
 def _set_attributes(owner: Any, wanted: Mapping[str, Any], changing: Iterable[str]) -> None:
-    """Makes ``wanted`` the attributes of an object; in those of a class, which are read-only as a whole, what is changing."""
+    """In a class, whose ``__dict__`` is read-only, only ``changing`` is set."""
     if not isinstance(owner, type):
         owner.__dict__.clear()
         owner.__dict__.update(wanted)
@@ -113,13 +112,12 @@ def _set_attributes(owner: Any, wanted: Mapping[str, Any], changing: Iterable[st
 
 @dataclass(frozen=True)
 class PythonCall:
-    """A call of ``print`` or its like.
+    """A call of ``print``, a warning or a log.
 
     Attributes:
-        name: what is called.
         stack: the frames of the call, outermost first.
-        has_run: whether it ran while tracing; it cannot where its arguments are not known then.
-        repeats: whether a step without mirrorc would make it again: what is switched off, or said only once, would not.
+        has_run: it ran in the trace; unknown arguments prevent that.
+        repeats: each step without mirrorc would repeat it: not if it is switched off or shown once.
     """
 
     name: str
@@ -130,14 +128,13 @@ class PythonCall:
 
 @dataclass
 class PythonEffects:
-    """What was observed of one trace.
+    """Side effects of one trace.
 
     Attributes:
-        writes: changes to objects that were there before.
-        calls: calls of ``print`` and its like.
-        draws: the frames, outermost first, in which a number was taken from Python's module ``random``.
-        kept_draws: likewise for calls of functions that keep what they have drawn.
-        changed_arguments: containers of the arguments, made anew for the trace, that were changed in it.
+        writes: changes to objects older than the trace.
+        draws: frames of draws from Python's module ``random``, outermost first.
+        kept_draws: likewise for calls of functions that cache their draws.
+        changed_arguments: changed containers of arguments, which were made anew for the trace.
     """
 
     writes: list[PythonWrite] = field(default_factory=list)
@@ -148,7 +145,7 @@ class PythonEffects:
 
 
 def reported_functions() -> set[Callable[..., Any]]:
-    """The functions that a trace may call without being stopped by it."""
+    """Functions that a trace may call without a graph break."""
     return {builtins.print, warnings.warn, *(getattr(logging, name) for name in _METHODS)}
 
 
@@ -159,9 +156,8 @@ def observed_effects(
     """Observes the trace of a module's call in this thread.
 
     Args:
-        module: what is called.
-        names: the globals of what is traced.
-        makes_arguments: a function that the call makes containers of its arguments with; they are watched.
+        names: the globals of the traced function.
+        makes_arguments: the call's function that makes containers of its arguments; they are watched.
     """
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables.functions import UserFunctionVariable
@@ -174,17 +170,17 @@ def observed_effects(
 
     def observed_clear(self: Any) -> None:
         if threading.get_ident() == thread:
-            found.writes = _writes(self, scope)  # of the last attempt, if there are several
+            found.writes = _writes(self, scope)  # the last attempt wins
         clear(self)
 
     def observed_prune(self: Any, tx: Any) -> None:
         if threading.get_ident() == thread:
             found.changed_arguments = changed_containers(made, self)
-        prune(self, tx)  # forgets the attributes of objects that the trace has made
+        prune(self, tx)  # it forgets the attributes of new objects
 
     def observed_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() == thread and self.value in reported_functions():
-            is_warning = self.value is warnings.warn  # Python shows a warning of one line once
+            is_warning = self.value is warnings.warn  # Python shows a warning of a line once
             name = "" if self.value is builtins.print else f"{self.value.__module__}."
             name += self.value.__name__
             found.calls.append(_run(name, _warn if is_warning else self.value, args, kwargs, not is_warning))
@@ -218,7 +214,7 @@ def observed_effects(
 
 
 def _logger(args: Sequence[Any]) -> Any:
-    """A tracer's variable for the logger of a name, without a trace of how it is found; None if the name is no constant."""
+    """The logger itself, without a trace of its lookup; None if the name is no constant."""
     from torch._dynamo.variables.misc import LoggingLoggerVariable
 
     if not all(arg.is_python_constant() for arg in args):
@@ -227,7 +223,7 @@ def _logger(args: Sequence[Any]) -> Any:
 
 
 def _warn(message: Any, category: Any = None, *_: Any, **__: Any) -> None:
-    """Warns as `warnings.warn` does, at the line that is traced."""
+    """Warns at the traced line."""
     from torch._guards import TracingContext
 
     frame = TracingContext.extract_stack()[-1]
@@ -240,11 +236,11 @@ def _level(name: str) -> int:
 
 
 def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeats: bool) -> PythonCall:
-    """Calls a function while it is traced, if its arguments are known; tensors are shown as fake ones."""
+    """Calls a function in the trace if its arguments are known; tensors are fake."""
     from torch._guards import TracingContext
 
     stack, has_run = list(TracingContext.extract_stack()), False
-    with contextlib.suppress(Exception):  # its arguments are the tracer's, and may know too little
+    with contextlib.suppress(Exception):  # the tracer may not know the arguments
         given, named = [_value_of(arg) for arg in args], {key: _value_of(arg) for key, arg in kwargs.items()}
         function(*given, **named)
         has_run = True
@@ -252,10 +248,10 @@ def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeat
 
 
 def _value_of(variable: Any) -> Any:
-    """The value of a tracer's variable: a constant, a formatted text, or a fake tensor.
+    """A constant, a formatted text, or a fake tensor.
 
     Raises:
-        Exception: it has none while it is traced.
+        Exception: the variable has no value in the trace.
     """
     if hasattr(variable, "realize"):
         variable = variable.realize()
@@ -268,7 +264,7 @@ def _value_of(variable: Any) -> Any:
 
 
 def _writes(effects: Any, scope: Mapping[str, Any]) -> list[PythonWrite]:
-    """The changes that stay when forward is over: not those of new objects, nor those that put back what was there."""
+    """Lasting changes: neither those of new objects, nor those that restore the old value."""
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     writes = []

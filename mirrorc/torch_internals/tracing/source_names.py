@@ -1,4 +1,4 @@
-"""Says in the user's words what an expression of Dynamo reads: ``acts``, in a forward hook of module '0'."""
+"""The user's words for an expression of Dynamo: ``acts``, in a forward hook of module '0'."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _NOT_SPOKEN_OF = (
 
 
 class SourceWords(NamedTuple):
-    """What an expression reads.
+    """The user's words for an expression.
 
     Attributes:
-        name: as the user's code calls it, with what follows: ``model.blocks.0.scale``, ``acts[0]``.
-        place: where it has that name, such as ``a forward hook of module '0'``; empty if it has it everywhere.
+        name: the name in the user's code with its suffix: ``model.blocks.0.scale``, ``acts[0]``.
+        place: the scope of the name, such as ``a forward hook of module '0'``; empty for a global name.
     """
 
     name: str
@@ -39,11 +39,11 @@ class SourceWords(NamedTuple):
 
 
 def source_words(expression: str, scope: Mapping[str, Any]) -> SourceWords:
-    """The words for an expression that reads an object, or for a condition on such ones.
+    """The words for an expression that reads an object, or for a condition on objects.
 
     Args:
-        expression: from ``L['self']``, which has ``model`` and ``loss_fn``, or globals ``G``; as Dynamo writes it.
-        scope: what evaluates it. Functions are looked up for the names of their variables; nothing is called.
+        expression: as Dynamo writes it, from globals ``G`` or ``L['self']``, which has ``model`` and ``loss_fn``.
+        scope: the namespace of the expression; none of its functions is called.
     """
     reader = _Reader(scope)
     with contextlib.suppress(SyntaxError):
@@ -53,10 +53,10 @@ def source_words(expression: str, scope: Mapping[str, Any]) -> SourceWords:
 
 
 def in_users_words(guard: str, scope: Mapping[str, Any]) -> str:
-    """A guard as Dynamo prints it, with the names that users know: the condition, and the line that reads it."""
+    """The condition of a printed guard in the user's names, and the line that reads it."""
     condition, _, comment = guard.partition("  # ")
     condition = re.sub(r"^\d+/\d+: |, type=<.*$", "", condition.strip())
-    gone = re.fullmatch(r"\w+Error on (.*)", condition)  # an expression that cannot be evaluated any more
+    gone = re.fullmatch(r"\w+Error on (.*)", condition)  # the expression no longer evaluates
     told, place = source_words(gone[1] if gone else condition, scope)
     told += " is gone" if gone else ""
     line = re.sub(r"^.*/", "", comment.rpartition("# ")[2].partition(" (HINT: ")[0].strip())
@@ -64,8 +64,6 @@ def in_users_words(guard: str, scope: Mapping[str, Any]) -> str:
 
 
 class _Reader(ast.NodeTransformer):
-    """Puts the user's names into an expression, in the places of what reads them."""
-
     def __init__(self, scope: Mapping[str, Any]) -> None:
         self.place = ""
         self._scope = dict(scope)
@@ -76,7 +74,7 @@ class _Reader(ast.NodeTransformer):
         return ast.Name(name or getattr(self._value(node), "__name__", "the step"))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Dynamo's own functions go: they ask whether an object, a type or a key is the one that it was."""
+        """Drops Dynamo's own functions, which compare an object, a type or a key."""
         called = node.func.id if isinstance(node.func, ast.Name) else ""
         if called == "___dict_contains":
             return ast.Compare(self.visit(node.args[0]), [ast.In()], [self.visit(node.args[1])])
@@ -87,7 +85,7 @@ class _Reader(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _name(self, node: ast.AST) -> str | None:
-        """The user's name of what an expression reads; empty for what is not spoken of, None if it reads nothing so."""
+        """Empty for parts that users do not name; None for any other expression."""
         match node:
             case ast.Subscript(ast.Name("L"), ast.Constant("self")):
                 return ""
@@ -101,7 +99,7 @@ class _Reader(ast.NodeTransformer):
                 return getattr(self._value(node), "__name__", "a class")
             case ast.Call(ast.Name("dict"), [read]):
                 return self._name(read)
-            case ast.Call(ast.Name("list"), [ast.Call(_, [read])]):  # of the keys of a dict
+            case ast.Call(ast.Name("list"), [ast.Call(_, [read])]):  # the keys of a dict
                 return f"keys({name})" if (name := self._name(read)) is not None else None
         return None
 
@@ -149,7 +147,7 @@ class _Reader(ast.NodeTransformer):
         return self._member(node.value, node.attr)
 
     def _variable(self, node: ast.Subscript) -> str | None:
-        """The name of the parameter for which a function keeps a default, or a partial an argument."""
+        """The parameter of a function's default or of a partial's argument."""
         match node:
             case ast.Subscript(ast.Attribute(function, "__defaults__"), ast.Constant(int(index))):
                 code, defaults = (
@@ -182,7 +180,7 @@ class _Reader(ast.NodeTransformer):
         return False
 
     def _note_place(self, function: ast.expr) -> None:
-        """Notes the innermost function through which an expression goes: the first that is met."""
+        """The first call wins, as it has the innermost function."""
         self.place = self.place or self._place_of(function)
 
     def _place_of(self, function: ast.expr) -> str:
@@ -211,7 +209,7 @@ class _Reader(ast.NodeTransformer):
 
 
 def _code_of(function: Any) -> Any:
-    """The code of a function, a method, a partial, or an object that is called; that of nothing if it has none."""
+    """An object without code gets the code of `_nothing`."""
     if isinstance(function, functools.partial):
         function = function.func
     if not hasattr(function, "__code__"):
@@ -220,4 +218,4 @@ def _code_of(function: Any) -> Any:
 
 
 def _nothing() -> None:
-    """Has no variables."""
+    """Source of a code object without variables."""

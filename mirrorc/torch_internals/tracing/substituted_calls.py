@@ -1,4 +1,4 @@
-"""Has Dynamo trace functions of ours where the code calls those of torch, and ask our objects of what class they are."""
+"""Substitution of torch's functions by mirrorc's under Dynamo, and isinstance() of mirrorc's objects."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """While it lasts, traces of this thread enter other functions in place of functions of torch.
+    """Traces of this thread enter replacements of torch's functions.
 
     Args:
-        functions: for each function or method of torch, the Python function that is traced in its place, with its arguments.
+        functions: for each function or method of torch, the Python function to trace, with the same arguments.
     """
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -28,14 +28,12 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
             instead = by_id.get(id(getattr(self, attribute)))
             if instead is None or threading.get_ident() != thread:
                 return call(self, tx, args, kwargs)
-            bound = self.self_args() if attribute == "fn" else []  # of a method, the object
+            bound = self.self_args() if attribute == "fn" else []  # a method's object
             return UserFunctionVariable(instead).call_function(tx, [*bound, *args], kwargs)
 
         return call_function
 
-    kinds: dict[
-        Any, str
-    ] = {  # what a kind stands for is in this attribute; versions of torch differ in which kind is what
+    kinds: dict[Any, str] = {  # the attribute with the function; versions of torch differ in the kinds
         TorchInGraphFunctionVariable: "value",
         SkipFunctionVariable: "value",
         UserFunctionVariable: "fn",
@@ -52,10 +50,10 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
 
 @contextlib.contextmanager
 def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[None]:
-    """While it lasts, traces of this thread call these Python functions with constants, such as classes, and do not enter them.
+    """Traces of this thread call these Python functions with constants, such as classes, and do not enter them.
 
     Args:
-        functions: each gives a constant, or a function, which is entered where it is called.
+        functions: each returns a constant, or a function to enter at its call.
     """
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import UserFunctionVariable
@@ -78,7 +76,7 @@ def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[N
 
 @contextlib.contextmanager
 def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
-    """While it lasts, notes in a list the lines at which traces of this thread call a function of torch."""
+    """Lines at which traces of this thread call a function of torch."""
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     thread, found, call = threading.get_ident(), list[int](), TorchInGraphFunctionVariable.call_function
@@ -97,10 +95,10 @@ def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def asked_for_class(kind: type) -> Iterator[None]:
-    """While it lasts, isinstance() in traces of this thread asks objects of a class for their ``__class__``, as in Python.
+    """In traces of this thread, isinstance() uses the ``__class__`` of objects of ``kind``, as in Python.
 
-    By itself, Dynamo does so only where isinstance is given a single class. Elsewhere it asks for the class that has the methods.
-    Attributes are found in the class itself, as in Python, where Dynamo would look for them in ``__class__``, too.
+    Dynamo uses it only for a single class, and the class of the methods elsewhere.
+    Attributes come from the class itself, as in Python; Dynamo would search ``__class__``, too.
     """
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
@@ -111,7 +109,7 @@ def asked_for_class(kind: type) -> Iterator[None]:
         if self.value_type is not kind or threading.get_ident() != thread:
             return python_type(self)
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code is class_of.__code__:  # of another class
+        while frame.f_back is not None and frame.f_code is class_of.__code__:  # the patch of another class
             frame = frame.f_back
         return self.value.__class__ if frame.f_code.co_name == "call_isinstance" else python_type(self)
 
@@ -134,7 +132,7 @@ def asked_for_class(kind: type) -> Iterator[None]:
 
 
 def traced_file() -> str:
-    """The file of the code that is being traced; empty if none is."""
+    """The file of the code in the trace; empty outside of one."""
     from torch._guards import TracingContext
 
     stack = TracingContext.extract_stack()

@@ -1,4 +1,4 @@
-"""Observes whether containers that a function makes while it is traced are changed until the trace is over."""
+"""Detection of changes, by the end of a trace, to containers made in the trace."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from mirrorc.torch_internals.tracing.tracked_values import content_of
 
 
 class MadeContainer(NamedTuple):
-    """A container that was made under the tracer, as it was then.
+    """The state of a container when the tracer made it.
 
     Attributes:
-        output: the tracer's attempt in which it was made.
-        variable: the tracer's variable for it.
-        items: what it held: for a dict, keys with their values in order; None for what holds nothing.
-        attributes: the attributes that it had.
+        output: the tracer's attempt.
+        items: for a dict, keys with their values in order; None for other kinds than dict and list.
     """
 
     output: Any
@@ -29,9 +27,9 @@ class ChangedContainer(NamedTuple):
     """A container that was changed after it was made.
 
     Attributes:
-        position: how many others were made before it.
-        stack: the frames of the last change, outermost first; empty if they are not known.
-        only_loses: whether it lost items, and got none.
+        position: the number of containers made before it.
+        stack: the frames of the last change, outermost first; empty if unknown.
+        only_loses: its one change is a loss of items.
     """
 
     position: int
@@ -40,12 +38,11 @@ class ChangedContainer(NamedTuple):
 
 
 def made_container(output: Any, variable: Any) -> MadeContainer:
-    """A container that was made just now."""
     return MadeContainer(output, variable, _items_of(variable), _attributes_of(variable, output.side_effects))
 
 
 def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[ChangedContainer]:
-    """Those that are no longer as they were made, in the attempt with these side effects, which is about to end."""
+    """Containers that were changed in the attempt with these side effects, which is about to end."""
     found = []
     recorded = getattr(effects, "mutation_user_stacks", {})
     of_this_attempt = [container for container in made if container.output.side_effects is effects]
@@ -61,7 +58,7 @@ def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[Chan
 
 
 def _without_defaults(variable: Any, before: Sequence[Any] | None, items: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Items without those that a defaultdict has got for having been read, which it would give again."""
+    """Items without those that a read has added to a defaultdict and would add again."""
     factory = _realized(getattr(variable, "default_factory", None))
     if before is None or items is None:
         return items
@@ -85,7 +82,7 @@ def _is_default(variable: Any, make: type) -> bool:
 
 
 def _is_part(items: Sequence[Any] | None, of: Sequence[Any] | None) -> bool:
-    """Whether items come one after another among others."""
+    """Tests for a subsequence."""
     if items is None or of is None:
         return False
     others = iter(of)
@@ -110,7 +107,6 @@ def _are_same(before: Sequence[Any] | None, after: Sequence[Any] | None) -> bool
 
 
 def _is_same(before: Any, after: Any) -> bool:
-    """Whether two variables, or names or keys with variables, stand for the same."""
     if isinstance(before, tuple):
         return bool(before[0] == after[0]) and _is_same(before[1], after[1])
     before, after = _realized(before), _realized(after)
@@ -130,6 +126,6 @@ def _realized(variable: Any) -> Any:
 def _is_constant(variable: Any) -> bool:
     if (
         hasattr(variable, "is_realized") and not variable.is_realized()
-    ):  # nobody has looked at it, and this must be no reason to
+    ):  # forward has not looked at it, and a look would add a guard
         return False
     return bool(getattr(variable, "is_python_constant", lambda: False)())

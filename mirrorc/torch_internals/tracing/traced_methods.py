@@ -1,4 +1,4 @@
-"""The methods of classes that a trace has entered, and whether they are still what their names find."""
+"""Watch on the methods that a trace has entered: each name must still find the same function."""
 
 from __future__ import annotations
 
@@ -14,24 +14,18 @@ _FROM_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: attributes of other classes cannot
 
 @dataclass(frozen=True, eq=False)
 class _Method:
-    """What a name finds in a class: a function that was traced, something around it, or nothing that hides one."""
+    """The lookup of a name: a traced function, a wrapper of one, or nothing that hides one."""
 
     owner: type
     name: str
     found: Any
 
     def is_same(self) -> bool:
-        """Whether the name still finds it."""
         return _looked_up(self.owner, self.name) is self.found
 
 
 class TracedMethods:
-    """Watches methods by identity, the code of the functions that were traced, and classes in their closures.
-
-    Args:
-        values: the objects that the trace has used, as far as they are known.
-        codes: the code that it has entered.
-    """
+    """Watch on methods by identity, on the code of traced functions, and on classes in their closures."""
 
     def __init__(self, values: Iterable[Any], codes: Sequence[CodeType]) -> None:
         self._traced = set(codes)
@@ -49,7 +43,6 @@ class TracedMethods:
         self._codes = [(function, function.__code__) for function in self._functions.values()]
 
     def _enter_class(self, kind: type) -> None:
-        """Watches what was traced of a class and its bases."""
         if kind in self._kinds:
             return
         self._kinds.add(kind)
@@ -64,7 +57,7 @@ class TracedMethods:
                 self._entries[owner, name] = _looked_up(owner, name)
 
     def _enter_functions(self, functions: Iterable[FunctionType]) -> bool:
-        """Watches those of some functions that were traced; returns whether there were any."""
+        """The result is False if none was traced."""
         traced = [function for function in functions if function.__code__ in self._traced]
         for function in traced:
             if id(function) not in self._functions:
@@ -72,15 +65,14 @@ class TracedMethods:
                 for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                     content = _content(cell)
                     if isinstance(content, type) and content.__flags__ & _FROM_PYTHON:
-                        if name != "__class__":  # that of super() stays
+                        if name != "__class__":  # the cell of super() never changes
                             self._cells.append((cell, content))  # Dynamo does not guard it
                         self._enter_class(content)
         return bool(traced)
 
     def hold(self) -> bool:
-        """Whether all is as it was."""
         for owner, name, found in self._plain:
-            if getattr(owner, name, None) is not found:  # by far the fastest way to look up a method
+            if getattr(owner, name, None) is not found:  # by far the fastest lookup
                 return False
         for function, code in self._codes:
             if function.__code__ is not code:
@@ -90,7 +82,7 @@ class TracedMethods:
         return not self._others or all(method.is_same() for method in self._others)
 
     def broken(self) -> str:
-        """What has changed, in a few words; empty if nothing has."""
+        """The change in a few words; empty if there is none."""
         for method in (*(_Method(*entry) for entry in self._plain), *self._others):
             if not method.is_same():
                 return f"{method.owner.__name__}.{method.name} was replaced"
@@ -102,7 +94,7 @@ class TracedMethods:
 
 
 def _owners(kind: type, name: str, traced_in: Sequence[type]) -> Sequence[type]:
-    """The classes in which a name is to be watched: all of them if ``super()`` may have found it."""
+    """All classes of the MRO if ``super()`` may have found the name."""
     first = next(base for base in kind.__mro__ if name in vars(base))
     if [first] == traced_in:
         return [kind]
@@ -110,12 +102,12 @@ def _owners(kind: type, name: str, traced_in: Sequence[type]) -> Sequence[type]:
 
 
 def _functions_in(value: Any, depth: int = 4) -> Iterator[FunctionType]:
-    """The functions that a class's attribute calls: itself, or what is decorated with it."""
+    """The attribute's function and the functions that it wraps."""
     if depth == 0:
         return
     if (
         type(value) is FunctionType and value.__closure__ is None and not value.__dict__
-    ):  # as a rule: nothing is around it
+    ):  # fast path: an undecorated function
         yield value
         return
     if isinstance(value, FunctionType):
@@ -135,7 +127,6 @@ def _functions_in(value: Any, depth: int = 4) -> Iterator[FunctionType]:
 
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:
-    """The attributes of an object, without its class; none if it keeps them elsewhere."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -146,12 +137,12 @@ def _own_attributes(value: Any) -> Mapping[str, Any]:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:  # an empty cell
         return None
 
 
 def _looked_up(kind: type, name: str) -> Any:
-    """What a class or the first of its bases has under a name, as it is stored there."""
+    """Lookup without descriptors."""
     for base in kind.__mro__:
         found = base.__dict__.get(name, _ABSENT)
         if found is not _ABSENT:

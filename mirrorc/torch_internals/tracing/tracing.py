@@ -1,6 +1,6 @@
-"""Captures graphs with Dynamo and AOTAutograd, and finds the user's line at which they have failed.
+"""Graph capture with Dynamo and AOTAutograd, and the user's line for a failure.
 
-It is long, as a trace and its export need each other's settings.
+A trace and its export need each other's settings, hence one long file.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from mirrorc.torch_internals.tracing.source_names import source_words
 
 @contextlib.contextmanager
 def kept_tracing_state() -> Iterator[None]:
-    """Puts back what a trace that Ctrl-C ends may leave behind: torch's own managers put it back by calls that it may end, too.
+    """Restores tracing state after Ctrl-C, which may interrupt torch's own cleanup.
 
-    A tracing context that stays makes all later traces fail, and detection of anomalies all later training slow.
+    A stale tracing context makes all later traces fail. Anomaly detection slows all later training.
     """
     is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     with torch._guards.tracing(None):
@@ -69,22 +69,21 @@ def trace_full_graph(
     guards_results: bool = False,
     takes_draws: bool = False,
 ) -> fx.GraphModule:
-    """Traces ``module(*leaves)`` into one graph of torch functions with Dynamo; raises what Dynamo raises.
+    """Traces ``module(*leaves)`` into one graph of torch functions; Dynamo's errors propagate.
 
     The parameters of the module's forward must be ``self`` and ``leaves``, see `guards_of`.
 
     Args:
-        module: what is called.
-        leaves: the tensors that it is called with; dimensions that `mark_symbolic` has marked get symbols.
-        makes_arguments: a function that forward makes containers of its arguments with, see `PythonEffects.changed_arguments`.
-        numbers: the expressions that read Python numbers which the graph is to take as inputs.
-        guards_results: whether Python values that are returned are guarded even if nothing looks at them.
-        takes_draws: whether the graph takes what is drawn from Python's own generator of random numbers as inputs, which the
-            module's list ``drawn`` has.
+        leaves: the tensor arguments; dimensions marked by `mark_symbolic` get symbols.
+        makes_arguments: forward's function that makes containers of its arguments, see
+            `PythonEffects.changed_arguments`.
+        numbers: the expressions of Python numbers to take as graph inputs.
+        guards_results: guard returned Python values that forward never looks at.
+        takes_draws: take draws of Python's random generator as inputs, read from the module's list ``drawn``.
 
     Raises:
-        GuardsChange: forward reads something that changes whenever it is read.
-        NumbersGivenUp: some of the numbers can be no inputs.
+        GuardsChange: forward reads a value that changes with each read.
+        NumbersGivenUp: some of the numbers cannot be inputs.
     """
     from torch._dynamo import config
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
@@ -106,8 +105,8 @@ def trace_full_graph(
             taken_draws(module, trace) if takes_draws else contextlib.nullcontext() as drawn,
             symbols_by_number() if any(map(is_marked, leaves)) else contextlib.nullcontext(),
         ):
-            warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # said in our own words
-            warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and so is what cannot be traced
+            warnings.filterwarnings("ignore", "While compiling, we found certain side effects")  # in our own words
+            warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # and what cannot be traced
             traced = dynamo_graph_capture_for_export(module)(*leaves)
         if torch.__version__ < "2.12":
             _add_builtins(traced)
@@ -126,20 +125,19 @@ def trace_full_graph(
         error.stack = drawn.stack_of(error.names) if drawn is not None else ()
         raise
     finally:
-        for name in set(names) - before:  # Dynamo installs its graph there, which would keep the model alive forever
+        for name in set(names) - before:  # Dynamo's graph there would keep the model alive forever
             if name.startswith("__compiled_fn"):
                 del names[name]
 
 
 def _add_builtins(traced: fx.GraphModule) -> None:
-    """Adds builtins to the names that Dynamo's code may read; torch 2.11 leaves them out, and its code calls ``type``."""
+    """Torch 2.11 leaves builtins out of the names for Dynamo's code, which calls ``type``."""
     replays: tuple[Any, ...] = (traced._dynamo_bytecode_flatten, traced._dynamo_bytecode_unflatten)
     for replay in replays:
         replay.f_globals = {**vars(builtins), **replay.f_globals}
 
 
 def _dynamos_options() -> dict[str, Any]:
-    """The settings of Dynamo under which a call is traced."""
     from torch._dynamo import config
 
     options = {
@@ -149,27 +147,24 @@ def _dynamos_options() -> dict[str, Any]:
         "ignore_logging_functions": config.ignore_logging_functions | _logging_methods() | reported_functions(),
     }
     if hasattr(config, "computed_lazy_constant_max_nodes"):  # since 2.14
-        options["computed_lazy_constant_max_nodes"] = 0  # what is computed of a number counts as a read of it
+        options["computed_lazy_constant_max_nodes"] = 0  # a computation with a number counts as a read
     return options
 
 
 def guards_of(traced: fx.GraphModule) -> DynamoGuards:
-    """The guards on what Python read in the forward of `trace_full_graph`'s result, besides its arguments."""
+    """Guards on Python reads in forward, besides its arguments, for a result of `trace_full_graph`."""
     guards: DynamoGuards = traced.meta["mirrorc_guards"]
     return guards
 
 
 def python_effects_of(traced: fx.GraphModule) -> PythonEffects:
-    """What the forward of `trace_full_graph`'s result does to Python objects, and what it prints."""
+    """Side effects on Python objects, and prints, for a result of `trace_full_graph`."""
     effects: PythonEffects = traced.meta["mirrorc_effects"]
     return effects
 
 
 def leaf_of_placeholder(node: fx.Node) -> int | None:
-    """The index of the tensor argument that a placeholder of `trace_full_graph`'s result stands for; None for a variable.
-
-    The module's forward must take its tensors as ``*leaves``.
-    """
+    """The index of a placeholder's tensor argument in ``*leaves``; None for a variable."""
     found = re.fullmatch(r"L_leaves_(\d+)_", str(node.target))
     return int(found[1]) if found else None
 
@@ -186,7 +181,7 @@ def export_joint_graph(
     decompositions: Mapping[Any, Callable[..., Any]],
     outputs: Sequence[str] = (),
 ) -> JointGraph:
-    """The functional forward-and-backward graph of what `trace_full_graph` gave: a loss, and outputs with these names."""
+    """The functional forward-and-backward graph of a result of `trace_full_graph`."""
     joint, (loss, *others) = _exported(stack, traced, leaves, decompositions)
     joint.loss, joint.outputs = loss, dict(zip(outputs, others, strict=True))
     return joint
@@ -199,7 +194,7 @@ def export_forward_graph(
     decompositions: Mapping[Any, Callable[..., Any]],
     outputs: Sequence[str],
 ) -> JointGraph:
-    """The functional graph of what `trace_full_graph` gave with gradients switched off: outputs with these names."""
+    """The functional graph of a result of `trace_full_graph`, traced without gradients."""
     with torch.no_grad():
         joint, found = _exported(stack, traced, leaves, decompositions)
     joint.outputs = dict(zip(outputs, found, strict=True))
@@ -212,7 +207,7 @@ def _exported(
     leaves: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[JointGraph, list[fx.Node]]:
-    """A functional graph, without backward where gradients are switched off; and the nodes of the outputs, in order."""
+    """Backward is left out if gradients are off. The nodes are the outputs, in order."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -238,7 +233,7 @@ def _exported(
             joint.number_of[node] = int(desc.target.removeprefix(BUFFER))
         elif isinstance(desc, d.ParamAOTInput | d.BufferAOTInput):
             joint.variable_of[node] = desc.target
-        elif desc == d.TangentAOTInput(d.PlainAOTOutput(0)):  # that of the loss
+        elif desc == d.TangentAOTInput(d.PlainAOTOutput(0)):  # the loss's tangent
             joint.tangent = node
     for node in graph_module.graph.find_nodes(op="get_attr"):
         joint.variable_of[node] = str(node.target)
@@ -262,10 +257,10 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient:
 
 
 def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
-    """The fake tensors that a trace has made of the arguments that it uses: joint export with real ones would drop their symbols.
+    """Joint export with real tensors would drop the symbols of the trace's fake ones.
 
     Raises:
-        SizesGivenUp: what is returned is a number that is computed of sizes.
+        SizesGivenUp: a returned number is computed from sizes.
     """
     results: Any = traced.graph.output_node().args[0]
     if any(isinstance(node, fx.Node) and is_symbolic(node.meta.get("example_value")) for node in results):
@@ -275,19 +270,19 @@ def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
 
 
 def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of the code in which the tracer failed, outermost first; none if it failed after tracing."""
+    """Frames of the code in which the tracer failed, outermost first; none if it failed after tracing."""
     frames: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or []
     cause = error.__cause__ or error.__context__
     return list(frames) if frames or cause is None else traced_frames(cause)
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The user's frames in which the tracer failed, outermost first; frames of torch, Python and mirrorc are left out."""
+    """The user's frames in which the tracer failed, outermost first, without torch, Python and mirrorc."""
     return [frame for frame in traced_frames(error) if is_users_file(frame.filename)]
 
 
 def failing_node(error: BaseException) -> fx.Node | None:
-    """The node that could not be evaluated on fake tensors; its meta says of which module. None if it failed elsewhere."""
+    """The node that failed on fake tensors, with its module in its meta; None for a failure elsewhere."""
     found, traced = None, error.__traceback__
     while traced is not None:
         nodes = [value for value in traced.tb_frame.f_locals.values() if isinstance(value, fx.Node)]
@@ -296,7 +291,7 @@ def failing_node(error: BaseException) -> fx.Node | None:
 
 
 def is_users_file(path: str) -> bool:
-    """Whether a source file is neither torch's nor Python's nor mirrorc's."""
+    """Tests that a source file is neither torch's nor Python's nor mirrorc's."""
     if path.startswith((torch.__path__[0], *_mirrorcs_folders(), "<")):
         return False
     return not path.startswith(_STANDARD_LIBRARY) or "site-packages" in path
@@ -307,7 +302,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 @functools.cache
 def _mirrorcs_folders() -> tuple[str, ...]:
-    """The folders of mirrorc's packages: in a checkout, passes and runtime lie beside mirrorc."""
+    """In a checkout, passes and runtime lie beside mirrorc."""
     specs = (importlib.util.find_spec(name) for name in ("mirrorc", "mirrorc.passes", "mirrorc.runtime"))
     return tuple(
         f"{folder}{os.sep}" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()

@@ -1,4 +1,4 @@
-"""Compares what a tracer's variables stand for with the Python objects that were there before the trace."""
+"""Comparison of a tracer's variables with the Python objects from before the trace."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import torch
 from torch import fx
 
 MISSING = object()
-"""In place of what is not there."""
+"""Marker for an absent or unknown value."""
 
 
 def content_of(variable: Any) -> Any:
-    """The variable of the plain container in that of a kind of dict or list, such as a defaultdict; else the same."""
+    """The inner variable of a dict or list subclass, such as a defaultdict; otherwise the variable itself."""
     inner = (getattr(variable, name, None) for name in ("_base_vt", "_dict_vt", "_list_vt"))
     return next((content for content in inner if content is not None), variable)
 
 
 def changed_items(variable: Any, real: Any, scope: Mapping[str, Any]) -> list[str]:
-    """The parts of a container that have changed."""
     if not isinstance(real, list | dict | set | deque):
         return ["["]
     if not isinstance(real, dict) or not isinstance(getattr(variable, "items", None), dict):
@@ -36,7 +35,7 @@ def changed_items(variable: Any, real: Any, scope: Mapping[str, Any]) -> list[st
 
 
 def _items_of(variable: Any) -> dict[Any, Any] | None:
-    """The items of a tracer's dict or set; None if a key has no value while it is traced."""
+    """None if the trace does not know a key."""
     keys = {key: key.vt.realize() if hasattr(key.vt, "realize") else key.vt for key in variable.items}
     if not all(key.is_python_constant() for key in keys.values()):
         return None
@@ -44,17 +43,17 @@ def _items_of(variable: Any) -> dict[Any, Any] | None:
 
 
 def attribute_of(real: Any, key: str) -> Any:
-    """What an object has by this name, or its class; `MISSING` if there is none."""
+    """The attribute of an object or its class; `MISSING` if there is none."""
     own = getattr(real, "__dict__", {})
     return own[key] if key in own else getattr(real, key, MISSING)
 
 
 def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
-    """Whether a tracer's variable stands for what is there already."""
+    """Tests that a tracer's variable stands for the existing object."""
     if real is MISSING or variable is None:
         return False
     if hasattr(variable, "is_realized"):
-        if not variable.is_realized():  # nobody has looked at it
+        if not variable.is_realized():  # forward has not looked at it
             return bool(variable.peek_value() is real)
         variable = variable.realize()
     if isinstance(real, list | tuple | deque) and hasattr(variable, "items") and isinstance(variable.items, list):
@@ -73,7 +72,7 @@ def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
 
 
 def _written_in_place(variable: Any) -> str:
-    """The expression that reads the tensor of which a variable is what operators in place have given, as ``x += 1`` is of x."""
+    """The source of the tensor that in-place operators have returned, as ``x += 1`` returns x."""
     from torch._dynamo.variables import TensorVariable
 
     if not isinstance(variable, TensorVariable):
@@ -81,12 +80,11 @@ def _written_in_place(variable: Any) -> str:
     node: Any = variable.as_proxy().node
     while _writes_its_first(node):
         node = node.args[0]
-    source = getattr(node, "_dynamo_source", None)  # of an input
+    source = getattr(node, "_dynamo_source", None)  # an input
     return str(source.name) if source is not None else ""
 
 
 def _writes_its_first(node: Any) -> bool:
-    """Whether a node of a tracer's graph gives its first argument, which it has written in place."""
     if node.op == "call_method":
         return bool(_METHOD_IN_PLACE.fullmatch(node.target))
     return node.op == "call_function" and node.target in _OPERATORS_IN_PLACE and isinstance(node.args[0], fx.Node)
@@ -100,20 +98,20 @@ _OPERATORS_IN_PLACE = (
 
 
 def source_name(variable: Any) -> str:
-    """The expression that reads what a tracer's variable stands for; empty if it is new."""
+    """The expression that reads a variable's object; empty for a new object."""
     source = getattr(variable, "source", None)
     return str(source.name) if source is not None else ""
 
 
 def evaluated(name: str, scope: Mapping[str, Any]) -> Any:
-    """What an expression reads now; `MISSING` if it reads nothing."""
+    """The value of an expression; `MISSING` if it fails."""
     with contextlib.suppress(Exception):
         return eval(name, dict(scope)) if name else MISSING
     return MISSING
 
 
 def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
-    """What Python would have for a tracer's variable: for a new tensor one without values; `MISSING` if that is not known."""
+    """The Python value of a tracer's variable, with an empty stand-in for a new tensor; `MISSING` if unknown."""
     if hasattr(variable, "is_realized"):
         if not variable.is_realized():
             return variable.peek_value()
@@ -123,7 +121,7 @@ def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
         return real
     if variable.is_python_constant():
         return variable.as_python_constant()
-    with contextlib.suppress(Exception):  # it is none of a tensor
+    with contextlib.suppress(Exception):  # no tensor
         return _tensor_like(variable.as_proxy().node.meta["example_value"])
     items = getattr(variable, "items", None)
     kind = variable.python_type() if isinstance(items, list | dict) else None
@@ -134,12 +132,10 @@ def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
-    """What the variable of a container holds, as a list, or a dict for a kind of dict; `MISSING` if that is not known.
+    """The items of a container's variable: a list, or a dict for a kind of dict; `MISSING` if unknown.
 
     Args:
         variable: of the plain container, see `content_of`.
-        real: a container of its kind.
-        scope: what evaluates the expressions of the variables.
     """
     items = getattr(variable, "items", None)
     if isinstance(items, list) and isinstance(real, list | tuple | deque):
@@ -155,7 +151,7 @@ def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def replace_items(real: Any, items: Iterable[Any]) -> None:
-    """Makes a container hold other items, without methods of the user's. ``items`` are a dict for a kind of dict."""
+    """Replaces the items of a container without the user's methods; ``items`` is a dict for a kind of dict."""
     base: Any = next(base for base in (list, deque, OrderedDict, dict, set) if isinstance(real, base))
     base.clear(real)
     if isinstance(items, dict):
@@ -168,6 +164,6 @@ def replace_items(real: Any, items: Iterable[Any]) -> None:
 
 
 def _tensor_like(example: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same type that takes no memory to speak of."""
+    """The tensor takes next to no memory."""
     one = torch.zeros((), dtype=example.dtype, device=example.device)
     return one.expand(tuple(int(size) for size in example.shape)).requires_grad_(example.requires_grad)
