@@ -27,13 +27,13 @@ _Compiled = TypeVar("_Compiled")
 class BoundedPrograms(Generic[_Compiled]):
     """Search for a program of a call that keeps its activations within a bound on each device.
 
-    The pass predicts memory from the captured graph. The true size is known only when the regions are compiled.
-    So the program that keeps everything comes first. While a program takes too much, the next one aims lower by the error.
+    The pass predicts memory from the captured graph. The true size is known only when the regions are compiled. So the
+    program that keeps everything comes first. While a program takes too much, the next one aims lower by the error.
 
     Args:
         bound: bytes as an int, or a part of the peak of the program that keeps everything.
-        most_before: the largest such peak of earlier calls. The part is of the larger of the two, as a short last batch has
-            too few activations for a bound of its own.
+        most_before: the largest such peak of earlier calls. The part is of the larger of the two, as a short last batch
+            has too few activations for a bound of its own.
         lowered: runs passes on the captured program.
 
     Attributes:

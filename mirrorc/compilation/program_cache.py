@@ -246,7 +246,8 @@ class Specializations:
     ) -> list[Executor]:
         """Adds a program, or replaces ``instead``; returns the evicted programs, whose memory may be freed.
 
-        ``attributes`` are the plain attributes of the model, by path. ``reasons`` say why changing numbers are no inputs.
+        ``attributes`` are the plain attributes of the model, by path. ``reasons`` say why changing numbers are no
+        inputs.
         """
         called = key
         if new.sizes is not None:  # the found key may belong to other sizes

@@ -48,7 +48,8 @@ class Candidate:
     ) -> bool:
         """Compares times, or bytes if the link was not measured.
 
-        With factors, each worker multiplies all workers' rows, for all of the gradient or for its part, instead of its own.
+        With factors, each worker multiplies all workers' rows, for all of the gradient or for its part, instead of its
+        own.
         """
         whole, factors = self.messages(rows, is_dealt=is_dealt)
         if not link.seconds_per_byte:

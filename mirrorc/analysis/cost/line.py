@@ -24,7 +24,8 @@ class Line:
         Sizes within a factor of two, or within ``telling_bytes``, count as equal: they do not show the time per byte.
 
         Args:
-            nominal: the seconds per byte for equal sizes, at most those of any call; None for time in proportion to bytes.
+            nominal: the seconds per byte for equal sizes, at most those of any call; None for time in proportion to
+                bytes.
             telling_bytes: the smallest difference of sizes that counts.
         """
         if not points:

@@ -22,8 +22,8 @@ class MessageCosts:
         bytes_sent: by each device.
         num_messages: sent by each device.
         path_messages: the length of the longest dependency chain of messages of one bucket.
-        path_bytes: the time until the last message of one bucket has come, in bytes, for the slowest bucket. A device sends
-            one message at a time and receives one at a time; additions take no time.
+        path_bytes: the time until the last message of one bucket has come, in bytes, for the slowest bucket. A device
+            sends one message at a time and receives one at a time; additions take no time.
     """
 
     bytes_sent: tuple[int, ...]

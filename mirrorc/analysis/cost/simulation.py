@@ -1,7 +1,7 @@
 """Simulation of a step of a lowered program: the times of each device's calls, and of each bucket between workers.
 
-It is a pure function of a program and durations. It follows the order of each device's graph and the dependencies of its
-waits, wherever passes have put launches, waits and commits.
+It is a pure function of a program and durations. It follows the order of each device's graph and the dependencies of
+its waits, wherever passes have put launches, waits and commits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The cost of the calls of a step: measured on one program, for any bucket plan of the same model.
 
-Each bucket plan cuts other regions, but from the same operators in the same order. So the measured regions become a pace:
-the progress of forward and backward over time, in estimated work of operators. Other calls take as long for each byte as
-measured calls of their kind.
+Each bucket plan cuts other regions, but from the same operators in the same order. So the measured regions become a
+pace: the progress of forward and backward over time, in estimated work of operators. Other calls take as long for each
+byte as measured calls of their kind.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class Gatherable:
 def with_gathered(program: Program, options: StepOptions) -> Program:
     """Notes the gradients that devices gather as factors, with a remark on the bytes of both forms.
 
-    In shared memory, devices read each other's factors and make shares of gradients instead. Owners of parameters get whole
-    sums. So do all devices under an algorithm that the user names, unless the user asks for factors. With
+    In shared memory, devices read each other's factors and make shares of gradients instead. Owners of parameters get
+    whole sums. So do all devices under an algorithm that the user names, unless the user asks for factors. With
     ``exchange="auto"``, the form with fewer bytes wins.
     """
     factoring = next((entry for entry in options.pipeline if isinstance(entry, FactorGradients)), None)

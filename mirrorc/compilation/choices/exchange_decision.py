@@ -47,7 +47,8 @@ def chosen(
         exchange: the option.
 
     Raises:
-        CommunicationError: the option asks for factors, and the workers' machines would make different gradients of them.
+        CommunicationError: the option asks for factors, and the workers' machines would make different gradients of
+            them.
     """
     candidates = [gradient for gradient in candidates if all(gradient.variable in figures.rows for figures in everyone)]
     if not candidates:

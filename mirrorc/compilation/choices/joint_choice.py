@@ -15,8 +15,8 @@ class JointChoice(ABC):
     """A choice that all workers of a step make in the first training call, and keep.
 
     A worker compiles for its own batches alone. So each makes a proposal from its captured programs, and decides by the
-    proposals of all. Before the first call a worker decides by its own proposal, to compile early. It compiles again if the
-    joint decision differs.
+    proposals of all. Before the first call a worker decides by its own proposal, to compile early. It compiles again if
+    the joint decision differs.
 
     Args:
         team: the workers that train together; None for planned workers, where the first proposal counts.

@@ -33,8 +33,8 @@ _AS_IF_ALIKE = "; taken as if all workers had as many examples as this one"
 class ExchangeChoice(JointChoice):
     """The form of each gradient: its sum, or the factors from which every worker makes the sum.
 
-    The batch sizes of the first call decide. That call may accumulate gradients and send nothing: another worker may make
-    another kind of call, and only the exchange of all workers shows that.
+    The batch sizes of the first call decide. That call may accumulate gradients and send nothing: another worker may
+    make another kind of call, and only the exchange of all workers shows that.
 
     Args:
         num_threads: of each device.
@@ -91,9 +91,8 @@ class ExchangeChoice(JointChoice):
         """Decides by the figures of all workers.
 
         Raises:
-            CommunicationError: the user asks for factors, and the workers' machines would make different gradients
-                of them; on all
-                workers.
+            CommunicationError: the user asks for factors, and the workers' machines would make different gradients of
+                them; on all workers.
         """
         workers = self._options.program_workers
         everyone = [Figures(**json.loads(text)) for text in proposals]
