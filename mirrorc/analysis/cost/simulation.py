@@ -115,8 +115,6 @@ def simulate(program: Program, durations: Durations) -> Simulation:
 
 
 class _Run:
-    """The state of a simulation: the progress of each device."""
-
     def __init__(self, program: Program, durations: Durations) -> None:
         self._program, self._durations = program, durations
         graphs = [module.graph for module in program.device_graphs.values()]
@@ -159,7 +157,6 @@ class _Run:
         return True
 
     def _launch(self, replica: int, node: fx.Node) -> None:
-        """Notes the launch of a device; the last device's launch sends it to the other workers."""
         came = self._came.setdefault(_tag(node, replica), {})
         came[replica] = self.now[replica]
         if node.target in ops.BETWEEN_WORKERS and len(came) == len(self.replicas):
@@ -205,7 +202,6 @@ def _launch_of(wait: fx.Node) -> fx.Node:
 
 
 def _is_call(node: fx.Node) -> bool:
-    """Tests for a node that takes time: a region, or an operation with an effect."""
     operation = operation_of(node.target)
     if node.target is operator.getitem:
         return False

@@ -57,7 +57,6 @@ class Pace:
         return cls(tuple(part / parts[-1] for part in parts), tuple(itertools.accumulate(seconds, initial=0.0)))
 
     def at(self, part: float) -> float:
-        """The time at which this part is finished."""
         place = min(bisect.bisect_right(self.parts, part), len(self.parts) - 1)
         low, high = self.parts[place - 1], self.parts[place]
         within = min(1.0, (part - low) / (high - low)) if high > low else 1.0
@@ -143,7 +142,6 @@ class ProgramDurations:
         return max(0.0, line.at(size) + (products if is_in_parts else -products))
 
     def _seconds_of_products(self, bucket: int) -> float:
-        """The time of a device to make its share of the gradients of a bucket from the factors of all workers."""
         machine, program = self._costs.machine, self._program
         num_workers, num_devices = program.workers.num_workers, program.num_replicas
         work = 0.0
@@ -160,7 +158,6 @@ class ProgramDurations:
         return (work * num_workers + written) / num_makers
 
     def _seconds_of_adding(self, replica: int, wait: fx.Node) -> float:
-        """The time of a device to add up all workers' gradients of the elements that it updates."""
         num_bytes = num_bytes_of_call(self._program, replica, wait)
         return (self._program.workers.num_workers + 1) * num_bytes * self._costs.machine.seconds_per_byte
 
