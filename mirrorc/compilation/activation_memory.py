@@ -1,4 +1,4 @@
-"""The search for a program that keeps to a bound for the memory of its activations."""
+"""Search for a program within a bound on activation memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirrorc.printing.values import size_text
 from mirrorc.runtime.memory.report import MemoryReport
 
 _MOST_TRIES = 6
-"""Limit on the programs made for a bound, without the one that keeps everything."""
+"""The most tries after the program that keeps everything."""
 _LEAST_STEP = 1 / 64
 """The least reduction from one try to the next, as a part of the bound."""
 _MOST_NAMED = 3  # values at the peak, in an error
@@ -104,7 +104,6 @@ class BoundedPrograms(Generic[_Compiled]):
 
 
 def _most(report: MemoryReport) -> int:
-    """The activation bytes at the peak of the worst device."""
     return max(device.own.activations for device in report.devices)
 
 

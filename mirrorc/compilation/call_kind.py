@@ -27,12 +27,10 @@ class Purpose(enum.Enum):
 
     @property
     def trains(self) -> bool:
-        """Tests for a program with a backward."""
         return self is not Purpose.EVALUATION
 
     @property
     def updates(self) -> bool:
-        """Tests for a program that ends with an update."""
         return self in (Purpose.STEP, Purpose.END_OF_ACCUMULATION)
 
     @property
@@ -54,7 +52,7 @@ class Purpose(enum.Enum):
 
 
 def states_of(state: StepState) -> dict[Purpose, ProgramState]:
-    """The state that programs of each purpose run on."""
+    """The state of the programs of each purpose."""
     states: dict[Purpose, ProgramState] = {
         Purpose.ACCUMULATION: AccumulationState(state),
         Purpose.EVALUATION: EvaluationState(state),

@@ -19,7 +19,7 @@ class CaptureWarnings:
         self._has_told_ladder = False
 
     def warn_of_differences(self, differences: Sequence[str]) -> None:
-        """Warn, once, that a step differs from that of one device, as its loss is not a mean over examples."""
+        """Warns, once, of a difference from a step on one device: the loss is no mean over examples."""
         if differences and not self._has_told_differences:
             self._has_told_differences = True
             warnings.warn(
@@ -30,7 +30,7 @@ class CaptureWarnings:
             )
 
     def warn_of_ladder(self, text: str) -> None:
-        """Warn, once, that a fallback front end has captured the model, unless the text is empty."""
+        """Warns, once, of a fallback to another front end; an empty text is no warning."""
         if text and not self._has_told_ladder:
             self._has_told_ladder = True
             warnings.warn(text, stacklevel=users_stack_level())

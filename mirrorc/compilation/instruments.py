@@ -1,4 +1,4 @@
-"""Instruments that observe the compilation of a step's program."""
+"""Instruments that observe a compilation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirrorc.verifier.verifier import Verify
 def instruments_for(
     passes: Sequence[Pass], dump: Path | None, print_after: Collection[str], print_after_all: bool
 ) -> list[Instrument]:
-    """The instruments in their order: dumps and prints precede the verifier, to show a program that breaks a rule.
+    """The instruments in their order: dumps and prints precede the verifier, to show a broken program.
 
     Args:
         dump: the directory for dumps and reproducers. None: no dumps, and reproducers go to a temporary folder.

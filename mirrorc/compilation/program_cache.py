@@ -67,7 +67,7 @@ class _Compiled:
 
 
 def _changing_attributes(each: Sequence[Mapping[str, tuple[type, Any]]]) -> str:
-    """The plain attributes of the model that differ, with some of their values; may be empty."""
+    """The changing plain attributes of the model, with some of their values; may be empty."""
     told = []
     for path in dict.fromkeys(path for attributes in each for path in attributes):
         values = list(dict.fromkeys(attributes.get(path) for attributes in each))
@@ -117,11 +117,11 @@ class Specialization:
         return found
 
     def fits(self, shards: Shards) -> bool:
-        """Tests that a program with symbolic sizes fits the sizes of these shards."""
+        """Tests for shards of sizes within a program's symbolic sizes."""
         return self.sizes is not None and self.sizes.of_shards(shards) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
-        """For each replica, the Python numbers that its program reads, as of the last check of the guards."""
+        """For each replica, the Python numbers of its program, as of the last check of the guards."""
         of_graphs = self.guards.numbers_by_graph()
         if not any(of_graphs):
             return []
@@ -176,7 +176,7 @@ class Specializations:
 
     Args:
         what: the word for the compiled thing in messages.
-        has_numbers_as_sizes: each size has its own program, because no option asked for symbols.
+        has_numbers_as_sizes: each size has its own program, for lack of a request for symbols.
     """
 
     def __init__(self, what: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
@@ -191,7 +191,7 @@ class Specializations:
     def get(self, key: Key, plain: Mapping[str, Any], shards: Shards | None = None) -> Specialization | None:
         """The specialization for a key and these plain values, if any; marks it as used.
 
-        A program with symbolic sizes serves all sizes that fit. The cache then remembers their keys.
+        A program with symbolic sizes serves all fitting sizes. The cache then remembers their keys.
         """
         home = self._homes.get(key, key)
         found = self._usable(home, plain)
@@ -227,7 +227,7 @@ class Specializations:
         return None
 
     def changed_numbers(self, structure: Structure, plain: Mapping[str, Any]) -> list[str]:
-        """The expressions of numbers that changed since programs of this structure took them as constants."""
+        """The expressions of changed numbers that programs of this structure took as constants."""
         found: list[str] = []
         for key, own in self._by_key.items():
             for one in own if key[0] == structure else ():
@@ -277,7 +277,7 @@ class Specializations:
         return dropped
 
     def what_is_new(self, key: Key) -> str:
-        """The parts of a key that are in no program yet, compared with the nearest keys."""
+        """The new parts of a key, compared with the nearest keys."""
         if not self._by_key:
             return "the first call"
         parts = ("structure of the arguments", "shape", *_OTHER_PARTS)
@@ -308,7 +308,7 @@ class Specializations:
         return iter([one.executor for own in self._by_key.values() for one in own])
 
     def _warn_of_many(self, first: list[_Compiled], reasons: Sequence[str]) -> None:
-        """Warn, once, after many compilations, and name the changing parts."""
+        """Warns, once, after many compilations, and names the changing parts."""
         if len(first) < _MANY_COMPILATIONS:
             return
         self._first = None

@@ -40,11 +40,12 @@ class Specializer:
     """The compiled programs of a step, by kind of call.
 
     Args:
-        model: the user's model, with the state that its graph depends on.
+        model: the user's model, with the state of its graph.
         state: shared by all specializations.
         num_threads: of each device.
-        interrupts: holds back Ctrl-C while Dynamo checks guards, as Dynamo takes an error in a guard for a change.
-        team: the workers that train together; None for a process on its own.
+        interrupts: holds back Ctrl-C during the check of Dynamo's guards, as Dynamo takes an error in a guard for a
+            change.
+        team: the workers of the training; None for a process on its own.
     """
 
     def __init__(
@@ -137,7 +138,6 @@ class Specializer:
         return new, shards
 
     def _compiled(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
-        """Compiles with symbols for changing sizes, or without if the model or torch refuses them."""
         with without_dispatch_modes():  # a mode would take traced values for computed ones
             return self._compiled_without_modes(call, shards, what_is_new, purpose)
 
@@ -173,7 +173,7 @@ class Specializer:
         return self._compiler.compile(call, shards, what_is_new, purpose, on_sizes=_told_of_numbers(why))
 
     def _why_numbers(self, shards: Shards) -> str:
-        """The reason why sizes must be numbers for every model; empty if there is none."""
+        """The reason for numbers as sizes, whatever the model; empty if there is none."""
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
         if self._numbers.inputs:
@@ -181,20 +181,19 @@ class Specializer:
         return why_sizes_are_numbers(self._options)
 
     def _note_changes(self, kept: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose) -> Key:
-        """Notes the numbers that changed since a compilation; returns the key without them."""
+        """Notes the changed numbers; returns the key without them."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *kept.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key
 
     def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
-        """Notes the rows that other workers gather in calls of this kind: they are shapes of the programs."""
+        """Notes the other workers' rows for calls of this kind: they are shapes of the programs."""
         with self._autocast():
             self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
         if len(self._rows_elsewhere) > _MOST_KINDS:
             del self._rows_elsewhere[next(iter(self._rows_elsewhere))]
 
     def _with_rows(self, call: Call, shards: Shards, purpose: Purpose) -> Shards:
-        """The shards with the noted rows of other workers."""
         if not self._rows_elsewhere or not purpose.trains:
             return shards
         found = self._rows_elsewhere.get(self._key(call, replace(shards, rows_elsewhere=None), purpose))
@@ -206,7 +205,7 @@ class Specializer:
         return sum(map(len, self._kept.values()))
 
     def release(self) -> None:
-        """Frees the GPU memory that specializations keep for later steps."""
+        """Frees the GPU memory kept for later steps."""
         for kept in self._kept.values():
             for executor in kept:
                 executor.release()
@@ -220,5 +219,4 @@ class Specializer:
 
 
 def _told_of_numbers(why: str) -> str:
-    """The remark that changing sizes are numbers; empty without a reason to give."""
     return f"sizes of arguments are numbers: {why}" if why else ""

@@ -64,11 +64,11 @@ class StepCompiler:
     """The compiler from a call to an executor.
 
     Args:
-        model: the user's model, with the state that its graph depends on.
+        model: the user's model, with the state of its graph.
         state: shared by all programs of the step.
         num_threads: of each device.
-        numbers: the Python numbers that have changed.
-        team: the workers that train together; None for a process on its own.
+        numbers: the changed Python numbers.
+        team: the workers of the training; None for a process on its own.
 
     Attributes:
         states: the program state of each purpose.
@@ -257,7 +257,6 @@ class StepCompiler:
     def _prepared(
         self, captured: CapturedProgram, progress: Progress, purpose: Purpose
     ) -> tuple[Program, Sequence[Pass]]:
-        """A captured program with the notes that passes need, and these passes."""
         options = self._options
         if purpose.accumulation is not Accumulation.NONE:
             _refuse_rows(captured.program)
@@ -280,7 +279,6 @@ class StepCompiler:
         return program
 
     def _compiled_regions(self, program: Program, progress: Progress) -> list[dict[str, RegionFunction]]:
-        """For each device, its regions by name."""
         places = zip(self._options.devices, program.device_graphs.values(), strict=True)
         called = [(device.torch_device, names_of_called_regions(module.graph)) for device, module in places]
         wanted = [(program.regions[name], device) for device, names in called for name in names]
@@ -316,7 +314,7 @@ class StepCompiler:
         self._state.keep_only({name for program in programs for name in program.variables})
 
     def _check_memory(self, captured: CapturedProgram) -> None:
-        """Refuses tensors that share memory with variables that get memory of their own."""
+        """Refuses tensors that share memory with variables in memory of their own."""
         variables = captured.program.variables.values()
         moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
         constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}

@@ -67,7 +67,6 @@ def _named(placement: Mapping[str, str | torch.device], model: ModelState, devic
 
 
 def _device_name(given: Any) -> Any:
-    """The name of a device of torch's; anything else unchanged."""
     return f"{given.type}:{given.index or 0}" if isinstance(given, torch.device) else given
 
 

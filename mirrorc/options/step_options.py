@@ -1,4 +1,4 @@
-"""The options of a step, with the checks that do not depend on the model."""
+"""The options of a step, with their checks independent of the model."""
 
 from __future__ import annotations
 

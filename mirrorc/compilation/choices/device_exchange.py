@@ -60,7 +60,6 @@ def with_gathered(program: Program, options: StepOptions) -> Program:
 
 
 def _why_nothing_is_sent(program: Program, options: StepOptions, factoring: FactorGradients | None) -> str:
-    """The reason why no device sends a gradient to another; empty if devices do."""
     if program.num_replicas == 1:
         return "one device sends no gradient"
     is_shared = any(isinstance(entry, ShareParameters) for entry in options.pipeline)
@@ -72,7 +71,6 @@ def _why_nothing_is_sent(program: Program, options: StepOptions, factoring: Fact
 
 
 def _why_all_is_whole(program: Program, options: StepOptions, factoring: FactorGradients | None) -> str:
-    """The reason why devices cannot send factors; empty if they can."""
     if any(isinstance(entry, UpdateAtOwner) for entry in options.pipeline):
         return "each gradient is added up whole, by the device that owns its variable"
     if factoring is None:
@@ -106,7 +104,6 @@ def _is_carried(link: str) -> bool:
 
 
 def _gatherable(program: Program, link: str, least_elements: int) -> Iterator[Gatherable]:
-    """The gradients with factors to gather, in the order of the program's output."""
     number = program.num_replicas
     for gradient in sendable(program, least_elements):
         sizes = [sum(rows.numel() * rows.itemsize for rows in fake_rows(part) or ()) for part in gradient.of_shards]

@@ -36,15 +36,14 @@ class Figures:
 def chosen(
     candidates: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
 ) -> tuple[tuple[str, ...], str]:
-    """The variables whose gradients are sent as factors, and a remark on the reason, alike on all workers.
+    """The variables with gradients to send as factors, and a remark on the reason, alike on all workers.
 
-    The remark is empty if there is nothing to choose.
+    The remark is empty without a choice.
 
     Args:
         candidates: alike on all workers, but for their numbers of rows.
         everyone: the figures of each worker, by rank.
         workers: with a sharded optimizer, each makes its part of the gradients alone, so machines may differ in bits.
-        exchange: the option.
 
     Raises:
         CommunicationError: the option asks for factors, and the workers' machines would make different gradients of

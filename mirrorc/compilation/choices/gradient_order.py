@@ -19,10 +19,11 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class ReadyOrder(JointChoice):
-    """The order in which the chief's backward makes gradients.
+    """The chief's order of gradients.
 
-    Workers must use the same buckets, but their own orders may differ. An eager backward depends on the values of examples,
-    and a graph on their number: with one example, attention may have other operators. So the chief's first program decides.
+    Workers need the same buckets, but their own orders may differ. An eager backward depends on the values of examples,
+    and a graph on their number: with one example, attention may have other operators. So the chief's first program
+    decides.
     """
 
     subject = "the order of gradients"
@@ -51,8 +52,9 @@ class ReadyOrder(JointChoice):
     def noted_in(self, program: Program) -> Program:
         """A captured program with its gradients in this order.
 
-        Variables missing from the order were frozen when the chief proposed it. Their gradients follow, sorted by name: all
-        other facts of a program may differ between workers. Of numbered layers the last comes first, as in backward.
+        Variables missing from the order were frozen in the chief's proposal. Their gradients follow, sorted by name:
+        all other facts of a program may differ between workers. Of numbered layers the last comes first, as in
+        backward.
         """
         if not self.concerns(program):
             return program
@@ -69,7 +71,7 @@ def _gradients(graph: fx.Graph) -> dict[str, fx.Node]:
 
 
 def _with_numbers(name: str) -> list[str | int]:
-    """A sort key that puts layer 10 behind layer 9."""
+    """Sort key: layer 9 precedes layer 10."""
     return [int(part) if number % 2 else part for number, part in enumerate(re.split("([0-9]+)", name))]
 
 

@@ -1,4 +1,4 @@
-"""The base class of choices that all workers of a step make alike."""
+"""The base class of joint choices of a step's workers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class JointChoice(ABC):
-    """A choice that all workers of a step make in the first training call, and keep.
+    """A joint choice of all workers, made in the first training call, and kept.
 
     A worker compiles for its own batches alone. So each makes a proposal from its captured programs, and decides by the
-    proposals of all. Before the first call a worker decides by its own proposal, to compile early. It compiles again if
-    the joint decision differs.
+    proposals of all. Before the first call its own proposal decides, to compile early. It compiles again if the joint
+    decision differs.
 
     Args:
-        team: the workers that train together; None for planned workers, where the first proposal counts.
+        team: the workers of the training; None for planned workers, where the first proposal counts.
     """
 
     subject: ClassVar[str]

@@ -1,4 +1,4 @@
-"""The chosen exchange as checkpoint state, so that a restart has the same bits."""
+"""The chosen exchange as checkpoint state: a restart has the same bits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class ExchangeState:
 
 
 def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The names of the gradients sent as factors; None without a choice."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a step's state is a dict, as step.state_dict() gives it, not a {type(state).__name__}")
     sizes = {key: state[key] for key in _WITHDRAWN if state.get(key) is not None}

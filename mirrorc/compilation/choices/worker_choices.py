@@ -17,7 +17,7 @@ class WorkerChoices:
 
     Args:
         num_threads: of each device.
-        team: the workers that train together; None for a process on its own and for planned workers.
+        team: the workers of the training; None for a process on its own and for planned workers.
     """
 
     def __init__(self, options: StepOptions, num_threads: int, team: Team | None) -> None:
@@ -35,7 +35,7 @@ class WorkerChoices:
             self._in_call = False
 
     def settle(self, program: Program) -> None:
-        """Makes the open choices that concern a program, in a training call of all workers; blocks until all come.
+        """Makes the open choices for a program, in a training call of all workers; blocks until all come.
 
         Raises:
             CommunicationError: the proposals conflict; on all workers.

@@ -31,10 +31,10 @@ _AS_IF_ALIKE = "; taken as if all workers had as many examples as this one"
 
 
 class ExchangeChoice(JointChoice):
-    """The form of each gradient: its sum, or the factors from which every worker makes the sum.
+    """The form of each gradient: its sum, or its factors.
 
-    The batch sizes of the first call decide. That call may accumulate gradients and send nothing: another worker may
-    make another kind of call, and only the exchange of all workers shows that.
+    The batch sizes of the first call decide. It may accumulate gradients and send nothing: another worker may make
+    another kind of call, as only the exchange of all workers shows.
 
     Args:
         num_threads: of each device.
@@ -53,12 +53,11 @@ class ExchangeChoice(JointChoice):
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The variables whose gradients are sent as factors, as chosen or loaded; None before either."""
+        """The variables with gradients to send as factors, as chosen or loaded; None before either."""
         return self._names if self._is_final else self._loaded
 
     @property
     def is_open(self) -> bool:
-        """Tests for a choice that is still to make."""
         return not self._is_final and self._sent is None
 
     def load(self, names: tuple[str, ...]) -> None:
@@ -102,10 +101,10 @@ class ExchangeChoice(JointChoice):
         return program.workers.sent_as_factors == self._names_for(program)
 
     def noted_in(self, program: Program) -> Program:
-        """A captured program with the names of gradients sent as factors, and a remark.
+        """A captured program with the names of gradients to send as factors, and a remark.
 
         Raises:
-            ValueError: the workers cannot send the table rows that optimizers take.
+            ValueError: the workers cannot send the table rows for an optimizer.
         """
         is_sent = program.trains and program.accumulation is Accumulation.NONE
         if sends_whole(self._options) and is_sent:
@@ -120,23 +119,18 @@ class ExchangeChoice(JointChoice):
         return program.with_remarks(self._remark + ("" if self._is_joint else _AS_IF_ALIKE))
 
     def _names_for(self, program: Program) -> tuple[str, ...]:
-        """The variables whose gradients a program sends as factors; accumulated gradients are whole."""
+        """The variables with gradients to send as factors; accumulated gradients are whole."""
         is_sent = self.concerns(program) and program.accumulation is Accumulation.NONE
         return (*(self._names if is_sent else ()), *self._rows_of(program))
 
     def _rows_of(self, program: Program) -> tuple[str, ...]:
-        """The tables whose optimizers take rows: workers always send these."""
+        """The tables with updates by rows: workers always send these."""
         if not (self._options.program_workers.are_several and program.trains):
             return ()
         variables = program.variables.values()
         return tuple(variable.name for variable in variables if variable.update and variable.update.takes_rows)
 
     def _check_rows(self, program: Program) -> None:
-        """Refuses table rows that the workers cannot send.
-
-        Raises:
-            ValueError: names the table and the remedy.
-        """
         names = self._rows_of(program)
         if names and self._options.exchange == "dense":
             raise ValueError(
@@ -163,7 +157,6 @@ class ExchangeChoice(JointChoice):
         return factoring
 
     def _candidates_in(self, program: Program) -> Iterator[Candidate]:
-        """The gradients with factors to send, in the order of the program's output."""
         factoring = self._factoring
         assert factoring is not None, "something may be sent as factors"
         graphs = [shard for replica in range(program.num_replicas) for shard in program.graphs_run_by(replica)]
