@@ -1,4 +1,4 @@
-"""The compiler passes and their order, which is defined only here."""
+"""The compiler passes and their only order."""
 
 from __future__ import annotations
 

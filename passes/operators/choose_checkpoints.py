@@ -80,8 +80,6 @@ def _choose(program: Program, graph: fx.Graph, max_bytes: int) -> str:
 
 
 class _Search:
-    """Search for the checkpoints of a graph with the least recomputation within a bound."""
-
     def __init__(self, program: Program, graph: fx.Graph, max_bytes: int) -> None:
         self._graph, self._max_bytes = graph, max_bytes
         self._timeline = JointTimeline(program, graph)

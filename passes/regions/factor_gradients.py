@@ -230,7 +230,7 @@ class _Split:
 
 
 def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, FactoredGradient]) -> _Split:
-    """Changes a body to return factors instead of gradients, except factors that are arguments of the body."""
+    """Changes a body to return factors instead of gradients, but no factors from its arguments."""
     old: Any = body.output_node().args[0]
     kept = [place for place in range(len(old)) if place not in factored]
     results = [old[place] for place in kept]
@@ -249,7 +249,6 @@ def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Map
 def _rewire(
     node: fx.Node, number: int, split: _Split, names: Mapping[fx.Node, str], buckets: Mapping[str, int]
 ) -> None:
-    """Adapts one call of a split region, and adds the gradients as factors to the call's graph."""
     parts: dict[int, fx.Node] = {part.args[1]: part for part in node.users}  # type: ignore[misc]
     last, graph = max([node, *parts.values()]), node.graph
     gradients: Any = node.kwargs["gradients"]

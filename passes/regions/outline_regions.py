@@ -107,8 +107,6 @@ def _remark(program: Program) -> str:
 
 
 class _RegionPool:
-    """The present regions; equal bodies are added once."""
-
     def __init__(self) -> None:
         self.regions: dict[str, Region] = {}
         self._by_body: dict[Any, str] = {}
@@ -141,7 +139,7 @@ class _RegionPool:
 
 
 def _body_key(graph: fx.Graph) -> Any:
-    """A key that is equal for graphs that compute the same values from arguments of the same types."""
+    """A key for graphs: equal for the same computation on arguments of the same types."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -183,7 +181,7 @@ def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
 
 
 def _pieces(graph: fx.Graph, program: Program, min_bytes: int) -> Cut:
-    """The operators of the forward, then those up to the last gradient of each bucket, with those that belong before the cut."""
+    """The operators of the forward, then of each bucket's part of backward, with those better before the cut."""
     outside = (ops.read, *ops.OF_FORWARD, *ops.MEETINGS)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
     first = first_of_backward(program, graph)
@@ -231,7 +229,6 @@ def _call(
     values: dict[fx.Node, fx.Node],
     name_of: Callable[[fx.Graph], str],
 ) -> fx.Node:
-    """Moves nodes into a region, named by its body, and inserts a call of it into the outer graph."""
     body = fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     members = set(nodes)

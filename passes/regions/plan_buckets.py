@@ -181,7 +181,6 @@ def _kind(variable: Variable, as_factors: Collection[str]) -> _Kind:
 
 
 def _by_bytes(plan: ByBytes, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> _Planned:
-    """Buckets of whole gradients, as large as the caps allow."""
     open_buckets: dict[_Kind, list[Variable]] = {}
     closed: list[list[Variable]] = []
     opened: list[str] = []
@@ -202,7 +201,6 @@ def _by_bytes(plan: ByBytes, program: Program, gradients: Sequence[Gradient], as
 
 
 def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factors: Collection[str]) -> _Planned:
-    """The buckets of each group, one for each kind of its gradients."""
     closed: list[list[Variable]] = []
     remarks = []
     for group in groups:
@@ -218,7 +216,6 @@ def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factor
 
 
 def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> list[list[Variable]]:
-    """The gradients by kind, in their order."""
     kinds: dict[_Kind, list[Variable]] = {}
     for one in gradients:
         variable = program.variables[one.name]
@@ -260,7 +257,7 @@ def _equal(
 def _equal_packs(
     buckets: Sequence[Bucket], num_packs: Mapping[str, int], position: Mapping[str, int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Packs of equal length, in the order in which they become complete: the number of a bucket, and its elements."""
+    """Packs of equal length, by completion in backward: the number of a bucket, and its elements."""
     found: list[tuple[int, int, tuple[int, int]]] = []  # the time of completion, the bucket, its elements
     for bucket in buckets:
         for start, stop in equal_ranges(bucket.num_elements, num_packs.get(bucket.slots[0].variable, 1)):
@@ -310,7 +307,7 @@ def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> l
 
 
 def _gradients(program: Program) -> list[Gradient]:
-    """The gradients, in the order in which backward makes them."""
+    """The gradients, in backward's order."""
     output = program.shard_graphs[0].output_node().args[0]
     assert isinstance(output, dict)
     variables = [program.variables[name] for name in output["gradients"]]

@@ -20,7 +20,7 @@ from mirrorc.messages.wording import counted
 from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring
 
 NARROW = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
-"""The dtypes in which sums may be sent, by name."""
+"""The narrower dtypes for sums, by name."""
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,6 @@ def _exchange(
 def _gather(
     program: Program, bucket: Bucket, pack: Pack, sums: Sequence[fx.Node], commit: fx.Node, last: fx.Node | None
 ) -> fx.Node:
-    """Replaces a bucket's sum by a gather of its factors, after the last exchange."""
     first, graph = sums[0], program.mirrored_graph
     packed: Any = first.all_input_nodes[0].args if first.target is ops.wait else (first,)
     for given in packed:

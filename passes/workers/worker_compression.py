@@ -76,7 +76,7 @@ class WorkerCompression:
 
 
 def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str, Any]) -> fx.Node:
-    """Replaces an exchange by an operation that sends a part of the result of `add_unsent` and keeps the rest."""
+    """Replaces an exchange by an operation that sends a part of an `add_unsent` and keeps the rest."""
     of_pack = words_of_pack(*program.packs[pack_of(launch)])
     own = tuple(
         insert(program, launch, ops.add_unsent, (given,), {**of_pack, "replica": replica_of(given)})
@@ -91,7 +91,7 @@ def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str
 
 
 def said_of_ring(program: Program, num_bytes: int) -> str:
-    """The bytes that each worker sends of a sum in a ring, in words."""
+    """The bytes of each worker for a sum in a ring, in words."""
     number = program.workers.num_workers
     return size_text(round(2 * num_bytes * (number - 1) / number))
 
