@@ -1,4 +1,4 @@
-"""`compile`: checks the user's options and makes a step from them. It is long, as it says what each option means."""
+"""`compile`: a step from the user's options. The file is long because it documents each option."""
 
 from __future__ import annotations
 
@@ -112,118 +112,123 @@ def compile(
 
     Args:
         model: a model written for one device. It stays the user's: its parameters are replica 0's.
-        devices: names such as ``["cpu:0", "cpu:1"]`` or ``["cuda:0", "cuda:1"]``; a number; None for every visible GPU,
+        devices: names such as ``["cpu:0", "cpu:1"]`` or ``["cuda:0", "cuda:1"]``; a number; None for all visible GPUs,
             else one CPU. Logical CPUs share the processor's threads. ``cuda:0/1`` is a second logical device on GPU 0.
-        optimizer: over parameters of the model; or a list of several, over different ones: a step does what a step of each
-            does, in their order.
-        loss_fn: ``loss_fn(output, target)``; None if the model returns its loss. The loss is a scalar tensor, returned by itself,
-            as the first item of a tuple, or as ``loss`` of a dict or an object.
+        optimizer: over parameters of the model; or a list of several over different ones, which run in this order.
+        loss_fn: ``loss_fn(output, target)``; None if the model returns its loss. The loss is a scalar tensor: alone, as
+            the first item of a tuple, or as ``loss`` of a dict or an object.
         loss_reduction: "mean" if the loss is a mean over the examples of a batch, "sum" if it is a sum.
         backend: "inductor" compiles regions; "eager" runs them as they are.
-        dump: a directory for one file per pass, its diff and an index; also the environment variable MIRRORC_DUMP.
+        dump: a directory for one file per pass, its diff and an index; default: the environment variable MIRRORC_DUMP.
         print_after: names of passes after which the program is printed, on standard error.
         print_after_all: print it after each pass.
-        passes: a pipeline of your own, instead of `mirrorc.passes.default_pipeline`. What its passes have options for, such as
-            bucket sizes and the link, is given to them, and refused here.
+        passes: a pipeline of your own, instead of `mirrorc.passes.default_pipeline`. Options of its passes, such as
+            bucket sizes and the link, are set there, and refused here.
         add_passes: passes of your own, each placed by `mirrorc.before` or `mirrorc.after` a pass of the pipeline.
         disable_passes: names of passes to leave out.
-        bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, which has their defaults; but over several
-            workers on CPUs the cap is 4 MiB, as what is left to send when backward has ended is waited for.
-        packing: which gradients are reduced together: a plan of `mirrorc.packing`, for which ``bucket_cap_mb`` and
-            ``first_bucket_mb`` are the short form of `mirrorc.packing.ByBytes`; a number of packs of equal length (`EqualPacks`),
-            0 for one all-reduce per gradient; or a function that takes a list of `mirrorc.packing.Gradient` (name, elements,
-            dtype, ready) and gives groups of their names.
-        gradient_order: in which order gradients are packed: "ready" as backward makes them, "reversed" against the order in which
-            the model registers its parameters, or a key function of a `mirrorc.packing.Gradient`. All buckets are reduced in the
-            order in which they become ready.
-        all_reduce: how sums over the devices are made: "native" as the link makes them; "reduce-to-one", "hierarchical-copy",
-            "ring", "halving-doubling", "tree" or "round-robin" of messages between devices; "auto" chooses for each bucket, and a
-            remark says why. With options: ``"reduce-to-one{device=1}"``, or an object of `mirrorc.all_reduce_algorithms`.
+        bucket_cap_mb, first_bucket_mb, link: see `mirrorc.passes.default_pipeline`, also for the defaults. Over several
+            workers on CPUs the default cap is 4 MiB: the step waits for the bytes still unsent after backward.
+        packing: the gradients that are reduced together: a plan of `mirrorc.packing`, where ``bucket_cap_mb`` and
+            ``first_bucket_mb`` are short for `mirrorc.packing.ByBytes`; a number of packs of equal length
+            (`EqualPacks`), 0 for one all-reduce per gradient; or a function from a list of `mirrorc.packing.Gradient`
+            (name, elements, dtype, ready) to groups of their names.
+        gradient_order: the order of gradients in packs: "ready" as backward makes them, "reversed" against the model's
+            order of parameters, or a key function of a `mirrorc.packing.Gradient`. Buckets are always reduced as they
+            become ready.
+        all_reduce: the algorithm for sums over devices: "native" is the link's own; "reduce-to-one",
+            "hierarchical-copy", "ring", "halving-doubling", "tree" and "round-robin" send messages between devices;
+            "auto" chooses for each bucket, with a remark on the reason. With options: ``"reduce-to-one{device=1}"``, or
+            an object of `mirrorc.all_reduce_algorithms`.
         communication_options: `mirrorc.CommunicationOptions`, in place of the options that it stands for.
-        exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as ``factor-gradients``. Each
-            replica then makes its gradients as the model's backward does, and they are added up in the order of replicas. A
-            remark names what was left out.
-        capture: the front end that traces the model: "dynamo", of whose graphs regions are compiled, or "autograd", under which
-            forward and backward run as plain PyTorch, for Python that cannot be traced and control flow that depends on data;
-            "auto" tries them in this order, and a warning and a remark say why "dynamo" could not.
-        timeout_seconds: the longest time that a device waits for another one; math.inf for no bound.
-        record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a step.
-        cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay the graph from then on. This is
-            meant for steps in which Python launches kernels more slowly than the GPU runs them. Nothing is recorded then.
-        return_outputs: ``loss, outputs = step(...)``: what the model returns, in containers of its own kinds, without gradients;
-            with a loss_fn that returns more than the loss, a pair of both. Tensors with a row for each example are those of the
-            whole batch, in its order. A scalar is the mean over examples; marked by `mirrorc.summed`, the sum over the replicas.
-            Of anything else, such as other scalars of integers, there is a `mirrorc.PerReplica` with what each replica gives.
-        microbatches: run each device's part of the batch in this many parts, one after the other, with one reduction and one
-            update: activations of one part alone are in memory at a time. The gradient is that of the whole batch. Parts differ
-            by at most one example; a part has at least one, so a small batch has fewer parts. Evaluations run at once.
-        activation_memory: the most memory that the activations of each device may take at their peak, as `Step.memory` counts
-            them: bytes as an int, or as a float a part of what they would take without (on the device where that is most, in the
-            largest batch so far); 1.0 and None for no bound. Backward then computes values of forward again, those that
-            take least time for it; the numbers are the same (with Inductor but for the last bits). The step is compiled several
-            times until it keeps within it.
-        progress: say what a compilation does once it takes longer than 2 s: in a line on standard error if that is a terminal,
-            else in a line of the log (level INFO).
-        autocast: run forward and loss under `torch.autocast` with this dtype, as a step that is called within that context does.
-        scaler: multiply the loss by this scaler's scale before backward, divide the gradients by it, leave an update out where
-            one of them is not finite, and give the scaler its next scale: what its ``scale``, ``unscale_``, ``step`` and
-            ``update`` do on one device. A step that is left out counts in `Step.num_skipped`.
-        clip_grad_norm: scale the gradients before each update so that their norm, over all of them and the whole batch, is at
-            most this, as `torch.nn.utils.clip_grad_norm_` does; `ClipGradNorm` names another norm, and a sequence has a bound
-            for each group of the optimizer, or of all optimizers in their order. The norm is in `Step.grad_norm`; math.inf
-            only measures it.
-        clip_grad_value: bring each element of a gradient to between minus this and this before each update, after the norm's
+        exact_order: leave out the passes that change the bits of a step (``changes_bits``), such as
+            ``factor-gradients``. Each replica makes its gradients as the model's backward does, and they are added in
+            the order of replicas. A remark names the passes.
+        capture: the front end that traces the model. "dynamo" makes graphs for compiled regions. "autograd" runs
+            forward and backward as plain PyTorch, for untraceable Python and control flow that depends on data. "auto"
+            tries them in this order; a warning and a remark give the reason if "dynamo" fails.
+        timeout_seconds: the longest wait of a device for another one; math.inf for no bound.
+        record: keep the times of the last steps, for `Step.explain` and `Step.timeline`; costs a few microseconds a
+            step.
+        cuda_graphs: on one GPU, capture the step as a CUDA graph after a few calls, and replay it. It is for steps in
+            which Python launches kernels more slowly than the GPU runs them. Times are not recorded.
+        return_outputs: ``loss, outputs = step(...)``: the model's outputs, in containers of their own kinds, without
+            gradients; if loss_fn returns more than the loss, a pair of both. Tensors with a row for each example have
+            those of the whole batch, in its order. A scalar is the mean over examples; marked by `mirrorc.summed`, the
+            sum over the replicas. Anything else, such as other scalars of integers, is a `mirrorc.PerReplica` with the
+            value of each replica.
+        microbatches: run each device's part of the batch in this many parts in turn, with one reduction and one update,
+            so that memory holds activations of one part. The gradient is that of the whole batch. Parts differ by at
+            most one example; a part has at least one, so a small batch has fewer parts. Evaluations run in one part.
+        activation_memory: the bound of each device's peak of activations, as `Step.memory` counts them: bytes as an
+            int, or as a float a part of the peak without a bound (of the worst device, in the largest batch so far);
+            1.0 and None for no bound. Backward recomputes the values of forward that take least time. Numbers are the
+            same (with Inductor but for the last bits). The step is compiled several times until it keeps the bound.
+        progress: report a compilation of more than 2 s: in a line on standard error if that is a terminal, else in the
+            log (level INFO).
+        autocast: run forward and loss under `torch.autocast` with this dtype, as a call within that context does.
+        scaler: the loss scaling of this scaler, as its ``scale``, ``unscale_``, ``step`` and ``update`` do on one
+            device: multiply the loss, divide the gradients, skip the update if one is not finite, and set the next
+            scale. `Step.num_skipped` counts skipped updates.
+        clip_grad_norm: scale the gradients before each update so that their norm, over all of them and the whole batch,
+            is at most this, as `torch.nn.utils.clip_grad_norm_` does. `ClipGradNorm` gives another norm; a sequence
+            gives a bound for each group of the optimizers in their order. `Step.grad_norm` has the norm; math.inf only
+            measures it.
+        clip_grad_value: clamp each element of a gradient to plus or minus this before each update, after the norm's
             scaling.
-        check_finite: True raises `NonFiniteError` for a step in which a replica's loss or a reduced gradient is infinite or not
-            a number, and changes nothing. "skip" leaves out the update of such a step, returns its loss, and counts it in
+        check_finite: True raises `NonFiniteError` if a replica's loss or a reduced gradient is infinite or NaN, and
+            changes nothing. "skip" skips the update of such a step, returns its loss, and counts it in
             `Step.num_skipped`.
-        check_replicas_every: before every so many steps, compare parameters and optimizer state of all replicas by checksums,
-            and raise `ExecutionError` if memory of one has gone bad; None or 0 for never. Devices that share their parameters
-            have nothing to compare, a remark says so. Several workers compare theirs, and all raise `CommunicationError`.
-        example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword arguments,
-            or a pair of both.
-        workers: "auto" trains together with the other workers (processes) that an initialised process group, torchrun or
-            TF_CONFIG describes, see `mirrorc.cluster`: each compiles the same step, over devices of its own, and calls it with
-            examples of its own. None trains in this process alone, whatever the others do.
-        process_group: a group of `torch.distributed` with all workers, where that is not the default group.
-        world: compile for one of several workers that need not be there: the step is prepared, printed, saved and compared, but
-            not called. None for a step that runs.
+        check_replicas_every: every so many steps, compare checksums of parameters and optimizer state of all replicas,
+            and raise `ExecutionError` if the memory of one has gone bad; None or 0 for never. Devices that share their
+            parameters have nothing to compare, with a remark. Several workers compare theirs, and all raise
+            `CommunicationError`.
+        example_inputs: compile now, not at the first call: a tuple of positional arguments, a dict of keyword
+            arguments, or a pair of both.
+        workers: "auto" trains together with the other workers (processes) of an initialised process group, torchrun or
+            TF_CONFIG, see `mirrorc.cluster`: each compiles the same step over its own devices, and calls it with its
+            own examples. None trains in this process alone.
+        process_group: a group of `torch.distributed` with all workers, if that is not the default group.
+        world: compile for one of several workers that need not be there: the step can be prepared, printed, saved and
+            compared, but not called. None for a step that runs.
         rank: the worker of ``world`` whose program is compiled; None for worker 0.
-        exchange: how several workers, or devices that do not share parameters, send gradients to each other: "dense" for the sum
-            of each whole bucket; "factors" for the factors of all gradients that have some (the two matrices of a linear layer's
-            product, rows and indices of a table), from which each makes the sum, or its part of it; "auto" for what takes least
-            time at the first call, or between devices for what moves fewer bytes, for each gradient. Where nothing is sent, a
-            remark says that it has no effect.
-        early_update: over several workers, update each bucket as soon as its own sum is there, while others are in flight. If a
-            connection is lost meanwhile, parameters are left between two steps, and nothing uses them until model and optimizer
-            are restored. False commits when all sums are there, so that a failure leaves those before or after the step.
-        compression: over several workers, send sums of gradients in this dtype, "bfloat16" or "float16", half as many bytes as
-            float32 has: this changes numbers. A worker's devices add up in the gradients' own dtype first, and norms, bounds and
-            updates take the sum over workers in it. Factors are sent as they are. A remark has the bytes with and without. With
-            `mirrorc.TopK`, each worker sends the largest elements of its sum alone, and with a `mirrorc.compression.Payload` of
-            your own what that makes; it adds the rest to its sum in the next step. `Step.unsent_state` has that for checkpoints.
-        shard_optimizer: over several workers, each updates a part of every bucket of gradients alone and keeps the optimizer's
-            state of that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
+        exchange: the form of gradients between workers, or between devices that do not share parameters. "dense" sends
+            each bucket whole. "factors" sends the factors of all gradients that have some (the two matrices of a linear
+            layer's product, rows and indices of a table); each receiver makes the sum from them, or its part of it.
+            "auto" chooses for each gradient: least time at the first call, or fewer bytes between devices. Where
+            nothing is sent, a remark says that it has no effect.
+        early_update: over several workers, update each bucket as soon as its own sum is there, while others are in
+            flight. If a connection is lost meanwhile, parameters are between two steps, and nothing uses them until
+            model and optimizer are restored. False commits when all sums are there, so a failure leaves the parameters
+            before or after the step.
+        compression: over several workers, send sums of gradients as "bfloat16" or "float16", half the bytes of float32;
+            this changes numbers. A worker's devices add up in the gradients' dtype first, and norms, bounds and updates
+            take the sum over workers in it. Factors are sent unchanged. A remark has the bytes with and without. With
+            `mirrorc.TopK`, each worker sends the largest elements of its sum; with a `mirrorc.compression.Payload` of
+            your own, its message. The rest is added in the next step (error feedback); `Step.unsent_state` has it for
+            checkpoints.
+        shard_optimizer: over several workers, each updates a part of every bucket and keeps the optimizer's state of
+            that part alone; new parameters are gathered over all workers. Before ``optimizer.state_dict()``, all
             workers call `Step.gather_optimizer_state`.
-        placement: where parameters are, and who updates them: "shared" for one copy in memory that all devices share, of
-            which each updates a share; "mirrored" for a copy on each device, which it updates whole; "auto" for the first
-            where that is possible, else the second. "central" leaves all sums, updates and the optimizer's state to the first
-            device, and "least-loaded" deals parameters out to devices by their bytes, the largest first: each is summed up
-            and updated on the device that owns it, and all others write a copy, once a step. A dict names owners,
-            ``{"embedding.weight": "cpu:0"}``, a device's name or a `torch.device`, with a rule ("central", "least-loaded",
-            "cached" or a device) for all others
-            under ``"*"``. "cached" deals out large parameters alone, and leaves small ones to the first device. Numbers are
-            the same but for the last bits, where the order of additions or the cuts of compiled regions differ.
-        dynamic: False to compile each new size of an argument. None for symbols in place of sizes that change: where a call
-            brings the second size of a dimension, one more program is compiled for all of its sizes. True for symbols in the
-            first program already. See docs/semantics.md for what stays a number, such as numbers of examples beside microbatches.
+        placement: the home of parameters, and the devices that update them. "shared": one copy in memory that all
+            devices share, each updating a share. "mirrored": a copy on each device, which it updates whole. "auto":
+            "shared" where possible, else "mirrored". "central": the first device has all sums, updates and the
+            optimizer's state. "least-loaded": parameters are dealt to devices by bytes, the largest first; the owner
+            sums up and updates each, and all others write a copy once a step. "cached": the same for large parameters,
+            and the first device owns small ones. A dict names owners, ``{"embedding.weight": "cpu:0"}``, as a device's
+            name or a `torch.device`, with ``"*"`` for all others: a device, "central", "least-loaded" or "cached".
+            Numbers are the same but for the last bits, where the order of additions or the cuts of compiled regions
+            differ.
+        dynamic: False compiles each new size of an argument. None uses symbols for sizes that change: the second size
+            of a dimension compiles one more program for all of its sizes. True uses symbols in the first program
+            already. Some sizes stay numbers, such as numbers of examples beside microbatches: see docs/semantics.md.
         declared: options that were declared outside of the package, see `mirrorc.options.option.Option`.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it and the remedy.
-        PassError: what `passes`, `add_passes` and `disable_passes` give is no pipeline of a whole step; says why, and the remedy.
-        CommunicationError: a worker does not come, does not compile the same step, or raises any other error; all that are there
-            raise it.
+        PassError: `passes`, `add_passes` and `disable_passes` make no pipeline of a whole step; says why, and the
+            remedy.
+        CommunicationError: a worker does not come, does not compile the same step, or raises any other error; all
+            present workers raise it.
     """
     asked = {**locals()}
     del asked["declared"]
@@ -269,7 +274,7 @@ def compile(
             **placing(model_state, parsed, placement),
             **chosen_backend.preferences(parsed[0].torch_device),
         }
-        if most_activations is not None:  # memory that is reserved would be taken beside them
+        if most_activations is not None:  # reserved memory would come on top of activations
             parameters["reserves_memory"] = False
         pipeline, remarks = step_pipeline(request, parameters)
         chosen = StepOptions(
@@ -306,14 +311,14 @@ def compile(
         step = Step(chosen, model_state)
         if example is not None:
             with ExitStack() as closing:
-                closing.push(step)  # nobody has a step that could not be prepared
+                closing.push(step)  # nobody has a step whose preparation failed
                 step.prepare(*example[0], **example[1])
                 closing.pop_all()
         return step
 
 
 def usable_backend(name: str, devices: Sequence[Device]) -> Backend:
-    """The backend of this name; "eager", with a warning, where it cannot work on the devices."""
+    """The backend of this name; "eager", with a warning, if it cannot work on the devices."""
     backend = backend_named(name)
     objection = backend.objection(devices[0].torch_device)
     if not objection:

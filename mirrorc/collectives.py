@@ -1,6 +1,6 @@
-"""What a model or a loss may ask of all replicas: `all_reduce`, `all_gather`, `replica_id` and `num_replicas` of `mirrorc`.
+"""Collectives for models and losses: `all_reduce`, `all_gather`, `replica_id` and `num_replicas` of `mirrorc`.
 
-In a training step, they are those of all workers; in an evaluation, which is a worker's own, those of its devices.
+In a training step they join the replicas of all workers, in an evaluation those of one worker.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def replica_id() -> torch.Tensor:
 
 
 def num_replicas() -> torch.Tensor:
-    """How many replicas run, a scalar of int64: those that have examples; 1 in plain PyTorch. See `replica_id`."""
+    """The number of replicas with examples, a scalar of int64; 1 in plain PyTorch. See `replica_id`."""
     return replica_values.replica_count(torch.zeros((), dtype=torch.int64, device="cpu"))
 
 

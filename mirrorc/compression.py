@@ -1,4 +1,6 @@
-"""Forms in which workers send gradients, for ``compression=`` of `mirrorc.compile`: a part of each, or a payload of one's own."""
+"""Compressed messages of gradients between workers, for ``compression=`` of `mirrorc.compile`: a part, or a payload of
+one's own.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,16 @@ from typing import Any
 import torch
 
 Gradients = Mapping[str, torch.Tensor]
-"""Tensors by the names of the parameters to whose gradients they belong."""
+"""Tensors of gradients, by the names of their parameters."""
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Each worker sends the largest elements of its sum of each bucket alone, and adds the rest to its sum in the next step.
+    """Top-k compression with error feedback: each worker sends the largest elements of its sum of each bucket, and adds
+    the rest to its sum in the next step.
 
     Attributes:
-        ratio: how many elements of a bucket are sent, of all of them: more than 0, and at most 1. A bucket sends one at least.
+        ratio: the sent part of a bucket's elements: more than 0, at most 1. A bucket sends at least one element.
     """
 
     ratio: float = 0.01
@@ -33,16 +36,16 @@ class TopK:
             )
 
     def count(self, num_elements: int) -> int:
-        """How many of so many elements are sent."""
+        """The number of sent elements of ``num_elements``."""
         return min(num_elements, max(1, math.ceil(self.ratio * num_elements)))
 
 
 class Collectives:
-    """Collectives over all workers, for `Payload.exchange`. Each returns when it is done.
+    """Blocking collectives over all workers, for `Payload.exchange`.
 
     Args:
         group: launches them.
-        num_workers: how many take part.
+        num_workers: the number of participants.
     """
 
     def __init__(self, group: Any, num_workers: int) -> None:
@@ -58,8 +61,7 @@ class Collectives:
         self._run(tensor, lambda: self._group.all_reduce(tensor))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The contiguous tensors of all workers, in the order of ranks, which have one shape and dtype; raises as
-        `all_reduce`."""
+        """The contiguous tensors of all workers, in the order of ranks, all of one shape and dtype; raises as `all_reduce`."""
         gathered = [torch.empty_like(tensor) for _ in range(self._num_workers)]
         self._run(tensor, lambda: self._group.all_gather(tensor, gathered))
         return gathered
@@ -74,25 +76,25 @@ class Collectives:
 
 
 class Payload:
-    """Base class of payloads of one's own: what workers send of their gradients, and the sums that they make of it.
+    """The base class of user-defined payloads: the workers' messages, and the sums that they make of them.
 
-    A subclass is a frozen dataclass. Workers compare the text of their instances, so its fields say all that they must have
-    alike. The base class sends all gradients whole. ``examples/power_sgd.py`` is an example.
+    A subclass is a frozen dataclass. Workers compare the text of their instances, so its fields include everything that
+    must be alike. The base class sends all gradients whole. ``examples/power_sgd.py`` is an example.
 
-    Gradients come as they lie in a bucket, those of one message together, by the names of their parameters. Each has the shape
-    and the strides of its parameter; a gradient that is cut between two messages comes as a piece, 1-D.
+    Gradients come by the names of their parameters, those of one message together. Each has the shape and the strides
+    of its parameter; a gradient that is cut between two messages comes as a 1-D piece.
     """
 
     def num_bytes(self, gradients: Gradients, num_workers: int) -> int:
-        """The size of a message, by which it is chosen, reported and predicted.
+        """The size of a message, for choices, reports and predictions.
 
         Args:
             gradients: on the device ``meta``, without values.
-            num_workers: how many workers send.
+            num_workers: the number of senders.
 
         Returns:
-            The bytes that a worker hands to `Collectives.all_reduce`, and ``num_workers / 2`` times those that it hands to
-            `Collectives.all_gather`. Gradients for which it is 0, or no less than they have, are sent whole.
+            The bytes that a worker hands to `Collectives.all_reduce`, and ``num_workers / 2`` times those that it hands
+            to `Collectives.all_gather`. Gradients are sent whole if it is 0, or no less than their bytes.
         """
         return 0
 
@@ -101,20 +103,20 @@ class Payload:
     ) -> Gradients | None:
         """Sends the gradients of a message, and makes their sums.
 
-        It runs in a thread of its own while backward goes on; messages take turns, in one order on all workers. All workers
-        call the same collectives, and must make the same bits of the sums: matrix products, and sums over a dimension, differ
-        between processors.
+        It runs in a thread of its own during backward; messages take turns, in one order on all workers. All workers
+        must call the same collectives, and make the same bits of the sums: matrix products, and sums over a dimension,
+        differ between processors.
 
         Args:
-            gradients: the worker's sums, with what it has not sent in earlier steps. What is left in them when this returns is
+            gradients: the worker's sums, with the unsent part of earlier steps. The values left in them at return are
                 added to the gradients of the next step.
             sums: zeros of the same shapes, for the sums over all workers.
-            state: what the last step has returned for these gradients; nothing in the first one. It is not written.
-            collectives: between the workers.
+            state: the last step's result for these gradients; empty in the first one. It is not written.
 
         Returns:
-            New tensors by the names of gradients, for the next step, the same on all workers; None for none. A step that fails,
-            or leaves its update out, keeps neither these nor what is left in gradients. `mirrorc.Step.unsent_state` has both.
+            New tensors by the names of gradients, for the next step, the same on all workers; None for none. A step
+            that fails, or skips its update, keeps neither these nor the rest in ``gradients``.
+            `mirrorc.Step.unsent_state` has both.
         """
         raise NotImplementedError
 
@@ -143,12 +145,12 @@ _payloads: dict[str, Payload] = {}
 
 
 def noted(payload: Payload) -> str:
-    """The text by which programs of this process name a payload, which `payload_named` gives from now on."""
+    """Registers a payload and returns its text in programs of this process, for `payload_named`."""
     text = " ".join(repr(payload).split())  # on one line
     _payloads[text] = payload
     return text
 
 
 def payload_named(text: str) -> Payload | None:
-    """The payload that programs name so; None if no program of this process was made with it."""
+    """The payload of this text; None if no program of this process was made with it."""
     return _payloads.get(text)

@@ -1,4 +1,4 @@
-"""Packing plans, for ``packing=`` of `mirrorc.compile`: which gradients are reduced together, and in which order they lie."""
+"""Packing plans, for ``packing=`` of `mirrorc.compile`: groups of gradients for each reduction, and their order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 
 
 class Gradient(NamedTuple):
-    """A gradient, as a plan of the user's own is told of it.
+    """A gradient, as an argument of user-defined plans.
 
     Attributes:
         name: of the variable, as in ``step.variables``.
-        elements: how many it has.
-        dtype: of its elements.
-        ready: its place among all gradients in the order in which backward makes them, from 0.
+        elements: the number of elements.
+        ready: its place in the order in which backward makes gradients, from 0.
     """
 
     name: str
@@ -28,19 +27,22 @@ class Gradient(NamedTuple):
 
 
 Groups = Callable[[Sequence[Gradient]], Sequence[Sequence[str]]]
-"""A plan of the user's own: takes all gradients, in the order of ``gradient_order``, and gives groups of their names. Each group
-is reduced at once; a gradient lies in exactly one of them."""
+"""A user-defined plan: takes all gradients, in the order of ``gradient_order``, and returns groups of their names. Each
+group is reduced at once; a gradient is in exactly one of them.
+"""
 
 GradientOrder = Literal["ready", "reversed"] | Callable[[Gradient], Any]
-"""In which order gradients are packed: as backward makes them, the reverse of that in which the model registers its parameters,
-or by a key function, smallest first."""
+"""The order of gradients in packs: as backward makes them, the reverse of the model's order of parameters, or by a key
+function, smallest first.
+"""
 
 ORDERS = ("ready", "reversed")
 
 
 CAP_BETWEEN_HOSTS_MB = 4.0
-"""The cap of a bucket, in MiB, that `mirrorc.compile` chooses over several workers on CPUs. Between hosts an element takes a
-hundred times as long as within one memory, and the bucket that backward makes last is sent while nothing else is left to do."""
+"""The default cap of a bucket, in MiB, over several workers on CPUs. Bandwidth between hosts is a hundredth of that
+within one memory, and nothing overlaps the last bucket of backward.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class ByBytes:
     """Packs of whole gradients, each as large as a cap allows: a gradient that would exceed it opens the next pack.
 
     Attributes:
-        cap_mb: the cap, in MiB; 0 for one pack, whatever ``first_mb`` is. A gradient that is larger has a pack of its own.
-        first_mb: the cap of the first pack, in MiB, which is smaller so that communication begins early.
+        cap_mb: the cap, in MiB; 0 for one pack, whatever ``first_mb`` is. A larger gradient has its own pack.
+        first_mb: the cap of the first pack, in MiB, smaller to begin communication early.
 
     Raises:
         ValueError: a cap is negative or no number, or ``first_mb`` is 0.
@@ -69,13 +71,13 @@ class ByBytes:
 
 @dataclass(frozen=True)
 class EqualPacks:
-    """Gradients side by side, cut into packs of equally many elements, wherever that is; a pack may end within a gradient.
+    """Gradients side by side, cut into packs of equal length; a pack may end within a gradient.
 
-    Gradients of another dtype or update rule are side by side by themselves, and cut into as many packs. Elements that fill up
-    cache lines between gradients count. If the number does not divide evenly, the last pack has the rest.
+    Each dtype and update rule has as many packs of its own. Padding to cache lines counts. The last pack has the
+    remainder.
 
     Attributes:
-        num_packs: in how many packs; an int is short for this plan. 0 for no packing: one all-reduce per gradient.
+        num_packs: an int is short for this plan. 0 for no packing: one all-reduce per gradient.
 
     Raises:
         TypeError, ValueError: it is no such number.
@@ -88,20 +90,19 @@ class EqualPacks:
 
 
 LEAST_ELEMENTS = 1024
-"""`EqualSplits` makes no pack of fewer elements."""
+"""The fewest elements of a pack of `EqualSplits`."""
 
 
 @dataclass(frozen=True)
 class EqualSplits:
-    """As `EqualPacks`, but only where it is worthwhile: otherwise each gradient has an all-reduce of its own, and a remark says
-    why.
+    """As `EqualPacks`, if worthwhile; else one all-reduce per gradient, with a remark on the reason.
 
-    It declines all gradients if these have several dtypes, and those of one update rule if a pack would have fewer than 1024
-    elements (`LEAST_ELEMENTS`). The third reason of the plan that it follows, shapes that are not known, cannot come up: those of
-    parameters are always known here.
+    It declines all gradients if these have several dtypes, and those of one update rule if a pack would have fewer than
+    1024 elements (`LEAST_ELEMENTS`). The original's third reason, unknown shapes, cannot occur: shapes of parameters
+    are known.
 
     Attributes:
-        num_splits: in how many packs, at least 1.
+        num_splits: the number of packs, at least 1.
 
     Raises:
         TypeError, ValueError: it is no such number.
@@ -124,18 +125,18 @@ Packing = ByBytes | EqualPacks | EqualSplits | int | Groups
 Plan = ByBytes | EqualPacks | EqualSplits | Groups
 
 PLANS: Mapping[str, Callable[..., Any]] = {plan.__name__: plan for plan in (ByBytes, EqualPacks, EqualSplits)}
-"""The plans that have a text, as a pipeline's text writes them, by the name of their class."""
+"""The plans with a text form in pipelines, by the name of their class."""
 
 
 def check_caps(cap_mb: Any, first_mb: Any, names: tuple[str, str]) -> None:
-    """Refuses what is no cap.
+    """Refuses invalid caps.
 
     Args:
         cap_mb, first_mb: the caps, in MiB.
-        names: what the user calls them.
+        names: the user's names for them.
 
     Raises:
-        ValueError: names the cap and what is allowed.
+        ValueError: names the cap and the allowed values.
     """
     for name, value, least in zip(
         names, (cap_mb, first_mb), ("0 for one bucket", "math.inf for no bound"), strict=True
@@ -147,10 +148,10 @@ def check_caps(cap_mb: Any, first_mb: Any, names: tuple[str, str]) -> None:
 
 
 def plan_of(packing: Any) -> Plan:
-    """The plan that is given, or meant by a number.
+    """The plan itself, or the plan for a number.
 
     Raises:
-        TypeError: it is none of the kinds that there are.
+        TypeError: it is no plan.
         ValueError: the number is negative.
     """
     if isinstance(packing, int) and not isinstance(packing, bool):
@@ -166,7 +167,7 @@ def plan_of(packing: Any) -> Plan:
 
 
 def may_cut(packing: Any) -> bool:
-    """Whether a plan may cut gradients, so that one lies in two packs."""
+    """Tests for a plan that may cut gradients, so that one lies in two packs."""
     plan = plan_of(packing)
     if isinstance(plan, EqualSplits):
         return plan.num_splits > 1
@@ -174,10 +175,10 @@ def may_cut(packing: Any) -> bool:
 
 
 def check_order(gradient_order: Any) -> None:
-    """Refuses what is no order of gradients.
+    """Refuses an invalid order of gradients.
 
     Raises:
-        TypeError, ValueError: names it and what is allowed.
+        TypeError, ValueError: names it and the allowed values.
     """
     allowed = "say 'ready', as backward makes them, 'reversed', or give a key function of a mirrorc.packing.Gradient"
     if isinstance(gradient_order, str) and gradient_order not in ORDERS:
@@ -187,15 +188,14 @@ def check_order(gradient_order: Any) -> None:
 
 
 def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, registered: Sequence[str]) -> list[Gradient]:
-    """The gradients in an order that the user has asked for.
+    """The gradients in the user's order.
 
     Args:
         gradients: as backward makes them.
-        gradient_order: the order.
-        registered: the names of the parameters, as the model registers them.
+        registered: the names of the parameters, in the model's order.
 
     Raises:
-        ValueError: a key function fails, or gives keys that cannot be compared, or have no order.
+        ValueError: a key function fails, or its keys cannot be compared or ordered.
     """
     if gradient_order == "ready":
         return list(gradients)
@@ -219,7 +219,7 @@ def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, regis
 
 
 def _why_no_key(key: Any) -> str:
-    """What a key is that has no order among numbers; an empty text if it may have one."""
+    """The description of a key without an order among numbers; empty if it may have one."""
     if isinstance(key, torch.Tensor):
         return f"a tensor ({list(key.shape)}, {key.dtype})"
     if isinstance(key, float) and math.isnan(key):
@@ -228,11 +228,12 @@ def _why_no_key(key: Any) -> str:
 
 
 def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradient]]:
-    """The groups that a plan of the user's own gives.
+    """The groups of a user-defined plan.
 
     Raises:
-        TypeError: it gives no groups of names.
-        ValueError: it fails; a name is missing, is there twice, or is no gradient's; a group is empty or has two dtypes.
+        TypeError: it returns no groups of names.
+        ValueError: it fails; a name is missing, is there twice, or is no gradient's; a group is empty or has two
+            dtypes.
     """
     plan = f"packing={getattr(groups, '__name__', type(groups).__name__)}"
     try:
@@ -266,7 +267,6 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
 
 
 def _of_the_users(option: str, takes: str, error: Exception) -> ValueError:
-    """What is said of a function of the user's that fails."""
     fields = ", ".join(Gradient._fields)
     return ValueError(
         f"{option}: your function raised {type(error).__name__}: {error}; it {takes} mirrorc.packing.Gradient, which has the "
@@ -279,8 +279,7 @@ def _is_list(value: Any) -> bool:
 
 
 def equal_ranges(num_elements: int, number: int) -> list[tuple[int, int]]:
-    """Cuts elements into consecutive ranges of equally many, the last of which has the rest: first ones, and one past the last
-    ones.
+    """Cuts elements into consecutive ranges [start, stop) of equal length; the last has the remainder.
 
     Of fewer elements than ranges, each has one.
     """

@@ -1,4 +1,4 @@
-"""The compiler passes and their order, which is defined only here."""
+"""The compiler passes and their only order."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ PASSES: dict[str, Callable[..., Pass]] = {
     "update-in-parts": UpdateInParts,
     "lower-devices": LowerDevices,
 }
-"""Every pass of mirrorc, by name, in the order of the pipeline, which has one of the algorithms of all-reduce at most."""
+"""Every pass of mirrorc, by name, in the order of the pipeline; a pipeline has one all-reduce algorithm at most."""
 
 
 def default_pipeline(
@@ -173,36 +173,34 @@ def default_pipeline(
     """The passes that `mirrorc.compile` runs, in order.
 
     Args:
-        bucket_cap_mb: the cap of a bucket in MiB: a gradient that would exceed it opens the next bucket. 0 for one bucket.
-        first_bucket_mb: the cap of the first bucket, which is smaller so that communication begins early.
+        bucket_cap_mb: the cap of a bucket in MiB: a gradient that would exceed it opens the next bucket. 0 for one
+            bucket.
+        first_bucket_mb: the cap of the first bucket, smaller to begin communication early.
         packing: another plan of `mirrorc.packing`, in place of these caps.
-        gradient_order: in which order gradients are put into buckets, see `PlanBuckets`.
-        link: the name of the link to use, instead of what `LowerCollectives` finds best.
-        all_reduce: how sums over devices are made of messages, see `mirrorc.passes.all_reduce`; None for what the link offers.
+        gradient_order: see `PlanBuckets`.
+        link: the name of the link; None for the choice of `LowerCollectives`.
+        all_reduce: see `mirrorc.passes.all_reduce`; None for the link's own.
         min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
-        part_elements: how many elements of a product updates make at a time, see `UpdateInParts`.
-        gelu_by_sigmoid, channels_last, recomputes, reuses_arguments, reserves_memory: whether these make a step faster, see
-            `DecomposeGelu`, `LayChannelsLast`, `RecomputeElementwise`, `ReuseArguments` and `ReserveMemory`; `mirrorc.compile`
-            determines it from backend and devices.
-        pads_products: whether large products of odd sizes are padded, see `PadProducts`; it does so for GPUs.
-        chooses_checkpoints: whether there is a bound for the memory of activations, see `ChooseCheckpoints`; `mirrorc.compile`
-            sets it for each program.
-        microbatches: in how many parts a shard is run, see `AccumulateMicrobatches`; they are made at capture.
+        part_elements: the most elements of a part of a product, see `UpdateInParts`.
+        gelu_by_sigmoid, channels_last, recomputes, reuses_arguments, reserves_memory: add `DecomposeGelu`,
+            `LayChannelsLast`, `RecomputeElementwise`, `ReuseArguments` and `ReserveMemory`; `mirrorc.compile` adds
+            those that are faster with its backend and devices.
+        pads_products: add `PadProducts`; for GPUs.
+        chooses_checkpoints: add `ChooseCheckpoints`; `mirrorc.compile` sets the bound for each program.
+        microbatches: the number of parts of a shard, as captured, see `AccumulateMicrobatches`.
         max_grad_norm, grad_norm_type, max_grad_value: bounds of the gradients, see `ClipGradients`.
-        scales_loss: whether gradients are those of a loss that is multiplied by a scale, see `UnscaleGradients`; a step in which
-            they are not finite leaves its update out.
-        fused_groups: the numbers of the optimizers' groups that torch's fused kernels update, see `ScaleInUpdates`.
-        check_finite: whether a step takes place only if losses and gradients are finite, see `CheckFinite`; "skip" leaves
-            the update out otherwise, True raises an error.
-        over_workers: whether buckets are summed over several workers, see `ReduceOverWorkers`.
-        early_update: whether each bucket is then updated as soon as its own sum is there, where nothing needs all sums before.
-        compression: the dtype in which workers send sums, see `CompressExchange`, which part of them, see `SendLargest`, or
-            a payload from outside of the package, see `SendPayload`; None for all in the buckets' own dtype.
-        shard_optimizer: whether each worker updates a part of each bucket alone, see `ShardOptimizer`.
-        placement: where parameters are. "auto" and "shared" keep them once for devices that share one memory, see
-            `ShareParameters`, "mirrored" as a copy on each device; anything else is a rule of `PlaceVariables`, by which one
-            device owns each of them.
-        owners: the owners of variables that are named, see `PlaceVariables`.
+        scales_loss: the loss is multiplied by a scale, see `UnscaleGradients`; non-finite gradients skip the update.
+        fused_groups: the optimizers' groups that torch's fused kernels update, by number, see `ScaleInUpdates`.
+        check_finite: losses and gradients must be finite, see `CheckFinite`; else "skip" skips the update, True raises
+            an error.
+        over_workers: add up buckets over several workers, see `ReduceOverWorkers`.
+        early_update: update each bucket as soon as its own sum is there, unless all sums are needed before.
+        compression: the dtype of workers' sums, see `CompressExchange`; their largest elements, see `SendLargest`; or a
+            payload from outside of the package, see `SendPayload`; None for the buckets' dtype.
+        shard_optimizer: each worker updates a part of each bucket, see `ShardOptimizer`.
+        placement: "auto" and "shared" keep parameters once for devices with shared memory, see `ShareParameters`;
+            "mirrored" has a copy on each device; another rule gives each parameter an owner, see `PlaceVariables`.
+        owners: the owners of named variables, see `PlaceVariables`.
     """
     clips = max_grad_norm is not None or max_grad_value is not None
     needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
@@ -249,7 +247,7 @@ def default_pipeline(
 
 
 def compressing(compression: str | TopK | Payload | None) -> list[WorkerCompression]:
-    """The pass that compresses what workers send, if one is asked for."""
+    """The compression pass, if any."""
     if isinstance(compression, TopK):
         return [SendLargest(**asdict(compression))]
     if isinstance(compression, Payload):
@@ -259,8 +257,9 @@ def compressing(compression: str | TopK | Payload | None) -> list[WorkerCompress
 
 
 def told_of_sharing(passes: Sequence[Pass]) -> list[Pass]:
-    """The passes; each `FactorGradients` that leaves it to the pipeline is told if none of them is `ShareParameters`, and which
-    algorithm sends whole gradients."""
+    """The passes, after setting the open fields of each `FactorGradients`: whether the pipeline has `ShareParameters`,
+    and its algorithm for whole gradients.
+    """
     told: dict[str, Any] = {}
     if not any(isinstance(compiler_pass, ShareParameters) for compiler_pass in passes):
         told["parameters_are_shared"] = False
@@ -270,5 +269,5 @@ def told_of_sharing(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def _untold(one: FactorGradients, told: dict[str, Any]) -> dict[str, Any]:
-    """What the pass leaves to the pipeline of what can be told."""
+    """The known facts that the pass leaves to the pipeline."""
     return {name: value for name, value in told.items() if getattr(one, name) is None}

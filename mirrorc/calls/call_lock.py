@@ -83,7 +83,7 @@ class ExclusiveCalls:
 
     @property
     def is_any_running(self) -> bool:
-        """Whether a call of a step over the same variables runs."""
+        """Tests for a running call of a step over the same variables."""
         return "now" in self._callers.now
 
     def check_open(self) -> None:

@@ -76,7 +76,7 @@ class StepReports(ABC):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0, the source of all values at the start; True in a process on its own."""
+        """Tests for worker 0, the source of all values at the start; True in a process on its own."""
         return self.rank == 0
 
     def shard_batch(self, batch: _T) -> _T:

@@ -1,4 +1,4 @@
-"""The search for a program that keeps to a bound for the memory of its activations."""
+"""Search for a program within a bound on activation memory."""
 
 from __future__ import annotations
 
@@ -16,32 +16,28 @@ from mirrorc.printing.values import size_text
 from mirrorc.runtime.memory.report import MemoryReport
 
 _MOST_TRIES = 6
-"""How many programs are made for a bound, without the one that keeps everything."""
+"""The most tries after the program that keeps everything."""
 _LEAST_STEP = 1 / 64
-"""By what part of the bound at least the next program is to take less than the one before, which took too much."""
+"""The least reduction from one try to the next, as a part of the bound."""
 _MOST_NAMED = 3  # values at the peak, in an error
 
 _Compiled = TypeVar("_Compiled")
 
 
 class BoundedPrograms(Generic[_Compiled]):
-    """Looks for the program of a call that keeps within a bound for the activations of each device.
+    """Search for a program of a call that keeps its activations within a bound on each device.
 
-    What a program takes is known when its regions are compiled, and the pass predicts it from the captured graph alone. So the
-    program that keeps everything is made first; if it takes too much, others follow, for which the pass is asked for less by
-    what the last one was wrong. The first that keeps within the bound is taken.
+    The pass predicts memory from the captured graph. The true size is known only when the regions are compiled. So the
+    program that keeps everything comes first. While a program takes too much, the next one aims lower by the error.
 
     Args:
-        bound: bytes as an int, or a part of what the program that keeps everything takes on the device where that is most.
-        most_before: what such programs of earlier calls took at most; the part is of that, if it is more: a short last batch,
-            whose activations are few beside an update's, has no bound of its own.
-        captured: the captured program.
-        lowered: makes the lowered program with these passes.
-        compiled: compiles it.
-        memory: tells what a compiled program takes.
+        bound: bytes as an int, or a part of the peak of the program that keeps everything.
+        most_before: the largest such peak of earlier calls. The part is of the larger of the two, as a short last batch
+            has too few activations for a bound of its own.
+        lowered: runs passes on the captured program.
 
     Attributes:
-        most: what the program that keeps everything takes, or those of earlier calls, if that is more; when one was found.
+        most: the peak of the program that keeps everything, or of earlier calls, if that is larger; set by `find`.
     """
 
     def __init__(
@@ -57,11 +53,11 @@ class BoundedPrograms(Generic[_Compiled]):
         self._lowered, self._compiled, self._memory = lowered, compiled, memory
 
     def find(self, pipeline: Sequence[Pass]) -> tuple[Program, _Compiled]:
-        """The program, and what was compiled of it.
+        """Finds the program and its compiled form.
 
         Raises:
-            CaptureError: no pass sees what forward keeps.
-            PassError: none keeps within the bound; says which takes least, and what of.
+            CaptureError: no pass sees the values that forward keeps.
+            PassError: no program keeps within the bound; names the least peak and its values.
         """
         self._refuse_opaque()
         program, compiled, report = self._made(pipeline, None, ())
@@ -75,7 +71,7 @@ class BoundedPrograms(Generic[_Compiled]):
         target = predicted_peak(self._captured) * limit // whole
         least, report_of_least = whole, report
         for left in reversed(range(_MOST_TRIES)):
-            target = target if left else 0  # the last one keeps as little as can be
+            target = target if left else 0  # the last try keeps as little as possible
             program, compiled, report = self._made(pipeline, target, (remark,))
             peak = _most(report)
             if peak <= limit:
@@ -108,7 +104,6 @@ class BoundedPrograms(Generic[_Compiled]):
 
 
 def _most(report: MemoryReport) -> int:
-    """The bytes of activations of the device where they take most."""
     return max(device.own.activations for device in report.devices)
 
 

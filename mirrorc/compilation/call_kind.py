@@ -14,7 +14,7 @@ from mirrorc.runtime.state.step_state import StepState
 
 
 class Purpose(enum.Enum):
-    """The purpose of a call; values are its name in messages."""
+    """The purpose of a call; its value is its name in messages."""
 
     STEP = "step"  # to update with the gradients of its batch
     ACCUMULATION = "accumulation"  # to add these to the accumulated ones
@@ -23,17 +23,14 @@ class Purpose(enum.Enum):
 
     @staticmethod
     def of_training(accumulation: Accumulation) -> Purpose:
-        """The purpose of a training call with this accumulation."""
         return next(purpose for purpose in Purpose if purpose.trains and purpose.accumulation is accumulation)
 
     @property
     def trains(self) -> bool:
-        """Whether it has a backward."""
         return self is not Purpose.EVALUATION
 
     @property
     def updates(self) -> bool:
-        """Whether it ends with an update."""
         return self in (Purpose.STEP, Purpose.END_OF_ACCUMULATION)
 
     @property
@@ -55,7 +52,7 @@ class Purpose(enum.Enum):
 
 
 def states_of(state: StepState) -> dict[Purpose, ProgramState]:
-    """The state that programs of each purpose run on."""
+    """The state of the programs of each purpose."""
     states: dict[Purpose, ProgramState] = {
         Purpose.ACCUMULATION: AccumulationState(state),
         Purpose.EVALUATION: EvaluationState(state),

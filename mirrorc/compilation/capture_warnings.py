@@ -1,4 +1,4 @@
-"""Warns of what captures have noted, each thing once."""
+"""Warnings about captures, each given once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mirrorc.messages.source_lines import users_stack_level
 
 
 class CaptureWarnings:
-    """What a step has warned of, and does not warn of again."""
+    """Warnings of a step, without repetition."""
 
     def __init__(self, num_devices: int) -> None:
         self._num_devices, self._has_told_differences = num_devices, False
@@ -19,7 +19,7 @@ class CaptureWarnings:
         self._has_told_ladder = False
 
     def warn_of_differences(self, differences: Sequence[str]) -> None:
-        """Says, once, that a step is not quite that of one device, if its loss is not a mean over examples."""
+        """Warns, once, of a difference from a step on one device: the loss is no mean over examples."""
         if differences and not self._has_told_differences:
             self._has_told_differences = True
             warnings.warn(
@@ -30,13 +30,13 @@ class CaptureWarnings:
             )
 
     def warn_of_ladder(self, text: str) -> None:
-        """Says, once, that another front end than the first has captured the model; an empty text says nothing."""
+        """Warns, once, of a fallback to another front end; an empty text is no warning."""
         if text and not self._has_told_ladder:
             self._has_told_ladder = True
             warnings.warn(text, stacklevel=users_stack_level())
 
     def warn_of_notes(self, notes: Sequence[Note]) -> None:
-        """Gives each warning once, at the user's line that it is about."""
+        """Gives each warning once, at the user's line."""
         for note in notes:
             if note not in self._noted:
                 self._noted.add(note)

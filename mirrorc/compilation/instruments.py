@@ -1,4 +1,4 @@
-"""Chooses the instruments that observe the compilation of a step's program."""
+"""Instruments that observe a compilation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from mirrorc.verifier.verifier import Verify
 def instruments_for(
     passes: Sequence[Pass], dump: Path | None, print_after: Collection[str], print_after_all: bool
 ) -> list[Instrument]:
-    """The instruments in their order. Dumps and prints come before the verifier, so that a program that breaks a rule is shown.
+    """The instruments in their order: dumps and prints precede the verifier, to show a broken program.
 
     Args:
-        passes: the pipeline.
-        dump: the directory for dumps and reproducers. If None, there are no dumps, and reproducers go to a temporary folder.
-        print_after: names of passes after which the program is printed.
-        print_after_all: print the program after each pass.
+        dump: the directory for dumps and reproducers. None: no dumps, and reproducers go to a temporary folder.
+        print_after: names of passes.
     """
     sinks = dump_sinks(dump)
     found: list[Instrument] = [DumpFiles(sinks)] if sinks else []

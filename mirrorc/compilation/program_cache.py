@@ -1,6 +1,6 @@
-"""Keeps the compiled programs of a step by the kind of their calls: the most recently used ones.
+"""LRU cache of the compiled programs of a step.
 
-It is long, as what is kept, how it is found and what is told of too much of it are one matter.
+The file is long because storage, look-up and the warning about recompilations share their data.
 """
 
 from __future__ import annotations
@@ -30,16 +30,13 @@ from mirrorc.runtime.execution.executor import Executor
 logger = logging.getLogger(__name__)
 
 MOST_SPECIALIZATIONS = 64
-"""How many compiled programs a step keeps. One that is needed again later is compiled again."""
+"""The capacity of the cache of a step."""
 
-_MOST_HOMES = 4096  # kinds of calls of which it is known that a program with symbolic sizes is right for them
-_MANY_COMPILATIONS = 8  # when a step was compiled so many times, a warning says so, once
+_MOST_HOMES = 4096  # kinds of calls that are known to fit a program with symbolic sizes
+_MANY_COMPILATIONS = 8  # the number of compilations that triggers the warning
 
 Key = tuple[Any, ...]
-"""What a graph depends on besides what its guards watch.
-
-The structure of the call, the types of the shards, then the parts named in `_OTHER_PARTS`.
-"""
+"""The cache key of a call, apart from the guards: its structure, the types of the shards, then `_OTHER_PARTS`."""
 
 _OTHER_PARTS = (
     "the model's attributes",
@@ -62,7 +59,7 @@ _MOST_CHARACTERS = 40  # of one value
 
 @dataclass(frozen=True, eq=False)
 class _Compiled:
-    """What one of the first programs was compiled for."""
+    """The call of one of the first compilations."""
 
     key: Key
     kind: CallKind
@@ -70,7 +67,7 @@ class _Compiled:
 
 
 def _changing_attributes(each: Sequence[Mapping[str, tuple[type, Any]]]) -> str:
-    """The plain attributes of the model that differ, with some of their values; empty if none do."""
+    """The changing plain attributes of the model, with some of their values; may be empty."""
     told = []
     for path in dict.fromkeys(path for attributes in each for path in attributes):
         values = list(dict.fromkeys(attributes.get(path) for attributes in each))
@@ -92,17 +89,16 @@ def _shown(value: tuple[type, Any] | None) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Specialization:
-    """A compiled program, and the guards on what Python read while it was captured.
+    """A compiled program with the guards on the Python values that its capture read.
 
     Attributes:
-        executor: runs the program.
-        guards: ask whether a trace would read the same, with the plain values that `training_call` has.
-        training_call: what was captured.
-        plain: the plain values with which it was captured.
-        outputs: what its steps return beside the loss, if they do.
-        shard_of_replica: which of the captured graphs each replica runs.
-        loss_dtype: of the loss; None for an evaluation.
-        sizes: those of its graphs, if they have symbols.
+        guards: test that a trace would read the same, with the plain values of `training_call`.
+        training_call: the captured module.
+        plain: the plain values at capture.
+        outputs: the form of the outputs that steps return beside the loss.
+        shard_of_replica: the captured graph of each replica.
+        loss_dtype: None for an evaluation.
+        sizes: the symbolic sizes of each graph, if any.
     """
 
     executor: Executor
@@ -115,26 +111,26 @@ class Specialization:
     sizes: SymbolicSizes | None = None
 
     def sizes_of(self, shards: Shards) -> list[tuple[int | float, ...]]:
-        """For each replica, the numbers that its program takes for the sizes of its shard."""
+        """For each replica, the numbers for the symbolic sizes of its shard."""
         found = self.sizes.of_shards(shards) if self.sizes is not None else []
         assert found is not None, "the program was found for these shards"
         return found
 
     def fits(self, shards: Shards) -> bool:
-        """Whether a program with symbolic sizes is that of shards of these sizes."""
+        """Tests for shards of sizes within a program's symbolic sizes."""
         return self.sizes is not None and self.sizes.of_shards(shards) is not None
 
     def numbers(self) -> list[tuple[int | float, ...]]:
-        """For each replica, the Python numbers that its program takes, as the guards have found them last."""
+        """For each replica, the Python numbers of its program, as of the last check of the guards."""
         of_graphs = self.guards.numbers_by_graph()
         if not any(of_graphs):
             return []
         if self.executor.program.microbatches:  # a replica may run any of the graphs
             return [self.guards.numbers] * len(self.shard_of_replica)
-        return [of_graphs[shard or 0] for shard in self.shard_of_replica]  # absent ones read none
+        return [of_graphs[shard or 0] for shard in self.shard_of_replica]  # absent replicas read none
 
     def trained(self, loss: torch.Tensor, call: Call, shards: Shards) -> Any:
-        """What a training step that has run gives: its loss, and its outputs if they are kept."""
+        """The result of a finished training step: its loss, and the outputs if they are kept."""
         if self.outputs is None:
             return loss
         try:
@@ -149,7 +145,7 @@ class Specialization:
             ) from error
 
     def evaluated(self, call: Call, shards: Shards, *, wants_outputs: bool) -> Any:
-        """What an evaluation that has run gives: its loss, with the outputs if they are wanted; without a loss, the outputs."""
+        """The result of a finished evaluation: its loss, with the outputs if they are wanted; without a loss, the outputs."""
         assert self.outputs is not None, "an evaluation gathers what it gives"
         try:
             gathered = self.executor.outputs.take(shards.num_examples)
@@ -163,7 +159,7 @@ class Specialization:
             ) from error
 
     def changes(self, plain: Mapping[str, Any]) -> tuple[list[str], str]:
-        """What differs for a call from what was read: the names of plain values, and in words what it is besides."""
+        """The differences from the values at capture: names of plain values, and other reasons in words."""
         self.training_call.plain = self.plain
         if not self.guards.hold():
             return [], self.guards.broken()
@@ -176,28 +172,26 @@ class Specialization:
 
 
 class Specializations:
-    """A cache of compiled programs; those of one key differ in what Python read besides.
-
-    What is added when it is full takes the place of a program that was not used for longest.
+    """An LRU cache of specializations. Those of one key differ in their guards.
 
     Args:
-        what: the word for what was compiled.
-        has_numbers_as_sizes: whether each size has a program because nothing else was asked for.
+        what: the word for the compiled thing in messages.
+        has_numbers_as_sizes: each size has its own program, for lack of a request for symbols.
     """
 
     def __init__(self, what: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
         self._what, self._has_numbers_as_sizes = what, has_numbers_as_sizes
         self._by_key: OrderedDict[Key, list[Specialization]] = OrderedDict()  # both in the order of their last use
-        self._homes: dict[Key, Key] = {}  # from the keys of calls to those of programs with symbolic sizes
+        self._homes: dict[Key, Key] = {}  # from call keys to keys of programs with symbolic sizes
         self._numbers = itertools.count()
-        self._first: list[_Compiled] | None = []  # the first compilations; None once they were warned of
-        self._read: list[str] = []  # what has made guards fail besides arguments, in words
-        self._read_plain: set[str] = set()  # the names of plain values that have
+        self._first: list[_Compiled] | None = []  # the first compilations; None after the warning
+        self._read: list[str] = []  # causes of failed guards besides arguments, in words
+        self._read_plain: set[str] = set()  # names of plain values that failed guards
 
     def get(self, key: Key, plain: Mapping[str, Any], shards: Shards | None = None) -> Specialization | None:
-        """What calls of this kind, with these plain values, may use now, if there is anything; it counts as used.
+        """The specialization for a key and these plain values, if any; marks it as used.
 
-        A program with symbolic sizes is found for shards of all sizes that it is right for, and from then on by their key.
+        A program with symbolic sizes serves all fitting sizes. The cache then remembers their keys.
         """
         home = self._homes.get(key, key)
         found = self._usable(home, plain)
@@ -225,7 +219,7 @@ class Specializations:
             if plain:
                 own[place].training_call.plain = plain
             if own[place].guards.hold():
-                if own is not next(reversed(self._by_key.values())):  # to hash a key takes long
+                if own is not next(reversed(self._by_key.values())):  # hashing a key is slow
                     self._by_key.move_to_end(key)
                 if place != len(own) - 1:
                     own.append(own.pop(place))
@@ -233,7 +227,7 @@ class Specializations:
         return None
 
     def changed_numbers(self, structure: Structure, plain: Mapping[str, Any]) -> list[str]:
-        """The expressions that read other numbers now than programs for calls of this structure have as constants."""
+        """The expressions of changed numbers that programs of this structure took as constants."""
         found: list[str] = []
         for key, own in self._by_key.items():
             for one in own if key[0] == structure else ():
@@ -250,12 +244,13 @@ class Specializations:
         attributes: Mapping[str, tuple[type, Any]] | None = None,
         reasons: Sequence[str] = (),
     ) -> list[Executor]:
-        """Keeps a compiled program, ``instead`` of another one; returns those that are dropped, whose memory may be freed.
+        """Adds a program, or replaces ``instead``; returns the evicted programs, whose memory may be freed.
 
-        ``attributes`` are the plain attributes of the model, by path; ``reasons`` say why numbers that change are no inputs.
+        ``attributes`` are the plain attributes of the model, by path. ``reasons`` say why changing numbers are no
+        inputs.
         """
         called = key
-        if new.sizes is not None:  # a key of its own: it may be right for other sizes than one that was found before
+        if new.sizes is not None:  # the found key may belong to other sizes
             key = (key[0], ("symbolic", next(self._numbers)), *key[2:])
             self._remember_home(called, key)
         else:
@@ -282,7 +277,7 @@ class Specializations:
         return dropped
 
     def what_is_new(self, key: Key) -> str:
-        """What calls with this key have that is in no program yet, compared with those to which they are nearest."""
+        """The new parts of a key, compared with the nearest keys."""
         if not self._by_key:
             return "the first call"
         parts = ("structure of the arguments", "shape", *_OTHER_PARTS)
@@ -313,7 +308,7 @@ class Specializations:
         return iter([one.executor for own in self._by_key.values() for one in own])
 
     def _warn_of_many(self, first: list[_Compiled], reasons: Sequence[str]) -> None:
-        """When a step has been compiled many times, warns once and says what keeps changing."""
+        """Warns, once, after many compilations, and names the changing parts."""
         if len(first) < _MANY_COMPILATIONS:
             return
         self._first = None

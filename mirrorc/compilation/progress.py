@@ -1,4 +1,4 @@
-"""Says what a compilation does when it takes long: in a line on a terminal, elsewhere in a line of the log."""
+"""Progress of a long compilation: a line on a terminal, elsewhere a line of the log."""
 
 from __future__ import annotations
 
@@ -19,24 +19,19 @@ from mirrorc.pipeline.protocol import Instrument, Pass
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 2.0
-"""A compilation that ends sooner says nothing."""
+"""The shortest compilation that reports progress."""
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Progress(Instrument):
-    """What a compilation does now. A thread of its own says it on standard error, and ends with the compilation.
+    """Progress of a compilation. A thread writes it to standard error and ends with the compilation.
 
-    An interrupt may come between any two calls of Python, so to set `is_over` is enough: the thread looks at it ten times a
-    second, and takes its line away itself. The line is left out where it would disturb another one: a live display of rich, or a
-    bar of tqdm.
-
-    Args:
-        what: what is compiled.
-        is_shown: whether anything is said.
+    An interrupt may arrive between any two Python calls. So setting `is_over` suffices: the thread polls it ten times a
+    second and removes its line. There is no line beside a live display of rich or a bar of tqdm.
 
     Attributes:
-        is_over: whether the compilation has ended, in whatever way.
+        is_over: the compilation has ended, in any way.
     """
 
     def __init__(self, what: str, *, is_shown: bool) -> None:
@@ -49,16 +44,16 @@ class Progress(Instrument):
         self._thread = threading.Thread(target=self._say, name="mirrorc progress", daemon=True) if is_heard else None
 
     def begin(self) -> None:
-        """Begins to count the time."""
+        """Starts the clock."""
         if self._thread is not None:
             self._thread.start()
 
     def enter(self, phase: str, num_all: int = 0) -> None:
-        """Notes what is done now, and how many steps that has, if they are counted."""
+        """Starts a phase of ``num_all`` steps; 0 if they are not counted."""
         self._phase, self._num_done, self._num_all = phase, 0, num_all
 
     def advance(self) -> None:
-        """Notes that one more step is done."""
+        """Counts a finished step."""
         self._num_done += 1
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
@@ -66,14 +61,13 @@ class Progress(Instrument):
         self.advance()
 
     def end(self) -> None:
-        """Takes the line away and waits for the thread; `is_over` should be set before."""
+        """Removes the line and joins the thread; set `is_over` before."""
         self.is_over = True
         self._ended.set()
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
 
     def _say(self) -> None:
-        """The main function of the thread."""
         while time.monotonic() - self._began < PATIENCE_SECONDS:
             if self._ended.wait(_SECONDS_BETWEEN_LOOKS) or self.is_over:
                 return
@@ -100,7 +94,7 @@ class Progress(Instrument):
 
 
 def free_terminal() -> IO[str] | None:
-    """Standard error if it is a terminal on which nobody else keeps a line; else None."""
+    """Standard error if it is a terminal without another live line; else None."""
     stream: Any = sys.stderr
     if (
         isinstance(stream, FileProxy) or isinstance(sys.stdout, FileProxy) or _has_bars()
@@ -114,7 +108,6 @@ def free_terminal() -> IO[str] | None:
 
 
 def _has_bars() -> bool:
-    """Whether a bar of tqdm is shown."""
     module: Any = sys.modules.get("tqdm.std")
     kinds = [module.tqdm] if hasattr(module, "tqdm") else []
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Finds what was compiled for a kind and purpose of call, or has it compiled, and caches it."""
+"""Look-up of compiled programs by kind and purpose of call, with compilation on a miss."""
 
 from __future__ import annotations
 
@@ -32,23 +32,20 @@ from mirrorc.torch_internals import attribute_source, torch_modes, without_dispa
 
 logger = logging.getLogger(__name__)
 
-_CUT_BY_EXAMPLES = "microbatches are cut by numbers of examples"  # why these are no symbols
-_MOST_KINDS = 4096  # of calls of which it is known how many rows other workers gather
+_CUT_BY_EXAMPLES = "microbatches are cut by numbers of examples"  # the reason for numbers instead of symbols
+_MOST_KINDS = 4096  # kinds of calls with a known number of other workers' rows
 
 
 class Specializer:
-    """Compiles a step for each kind of call, and looks compiled programs up for later calls.
+    """The compiled programs of a step, by kind of call.
 
     Args:
-        options: the options of the step.
-        model: the user's model, and the state that its graph depends on.
-        state: the state that all specializations of the step share.
-        num_threads: the number of threads of each device.
-        interrupts: keeps Ctrl-C while Dynamo's guards are checked, which take an error in a function that they call for a change.
-        team: the workers that train together; None for a process on its own.
-
-    Attributes:
-        choices: of all workers.
+        model: the user's model, with the state of its graph.
+        state: shared by all specializations.
+        num_threads: of each device.
+        interrupts: holds back Ctrl-C during the check of Dynamo's guards, as Dynamo takes an error in a guard for a
+            change.
+        team: the workers of the training; None for a process on its own.
     """
 
     def __init__(
@@ -65,29 +62,28 @@ class Specializer:
         self._interrupts = interrupts
         are_numbers = options.dynamic is False and not why_sizes_are_numbers(replace(options, dynamic=None))
         self._kept = {purpose: Specializations(purpose.value, has_numbers_as_sizes=are_numbers) for purpose in Purpose}
-        self._lone: set[Key] = set()  # the keys of calls of which torch has refused a shard of one example
+        self._lone: set[Key] = set()  # call keys with a shard of one example that torch refused
         self._rows_elsewhere: dict[Key, RowsElsewhere] = {}
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
         self._sizes = ChangingSizes(dynamic=options.dynamic)
-        self._symbolic: set[Purpose] = set()  # the purposes for which there are programs with symbolic sizes
+        self._symbolic: set[Purpose] = set()  # purposes with programs of symbolic sizes
         self.choices = WorkerChoices(options, num_threads, team)
         self._compiler = StepCompiler(options, model, state, num_threads, self._numbers, self.choices, team)
 
     def specialization_for(
         self, call: Call, shards: Shards, *, is_stale: bool = False, purpose: Purpose = Purpose.STEP
     ) -> tuple[Specialization, Shards]:
-        """What was compiled for calls of this kind, and the shards to run it on; compiles it if the call is the first one.
+        """The specialization of a call and the shards to run it on; compiles on a miss.
 
-        If torch refuses a shard of one example, the batch is split anew, among fewer replicas.
+        If torch refuses a shard of one example, the batch is split among fewer replicas.
 
-        ``is_stale``: whether the user has changed the optimizer's state, which the buckets must hold. An evaluation depends on
-        nothing of the optimizer.
+        ``is_stale``: the user changed the optimizer's state, and the buckets must hold it. An evaluation ignores it.
         """
         with self._autocast():
             return self._found_or_compiled(call, shards, is_stale, purpose)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        """The context in which calls are captured, by whose modes they are told apart."""
+        """The context of captures; its modes are part of the cache key."""
         if self._options.autocast is None:
             return nullcontext()
         return torch.autocast(self._options.devices[0].torch_device.type, self._options.autocast)
@@ -131,7 +127,7 @@ class Specializer:
             is_true = new.guards.hold()
         finally:
             self._interrupts.let_go()
-        if not is_true:  # or it would be compiled in every step
+        if not is_true:  # else every step would compile
             raise CaptureError(
                 f"what {type(self._options.model).__name__} reads changes while it is captured, so no graph of it stays true: "
                 f"{new.guards.broken()}. Remedy: read it between steps, and pass it to the step as an argument."
@@ -142,8 +138,7 @@ class Specializer:
         return new, shards
 
     def _compiled(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
-        """Compiles, with symbols for sizes that change; without, if the model or torch does not take them."""
-        with without_dispatch_modes():  # which would take what is traced for what is computed
+        with without_dispatch_modes():  # a mode would take traced values for computed ones
             return self._compiled_without_modes(call, shards, what_is_new, purpose)
 
     def _compiled_without_modes(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
@@ -171,14 +166,14 @@ class Specializer:
             told = _told_of_numbers(why)
             new = self._compiler.compile(
                 call, shards, what_is_new, purpose, on_sizes=told
-            )  # raises, if that is no reason
+            )  # raises if that is no reason
             self._sizes.give_up(call, about, why, has_one_example=is_lone)
             return new
         why = self._sizes.why_not(call, about, has_one_example=is_lone)
         return self._compiler.compile(call, shards, what_is_new, purpose, on_sizes=_told_of_numbers(why))
 
     def _why_numbers(self, shards: Shards) -> str:
-        """Why sizes are numbers, whatever the model is; empty if they may be symbols."""
+        """The reason for numbers as sizes, whatever the model; empty if there is none."""
         if shards.have_unequal_parts:
             return "microbatches of a shard have different numbers of examples, and each number has a graph"
         if self._numbers.inputs:
@@ -186,20 +181,19 @@ class Specializer:
         return why_sizes_are_numbers(self._options)
 
     def _note_changes(self, kept: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose) -> Key:
-        """Notes which numbers have changed since a program was compiled; gives the key, of which they are no part then."""
+        """Notes the changed numbers; returns the key without them."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *kept.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key
 
     def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
-        """Notes how many rows other workers gather in calls of this kind, from now on: programs have them as shapes."""
+        """Notes the other workers' rows for calls of this kind: they are shapes of the programs."""
         with self._autocast():
             self._rows_elsewhere[self._key(call, replace(shards, rows_elsewhere=None), purpose)] = elsewhere
         if len(self._rows_elsewhere) > _MOST_KINDS:
             del self._rows_elsewhere[next(iter(self._rows_elsewhere))]
 
     def _with_rows(self, call: Call, shards: Shards, purpose: Purpose) -> Shards:
-        """The shards, with what is noted of calls of this kind."""
         if not self._rows_elsewhere or not purpose.trains:
             return shards
         found = self._rows_elsewhere.get(self._key(call, replace(shards, rows_elsewhere=None), purpose))
@@ -207,17 +201,16 @@ class Specializer:
 
     @property
     def num_programs(self) -> int:
-        """How many compiled programs there are."""
+        """The number of compiled programs."""
         return sum(map(len, self._kept.values()))
 
     def release(self) -> None:
-        """Frees the memory that specializations keep on a GPU for later steps."""
+        """Frees the GPU memory kept for later steps."""
         for kept in self._kept.values():
             for executor in kept:
                 executor.release()
 
     def _key(self, call: Call, shards: Shards, purpose: Purpose) -> Key:
-        """What a graph depends on besides what its guards watch, in the order that `program_cache.Key` says."""
         devices = self._options.devices
         types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
         of_optimizers = self._options.optimizers.structure() if purpose.trains else ()
@@ -226,5 +219,4 @@ class Specializer:
 
 
 def _told_of_numbers(why: str) -> str:
-    """The remark that sizes are numbers although they change; empty if there is no reason to tell."""
     return f"sizes of arguments are numbers: {why}" if why else ""

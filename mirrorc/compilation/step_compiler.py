@@ -1,4 +1,4 @@
-"""Compiles a step for one call: captures the model, runs the passes, compiles the regions, and makes what runs the program.
+"""Compilation of a step for one call: capture, passes, regions, executor.
 
 The file is long because it has all of these phases.
 """
@@ -61,19 +61,17 @@ logger = logging.getLogger(__name__)
 
 
 class StepCompiler:
-    """Has the whole way from a call to what runs it.
+    """The compiler from a call to an executor.
 
     Args:
-        options: the options of the step.
-        model: the user's model, and the state that its graph depends on.
-        state: the state that all programs of the step share.
-        num_threads: the number of threads of each device.
-        numbers: which Python numbers have changed.
-        choices: of all workers.
-        team: the workers that train together; None for a process on its own.
+        model: the user's model, with the state of its graph.
+        state: shared by all programs of the step.
+        num_threads: of each device.
+        numbers: the changed Python numbers.
+        team: the workers of the training; None for a process on its own.
 
     Attributes:
-        states: what the programs of each purpose run on.
+        states: the program state of each purpose.
     """
 
     def __init__(
@@ -90,11 +88,11 @@ class StepCompiler:
         self._choices, self._team = choices, team
         names = ", ".join(device.name for device in options.devices)
         self._what = f"{type(options.model).__name__} for {names}"
-        self._home = options.devices[0].torch_device  # the user's parameters are replica 0's
+        self._home = options.devices[0].torch_device  # the user's parameters are those of replica 0
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home, options.timeout_seconds) if options.cuda_graphs else None
         self._warnings = CaptureWarnings(len(options.devices))
-        self._most_activations = 0  # of a device, in programs that keep everything for backward
+        self._most_activations = 0  # the peak of a device, in programs that keep everything for backward
         self.states = states_of(state)
 
     def compile(
@@ -106,14 +104,12 @@ class StepCompiler:
         symbolic: SymbolicDims = (),
         on_sizes: str = "",
     ) -> Specialization:
-        """Compiles for a call; if that fails, the model's tensors are moved back to their former devices.
+        """Compiles for a call. On failure the model's tensors return to their former devices.
 
         Args:
-            call, shards: the call, and its shards.
-            what_is_new: in it, for whoever waits.
-            purpose: what it is for.
-            symbolic: the dimensions of the arguments that are to be symbolic.
-            on_sizes: a remark on sizes that change and are numbers all the same; empty for none.
+            what_is_new: the news of this call, for the progress line.
+            symbolic: the symbolic dimensions of the arguments.
+            on_sizes: a remark on changing sizes that are numbers; may be empty.
 
         Raises:
             SizesGivenUp: these cannot be symbolic.
@@ -132,7 +128,7 @@ class StepCompiler:
             progress.is_over = True
             for tensor, data in moved:
                 tensor.data = data
-            if isinstance(error, CaptureError):  # its text names the user's line: our own frames say nothing more
+            if isinstance(error, CaptureError):  # its text names the user's line: our own frames add nothing
                 logger.debug("refused by the capture", exc_info=True)
                 error.with_traceback(None)
             raise
@@ -141,7 +137,7 @@ class StepCompiler:
             progress.end()
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Moves the model's tensors to replica 0's device and makes them dense; returns the moved tensors with their old data."""
+        """Moves the model's tensors to replica 0's device and makes them dense; returns them with their old data."""
         moved = []
         for tensor in self._model.tensors.values():
             data = tensor.data.to(self._home)
@@ -191,9 +187,11 @@ class StepCompiler:
     def _captured(
         self, call: Call, shards: Shards, progress: Progress, purpose: Purpose, symbolic: SymbolicDims, on_sizes: str
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
-        """The module that was traced, and what came of it, of whose variables the step's state knows then."""
+        """The captured program and its traced module; adds the program's variables to the step's state."""
         progress.enter("capture")
-        ladder = self._options.ladder.first if symbolic else self._options.ladder  # without symbols, it is tried whole
+        ladder = (
+            self._options.ladder.first if symbolic else self._options.ladder
+        )  # without symbols, the whole ladder is tried
         climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
         training_call, captured = climbed.result
         what = type(self._options.model).__name__
@@ -202,7 +200,7 @@ class StepCompiler:
         captured = replace(captured, program=captured.program.evolve(remarks=(*captured.program.remarks, *told)))
         self._check_memory(captured)
         counters = self._model.outside.counters_of(captured.outside)
-        last = dict(counters.values())  # so that errors name statistics, not their counters
+        last = dict(counters.values())  # errors then name statistics, not their counters
         outside = {**{name: own for name, own in captured.outside.items() if name not in last}, **last}
         self._state.take_in(outside, {name: counter for name, (counter, _) in counters.items()}, captured.written())
         self._state.reads(captured.constants.values())
@@ -211,7 +209,6 @@ class StepCompiler:
     def _captured_by(
         self, front_end: FrontEnd, call: Call, shards: Shards, purpose: Purpose, symbolic: SymbolicDims
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
-        """What a front end has traced, and what came of it."""
         options = self._options
         training_call = (TrainingCall if purpose.trains else EvaluationCall)(
             options.model, options.loss_fn, call.structure, call.plain, keeps_outputs=options.return_outputs
@@ -235,7 +232,7 @@ class StepCompiler:
     def _lowered_and_compiled(
         self, captured: CapturedProgram, progress: Progress, purpose: Purpose, times: list[float]
     ) -> tuple[Program, list[dict[str, RegionFunction]]]:
-        """What the passes make of a captured program, with its compiled regions, and when each was there."""
+        """The lowered program and its compiled regions; appends the finish time of each to ``times``."""
         bound = self._options.activation_memory
         given, pipeline = self._prepared(captured, progress, purpose)
         if bound is None or not purpose.trains:
@@ -243,7 +240,7 @@ class StepCompiler:
             times.append(time.perf_counter())
             regions = self._compiled_regions(program, progress)
         else:
-            times.append(time.perf_counter())  # both take turns
+            times.append(time.perf_counter())  # passes and compilation take turns
             search = BoundedPrograms(
                 bound,
                 self._most_activations,
@@ -260,7 +257,6 @@ class StepCompiler:
     def _prepared(
         self, captured: CapturedProgram, progress: Progress, purpose: Purpose
     ) -> tuple[Program, Sequence[Pass]]:
-        """A captured program with what is noted in it before the passes, and these."""
         options = self._options
         if purpose.accumulation is not Accumulation.NONE:
             _refuse_rows(captured.program)
@@ -275,7 +271,6 @@ class StepCompiler:
         return program, purpose.passes_of(options.pipeline)
 
     def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress) -> Program:
-        """What the passes make of a program."""
         options = self._options
         progress.enter("passes", len(pipeline))
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
@@ -284,7 +279,6 @@ class StepCompiler:
         return program
 
     def _compiled_regions(self, program: Program, progress: Progress) -> list[dict[str, RegionFunction]]:
-        """For each device, its regions by name."""
         places = zip(self._options.devices, program.device_graphs.values(), strict=True)
         called = [(device.torch_device, names_of_called_regions(module.graph)) for device, module in places]
         wanted = [(program.regions[name], device) for device, names in called for name in names]
@@ -315,12 +309,12 @@ class StepCompiler:
         )
 
     def keep_only(self, programs: Sequence[Program]) -> None:
-        """Forgets compiled regions and variables of all other programs."""
+        """Forgets the compiled regions and variables of all other programs."""
         self._regions.keep_only(region for program in programs for region in program.regions.values())
         self._state.keep_only({name for program in programs for name in program.variables})
 
     def _check_memory(self, captured: CapturedProgram) -> None:
-        """Refuses tensors that share memory with variables of a program that get memory of their own."""
+        """Refuses tensors that share memory with variables in memory of their own."""
         variables = captured.program.variables.values()
         moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
         constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
@@ -328,7 +322,7 @@ class StepCompiler:
 
 
 def _refuse_counted_rows(program: Program) -> None:
-    """Has a program with symbols made without, if workers send rows in it.
+    """Gives up symbols in a program whose workers send rows.
 
     Raises:
         SizesGivenUp: names the variable.
@@ -344,7 +338,7 @@ def _refuse_rows(program: Program) -> None:
     """Refuses to accumulate gradients that optimizers take as rows.
 
     Raises:
-        ValueError: names the variable, and the remedy.
+        ValueError: names the variable and the remedy.
     """
     for name, variable in program.variables.items():
         if variable.update is not None and variable.update.takes_rows:

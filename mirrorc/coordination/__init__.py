@@ -1,1 +1,1 @@
-"""What the workers of a step agree on in each call: header, fingerprint, state sync, joins."""
+"""The agreement of the workers of a step in each call: header, fingerprint, state sync, joins."""

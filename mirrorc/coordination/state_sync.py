@@ -28,7 +28,7 @@ class TakenValues:
         self._ids: dict[str, int] | None = None  # of the variables, by name; None before the first call
 
     def lack_any(self) -> bool:
-        """Whether there are new variables since the last broadcast, or workers may have parted."""
+        """Tests for new variables since the last broadcast, or for workers that may have parted."""
         return self._ids is None or not self._ids_now().items() <= self._ids.items() or self._team.have_parted
 
     def _ids_now(self) -> dict[str, int]:

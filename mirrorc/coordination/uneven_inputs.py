@@ -32,7 +32,7 @@ class BlockCalls(Protocol):
 
     @property
     def is_in_block(self) -> bool:
-        """Whether this worker is in a block around the step."""
+        """Tests for a worker in a block around the step."""
         ...
 
     def enter_block(self, before_call: Callable[[], object]) -> None:

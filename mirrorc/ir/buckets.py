@@ -154,7 +154,7 @@ class Bucket:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether devices gather factors of its gradients, or rows for its optimizer."""
+        """Tests for a bucket whose devices gather factors, or rows for its optimizer."""
         return self.gathers_factors or self.rule.takes_rows
 
     @functools.cached_property
@@ -187,7 +187,7 @@ class Bucket:
         return self.placement.value.owner(replica)
 
     def is_updated_by(self, replica: int, num_replicas: int) -> bool:
-        """Whether a replica writes parameters of this bucket: a share that is not empty, or its own copy."""
+        """Tests for a replica that writes parameters of this bucket: a share that is not empty, or its own copy."""
         if self.has_owner or not self.updates_by_shares:
             return self.owner_of_parameters(replica) == replica
         start, stop = self.updated(replica, num_replicas)
@@ -199,13 +199,12 @@ class Bucket:
 
     @property
     def updates_by_shares(self) -> bool:
-        """Whether a replica updates its share alone. An update that is not element-wise needs the whole sum."""
+        """Tests for updates by shares. An update that is not element-wise needs the whole sum."""
         return self.placement.value.updates_by_shares and (self.rule.elementwise or self.has_owner)
 
     @property
     def reduces_by_shares(self) -> bool:
-        """Whether a replica gets its share of the sum alone. Of a cut bucket it gets every pack, and takes its share of the
-        whole.
+        """Tests for sums by shares. Of a cut bucket each replica gets every pack, and takes its share of the whole.
 
         The optimizer works on consecutive elements, so a share is not made of shares of the packs.
         """
@@ -217,5 +216,5 @@ class Bucket:
 
 
 def are_cut(buckets: Sequence[Bucket]) -> bool:
-    """Whether buckets are communicated in packs, so that operations have the keyword ``pack``."""
+    """Tests for buckets in packs, whose operations have the keyword ``pack``."""
     return any(bucket.packs for bucket in buckets)

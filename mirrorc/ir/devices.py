@@ -67,7 +67,6 @@ def _parse_device(name: str | torch.device) -> Device:
 
 
 def share_one_memory(devices: Iterable[Device]) -> bool:
-    """Whether the tensors of all devices lie in one memory."""
     return len({device.memory for device in devices}) == 1
 
 
@@ -92,7 +91,7 @@ class Device:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a call on this device returns before the work is done."""
+        """Tests for a device whose calls return before the work is done."""
         return self.torch_device.type == "cuda"
 
     def __str__(self) -> str:

@@ -82,7 +82,7 @@ class GradientForm(ABC):
 
     @property
     def takes_parts(self) -> bool:
-        """Whether it may have the factors of several microbatches."""
+        """Tests for a form that may have the factors of several microbatches."""
         declared = operation_of(self.operation)
         return declared is not None and declared.operands is None
 
@@ -120,7 +120,7 @@ class GradientForm(ABC):
         return sum(map(num_elements_now, factors))
 
     def is_worth_it(self, gradient: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-        """Whether the factors are smaller than the gradient."""
+        """Tests for factors smaller than the gradient."""
         return self.num_elements(factors) < num_elements_now(gradient)
 
 

@@ -22,7 +22,7 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def is_computed(node: fx.Node) -> bool:
-    """Whether a node computes a value without any effect: an operator of torch, or an operation of `Kind.COMPUTE`."""
+    """Tests for a node that computes a value without effects: an operator of torch, or an operation of `Kind.COMPUTE`."""
     record = operation_of(node.target)
     return record.kind is Kind.COMPUTE if record is not None else is_compute(node)
 
@@ -103,7 +103,7 @@ def origin_of(node: fx.Node) -> fx.Node:
 
 
 def is_early(commit: fx.Node) -> bool:
-    """Whether a commit comes before sums over workers."""
+    """Tests for a commit before sums over workers."""
     return bool(commit.kwargs.get("early"))
 
 

@@ -71,7 +71,7 @@ class Effect(enum.Enum):
 
 
 class Printed(enum.Enum):
-    """Where a program's text shows an operation."""
+    """The place of an operation in a program's text."""
 
     LINE = "on a line of its own"
     WHERE_USED = "where its value is used"

@@ -557,7 +557,7 @@ def unpack(*packs: Any, bucket: int, replica: int) -> Any:
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_finiteness)
 def is_finite(value: Any, *, replica: int) -> Any:
-    """Whether all elements of a value are finite. `commit` alone takes it."""
+    """Tests that all elements of a value are finite. `commit` alone takes it."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_norm)

@@ -217,7 +217,7 @@ class Program:
 
     @property
     def deals_out(self) -> bool:
-        """Whether each worker updates a part of the buckets alone, and has no sums of the other parts."""
+        """Tests for a sharded optimizer: each worker updates a part of the buckets, and has no sums of the other parts."""
         return any(bucket.part is not None for bucket in self.buckets)
 
     @functools.cached_property
@@ -249,12 +249,12 @@ class Program:
 
     @property
     def meets_workers(self) -> bool:
-        """Whether the model's own collectives join the replicas of all workers. In an evaluation they do not."""
+        """Tests for collectives of the model that join the replicas of all workers. In an evaluation they do not."""
         return self.trains and self.workers.are_several
 
     @property
     def accumulates(self) -> bool:
-        """Whether it adds its gradients to those of earlier calls, and reduces and updates nothing."""
+        """Tests for a program that adds its gradients to those of earlier calls, and reduces and updates nothing."""
         return self.accumulation is Accumulation.ADDS
 
     @property

@@ -66,7 +66,7 @@ def _materialized(kind: ValueType, fake_mode: Any) -> Any:
 
 
 def is_inferable(node: fx.Node) -> bool:
-    """Whether a node's type follows from other nodes: all but arguments and outputs."""
+    """Tests for a node whose type follows from other nodes: all but arguments and outputs."""
     if node.op in ("placeholder", "output"):
         return False
     record = operation_of(node.target)
@@ -74,7 +74,7 @@ def is_inferable(node: fx.Node) -> bool:
 
 
 def is_noted_rightly(program: Program, node: fx.Node) -> bool:
-    """Whether the type recorded on a node is that of `infer_type`.
+    """Compares the type recorded on a node with that of `infer_type`.
 
     Raises:
         TypeError: the operation cannot take these arguments.

@@ -242,7 +242,7 @@ def awaited_elements(program: Program, launch: Any, replica: int) -> tuple[int, 
 
 
 def gives_shares(program: Program, launch: Any) -> bool:
-    """Whether a launch is about each replica's share of the bucket alone: its wait gives a share, or an exchange takes one."""
+    """Tests for a launch of each replica's share of the bucket: its wait gives a share, or an exchange takes one."""
     launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
     if launched is None or Effect.EXCHANGES not in launched.effects:
         return launched is not None and Effect.SCATTERS in launched.effects

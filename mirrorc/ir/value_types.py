@@ -40,14 +40,13 @@ def value_type(value: Any) -> ValueType:
 
 
 def has_symbols_in(kind: ValueType) -> bool:
-    """Whether a type has symbolic sizes."""
     if isinstance(kind, tuple):
         return any(map(has_symbols_in, kind))
     return hasattr(kind, "free_symbols")
 
 
 def is_same_type(kind: ValueType, other: ValueType) -> bool:
-    """Whether two types are equal; strides of dimensions of size 1, and the numbers of devices, are not compared."""
+    """Compares two types, except strides of dimensions of size 1, and numbers of devices."""
     return bool(kind == other) or bool(_canonical(kind) == _canonical(other))
 
 

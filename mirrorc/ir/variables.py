@@ -89,7 +89,7 @@ def _all_to_owner(num_elements: int, replica: int, num_replicas: int, owner: int
 
 
 class Placement(enum.Enum):
-    """Where the parameters of a bucket are. Saved programs have the member's name."""
+    """The home of a bucket's parameters. Saved programs have the member's name."""
 
     MIRRORED = PlacementFacts(
         word="mirrored",

@@ -89,7 +89,7 @@ class Workers:
 
     @property
     def are_alike(self) -> bool:
-        """Whether all have as many devices."""
+        """Tests for workers with equal numbers of devices."""
         return len(set(self.devices_per_worker)) < 2
 
     @property

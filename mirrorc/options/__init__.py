@@ -1,1 +1,1 @@
-"""What compile() may be asked for: kinds, checks, exclusions; gives StepOptions."""
+"""Options of compile(): kinds, checks and exclusions, up to StepOptions."""

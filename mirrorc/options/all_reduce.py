@@ -1,4 +1,4 @@
-"""The option that says how sums over devices are made, its short forms, and what cannot be asked for together with it."""
+"""The option ``all_reduce``: its short forms, and the options that it excludes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mirrorc.pipeline.pipeline_text import parse_passes
 
 
 def checked_all_reduce(request: Request) -> AllReduceAlgorithm | None:
-    """The algorithm that makes sums over devices of messages; None to leave them to the link.
+    """The algorithm for sums over devices; None for the link's own.
 
     Args:
         request: the arguments of `mirrorc.compile`.
 
     Raises:
-        TypeError, ValueError: it is none, or cannot be used on these devices, or together with another option; says why, and the
+        TypeError, ValueError: it is no algorithm, or does not fit these devices or another option; says why, and the
             remedy.
     """
     workers, devices, asked = request.workers, request.devices, request.asked
@@ -62,7 +62,7 @@ def algorithm_of(given: Any) -> AllReduceAlgorithm:
     """An algorithm from its name, from its name with options, such as ``"reduce-to-one{device=1}"``, or from itself.
 
     Raises:
-        TypeError, ValueError: it is none; says what there is.
+        TypeError, ValueError: it is none; lists the algorithms.
     """
     if isinstance(given, AllReduceAlgorithm):
         return given

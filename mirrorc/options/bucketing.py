@@ -1,4 +1,4 @@
-"""Checks of the arguments that say how gradients are grouped, and what follows from them for the pass 'plan-buckets'."""
+"""Options for the pass 'plan-buckets', from the checked arguments that group gradients."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mirrorc.packing import CAP_BETWEEN_HOSTS_MB, ByBytes, check_order, plan_of
 
 
 def checked_packing(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the pass 'plan-buckets' that follow from the arguments of `mirrorc.compile`, by name.
+    """The options of the pass 'plan-buckets', by name, from the arguments of `mirrorc.compile`.
 
     Raises:
-        TypeError, ValueError: what is given is no plan or no order, or two options say the same.
+        TypeError, ValueError: an argument is no plan or no order, or two options set the same.
     """
     packing, order, cap, first = (
         asked[option] for option in ("packing", "gradient_order", "bucket_cap_mb", "first_bucket_mb")
@@ -38,9 +38,10 @@ def checked_packing(asked: Mapping[str, Any]) -> dict[str, Any]:
 def with_default_cap(
     planned: Mapping[str, Any], program_workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options of `checked_packing`, with the cap of buckets between hosts (`mirrorc.packing.CAP_BETWEEN_HOSTS_MB`) if they
-    are planned by bytes and ``asked``, the arguments of `mirrorc.compile`, gives none. Devices that are no CPUs keep that of
-    `mirrorc.packing.ByBytes`, which suits the links that they have.
+    """The options of `checked_packing`, with `mirrorc.packing.CAP_BETWEEN_HOSTS_MB` as the default cap between hosts.
+
+    It applies to CPUs, to plans by bytes, and if ``asked``, the arguments of `mirrorc.compile`, gives no cap. Other
+    devices keep the default of `mirrorc.packing.ByBytes`, which suits their links.
     """
     is_open = asked["bucket_cap_mb"] is None and not {"bucket_cap_mb", "packing"} & planned.keys()
     are_cpus = all(device.torch_device.type == "cpu" for device in devices)

@@ -1,4 +1,4 @@
-"""The options of a step that clip gradients, and checks of them."""
+"""Options that clip gradients, with their checks."""
 
 from __future__ import annotations
 
@@ -48,15 +48,11 @@ def _check(name: str, value: Any) -> None:
 
 
 ClipNorms = float | ClipGradNorm | Sequence[float | ClipGradNorm | None] | None
-"""One bound for all gradients together, or one for each group of the optimizers, in their order, of which some may be None."""
+"""One bound for all gradients together, or one or None for each group of the optimizers, in their order."""
 
 
 def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups) -> dict[str, Any]:
     """The arguments of `mirrorc.passes.default_pipeline` that clip gradients.
-
-    Args:
-        clip_grad_norm, clip_grad_value: the options of `mirrorc.compile`.
-        groups: the user's optimizers.
 
     Raises:
         TypeError, ValueError: names the option and the remedy.
@@ -80,7 +76,7 @@ def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups)
 
 
 def check_bounds_of_groups(pipeline: Sequence[Pass], groups: OptimizerGroups) -> None:
-    """Refuses bounds of groups that are not those which the optimizers have now.
+    """Refuses bounds per group after the optimizers' groups have changed.
 
     Raises:
         ValueError: a group was added or removed since the step was made.
@@ -108,13 +104,13 @@ def _bound(value: Any) -> ClipGradNorm | None:
 
 
 def told_norms(told: dict[str, torch.Tensor], program: Program, num_groups: int, *, is_skipped: bool) -> Any:
-    """What `Step.grad_norm` gives of what a step has told; None if it has told of no norm.
+    """The value of `Step.grad_norm`; None if the step measures no norm.
 
     Args:
-        told: the numbers that the last step, or one before it, has told.
+        told: the measured numbers of the last step, or of one before it.
         program: the last step's.
-        num_groups: the number of the optimizer's groups.
-        is_skipped: whether the step was skipped: it then has told nothing, and its norms are not numbers.
+        num_groups: of the optimizers.
+        is_skipped: the step was skipped: it has measured nothing, and its norms are NaN.
     """
     if is_skipped:
         device = program.devices[0].torch_device

@@ -1,4 +1,4 @@
-"""The option by which sizes of arguments become symbols, and the options with which they stay numbers."""
+"""The option for symbolic sizes of arguments, and the options that exclude it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mirrorc.options.step_options import StepOptions
 
 
 def why_sizes_are_numbers(options: StepOptions) -> str:
-    """Why the sizes of arguments cannot be symbols in the programs of a step; empty if they can."""
+    """The reason why the sizes of a step's arguments cannot be symbols; empty if they can."""
     if options.program_workers.are_several and options.exchange != "dense" and not sends_whole(options):
         return "workers may send each other factors of gradients, of which they know how many there are"
     if options.activation_memory is not None:
@@ -19,12 +19,14 @@ def why_sizes_are_numbers(options: StepOptions) -> str:
 
 
 def sends_whole(options: StepOptions) -> bool:
-    """Whether workers send gradients whole where they could choose, as programs with symbols do not know numbers of factors."""
+    """Tests for workers that send gradients whole although they could choose: programs with symbols do not know the
+    rows of factors.
+    """
     return options.program_workers.are_several and options.exchange == "auto" and options.dynamic is not False
 
 
 def check_dynamic(options: StepOptions) -> None:
-    """Refuses symbols that are asked for together with options that take numbers alone.
+    """Refuses symbols together with options that need numbers.
 
     Raises:
         ValueError: names the reason and the remedy.

@@ -1,4 +1,4 @@
-"""The dtype of autocast that a step is asked for."""
+"""The dtype of autocast of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def checked_autocast(autocast: Any, devices: Sequence[Device]) -> torch.dtype | None:
-    """The dtype of autocast in forward and loss; None for no autocast of the step's own.
+    """The dtype of autocast in forward and loss; None for the caller's autocast.
 
     Raises:
         TypeError, ValueError: it is neither a dtype that autocast takes nor its name, True, False or None.

@@ -1,4 +1,4 @@
-"""A record for each option of `mirrorc.compile`, and the checks that follow from a table of such records."""
+"""Records of the options of `mirrorc.compile`, and the checks of a table of them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Request:
 
     Attributes:
         asked: the arguments by name.
-        workers: the workers of the step.
-        devices: the devices of this worker.
-        pipeline: the passes that follow from the arguments, once they are known.
+        workers: of the step.
+        devices: of this worker.
+        pipeline: the passes for the arguments, once they are known.
     """
 
     asked: Mapping[str, Any]
@@ -46,12 +46,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A reason why an option cannot be used in some request.
+    """A reason to refuse an option in some request.
 
     Attributes:
         beside: another option, or a phrase such as "over several workers".
-        why: the reason; a function of the request gives "" where there is none. A text holds wherever the other option is
-            asked for.
+        why: the reason; a function of the request returns "" for none. A text holds for every request with the other
+            option.
         remedy: the way out.
         needs_pipeline: the reason depends on the passes of the request.
     """
@@ -67,8 +67,8 @@ class NeededPasses:
     """The passes of the default pipeline that do the work of an option.
 
     Attributes:
-        names: their names; a function of the value where it decides.
-        instead: what to do where ``passes=`` gives a pipeline; ``{value}`` stands for the value.
+        names: their names, or a function of the value.
+        instead: the remedy for a pipeline by ``passes=``; ``{value}`` stands for the value.
         may_be_in_passes: the option may be given beside a pipeline that has the pass.
     """
 
@@ -89,15 +89,15 @@ class Option:
 
     Attributes:
         name: the keyword.
-        allowed: the values that the user can give, for messages: "give ...".
-        default: the value that stands for "not asked for".
-        kinds: types of its values; bool, str and bytes only by themselves, not as numbers or sequences. None where the option
-            is checked by its owner, such as names of backends.
-        texts: the strings that it takes.
+        allowed: the possible values, for messages: "give ...".
+        default: the value for "not asked for".
+        kinds: types of its values; bool, str and bytes match only themselves, not numbers or sequences. None: the owner
+            checks them, as for names of backends.
+        texts: the possible strings.
         accepts: refuses values of the right kind, such as negative numbers.
         passes: the passes that do its work.
-        excludes: reasons why it cannot be used.
-        places: passes to put into the pipeline for a value, see `mirrorc.before`; for an option from outside of the package.
+        excludes: reasons to refuse it.
+        places: makes passes for a value, see `mirrorc.before`; for an option from outside of the package.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Option:
     places: Callable[[Any], Sequence[Placed]] | None = None
 
     def is_asked(self, value: Any) -> bool:
-        """Whether a value asks for anything; an object that is switched off, such as a disabled GradScaler, does not."""
+        """Tests for a value with an effect; a disabled object, such as a disabled GradScaler, has none."""
         if value is self.default or (isinstance(value, _SCALARS) and value == self.default):
             return False
         return not (hasattr(value, "is_enabled") and not value.is_enabled())
@@ -120,8 +120,8 @@ class Option:
         """Refuses values of another kind.
 
         Raises:
-            TypeError: the type is wrong; names the option, the value, and the values that are allowed.
-            ValueError: so does this, for a text or a number that is not taken.
+            TypeError: the type is wrong; names the option, the value, and the allowed values.
+            ValueError: a text or a number is not allowed; names the same.
         """
         if self.texts and isinstance(value, str):
             is_taken = value in self.texts
@@ -133,7 +133,7 @@ class Option:
             raise ValueError(f"{self.name} is {shown(value)}: {self.allowed}")
 
     def text(self, value: Any) -> str:
-        """The option with its value, as messages show it: ``link='nccl'``; large values are left out: ``packing=``."""
+        """The option with its value for messages: ``link='nccl'``; large values are left out: ``packing=``."""
         text = repr(value)
         return f"{self.name}={text}" if len(text) <= 60 and " object at 0x" not in text else f"{self.name}="
 
@@ -143,7 +143,7 @@ class Options:
 
     Args:
         records: those of the package.
-        withdrawn: what became of options that are gone, by name.
+        withdrawn: the successors of former options, by name.
     """
 
     def __init__(self, records: Sequence[Option], withdrawn: Mapping[str, str]) -> None:
@@ -159,11 +159,11 @@ class Options:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The values that stand for "not asked for", by name."""
+        """The values for "not asked for", by name."""
         return {option.name: option.default for option in self}
 
     def declare(self, option: Option) -> None:
-        """Makes an option known that is not of the package; `mirrorc.compile` takes it as a keyword.
+        """Adds an option from outside of the package; `mirrorc.compile` takes it as a keyword.
 
         Raises:
             ValueError: there is an option of this name.
@@ -173,7 +173,7 @@ class Options:
         self._records[option.name] = option
 
     def withdraw(self, name: str) -> None:
-        """Makes a declared option unknown."""
+        """Removes a declared option."""
         if name in self._builtin:
             raise ValueError(f"{name!r} is an option of mirrorc, and stays")
         del self._records[name]
@@ -182,7 +182,7 @@ class Options:
         """The arguments of `mirrorc.compile` with those of declared options.
 
         Raises:
-            TypeError: an argument is no option; says what became of it, or which is closest.
+            TypeError: an argument is no option; names its successor, or the closest option.
         """
         for name in declared.keys() - (self._records.keys() - self._builtin):
             if name in self._withdrawn:
@@ -193,12 +193,12 @@ class Options:
         return {**asked, **outside, **declared}
 
     def check_kinds(self, asked: Mapping[str, Any]) -> None:
-        """Refuses values that their options do not take, see `Option.check_kind`."""
+        """Refuses values outside of their options' kinds, see `Option.check_kind`."""
         for option in self:
             option.check_kind(asked[option.name])
 
     def check_passes(self, request: Request) -> None:
-        """Refuses options whose passes ``passes=`` or ``disable_passes=`` leaves out.
+        """Refuses options without their passes because of ``passes=`` or ``disable_passes=``.
 
         Raises:
             ValueError: names the option, the pass and the remedy.
@@ -222,7 +222,7 @@ class Options:
                 )
 
     def check_exclusions(self, request: Request) -> None:
-        """Refuses options that cannot be used in a request: with another one, on its devices, over its workers.
+        """Refuses options that exclude another one, the devices, or several workers.
 
         Raises:
             ValueError: names the option, the reason and the remedy.
@@ -248,13 +248,12 @@ class Options:
         )
 
     def placed(self, request: Request) -> list[Placed]:
-        """The passes that declared options put into the pipeline."""
+        """The passes that declared options add to the pipeline."""
         asked = ((option, request[option.name]) for option in self if option.places is not None)
         return [one for option, value in asked if option.is_asked(value) for one in option.places(value)]  # type: ignore[misc]
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
 

@@ -1,4 +1,4 @@
-"""The owners of parameters that ``placement=`` names."""
+"""The owners of parameters from ``placement=``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from mirrorc.passes import CACHED, CENTRAL, LEAST_LOADED, PlaceVariables
 from mirrorc.pipeline.protocol import Pass
 
 REST = "*"
-"""The key of a dict of owners whose value is the rule for all variables that it does not name."""
+"""The key in a dict of owners for the rule of all other variables."""
 
 
 def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dict[str, Any]:
     """The arguments of `mirrorc.passes.default_pipeline` that place parameters.
 
     Args:
-        model: the variables of the step.
         devices: of this worker.
-        placement: the option of `mirrorc.compile`.
 
     Raises:
-        ValueError: a name is that of no parameter or no device; says which, and the remedy.
+        ValueError: there is no such parameter or device; names it and the remedy.
     """
     if placement == "auto":
         return {}
@@ -35,7 +33,7 @@ def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dic
 
 
 def _named(placement: Mapping[str, str | torch.device], model: ModelState, devices: Sequence[Device]) -> dict[str, Any]:
-    """The rule and the owners that a dict says; tied parameters may be named by any of their names."""
+    """The rule and the owners of a dict; tied parameters have several names."""
     known = [device.name for device in devices]
     owners: dict[str, str] = {}
     for name, given in placement.items():
@@ -69,19 +67,17 @@ def _named(placement: Mapping[str, str | torch.device], model: ModelState, devic
 
 
 def _device_name(given: Any) -> Any:
-    """The name of a device that is given as one of torch's; anything else as it is."""
     return f"{given.type}:{given.index or 0}" if isinstance(given, torch.device) else given
 
 
 def check_owned_names(pipeline: Sequence[Pass], known: Collection[str]) -> None:
-    """Refuses a pipeline whose pass 'place-variables' names what a step has nowhere; a call may leave out what it names.
+    """Refuses a pipeline whose pass 'place-variables' names an unknown variable; one that a call leaves out is known.
 
     Args:
-        pipeline: the passes of the step.
-        known: the names of its parameters, and of the variables of the program that is compiled.
+        known: the names of the step's parameters, and of the variables of the present program.
 
     Raises:
-        PassError: says which name.
+        PassError: names the variable.
     """
     for name in (name for one in pipeline if isinstance(one, PlaceVariables) for name, _ in one.owners):
         if name not in known:

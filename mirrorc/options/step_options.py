@@ -1,4 +1,4 @@
-"""The options of a step, and checks of options that do not depend on the model."""
+"""The options of a step, with their checks independent of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What `mirrorc.compile` was asked for, checked; the fields are its arguments."""
+    """The checked arguments of `mirrorc.compile`, as fields."""
 
     model: nn.Module
     optimizers: OptimizerGroups
@@ -43,21 +43,21 @@ class StepOptions:
     cuda_graphs: bool
     return_outputs: bool
     microbatches: int
-    activation_memory: float | None  # bytes as an int, a part of what would be taken as a float
+    activation_memory: float | None  # bytes as an int, or a float as a part of the peak without the bound
     progress: bool
-    scaler: torch.amp.GradScaler | None  # None for one that is not enabled, too
+    scaler: torch.amp.GradScaler | None  # also None for a disabled one
     autocast: torch.dtype | None
     check_replicas_every: int  # 0 for never
-    program_workers: workers.Workers  # the joined ones, those of world=, or none besides this process
+    program_workers: workers.Workers  # the joined ones, those of world=, or this process alone
     cluster: Cluster | None  # the workers that have joined
-    compilation: Round | None  # in which workers compile this step together
-    exchange: Exchange  # how workers send gradients
-    dynamic: bool | None  # whether sizes of arguments become symbols; None if they do when they change
-    remarks: tuple[str, ...]  # on what was asked for, for every program of the step
+    compilation: Round | None  # the round in which workers compile this step together
+    exchange: Exchange  # the form of workers' gradients
+    dynamic: bool | None  # sizes of arguments are symbols; None: once they change
+    remarks: tuple[str, ...]  # on the arguments, for every program of the step
 
 
 LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0
-"""Stands for infinity, which the operating system's clocks do not take."""
+"""Stands for infinity, as the operating system's clocks take none."""
 
 
 def check_loss_function(loss_fn: Any) -> None:
@@ -74,7 +74,7 @@ def check_loss_function(loss_fn: Any) -> None:
 
 
 def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[Pass]) -> str:
-    """A remark for a program whose replicas are to be compared and have one copy of everything; else empty."""
+    """A remark for a program whose replicas are to be compared but have one copy of everything; else empty."""
     if len(devices) == 1:
         why = "there is one device"
     elif any(isinstance(one, ShareParameters) for one in pipeline) and not why_memory_is_not_shared(devices):
@@ -100,7 +100,7 @@ def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
     """The path of a directory that exists or can be made.
 
     Raises:
-        ValueError: there is a file in its place, or of a directory above it; names the option.
+        ValueError: a file is in its place, or in that of a parent; names the option.
     """
     directory = Path(path)
     existing = next((place for place in (directory, *directory.parents) if place.exists()), None)
@@ -110,7 +110,7 @@ def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
 
 
 def example_call(example_inputs: tuple[Any, ...] | dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments that ``example_inputs`` holds: a tuple, a dict, or a pair of both."""
+    """The positional and keyword arguments in ``example_inputs``: a tuple, a dict, or a pair of both."""
     if isinstance(example_inputs, dict):
         return (), example_inputs
     if len(example_inputs) == 2 and isinstance(example_inputs[0], tuple) and isinstance(example_inputs[1], dict):

@@ -1,4 +1,4 @@
-"""The pipeline of a step: made of the options, changed by the user's, and checked before anything is compiled."""
+"""The pipeline of a step, from options and the user's changes, checked before anything is compiled."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mirrorc.pipeline.protocol import Pass
 
 
 def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list[Pass], list[str]]:
-    """The passes of a step, and remarks on what was asked for.
+    """The passes of a step, and remarks on the arguments.
 
     Args:
         request: the arguments of `mirrorc.compile`.
-        parameters: of `mirrorc.passes.default_pipeline`, where the user gives no pipeline.
+        parameters: of `mirrorc.passes.default_pipeline`, unless the user gives a pipeline.
 
     Raises:
         ValueError: an option cannot be used with these passes.
@@ -50,16 +50,14 @@ def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list
 def check_whole(
     pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]
 ) -> None:
-    """Refuses a pipeline that cannot make a step of any model, as its list alone shows.
+    """Refuses a pipeline that cannot make a step of any model, judged by its list alone.
 
     Args:
-        pipeline: the passes of the step.
-        workers: of the step.
         devices: of this worker.
-        asked: the arguments of `mirrorc.compile`, by name, which the message names.
+        asked: the arguments of `mirrorc.compile`, by name, for the message.
 
     Raises:
-        PassError: says which pass is missing or at the wrong place, and the remedy.
+        PassError: names the missing or misplaced pass and the remedy.
     """
     try:
         check_order(pipeline)
@@ -71,7 +69,7 @@ def check_whole(
 
 
 def _missing(pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device]) -> Iterator[tuple[str, str]]:
-    """The passes that are needed and not there, and why; none beside passes from outside, which may do their work."""
+    """The missing passes with reasons; none beside passes from outside, which may do their work."""
     if not all(type(one) in PASSES.values() for one in pipeline):
         return
     names = [one.name for one in pipeline]

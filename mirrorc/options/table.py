@@ -1,4 +1,4 @@
-"""The table of the options of `mirrorc.compile`: one record each, with its kinds, its passes, and what it excludes."""
+"""The table of the options of `mirrorc.compile`: kinds, passes and exclusions of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mirrorc.runtime.state.optimizers.loss_scale import is_in_use
 LossReduction = Literal["mean", "sum"]
 Auto = Literal["auto"]
 
-# Names that can be declared outside of the package are any text; these are those of the package.
+# Options declared outside of the package may have any name; these are the package's own.
 BackendName = Literal["inductor", "eager"] | str
 LinkName = Literal["shared-memory", "nccl", "copy"] | str
 FrontEndName = Literal["auto", "dynamo", "autograd"] | str
@@ -458,14 +458,14 @@ OPTIONS = Options(
 
 
 def checked_arguments(asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `mirrorc.compile`, of the right kinds, with those of declared options and of ``communication_options``.
+    """The arguments of `mirrorc.compile`, checked by kind, with declared options and ``communication_options``.
 
     Args:
         asked: the arguments by name.
-        declared: those besides its parameters.
+        declared: those that are no parameters of `mirrorc.compile`.
 
     Raises:
-        TypeError, ValueError: an argument is no option, or its value is not taken; names it and the remedy.
+        TypeError, ValueError: an argument is no option, or its value is not allowed; names it and the remedy.
     """
     asked = OPTIONS.with_declared(asked, declared)
     for (option, value), why in _WITHDRAWN_VALUES.items():

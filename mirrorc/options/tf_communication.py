@@ -1,4 +1,4 @@
-"""Options of communication under the names that TensorFlow's users know."""
+"""Options of communication under TensorFlow's names."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How gradients are communicated, in the words of ``tf.distribute.experimental.CommunicationOptions``.
+    """Communication of gradients, with the names of ``tf.distribute.experimental.CommunicationOptions``.
 
-    Each field stands for options of `mirrorc.compile`, which are not given besides.
+    Each field stands for options of `mirrorc.compile`, which must not be given besides.
 
     Args:
-        bytes_per_pack: the size of a bucket in bytes, also of the first one: a gradient that would exceed it opens the next
-            bucket. 0 leaves bucket sizes as they are, see ``bucket_cap_mb``.
-        timeout_seconds: the longest time that a device waits for another one; None leaves it as it is.
-        implementation: "auto" leaves it as it is; "nccl" is ``link="nccl"``; "ring", or any other that ``all_reduce=`` takes, is
-            that algorithm. Capital letters will do, too.
+        bytes_per_pack: the cap of a bucket in bytes, also of the first one: a gradient that would exceed it opens the
+            next bucket. 0 keeps the default, see ``bucket_cap_mb``.
+        timeout_seconds: the longest wait of a device for another one; None keeps the default.
+        implementation: "auto" keeps the default; "nccl" is ``link="nccl"``; "ring", or any other value of
+            ``all_reduce=``, is that algorithm. Case does not matter.
 
     Raises:
         TypeError, ValueError: a value is of the wrong kind, negative, or no implementation.
@@ -50,7 +50,7 @@ class CommunicationOptions:
             raise ValueError(f"implementation is {self.implementation!r}: give one of {known}")
 
     def options(self) -> dict[str, Any]:
-        """The arguments of `mirrorc.compile` that it stands for, by name."""
+        """The equivalent arguments of `mirrorc.compile`, by name."""
         options: dict[str, Any] = {}
         if self.bytes_per_pack:
             options |= {"bucket_cap_mb": self.bytes_per_pack / _MIB, "first_bucket_mb": self.bytes_per_pack / _MIB}
@@ -65,15 +65,15 @@ class CommunicationOptions:
 
 
 def with_communication_options(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `mirrorc.compile`, with those that its ``communication_options`` stand for.
+    """The arguments of `mirrorc.compile`, with those of its ``communication_options``.
 
     Args:
         asked: the arguments, by name.
-        defaults: those of all options.
+        defaults: of all options.
 
     Raises:
         TypeError: they are no `CommunicationOptions`.
-        ValueError: an argument that they stand for is given, too.
+        ValueError: one of their arguments is given, too.
     """
     hints = asked["communication_options"]
     if hints is None:

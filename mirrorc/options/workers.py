@@ -1,4 +1,4 @@
-"""Which workers a step is compiled for, those of a world that is not there or those that have joined, and what they cannot do."""
+"""The workers of a step, joined or planned by a world, and their limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.messages.wording import counted
 
 
 def workers_of(world: World | None, rank: int | None) -> Workers:
-    """The workers of a world, as worker ``rank`` sees them; those of a process on its own without a world.
+    """The workers of a world as worker ``rank`` sees them; without a world, a process on its own.
 
     Raises:
         ValueError: there is no such worker.
@@ -28,11 +28,11 @@ def workers_of(world: World | None, rank: int | None) -> Workers:
 
 
 def joined_workers(compilation: Round, devices: Sequence[Device], timeout_seconds: float) -> Workers:
-    """The workers that have joined, when each has told how many devices it has.
+    """The joined workers, after each has sent its number of devices.
 
     Raises:
         ValueError: devices cannot work together; all workers raise it.
-        CommunicationError: a worker told nothing in time.
+        CommunicationError: a worker sent nothing in time.
     """
     (kind,) = {device.torch_device.type for device in devices}
     workers = compilation.workers
@@ -55,10 +55,10 @@ def joined_workers(compilation: Round, devices: Sequence[Device], timeout_second
 
 
 def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
-    """The devices of the worker whose program is compiled; as many as its world says, if ``devices`` is None.
+    """The devices of the compiled worker; as many as its world says, if ``devices`` is None.
 
     Raises:
-        ValueError: the world says another number, or a device cannot be.
+        ValueError: the world says another number, or a device is impossible.
     """
     if not workers.devices_per_worker:
         return parse_devices(devices)
@@ -73,12 +73,11 @@ def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device]
 
 
 def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable_passes: Sequence[str]) -> None:
-    """Refuses several devices of one of several workers where they do not share their parameters.
+    """Refuses several devices on one of several workers unless they share their parameters.
 
     Args:
-        workers: as `workers_of` gives them.
+        workers: from `workers_of`.
         devices: of this worker.
-        disable_passes: the option.
 
     Raises:
         ValueError: names the reason and the remedy.
@@ -99,10 +98,10 @@ def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable
 
 
 def refuse_to_run(workers: Workers, cluster: Cluster | None) -> None:
-    """Refuses a call of a step that was compiled for a world; ``cluster`` has the workers that have joined.
+    """Refuses a call of a step that was compiled for a world; ``cluster`` has the joined workers.
 
     Raises:
-        ExecutionError: says what it is for.
+        ExecutionError: names the purpose of such a step.
     """
     if workers.devices_per_worker and cluster is None:
         raise ExecutionError(

@@ -21,9 +21,7 @@ class PendingGradients(Protocol):
     """Gradients accumulated for a step's next update."""
 
     @property
-    def has_any(self) -> bool:
-        """Whether there are any."""
-        ...
+    def has_any(self) -> bool: ...
 
     def first_of(self, ids: Collection[int]) -> str | None:
         """The name of the first of these parameters (by id) with a gradient; or None."""

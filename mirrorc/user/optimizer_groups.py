@@ -50,7 +50,7 @@ class OptimizerGroups:
         )
 
     def numbers_as(self, other: OptimizerGroups) -> bool:
-        """Whether these are the same optimizers, in the same order, with the same numbers of groups."""
+        """Tests for the same optimizers in the same order, with the same numbers of groups."""
         are_same = len(self.optimizers) == len(other.optimizers) and all(map(is_, self.optimizers, other.optimizers))
         return are_same and len(self) == len(other) and self._numbered == other._numbered
 

@@ -83,14 +83,14 @@ def flat_entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer may run on whole buckets: exactly a known class, with an unhooked, original step."""
+    """Tests for an optimizer that may run on whole buckets: exactly a known class, with an unhooked, original step."""
     if type(optimizer) not in _REQUIRED or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
         return False
     return not any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def writes_rows(optimizer: torch.optim.Optimizer, index: int) -> bool:
-    """Whether a step with a sparse gradient writes only the gradient's rows of a table.
+    """Tests that a step with a sparse gradient writes only the gradient's rows of a table.
 
     SGD with momentum writes further rows; a hook or a replaced step may write anything.
     """
@@ -139,10 +139,10 @@ def sparse_gradient(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[i
 
 
 def is_fused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device_type: str) -> bool:
-    """Whether torch's fused kernels update a group's parameters of a dtype on devices of a type.
+    """Tests that torch's fused kernels update a group's parameters of a dtype on devices of a type.
 
-    If the group leaves the choice open, they do for dtypes of every fused kernel: on CPUs those of 32 and 64 bits (not 16
-    by SGD, seen in 2.13), on GPUs 16-bit ones, too, but not by Adagrad with a torch without that kernel.
+    If the group leaves the choice open, they do for dtypes of every fused kernel: on CPUs those of 32 and 64 bits (not
+    16 by SGD, seen in 2.13), on GPUs 16-bit ones, too, but not by Adagrad with a torch without that kernel.
     """
     fused = group.get("fused", False)
     if fused is None and not group.get("foreach"):

@@ -118,7 +118,7 @@ class _SavedValue:
 
 
 def can_keep_value(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of numbers in memory, which can be copied, compared and written."""
+    """Tests for a tensor of numbers in memory, which can be copied, compared and written."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_inference())
@@ -136,7 +136,7 @@ def content_of(container: Any) -> Any:
 
 
 def is_same(container: Any, content: Any) -> bool:
-    """Whether a container holds the same objects, by identity."""
+    """Compares the objects in a container by identity."""
     if isinstance(container, dict):
         return is_same(list(container), list(content)) and is_same(list(container.values()), list(content.values()))
     return len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))

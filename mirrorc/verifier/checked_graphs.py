@@ -32,15 +32,15 @@ class Checked:
         }
 
     def was_changed(self, graph: fx.Graph) -> bool:
-        """Whether this graph was checked and, as of the last `look_again`, changed since."""
+        """Tests for a graph that was checked and, as of the last `look_again`, changed since."""
         return self._is_known(graph) and id(graph) in self._changed
 
     def has(self, graph: fx.Graph) -> bool:
-        """Whether this graph was checked and, as of the last `look_again`, not changed since."""
+        """Tests for a graph that was checked and, as of the last `look_again`, not changed since."""
         return self._is_known(graph) and id(graph) not in self._changed
 
     def is_last(self, program: Program) -> bool:
-        """Whether it is the last checked program, but for remarks, with no graph changed since."""
+        """Tests for the last checked program, but for remarks, with no graph changed since."""
         return _contents(program) == self._last and all(map(self.has, all_graphs(program)))
 
     def add(self, program: Program) -> None:

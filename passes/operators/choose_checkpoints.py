@@ -1,4 +1,4 @@
-"""Chooses what backward computes again, so that the activations of a step take no more memory than what is allowed."""
+"""The choice of values that backward recomputes, to bound the memory of activations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mirrorc.messages.wording import counted
 from mirrorc.printing.values import size_text
 
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""How many segments forward is cut into, to find which number is best."""
+"""Numbers of forward segments to try."""
 _MOST_KEPT = 64
-"""How many values a segment keeps on average at most: larger segments are no better, and cost time."""
+"""Limit on the average number of kept values of a segment: larger ones gain nothing, and cost time."""
 _MOST_TRIMS = 48
-"""How many segments of a choice are looked at again, to see whether it can do with less."""
+"""Limit on the segments of a choice that are trimmed afterwards."""
 
 Levels = tuple[int, ...]
-"""For each segment, how many of its choices are taken, one after the other: 0 if it keeps everything."""
+"""The number of choices taken in each segment, one after the other; 0 if it keeps everything."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class ChooseCheckpoints:
         ...                                      ...
         grad  = aten.mm(t, tanh)                 grad  = aten.mm(t, tanh)
 
-    `RecomputeCheckpoints`, which comes next, then lets backward compute them again. Forward is cut into segments where few values
-    pass. In each, a cut of least capacity through its operators says which values are kept at a price for each byte, and which
-    are made again; the prices, and the number of segments, are those at which least is computed again of all that keep within the
-    bound by the prediction of `memory.activation_peaks`. Operators that the model has in checkpoints stay in these.
-    Operators of user libraries, checks and sums over replicas are never run again.
+    `RecomputeCheckpoints`, the next pass, then lets backward recompute them. Forward is cut into segments where few
+    values pass. In each segment, a minimum cut through the operators separates kept values, at a price per byte, from
+    recomputed ones. The prices and the number of segments minimize recomputation within the bound, by the prediction of
+    `memory.activation_peaks`. Operators in the model's own checkpoints stay there. Operators of user libraries, checks
+    and sums over replicas never run again.
 
-    If the bound cannot be kept, what comes nearest to it is chosen: whoever gave the bound then looks at what the program takes.
+    If the bound cannot be kept, the nearest choice is taken. The caller then checks the program's true memory.
 
     Needs: a captured graph.
     Guarantees: every value is the same expression, bit for bit.
 
     Attributes:
-        max_bytes: the bound for each device; None to leave the program as it is.
+        max_bytes: the bound for each device; None to leave the program unchanged.
     """
 
     max_bytes: int | None = None
@@ -69,7 +69,6 @@ class ChooseCheckpoints:
 
 
 def _choose(program: Program, graph: fx.Graph, max_bytes: int) -> str:
-    """Puts operators of a graph into checkpoints; says which."""
     if first_of_backward(program, graph) is None:
         return "nothing is chosen: nothing is kept for a backward"
     found = _Search(program, graph, max_bytes)
@@ -81,8 +80,6 @@ def _choose(program: Program, graph: fx.Graph, max_bytes: int) -> str:
 
 
 class _Search:
-    """Looks for the checkpoints of a graph at which least is computed again within a bound."""
-
     def __init__(self, program: Program, graph: fx.Graph, max_bytes: int) -> None:
         self._graph, self._max_bytes = graph, max_bytes
         self._timeline = JointTimeline(program, graph)
@@ -92,7 +89,7 @@ class _Search:
         self._segments = Segments(self._timeline, self._given)
 
     def best(self) -> dict[fx.Node, Checkpoint]:
-        """The checkpoints of all operators, with those that are given."""
+        """The checkpoints of all operators, the model's own included."""
         if self._before.num_bytes <= self._max_bytes:
             return {}
         tried: list[tuple[tuple[bool, float, int], Sequence[Segment], Levels]] = []
@@ -109,17 +106,17 @@ class _Search:
         return sorted({max(1, min(number, most)) for number in _NUMBERS if number >= fewest})
 
     def _rank(self, peak: Peak) -> tuple[bool, float, int]:
-        """The less, the better: least time within the bound, or else least memory."""
+        """A sort key: the least time within the bound is best, or else the least memory."""
         exceeds = peak.num_bytes > self._max_bytes
         return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
 
     def _tries(self, segments: Sequence[Segment]) -> Iterator[tuple[Levels, Peak]]:
-        """Choices of rising price for a byte, until the bound is kept, by bisection."""
+        """Choices of rising price per byte, until one keeps the bound, by bisection."""
         ladder = _ladder(segments)
-        low, high = 0, len(ladder) - 1  # that of low does not keep within the bound
+        low, high = 0, len(ladder) - 1  # the choice of low exceeds the bound
         peak = self._timeline.peak(self._checkpoints(segments, ladder[high]))
         yield ladder[high], peak
-        if peak.num_bytes > self._max_bytes:  # a lower price may still take less, as less is there again at once
+        if peak.num_bytes > self._max_bytes:  # a lower price may still take less, as fewer values return at once
             for place in range(high - high // 8 - 1, low, -(high // 8 + 1)):
                 yield ladder[place], self._timeline.peak(self._checkpoints(segments, ladder[place]))
             return
@@ -130,7 +127,7 @@ class _Search:
             low, high = (low, middle) if peak.num_bytes <= self._max_bytes else (middle, high)
 
     def _trimmed(self, segments: Sequence[Segment], levels: Levels, rank: tuple[bool, float, int]) -> Levels:
-        """The choice without what it can do without, the most expensive first."""
+        """The choice without its dispensable steps; the most expensive are tried first."""
         order = sorted(range(len(segments)), key=lambda i: (-_seconds(segments[i], levels[i]), i))
         for i in [i for i in order if levels[i]][:_MOST_TRIMS]:
             for level in sorted({0, levels[i] - 1}):
@@ -151,7 +148,6 @@ class _Search:
         return found
 
     def remark(self, chosen: Mapping[fx.Node, Checkpoint]) -> str:
-        """What was chosen, and what it comes to."""
         bound, before = size_text(self._max_bytes), size_text(self._before.num_bytes)
         if not chosen:
             return f"nothing is computed again: {before} are predicted, at most {bound} asked"
@@ -169,7 +165,7 @@ class _Search:
 
 
 def _ladder(segments: Sequence[Segment]) -> list[Levels]:
-    """Choices for all segments together, each with one more step of a segment, the cheapest for each byte first."""
+    """Choices for all segments together, each with one more step of a segment, the cheapest per byte first."""
     steps: list[tuple[float, int, int]] = []
     for i, segment in enumerate(segments):
         before, seconds, price = 0, 0.0, 0.0

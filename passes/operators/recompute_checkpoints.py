@@ -1,4 +1,4 @@
-"""Lets backward compute again what forward computes within checkpoints, instead of keeping it in memory."""
+"""Recomputation of checkpointed values in backward, instead of keeping them in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mirrorc.printing.values import size_text
 
 @dataclass(frozen=True)
 class RecomputeCheckpoints:
-    """Copies what forward computes within a `torch.utils.checkpoint` to where backward first needs it::
+    """Copies operators of a `torch.utils.checkpoint` from forward to their first use in backward::
 
         mm    = aten.mm(x, w)              # checkpoint      mm         = aten.mm(x, w)
         relu  = aten.relu(mm)              # checkpoint      relu       = aten.relu(mm)
@@ -27,11 +27,11 @@ class RecomputeCheckpoints:
                                                              relu_again = aten.relu(mm_again)
                                                              grad       = aten.mm(t, relu_again)
 
-    Forward then keeps what the checkpoint is given, and what its policy keeps, for backward alone; the rest dies in forward.
-    What leaves a checkpoint (for an operator outside, for another checkpoint or for the caller) is kept, too, if backward needs
-    it: it is what the next checkpoint is given. So are values that the first operator of backward takes, as forward has just
-    made them. A copy draws the same random numbers, since random operators are functions of a seed, and only one result of
-    an operator is ever written to a buffer, that of forward.
+    Forward then keeps, for backward alone, the inputs of the checkpoint and the values that its policy keeps. Values
+    that leave a checkpoint, for other operators, another checkpoint or the caller, are kept, too, if backward needs
+    them: they are the inputs of the next checkpoint. So are the inputs of the first backward operator, as forward has
+    just made them. A copy draws the same random numbers, since random operators are functions of a seed. Only forward's
+    result is written to a buffer.
 
     Needs: a captured graph.
     Guarantees: every value is the same expression, bit for bit; no operator has a checkpoint any more.
@@ -50,7 +50,6 @@ class RecomputeCheckpoints:
 
 
 def _recompute(program: Program, graph: fx.Graph) -> str:
-    """Lets the backward of a graph compute again what checkpoints say; says what that saves."""
     numbers = {found.number for node in graph.nodes if (found := checkpoint_of(node)) is not None}
     said = counted(len(numbers), "checkpoint")
     first = first_of_backward(program, graph)

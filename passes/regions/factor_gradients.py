@@ -1,4 +1,4 @@
-"""Leaves gradients as factors, from which each device makes only its own share."""
+"""Gradients that stay factors, so that each device makes only its own share."""
 
 from __future__ import annotations
 
@@ -28,51 +28,47 @@ from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, nu
 
 @dataclass(frozen=True)
 class FactorGradients:
-    """Moves the operator that makes a gradient out of its region, if the operator's arguments are smaller than the gradient::
+    """Moves the operator that makes a gradient out of its region, if the operator's arguments are smaller than the
+    gradient::
 
         bwd_0 = call_region(dy, x, region=bwd_0)          bwd_0 = call_region(dy, region=bwd_0)
         g     = bwd_0[0]                                  left  = bwd_0[0]
         output {gradients: {w: g}}                  ->    g     = product(left, x, bucket=0, variable=w)
                                                           output {gradients: {w: g}}
 
-        region bwd_0(dy, x):                              region bwd_0(dy):
-            t  = aten.t(dy)                                   t = aten.t(dy)
-            mm = aten.mm(t, x)                      ->        return [t]
-            return [mm]
+    The operator's arguments are the gradient's factors; its form (`mirrorc.ir.gradient_forms`) says how they make it.
+    The gradient of a linear layer's weight is a matrix product over the examples. That of an embedding's table is zero
+    except for the rows that were looked up: ``index_add(rows, indices)``.
 
-    The operator's arguments are the gradient's factors. How the gradient is made from them is its form
-    (`mirrorc.ir.gradient_forms`). The gradient of a linear layer's weight is a matrix product over the examples of the batch. The
-    gradient of an embedding's table is zero except for the rows that were looked up: ``index_add(rows, indices)``.
+    With shared memory, each device updates a share of the parameters, and makes this share of the gradient from the
+    factors of all replicas. The products cost the same, but each gradient is written once instead of once per replica,
+    and no sum in memory remains. Of a table's gradient, only the rows of this step and of the last one are written.
+    Without shared parameters, or over a link that reads no shared memory, no device makes a share. Then no gradient
+    stays factors, as `pack` would only repeat the region's work.
 
-    If devices share one memory, each of them updates a share of the parameters and needs only this share of the gradient. It
-    makes the share from the factors of all replicas. The work of the products stays the same, but each gradient is written once
-    instead of once per replica, and no sum in memory remains. Of a table's gradient, only the rows of this step and of the last
-    one are written. If no device would make a share, because parameters are not shared or the link reads no shared memory, then
-    no gradient stays factors: `pack` would only do the work that the region does.
+    A single CPU has no shares. There too, tables' gradients stay rows, and `pack` writes no others. Products stay in
+    regions.
 
-    One CPU alone has no shares. Tables' gradients stay rows there, too, and `pack` writes no others; products are made in
-    their regions.
+    Some gradients become factors on every device, whatever their size: those that workers exchange as factors, those of
+    tables whose optimizer takes rows, and those that devices gather (`mirrorc.ir.program.Program.gathered`).
 
-    Gradients whose factors workers send to each other become factors on every device, also on a worker's only one. So do those of
-    tables whose optimizer takes rows, and those that devices gather (`mirrorc.ir.program.Program.gathered`), of whatever size.
-
-    With microbatches, a gradient becomes factors if those of all microbatches of a shard together are smaller than it.
+    With microbatches, a gradient becomes factors if those of all microbatches of a shard together are smaller.
 
     Needs: a bucket plan and outlined regions.
-    Guarantees: gradients are the same expressions as before. Factors are values of the step, never variables or views of
-        variables, because an update may write a variable before the gradient is made.
+    Guarantees: gradients are the same expressions as before. Factors are values of the step, never variables or views
+        of variables, because an update may write a variable before the gradient is made.
 
     Attributes:
-        min_elements: gradients with fewer elements stay whole. They fit in the cache, where adding them costs less than the
-            calls for products by shares (measured: no gain at 256 x 256, a seventh of the step at 512 x 512).
+        min_elements: smaller gradients stay whole. They fit in the cache, and adding them costs less than calls for
+            products by shares (measured: no gain at 256 x 256, a seventh of the step at 512 x 512).
         link: the name of the link that `LowerCollectives` is asked to use; None for the best one.
-        parameters_are_shared: whether a later pass shares parameters. None if the pipeline tells, see
-            `mirrorc.passes.told_of_sharing`; alone, the pass takes it that one does.
-        all_reduce: the name of the algorithm that sends whole gradients between devices; None if the pipeline tells, too, or
-            if there is none.
+        parameters_are_shared: a later pass shares parameters. None: the pipeline sets it, see
+            `mirrorc.passes.told_of_sharing`; outside of a pipeline None counts as True.
+        all_reduce: the algorithm that sends whole gradients between devices. None: the pipeline sets it, or there is
+            none.
 
-    Source: sending factors instead of gradients is sufficient factor broadcasting (Xie et al., 2016); devices of one worker need
-        not send them.
+    Source: sending factors instead of gradients is sufficient factor broadcasting (Xie et al., 2016); devices of one
+        worker need not send them.
     """
 
     min_elements: int = 2**17
@@ -108,12 +104,12 @@ class FactorGradients:
         slots |= rows
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
-        whole: dict[str, str] = {}  # why a gradient does not stay factors
+        whole: dict[str, str] = {}  # the reason, for each gradient that does not stay factors
         names: dict[fx.Node, str] = {}
         for graph in graphs:
             for node, name in gradient_names(graph).items():
                 slot = slots.get(name)
-                least = 0 if name in due else self.min_elements  # what is due was chosen by the bytes that are sent
+                least = 0 if name in due else self.min_elements  # due ones were chosen by the bytes that are sent
                 why = why_whole(node.meta["val"], slot.strides if slot is not None else None, least)
                 if why := "in buckets that are cut into packs" if name in cut else why:
                     whole[name] = why
@@ -131,7 +127,7 @@ class FactorGradients:
                 for number, node in enumerate(nodes):
                     _rewire(node, number, split, names, buckets)
                 regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
-                if not split.results:  # all that the region did was to make gradients of what it was given
+                if not split.results:  # the region only made gradients of its arguments
                     del regions[name]
         missing = due - _factored(graphs[0])
         if missing:
@@ -147,7 +143,7 @@ class FactorGradients:
         return factored.with_remarks(_remark(factored, whole))
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
-        """Why no device would make a share of any gradient; empty if devices do, or if no bucket is reduced by shares."""
+        """The reason why no device makes a share of any gradient; empty if devices do, or if no bucket is reduced by shares."""
         if program.accumulation is not Accumulation.NONE:
             return (
                 "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"
@@ -174,12 +170,10 @@ class FactorGradients:
 
 
 def _factored(graph: fx.Graph) -> set[str]:
-    """The variables whose gradients are left as factors."""
     return {str(node.kwargs["variable"]) for node in calls_to(graph, *ops.FACTORED)}
 
 
 def _remark(program: Program, whole: Mapping[str, str]) -> str:
-    """Says how many gradients stay factors, how many bytes the factors take, and why other gradients are whole."""
     output: Any = program.shard_graphs[0].output_node().args[0]
     gradients: dict[str, fx.Node] = output["gradients"]
     factored = {name: node for name, node in gradients.items() if node.target in ops.FACTORED}
@@ -218,14 +212,14 @@ def _bytes_of_factors(graph: fx.Graph) -> int:
 
 @dataclass(frozen=True)
 class _Split:
-    """A region that gives factors instead of some gradients.
+    """A region that returns factors instead of some gradients.
 
     Attributes:
-        kept: the former indices of the results that stay, in order.
-        results: the body's new results: those that stay, then the factors.
-        arguments: the former indices of the arguments that are still used, and of the sizes of what is left.
-        factored: the factors of each gradient that became factors, by the former index of its result.
-        given: for each former placeholder of the body, the arguments that the calls pass for it.
+        kept: the former indices of the remaining results, in order.
+        results: the body's new results: the remaining ones, then the factors.
+        arguments: the former indices of the used arguments, with the sizes of the rest.
+        factored: the factors of gradients, by the former index of the result.
+        given: for each former placeholder of the body, the arguments of the calls.
     """
 
     kept: list[int]
@@ -236,7 +230,7 @@ class _Split:
 
 
 def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, FactoredGradient]) -> _Split:
-    """Changes a body so that it gives factors instead of gradients; factors that are arguments of the body are not given."""
+    """Changes a body to return factors instead of gradients, but no factors from its arguments."""
     old: Any = body.output_node().args[0]
     kept = [place for place in range(len(old)) if place not in factored]
     results = [old[place] for place in kept]
@@ -255,7 +249,6 @@ def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Map
 def _rewire(
     node: fx.Node, number: int, split: _Split, names: Mapping[fx.Node, str], buckets: Mapping[str, int]
 ) -> None:
-    """Adapts one call of a split region, and adds the gradients as factors to the call's graph."""
     parts: dict[int, fx.Node] = {part.args[1]: part for part in node.users}  # type: ignore[misc]
     last, graph = max([node, *parts.values()]), node.graph
     gradients: Any = node.kwargs["gradients"]
@@ -265,7 +258,7 @@ def _rewire(
     node.args = tuple(node.args[i] for i in split.arguments)
     node.meta["val"] = tuple(result.meta["val"] for result in split.results)
     outside = {inside: given[number] for inside, given in split.given.items()}
-    called: dict[fx.Node, str] = {}  # filled for each call, because its factors are for variables of its own
+    called: dict[fx.Node, str] = {}  # for each call anew, because its factors are for variables of its own
     for place, made in split.factored.items():
         for factor, name in zip(made.factors, made.form.factor_names, strict=True):
             called.setdefault(factor, f"{identifier(names[parts[place]])}_{name}")

@@ -1,6 +1,6 @@
-"""Cuts the captured graph into regions: the forward, whole or in pieces, and one piece of backward for each bucket.
+"""Regions of the captured graph: the forward, whole or in pieces, and a piece of backward for each bucket.
 
-It is long, as where a graph is cut and what becomes of the pieces stand together.
+The file is long because it has both the cuts and the calls of the pieces.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from mirrorc.torch_internals import (
 class OutlineRegions:
     """Moves the operators of the captured graph into regions, cut where buckets become ready.
 
-    Region ``fwd_0`` has the operators before the first use of the loss's gradient, and all of an evaluation; ``bwd_k`` ends with
-    the last gradient of bucket k, or where buckets are cut, of pack k. Equal bodies become one region that is called several
-    times. If a piece has another body for the second shape of a shard, it is a region of its own, named after its counterpart:
+    Region ``fwd_0`` has the operators before the first use of the loss's gradient, and all of an evaluation. ``bwd_k``
+    ends with the last gradient of bucket k, or of pack k of cut buckets. Equal bodies become one region with several
+    calls. A piece that differs for the second shape of a shard is a region of its own, named after its counterpart:
     ``bwd_k_shard1``, in print ``bwd_k.shard1``::
 
         addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
@@ -53,17 +53,16 @@ class OutlineRegions:
         mm    = aten.mm(expand, x)                  bwd_0 = call_region(fwd_0[1], x, region=bwd_0)
         output {loss: loss, gradients: {w: mm}}     output {loss: loss, gradients: {w: bwd_0[0]}}
 
-    A large value does not pass a cut for a much smaller product alone that could be made before it: ``bwd_k`` then ends with
-    that product, see `graph.cuts`. The gradient of logits over many words stays within its region this way, where
-    its memory can be used again, and the bucket's reduction begins later by the time of a product.
+    A large value does not pass a cut for the sake of a much smaller product alone: ``bwd_k`` then ends with that
+    product, see `graph.cuts`. So the gradient of logits over many words stays within its region, where its memory is
+    reused. The bucket's reduction begins later by the time of the product.
 
-    A check stays outside, right behind the region that gives its condition, which is a forward: nothing is launched before it.
-    Likewise what is gathered for the caller.
-
-    A sum over replicas that the model asks for stays outside, too: forward and backward are cut where replicas meet.
+    A check stays outside, right behind the forward region of its condition, before any launch. Values gathered for the
+    caller stay outside, too. So does a sum over replicas in the model: forward and backward are cut where replicas
+    meet.
 
     Needs: a bucket plan.
-    Guarantees: outside of regions only arguments, reads, region calls and their outputs are left, checks and gathers of
+    Guarantees: outside of regions are only arguments, reads, region calls and their outputs, checks and gathers of
         these, and sums over replicas.
 
     Attributes:
@@ -86,7 +85,6 @@ class OutlineRegions:
 
 
 def _remark(program: Program) -> str:
-    """Says how the graphs were cut, and which regions are called more than once."""
     calls = Counter(str(node.kwargs["region"]) for g in program.shard_graphs for node in calls_to(g, ops.call_region))
     backward = [name for name in calls if program.regions[name].phase == "backward"]
     num_pieces = sum(calls[name] for name in backward)
@@ -109,8 +107,6 @@ def _remark(program: Program) -> str:
 
 
 class _RegionPool:
-    """The regions made so far; a body that equals an earlier one is not added again."""
-
     def __init__(self) -> None:
         self.regions: dict[str, Region] = {}
         self._by_body: dict[Any, str] = {}
@@ -118,12 +114,12 @@ class _RegionPool:
         self._shard = 0
 
     def of_shard(self, shard: int) -> _RegionPool:
-        """The pool, from which regions are now taken for this shape of a shard."""
+        """The pool, set to this shape of a shard."""
         self._shard = shard
         return self
 
     def add(self, piece: int, phase: str, graph: fx.Graph) -> str:
-        """The name of the region with this body; ``piece``: the place among the pieces of its graph."""
+        """The name of the region with this body; ``piece`` is the index of the piece in its graph."""
         key = (phase, _body_key(graph))
         if key not in self._by_body:
             name = self._free_name({"forward": "fwd", "backward": "bwd"}[phase], piece)
@@ -143,7 +139,7 @@ class _RegionPool:
 
 
 def _body_key(graph: fx.Graph) -> Any:
-    """A key that is equal for graphs that compute the same values from arguments of the same types."""
+    """A key for graphs: equal for the same computation on arguments of the same types."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -185,7 +181,7 @@ def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
 
 
 def _pieces(graph: fx.Graph, program: Program, min_bytes: int) -> Cut:
-    """The operators of the forward, then those up to the last gradient of each bucket and what is better before the cut."""
+    """The operators of the forward, then of each bucket's part of backward, with those better before the cut."""
     outside = (ops.read, *ops.OF_FORWARD, *ops.MEETINGS)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
     first = first_of_backward(program, graph)
@@ -204,7 +200,7 @@ def _pieces(graph: fx.Graph, program: Program, min_bytes: int) -> Cut:
         max(position[output["gradients"][slot.variable]] for slot in bucket.slots_in(pack))
         for bucket, pack in program.packs
     ]
-    for i in range(1, len(ends)):  # graphs of other shard shapes may order gradients otherwise
+    for i in range(1, len(ends)):  # graphs of other shard shapes may have another order of gradients
         ends[i] = max(ends[i], ends[i - 1])
     piece_of: dict[fx.Node, int] = {}
     for node in body:
@@ -233,7 +229,6 @@ def _call(
     values: dict[fx.Node, fx.Node],
     name_of: Callable[[fx.Graph], str],
 ) -> fx.Node:
-    """Moves nodes into a region, which is named by its body, and puts a call of it into the outer graph."""
     body = fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     members = set(nodes)
@@ -260,7 +255,7 @@ def _call(
 
 
 def _sizes_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The arguments that are the symbols in the sizes of values: whoever runs a region has to be told them."""
+    """The arguments for the symbols in the sizes of values: a region needs them as arguments, too."""
     symbols = symbols_in([node.meta.get("val") for node in nodes])
     given = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
     return [node for node in given if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]

@@ -1,6 +1,6 @@
-"""Decides which gradient goes in which bucket, in which order buckets are reduced, and in which packs.
+"""The bucket plan: the gradients of each bucket, the order of buckets, and their packs.
 
-It is long, as it has all plans.
+The file is long because it has all plans.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from mirrorc.packing import (
 )
 
 _Kind = tuple[torch.dtype, UpdateRule, bool, str]
-"""What all gradients of a bucket have alike: dtype, update rule, whether workers send or devices gather their factors, and which
-table it is if its optimizer takes rows."""
+"""The common facts of a bucket's gradients: dtype, update rule, whether workers or devices exchange their factors, and
+the table if its optimizer takes rows.
+"""
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
-_LEAST_PART = 16  # less than this part of a cap is not worth a message of its own
+_LEAST_PART = 16  # a smaller part of a cap is not worth a message of its own
 
 
 @dataclass
 class _Planned:
-    """What a plan makes.
+    """The result of a plan.
 
     Attributes:
         closed: the gradients of each bucket.
-        remarks: on why.
-        num_packs: in how many packs a bucket is cut, by the name of its first gradient; other buckets are not cut.
+        num_packs: the number of packs of a cut bucket, by the name of its first gradient.
     """
 
     closed: list[list[Variable]]
@@ -62,37 +62,38 @@ class _Planned:
 class PlanBuckets:
     """Groups gradients into buckets, in the order in which backward makes them.
 
-    A bucket holds one dtype and one update rule, and over several workers gradients that are sent alike: as sums, or as factors,
-    if the program names them (`mirrorc.ir.workers.Workers.sent_as_factors`); so it is with those that devices gather as factors
-    (`mirrorc.ir.program.Program.gathered`). A table whose optimizer takes rows has one of its own. It is cut at variable
-    boundaries: a gradient that would take it over its cap opens the next one, unless what it has is less than a sixteenth of the
-    cap: a few biases are not worth a message of their own. The first bucket has a smaller cap, so that communication begins
-    early. Buckets are numbered in the order in which they become ready, which reverses the forward's. Where each worker updates a
-    part of every bucket alone, buckets are padded to lengths that make these parts equal.
+    A bucket has one dtype, one update rule and one form of exchange: sums, factors between workers
+    (`mirrorc.ir.workers.Workers.sent_as_factors`), or factors between devices (`mirrorc.ir.program.Program.gathered`).
+    A table whose optimizer takes rows has its own bucket. Cuts are between variables. A gradient that would exceed the
+    cap opens the next bucket, unless the bucket has less than a sixteenth of its cap: a few biases are not worth a
+    message. The first bucket has a smaller cap, to begin communication early. Buckets are numbered as they become
+    ready, which reverses the forward's order. For a sharded optimizer, buckets are padded to equal parts for all
+    workers.
 
-    The graph stays as it is::
+    The graph does not change::
 
         output {gradients: {fc2.weight: t_3, fc2.bias: view, fc1.weight: t_6, fc1.bias: view_1}}
 
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]        <- as planned, in the program's bucket table
         bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]
 
-    Needs: a captured graph whose output lists gradients in program order, or over several workers in the order of the chief's.
+    Needs: a captured graph whose output lists gradients in program order, or over several workers in the order of the
+        chief's.
     Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
     Source: PyTorch DDP (Li et al., 2020) for the first small bucket and the reversed order.
 
-    With another ``packing``, buckets are what it says: one for each gradient, or the user's own groups. These are numbered by the
-    gradient of theirs that backward makes last. A group whose gradients are updated by different rules becomes several buckets.
-    Or there is one bucket of each kind, which is communicated in several packs of equal length (`mirrorc.ir.buckets.Pack`). They
-    are numbered over all buckets, in the order in which they become complete::
+    Another ``packing`` may give a bucket to each gradient, or to each group of the user's. Groups are numbered by the
+    gradient that backward makes last. A group with several update rules becomes several buckets. Or there is one bucket
+    of each kind, communicated in packs of equal length (`mirrorc.ir.buckets.Pack`). Packs are numbered over all
+    buckets, as they become complete::
 
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10] fc1.weight[512, 2048] fc1.bias[512]
         packs, of elements 0 ... 1054207: 0 at 0 ... 527103, 1 at 527104 ... 1054207
 
     Attributes:
         bucket_cap_mb, first_bucket_mb: those of `mirrorc.packing.ByBytes`, in MiB.
-        packing: another plan of `mirrorc.packing`, in place of these caps; None for them.
-        gradient_order: in which order gradients are put into buckets, see `mirrorc.packing.GradientOrder`.
+        packing: another plan of `mirrorc.packing`, in place of these caps.
+        gradient_order: see `mirrorc.packing.GradientOrder`.
     """
 
     bucket_cap_mb: float = ByBytes.cap_mb
@@ -149,7 +150,6 @@ class PlanBuckets:
         return _by_groups(groups_of(plan, gradients), program, as_factors)
 
     def _remark(self, buckets: Sequence[Bucket]) -> str:
-        """Says what was planned, and by which rule buckets are closed."""
         number = counted(sum(len(bucket.slots) for bucket in buckets), "gradient")
         plan, order = self._plan, self._said_of_order()
         if not isinstance(plan, ByBytes):
@@ -171,7 +171,6 @@ class PlanBuckets:
 
 
 def _name(function: Any) -> str:
-    """What a function of the user's is called."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -182,7 +181,6 @@ def _kind(variable: Variable, as_factors: Collection[str]) -> _Kind:
 
 
 def _by_bytes(plan: ByBytes, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> _Planned:
-    """Buckets of whole gradients, as large as caps allow."""
     open_buckets: dict[_Kind, list[Variable]] = {}
     closed: list[list[Variable]] = []
     opened: list[str] = []
@@ -203,7 +201,6 @@ def _by_bytes(plan: ByBytes, program: Program, gradients: Sequence[Gradient], as
 
 
 def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factors: Collection[str]) -> _Planned:
-    """A bucket for each group whose gradients are of one kind, or several buckets."""
     closed: list[list[Variable]] = []
     remarks = []
     for group in groups:
@@ -219,7 +216,6 @@ def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factor
 
 
 def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> list[list[Variable]]:
-    """The gradients, those of one kind together, in their order."""
     kinds: dict[_Kind, list[Variable]] = {}
     for one in gradients:
         variable = program.variables[one.name]
@@ -230,7 +226,7 @@ def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collecti
 def _equal(
     plan: EqualPacks | EqualSplits, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]
 ) -> _Planned:
-    """A bucket for each kind, to be cut into packs of equal length; or one for each gradient, where the plan declines."""
+    """A bucket for each kind, to be cut into equal packs; or one for each gradient, where the plan declines."""
     number = plan.num_packs if isinstance(plan, EqualPacks) else plan.num_splits
     alone = [[program.variables[one.name]] for one in gradients]
     if number == 0:
@@ -261,8 +257,8 @@ def _equal(
 def _equal_packs(
     buckets: Sequence[Bucket], num_packs: Mapping[str, int], position: Mapping[str, int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Packs of equal length, in the order in which they become complete: the number of a bucket, and its elements."""
-    found: list[tuple[int, int, tuple[int, int]]] = []  # when it is complete, its bucket, its elements
+    """Packs of equal length, by completion in backward: the number of a bucket, and its elements."""
+    found: list[tuple[int, int, tuple[int, int]]] = []  # the time of completion, the bucket, its elements
     for bucket in buckets:
         for start, stop in equal_ranges(bucket.num_elements, num_packs.get(bucket.slots[0].variable, 1)):
             own = bucket.slots_in(Pack(0, start, stop))
@@ -271,7 +267,7 @@ def _equal_packs(
 
 
 def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tuple[int, int]]]) -> list[Bucket]:
-    """The buckets with their packs, which are numbered in the order of these ranges; as they are if none is cut."""
+    """The buckets with their packs, numbered in the order of these ranges; unchanged if none is cut."""
     if len(ranges) == len(buckets):
         return buckets
     if program.workers.shards_optimizer:
@@ -288,7 +284,6 @@ def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tu
 
 
 def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> list[str]:
-    """Says which gradients lie in several packs, and which buckets have fewer packs than asked for."""
     said = []
     for bucket in buckets:
         asked = num_packs.get(bucket.slots[0].variable, 0)
@@ -312,7 +307,7 @@ def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> l
 
 
 def _gradients(program: Program) -> list[Gradient]:
-    """The gradients, in the order in which backward makes them."""
+    """The gradients, in backward's order."""
     output = program.shard_graphs[0].output_node().args[0]
     assert isinstance(output, dict)
     variables = [program.variables[name] for name in output["gradients"]]
@@ -320,7 +315,7 @@ def _gradients(program: Program) -> list[Gradient]:
 
 
 def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFactors], unit: int) -> Bucket:
-    """A bucket of these gradients, whose length is a multiple of ``unit``."""
+    """A bucket of these gradients, padded to a multiple of ``unit``."""
     slots, offset = [], 0
     for variable in members:
         num_elements = math.prod(variable.shape)
@@ -333,7 +328,7 @@ def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFa
 
 
 def _said_of_larger(buckets: Sequence[Bucket], plan: ByBytes) -> str:
-    """Which buckets are over their cap, as what they had before their last gradient was too little for one."""
+    """A remark on buckets over their cap: without their last gradient, they were too small for a message."""
     first, other = plan.caps
     larger = [b for b in buckets if len(b.slots) > 1 and _slot_bytes(b) > (other if b.index else first)]
     if not larger:

@@ -1,4 +1,4 @@
-"""Lets updates make products of factors part by part, and apply the optimizer to each part while it is in the cache."""
+"""Updates that make products of factors in parts, and apply the optimizer to each part in the cache."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ from mirrorc.torch_internals import is_symbolic, size_now
 
 @dataclass(frozen=True)
 class UpdateInParts:
-    """Leaves the shares of buckets with products of factors to the updates that take them::
+    """Leaves products of factors to the updates that take them::
 
         wait_0 = wait(reduce_scatter_0, ...)        ->   wait_0 = wait(reduce_scatter_0, ...)
         update(wait_0, bucket=0, replica=0)              update(wait_0, part_elements=524288, bucket=0, replica=0)
 
-    A wait that makes a share writes all of it into memory, from which the update reads it: of the nine passes over memory that
-    product and AdamW take together, three (what is written is fetched first). Made in parts, each in the same small memory, a
-    product stays in the processor's cache. A product that adds up many numbers takes longer in parts than that saves.
+    A wait that makes a share writes all of it to memory, and the update reads it back. That is three of the nine passes
+    over memory of product and AdamW, as a write fetches first. Parts share one small buffer, which stays in the
+    processor's cache. A product that adds up many numbers would lose more time in parts than that saves.
 
-    Needs: links, which say who makes shares: it comes after lower-collectives, and after all passes that look at sums.
-    Guarantees: an optimizer gets the same gradients but for the order in which a product of fewer rows is added up. Waits that
-        anything else takes are left alone, as are devices that run kernels behind the host's back. Where a `clip_value` alone
-        stands between wait and update, each part is bounded when it is made.
+    Needs: links, which determine the makers of shares: it comes after lower-collectives, and after all passes that look
+        at sums.
+    Guarantees: an optimizer gets the same gradients, but for the order of additions in a product of fewer rows. Waits
+        with other users stay, as do devices that run kernels asynchronously. If only a `clip_value` is between wait and
+        update, each part is clipped when it is made.
 
     Attributes:
-        part_elements: how many elements of a product are made at a time, at most. 2 MiB of 32 bits were fastest on an AMD EPYC
-            with 1 MiB of cache for each core; 1 and 4 took a few percent longer, 0.25 gained nothing.
+        part_elements: the most elements of a part. 2 MiB of 32 bits were fastest on an AMD EPYC with 1 MiB of cache for
+            each core; 1 and 4 took a few percent longer, 0.25 gained nothing.
     """
 
     part_elements: int = 2**19
@@ -81,15 +82,15 @@ class UpdateInParts:
 
 
 def _fewest(size: Any) -> int:
-    """A size; of a symbol no more than are added up in parts, as each step looks at it again when it knows its size."""
+    """A size; of a symbol at most the largest that is added up in parts, as each step tests its true size again."""
     return min(int(size_now(size)), MOST_INNER) if is_symbolic(size) else int(size)
 
 
 def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
-    """The sizes of the products of each bucket that devices make from factors.
+    """The sizes of each bucket's products that devices make from factors.
 
-    Of those that workers send to each other, the plan says which they are: a worker without examples has none itself, and how
-    many rows the others have differs from step to step. It is looked at when they are there, so that all make the same bits.
+    For products of workers' factors, the plan names them: a worker without examples has no factors itself, and the
+    others' rows differ from step to step. Each step tests the true sizes, so that all workers make the same bits.
     """
     found: dict[int, list[Size]] = defaultdict(list)
     for bucket in program.buckets:

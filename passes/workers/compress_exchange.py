@@ -1,4 +1,4 @@
-"""Has workers send each other sums of gradients in a narrower dtype, which changes numbers; for those who ask for it."""
+"""Exchange of gradient sums in a narrower dtype, on request: it changes numbers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mirrorc.messages.wording import counted
 from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring
 
 NARROW = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
-"""The dtypes in which sums may be sent, by name."""
+"""The narrower dtypes for sums, by name."""
 
 
 @dataclass(frozen=True)
 class CompressExchange(WorkerCompression):
-    """Rounds each worker's sum of a bucket to a narrower dtype before it is sent, and makes the sum over workers wide again::
+    """Rounds each worker's sum of a bucket to a narrower dtype for the all-reduce::
 
         x_0     = exchange(sum_0, bucket=0, op=sum)           c_0     = compress(sum_0, dtype=torch.bfloat16, bucket=0, replica=0)
         commit(early=True, replica=0)                         x_0     = exchange(c_0, bucket=0, op=sum)
@@ -34,16 +34,15 @@ class CompressExchange(WorkerCompression):
                                                               total_0 = decompress(half_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    A worker's devices add up their gradients in the bucket's own dtype first, each its share, and what a worker has accumulated
-    is in that sum. So a gradient is rounded once on its worker, and once more by each addition over workers, all of which get
-    the same bits. Norms, bounds, checks and the optimizer take the sum in the bucket's dtype. What is infinite or not a number
-    on any worker is so in the sum, and so is what the narrower dtype cannot hold.
+    A worker's devices add up their gradients, accumulated ones included, in the bucket's dtype. So a gradient is
+    rounded once on its worker, and once more by each addition over workers. All workers get the same bits. Norms,
+    bounds, checks and the optimizer take the sum in the bucket's dtype. Infinities and NaN of any worker stay so in the
+    sum. Numbers outside the range of the narrower dtype become infinite.
 
-    Buckets of complex numbers, and those whose dtype is not wider, are sent as they are. So are factors, of which each worker
-    makes its gradients.
+    Complex buckets, buckets of no wider dtype, and factors are sent unchanged.
 
     Attributes:
-        dtype: "bfloat16", which has the range of float32 and 8 bits of precision; or "float16", which has 11 bits up to 65504.
+        dtype: "bfloat16", with the range of float32 and 8 bits of precision; or "float16", with 11 bits, up to 65504.
     """
 
     dtype: str = "bfloat16"
@@ -56,7 +55,7 @@ class CompressExchange(WorkerCompression):
             raise ValueError(f"dtype is {self.dtype!r}: say {' or '.join(map(repr, NARROW))}")
 
     def narrows(self, dtype: torch.dtype) -> bool:
-        """Whether sums of this dtype are sent in a narrower one."""
+        """Tests for a dtype wider than that of messages."""
         return dtype.is_floating_point and dtype.itemsize > NARROW[self.dtype].itemsize
 
     def applies_to(self, program: Program, launch: fx.Node) -> bool:
@@ -64,7 +63,7 @@ class CompressExchange(WorkerCompression):
         return self.narrows(program.buckets[bucket_of(launch)].dtype)
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        """See the base class; the exchange stays, and takes what is compressed."""
+        """See the base class; the exchange stays, and takes the compressed sum."""
         words = words_of_pack(*program.packs[pack_of(launch)])
         launch.args = tuple(
             insert(

@@ -1,4 +1,4 @@
-"""Exchanges every bucket's sum with the other workers, so that updates take sums over all of them."""
+"""All-reduce of every bucket over the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mirrorc.printing.values import size_text
 
 @dataclass(frozen=True)
 class ReduceOverWorkers:
-    """Inserts an `exchange` of every bucket, whose sum over the replicas of this worker every other worker has of its own::
+    """Inserts an `exchange` of every bucket, to add up the workers' sums::
 
         rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)
         bwd_1 ...                                               bwd_1 ...
@@ -39,7 +39,7 @@ class ReduceOverWorkers:
                                                                 total_1 = wait(x_1, bucket=1, replica=0)
                                                                 update(total_1, bucket=1, replica=0)
 
-    Without ``early_update``, or where all sums are needed before any update, sums come before the commit::
+    Without ``early_update``, or if all sums are needed before any update, the waits for sums precede the commit::
 
                                                                 total_0 = wait(x_0, bucket=0, replica=0)
                                                                 total_1 = wait(x_1, bucket=1, replica=0)
@@ -47,32 +47,32 @@ class ReduceOverWorkers:
                                                                 update(total_1, bucket=1, replica=0)
                                                                 update(total_0, bucket=0, replica=0)
 
-    Of a bucket that is sent as factors, `gather_factors` takes the packed buckets of all replicas in place of this worker's sum::
+    For a bucket that is sent as factors, `gather_factors` takes the packed buckets of all replicas instead of the sum::
 
         rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        f_0    = gather_factors(p_0, q_0, bucket=0, op=sum)
         wait_0 = wait(rs_0, bucket=0, replica=0)          ->    total_0 = wait(f_0, bucket=0, replica=0)
 
-    Of a bucket that is cut into packs, each pack is exchanged by itself, and put together with the others behind the waits.
+    The packs of a cut bucket are exchanged one by one, and joined after the waits.
 
-    Devices add up their gradients first, and each takes part with its share, so a worker sends each element once. Of a bucket
-    whose optimizer needs the whole sum, which is added up in one place, each takes part with that. The only device
-    of a worker takes part with its packed bucket, to which what it has accumulated is added. A bucket's shares are waited for
-    when the next bucket is launched, so that no device stands still for the slowest one while there is backward to run. All
-    workers exchange in the order of the bucket plan, which is the same on all of them, whatever devices they have: no two wait
-    for each other's next exchange. All that can fail on a worker by itself comes before its commit, at which all workers tell
-    each other that they have come as far. After an early commit, only a connection can fail; the runtime then knows which
-    buckets were updated, and lets nobody use them.
+    Devices add up their gradients first, and each sends its share, so a worker sends each element once. If a bucket's
+    optimizer needs the whole sum, the sum is made in one place and sent from there. A worker's only device sends its
+    packed bucket, with the accumulated gradients added. The wait for a bucket's shares comes at the launch of the next
+    bucket, so that no device waits for a straggler while backward can run.
 
-    An optimizer that does not work element by element runs on replica 0 of each worker, from the same sums. The runtime compares
-    the parameters that it has written, see `mirrorc.coordination.team_coordinator.TeamCoordinator`.
+    All workers exchange in the order of the bucket plan. The plan is the same for all, whatever their devices, so no
+    two workers wait for each other's next exchange. Everything that can fail on one worker comes before its commit,
+    where workers report their progress to each other. After an early commit only a connection can fail. The runtime
+    then knows the updated buckets, and refuses any use of them.
+
+    An optimizer that is not element-wise runs on replica 0 of each worker, from the same sums. The runtime compares the
+    new parameters, see `mirrorc.coordination.team_coordinator.TeamCoordinator`.
 
     Needs: one copy of the parameters where a worker has several devices, so it comes after share-parameters.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
 
     Attributes:
-        early_update: whether each bucket is updated as soon as its own sum is there, while others are in flight.
-        needs_all_sums: what needs all sums before any update, such as ``clip_grad_norm``, so that none is made early; empty for
-            nothing.
+        early_update: update each bucket as soon as its own sum is there, while others are in flight.
+        needs_all_sums: the reason to have all sums before any update, such as ``clip_grad_norm``; empty for none.
     """
 
     early_update: bool = True
@@ -135,7 +135,7 @@ class ReduceOverWorkers:
 
 
 def _check(program: Program, bucket: Bucket) -> None:
-    """Refuses a bucket whose update over several workers is not there yet."""
+    """Refuses a bucket whose update does not support several workers."""
     if program.num_replicas > 1 and not bucket.placement.value.updates_by_shares:
         raise PassError(
             f"bucket {bucket.index} is reduced whole on each of {program.num_replicas} devices, and a worker would send it as "
@@ -145,14 +145,14 @@ def _check(program: Program, bucket: Bucket) -> None:
 
 
 def _sums(program: Program) -> list[list[fx.Node]]:
-    """What each replica has of each pack's sum over this worker's replicas, in their order."""
+    """The parts of each pack's sum over this worker's replicas, by replica."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
         found: list[list[fx.Node]] = [[] for _ in program.packs]
         waits = filter(_is_sum, calls_to(graph, ops.wait))
         for node in sorted(
             waits, key=lambda node: replica_at(program, node)
-        ):  # where one device waits for all, it does so last
+        ):  # a device that waits for all others does so last
             found[pack_of(node)].append(node)
         return found
     ends = program.accumulation is Accumulation.ENDS
@@ -171,14 +171,14 @@ def _sums(program: Program) -> list[list[fx.Node]]:
 
 
 def _is_sum(wait: fx.Node) -> bool:
-    """Whether a wait is for a sum over this worker's replicas, and not for parameters."""
+    """Tests for a wait for a sum over this worker's replicas, not for parameters."""
     return all(launch.target in ops.REDUCTIONS for launch in wait.all_input_nodes)
 
 
 def _exchange(
     program: Program, bucket: Bucket, pack: Pack, sums: Sequence[Sequence[fx.Node]], last: fx.Node | None
 ) -> fx.Node:
-    """Inserts the exchange of a pack, after that of the pack before; the waits for its sums move before it."""
+    """Inserts the exchange of a pack after the last one; the waits for its sums move before it."""
     own = sums[pack.number]
     place = own[0]
     if own[0].target is ops.wait:
@@ -196,7 +196,6 @@ def _exchange(
 def _gather(
     program: Program, bucket: Bucket, pack: Pack, sums: Sequence[fx.Node], commit: fx.Node, last: fx.Node | None
 ) -> fx.Node:
-    """Inserts the gathering of a bucket's factors, in place of the worker's own sum, after the exchange of the bucket before."""
     first, graph = sums[0], program.mirrored_graph
     packed: Any = first.all_input_nodes[0].args if first.target is ops.wait else (first,)
     for given in packed:
@@ -224,9 +223,10 @@ def _gather(
 
 
 def _update_early(graph: fx.Graph) -> bool:
-    """Moves waits for sums over workers behind the commits, and what takes each sum to its wait, in the order of the plan.
+    """Moves waits for sums over workers behind the commits, and the users of each sum to its wait, in the order of the
+    plan.
 
-    What takes several sums comes behind the last of them. Returns False, and leaves all as it is, if a commit needs a sum.
+    Users of several sums follow the last of them. Returns False, and changes nothing, if a commit needs a sum.
     """
     places: dict[fx.Node, int] = {}
     for number, launch in enumerate(calls_to(graph, *ops.EXCHANGES)):
@@ -252,7 +252,6 @@ def _remarks(program: Program) -> list[str]:
 
 
 def _said_of_whole(program: Program, buckets: Sequence[Bucket]) -> str:
-    """Who updates buckets whose optimizer does not work element by element."""
     names = numbered("bucket", [bucket.index for bucket in buckets])
     rules = listed(dict.fromkeys(bucket.rule.label for bucket in buckets))
     return (
@@ -262,7 +261,6 @@ def _said_of_whole(program: Program, buckets: Sequence[Bucket]) -> str:
 
 
 def _said_of(program: Program, buckets: Sequence[Bucket]) -> str:
-    """What workers send of buckets whose factors are gathered."""
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
     own = sum(factor_bytes(pack) for pack in _packs(program, buckets))
     made = "its part of the sum" if program.workers.shards_optimizer else "the sum"
@@ -278,7 +276,6 @@ def _packs(program: Program, buckets: Sequence[Bucket]) -> list[fx.Node]:
 
 
 def _said(program: Program, buckets: Sequence[Bucket]) -> str:
-    """What workers send of buckets whose sums are exchanged."""
     workers = program.workers
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
     sent = round(2 * num_bytes * (workers.num_workers - 1) / workers.num_workers)

@@ -1,4 +1,4 @@
-"""Has workers send the largest elements of their sums of gradients alone, which changes numbers; for those who ask for it."""
+"""Top-k compression of gradient sums between workers, on request: it changes numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mirrorc.printing.values import size_text
 
 @dataclass(frozen=True)
 class SendLargest(WorkerCompression):
-    """Has each worker send the largest elements of its sum of a bucket alone, with their places, and keep the rest::
+    """Has each worker send the largest elements of its sum of a bucket, with their indices, and keep the rest::
 
         x_0     = exchange(sum_0, bucket=0, op=sum)           own_0   = add_unsent(sum_0, bucket=0, replica=0)
         commit(early=True, replica=0)                         x_0     = gather_largest(own_0, count=10, bucket=0, op=sum)
@@ -29,14 +29,13 @@ class SendLargest(WorkerCompression):
         update(total_0, bucket=0, replica=0)                  total_0 = wait(x_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    A worker's devices add up their gradients first, each its share, and what a worker has accumulated is in that sum. To it is
-    added what the worker has not sent in earlier steps. The elements of largest magnitude are sent, and are zero in what is kept
-    then; so over all steps each worker sends its gradients' sum but for what it still keeps. Every worker adds up what all have
-    sent, in the order of ranks, so all have the same bits. Norms, bounds, checks and the optimizer take that sum. What is not a
-    number, or infinite, is larger than all else, so it is sent.
+    The rest is error feedback: the worker adds it to the sum of its devices, accumulated gradients included, in the
+    next step. A sent element is zero in the rest. So over all steps each worker sends the sum of its gradients, but for
+    the present rest. Every worker adds up the sent elements in the order of ranks, so all have the same bits. Norms,
+    bounds, checks and the optimizer take that sum. NaN and infinities count as largest, so they are sent.
 
-    A bucket, or pack, is sent so where that is fewer bytes than its whole sum; others, and those of complex numbers, are sent
-    as they are. So are factors, of which each worker makes its gradients.
+    A bucket or pack is sent so only if that is fewer bytes than its whole sum. Complex ones and factors are sent
+    unchanged.
 
     Attributes:
         ratio: see `mirrorc.TopK`.
@@ -50,11 +49,12 @@ class SendLargest(WorkerCompression):
     does: ClassVar = "sends a part of"
 
     def __post_init__(self) -> None:
-        TopK(self.ratio)  # refuses what is no ratio
+        TopK(self.ratio)  # refuses numbers out of range
 
     def bytes_of_sum(self, num_elements: int, dtype: torch.dtype, num_workers: int) -> int:
-        """The bytes of a whole sum that would take as long as what is sent of it: of each byte of a whole one a worker sends
-        nearly two, and of what all gather each worker's."""
+        """The bytes of a whole sum that takes as long: an all-reduce sends nearly two bytes for each byte, and an
+        all-gather those of each worker.
+        """
         whole = num_elements * dtype.itemsize
         if not num_elements or not dtype.is_floating_point:
             return whole

@@ -1,4 +1,4 @@
-"""Has workers send payloads from outside of the package in place of sums, which changes numbers; for those who ask for it."""
+"""Exchange of user-defined payloads instead of gradient sums, on request: it changes numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mirrorc.passes.workers.worker_compression import WorkerCompression, others_
 
 @dataclass(frozen=True)
 class SendPayload(WorkerCompression):
-    """Has workers send a payload of a bucket in place of its sum::
+    """Has workers send a payload of a bucket instead of its sum::
 
         x_0     = exchange(sum_0, bucket=0, op=sum)           own_0   = add_unsent(sum_0, bucket=0, replica=0)
         commit(early=True, replica=0)                         x_0     = exchange_payload(own_0, payload=PowerSGD(rank=4),
@@ -30,15 +30,11 @@ class SendPayload(WorkerCompression):
                                                               total_0 = wait(x_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    A worker's devices add up their gradients first, each its share, and what a worker has accumulated is in that sum. To it is
-    added what the worker has not sent in earlier steps. Norms, bounds, checks and the optimizer take the sum over workers that
-    `mirrorc.compression.Payload.exchange` makes.
+    With error feedback, the unsent part of earlier steps is added to the sum of a worker's devices, accumulated
+    gradients included. Norms, bounds, checks and the optimizer take the sum that `mirrorc.compression.Payload.exchange`
+    makes.
 
-    A bucket, or pack, is sent so where that is fewer bytes than its whole sum. Factors, of which each worker makes its
-    gradients, are sent as they are.
-
-    Attributes:
-        payload: encodes, exchanges and decodes the gradients of a bucket.
+    A bucket or pack is sent so only if that is fewer bytes than its whole sum. Factors are sent unchanged.
     """
 
     payload: Payload = field(default_factory=Payload)
@@ -49,7 +45,7 @@ class SendPayload(WorkerCompression):
     does: ClassVar = "sends payloads of"
 
     def bytes_of_gradient(self, name: str, gradient: torch.Tensor, num_workers: int) -> int:
-        """The bytes that are sent of a gradient alone."""
+        """The bytes sent for a gradient by itself."""
         meta = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
         return self._num_bytes({name: meta}, num_workers) or _size(meta)
 

@@ -1,4 +1,4 @@
-"""Lets each worker update its part of every bucket alone, and gathers the new parameters over all workers."""
+"""The sharded optimizer: each worker updates its part of every bucket, and new parameters are gathered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from mirrorc.printing.values import size_text
 
 @dataclass(frozen=True)
 class ShardOptimizer:
-    """Turns W equal updates of a bucket, one on each of W workers, into updates of W parts, whose parameters are gathered::
+    """Turns W equal updates of a bucket, one on each of W workers, into updates of W parts and an all-gather of
+    parameters::
 
         x_0     = exchange(wait_0, w_0, bucket=0, op=sum)            x_0     = scatter_sums(wait_0, w_0, bucket=0, op=sum)
         (the same for bucket 1)                                      (the same for bucket 1)
@@ -35,20 +36,21 @@ class ShardOptimizer:
                                                                      new_1   = wait(g_1, bucket=1, replica=0)
                                                                      new_0   = wait(g_0, bucket=0, replica=0)
 
-    Each worker gets the sum of its part alone and keeps the optimizer's state of that part alone; a worker's devices have shares
-    of its part. As much is sent as of whole sums: a part of every bucket before the update, and one after it. Buckets are
-    gathered in the order in which the next forward needs them, the reverse of the plan. Where no commit is early, all sums are
-    there before any update, and buckets are updated in that order, too, so that one travels while the next is updated.
+    Each worker gets the sum of its part, and keeps the optimizer's state of that part alone. A worker's devices have
+    shares of its part. The bytes sent are those of an all-reduce: a reduce-scatter before the update, and an all-gather
+    after it. Buckets are gathered in the order of the next forward, the reverse of the plan. Without an early commit,
+    all sums are there before any update. Buckets are then updated in that order, too, so that one is sent during the
+    update of the next.
 
-    What is sent as factors goes to all workers as before, and each makes the gradient of its part alone::
+    Factors go to all workers as before, and each makes the gradient of its part alone::
 
         f_0     = gather_factors(p_0, bucket=0, op=sum)              f_0     = gather_factors(p_0, bucket=0, op=sum)
         total_0 = wait(f_0, bucket=0, replica=0)              ->     total_0 = wait(f_0, bucket=0, replica=0)   (its elements)
 
-    Updates come after the commit, so a worker that is lost before all parameters are gathered leaves the others with parameters
-    between two steps.
+    Updates come after the commit. So a worker lost before the last gather leaves the others' parameters between two
+    steps.
 
-    Needs: exchanged sums, before anything is made of them; buckets that parts of equal length make up, as plan-buckets pads them.
+    Needs: exchanged sums without users yet; buckets of W parts of equal length, as plan-buckets pads them.
     Guarantees: each element is updated by one worker, and gathered by all, in one order.
     Source: stage 1 of ZeRO (Rajbhandari et al., 2020).
     """
@@ -98,7 +100,7 @@ class ShardOptimizer:
 
 
 def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
-    """The bucket with this worker's part; as it is if its update needs it whole."""
+    """The bucket with this worker's part, or unchanged if its update needs it whole."""
     if not bucket.rule.elementwise:
         return bucket
     length, rest = divmod(bucket.num_elements, workers.num_workers)
@@ -112,7 +114,7 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
 
 
 def _deal_out_sum(program: Program, bucket: Bucket) -> None:
-    """Lets each worker have the sum of its part alone; from factors, which all have, it makes no more."""
+    """Reduces a bucket to this worker's part of the sum; from gathered factors the worker makes only this part."""
     graph = program.mirrored_graph
     (given,) = [node for node in calls_to(graph, *ops.EXCHANGES) if bucket_of(node) == bucket.index]
     launch = given
@@ -135,7 +137,6 @@ def _deal_out_sum(program: Program, bucket: Bucket) -> None:
 
 
 def _remarks(program: Program) -> Sequence[str]:
-    """Says what is dealt out, what it saves and what is sent, and what each worker updates whole."""
     dealt = [bucket for bucket in program.buckets if bucket.part is not None]
     whole = [bucket for bucket in program.buckets if bucket.part is None]
     workers = program.workers

@@ -1,4 +1,4 @@
-"""What all passes have in common that make less of what workers send each other, which changes numbers."""
+"""The base class of passes that compress messages between workers, and so change numbers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from mirrorc.printing.values import size_text
 
 @dataclass(frozen=True)
 class WorkerCompression:
-    """Replaces exchanges of whole sums, one by one; a subclass says which, by what, and what is remarked.
+    """Replaces exchanges of whole sums, one by one, as subclasses define.
 
-    Needs: the exchanges of reduce-over-workers, none of which is dealt out or linked yet.
-    Guarantees: what is waited for is the sum over workers of what they have sent, in the bucket's dtype, before anything else
-        takes it.
+    Needs: the exchanges of reduce-over-workers, before any is sharded or linked.
+    Guarantees: each wait gives the sum of the workers' messages in the bucket's dtype, before any other use.
     """
 
     name: str = field(default="", init=False, repr=False)
@@ -44,18 +43,18 @@ class WorkerCompression:
         Property.LINKED,
     )
     does: ClassVar[str]
-    """What it does to the sums that workers send, for a message."""
+    """The effect on the workers' sums, for a message."""
 
     def applies_to(self, program: Program, launch: fx.Node) -> bool:
-        """Whether it replaces an exchange."""
+        """Tests for an exchange to replace."""
         raise NotImplementedError
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        """Replaces an exchange, and gives what sends in its place."""
+        """Replaces an exchange, and returns the new launch."""
         raise NotImplementedError
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """What is told of the exchanges in place of others, which have sent so many bytes of sums ``before``."""
+        """The remarks on new exchanges; the former ones sent ``before`` bytes of sums."""
         raise NotImplementedError
 
     def run(self, program: Program) -> Program:
@@ -77,7 +76,7 @@ class WorkerCompression:
 
 
 def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str, Any]) -> fx.Node:
-    """Replaces an exchange by an operation that sends a part of what `add_unsent` gives, and keeps the rest."""
+    """Replaces an exchange by an operation that sends a part of an `add_unsent` and keeps the rest."""
     of_pack = words_of_pack(*program.packs[pack_of(launch)])
     own = tuple(
         insert(program, launch, ops.add_unsent, (given,), {**of_pack, "replica": replica_of(given)})
@@ -92,12 +91,12 @@ def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str
 
 
 def said_of_ring(program: Program, num_bytes: int) -> str:
-    """How much each worker sends of a sum of so many bytes, where sums go round."""
+    """The bytes of each worker for a sum in a ring, in words."""
     number = program.workers.num_workers
     return size_text(round(2 * num_bytes * (number - 1) / number))
 
 
 def others_than(program: Program, new: Sequence[fx.Node]) -> str:
-    """The buckets of which no exchange was replaced, in words; empty for none."""
+    """The buckets with former exchanges, in words; may be empty."""
     others = sorted({bucket.index for bucket in program.buckets} - {bucket_of(launch) for launch in new})
     return numbered("bucket", others) if others else ""

@@ -60,7 +60,7 @@ class Part:
         return sum(span.stop - span.start for span in self.spans)
 
     def holds(self, kind: str, bucket: int, start: int, stop: int, replicas: Iterable[int] | None = None) -> bool:
-        """Whether the value holds exactly the elements from `start` to `stop`, from exactly `replicas`, unless these are None."""
+        """Tests for exactly the elements from `start` to `stop`, from exactly `replicas`, unless these are None."""
         if (self.kind, self.bucket) != (kind, bucket) or not self.spans:
             return False
         are_those = replicas is None or all(span.replicas == frozenset(replicas) for span in self.spans)
@@ -258,7 +258,7 @@ class BucketParts:
         return replace(parameters, kind=ROWS)
 
     def _narrows_again(self, part: Part, value: Any, node: fx.Node, keywords: Mapping[str, Any]) -> bool:
-        """Whether a node undoes a cast to a wider dtype. Sums in between are rounded then, and nothing else has changed."""
+        """Tests for a node that undoes a cast to a wider dtype. It rounds sums in between, and changes nothing else."""
         if node.target is not _CAST or set(keywords) != {"dtype"} or not part.steps:
             return False
         narrow, wide = keywords["dtype"], value.meta["val"].dtype

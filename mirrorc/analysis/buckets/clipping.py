@@ -88,7 +88,7 @@ def norm_in(value: Any) -> tuple[Any, bool]:
 
 
 def _is_scale(value: Any, target: Any) -> bool:
-    """Whether a node applies an operator of torch to the scale of the loss, as its last operand."""
+    """Tests for an operator of torch with the scale of the loss as its last operand."""
     return isinstance(value, fx.Node) and value.target is target and value.args[-1].target is ops.loss_scale  # type: ignore[union-attr]
 
 
@@ -176,7 +176,7 @@ def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
 
 
 def lies_in_own_memory(value: Any) -> bool:
-    """Whether a reduced gradient of a lowered program has memory that no other replica and no other value reads."""
+    """Tests for a reduced gradient of a lowered program in memory that no other replica and no other value reads."""
     if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated, ops.decompress):
         return True  # it was made so, or there is one replica
     if value.target is ops.unpack:
@@ -191,8 +191,9 @@ def lies_in_own_memory(value: Any) -> bool:
 
 
 def is_known_by_rows(wait: fx.Node) -> bool:
-    """Whether all that a step asks of a share before its commit follows from the rows of its tables: its 2-norm, or whether it is
-    finite. Then these may be scattered behind the commit, where updates take the share."""
+    """Tests for a share whose norms and checks before the commit follow from the rows of its tables: 2-norm or
+    finiteness. The rows may then be scattered behind the commit, where updates take the share.
+    """
     asking = [user for user in wait.users if user.target in (ops.norm, ops.is_finite)]
     takers = [user for user in wait.users if user not in asking]
     return (

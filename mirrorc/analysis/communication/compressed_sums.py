@@ -22,7 +22,7 @@ def own_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, in
 
 
 def writes_for_all(program: Program, node: fx.Node, replica: int) -> bool:
-    """Whether a replica writes what it has where the worker's replicas have their pack; what all have, the first one writes."""
+    """Tests for a replica that writes its part to the worker's pack; the first one writes a part that all have."""
     bucket, _ = program.packs[pack_of(node)]
     return replica == 0 or bucket.reduces_by_shares
 

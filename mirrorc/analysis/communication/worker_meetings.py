@@ -104,7 +104,7 @@ def no_gathered_rows(program: Program) -> tuple[int, ...]:
 
 
 def rows_agree(claims: Sequence[Sequence[int]]) -> bool:
-    """Whether the programs of all workers, by rank, assume the true numbers of rows."""
+    """Tests that the programs of all workers, by rank, assume the true numbers of rows."""
     for place in range(0, len(claims[0]), 3):
         rows = [claim[place] for claim in claims]
         for rank, claim in enumerate(claims):

@@ -1,4 +1,4 @@
-"""The costs of a gradient that is sent whole, and as factors."""
+"""The costs of a gradient, sent whole and as factors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ class Candidate:
     """A gradient that workers may send as factors.
 
     Attributes:
-        variable: the name of its variable.
-        num_bytes: of the gradient.
         row_bytes: of one row of all its factors.
-        num_rows: the number of rows of this worker, in its first batch.
-        work_per_row: the multiplications for each row by which the gradient is made.
+        num_rows: of this worker, in its first batch.
+        work_per_row: the multiplications per row that make the gradient.
     """
 
     variable: str
@@ -36,11 +34,11 @@ class Candidate:
     def messages(self, rows: Sequence[int], *, is_dealt: bool) -> tuple[Messages, Messages]:
         """The messages of a worker in a step, for the whole gradient and for its factors.
 
-        New parameters, which are sent besides if each worker updates a part (``is_dealt``), are as many either way.
+        A sharded optimizer's messages of new parameters are left out, as they are the same either way.
 
         Args:
             rows: of each worker; all are padded to the longest.
-            is_dealt: whether each worker updates a part of the gradient, so that a sum is sent once, and not nearly twice.
+            is_dealt: each worker updates a part of the gradient, so a sum is sent once, and not nearly twice.
         """
         ring_sum = ring_all_to_all if is_dealt else ring_all_reduce
         return ring_sum(self.num_bytes, len(rows)), ring_all_gather(max(rows) * self.row_bytes, len(rows))
@@ -48,10 +46,10 @@ class Candidate:
     def is_cheaper_as_factors(
         self, rows: Sequence[int], link: LinkSpeed, seconds_per_multiplication: float, *, is_dealt: bool
     ) -> bool:
-        """Whether the gradient takes less time as factors.
+        """Compares times, or bytes if the link was not measured.
 
-        Of factors, each worker multiplies all workers' rows, for all of the gradient or for its part, instead of its own. Without
-        a measured link, bytes alone count.
+        With factors, each worker multiplies all workers' rows, for all of the gradient or for its part, instead of its
+        own.
         """
         whole, factors = self.messages(rows, is_dealt=is_dealt)
         if not link.seconds_per_byte:
@@ -62,8 +60,8 @@ class Candidate:
 
 
 def bytes_of_sum_received(link: Link, num_bytes: int, num_devices: int) -> float:
-    """The bytes that a device receives from the others to have the sum of a bucket."""
-    if link.reads_one_memory:  # of which it adds up its share
+    """The bytes that a device receives to have the sum of a bucket."""
+    if link.reads_one_memory:  # it adds up its share of them
         return ring_all_to_all(num_bytes, num_devices).num_bytes
     ring = ring_all_reduce if link.moves_by_itself else ring_all_gather  # or all others' buckets
     return ring(num_bytes, num_devices).num_bytes

@@ -1,4 +1,4 @@
-"""The time of calls as a straight line over their bytes."""
+"""The time of calls as a linear function of their bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """The time of calls of one kind: some for each call, and some for each byte."""
+    """The time of calls of one kind: a latency per call and a time per byte."""
 
     seconds: float = 0.0
     seconds_per_byte: float = 0.0
@@ -19,14 +19,13 @@ class Line:
     def through(
         cls, points: Sequence[tuple[float, float]], *, nominal: float | None = None, telling_bytes: float = 0.0
     ) -> Line:
-        """The line that is nearest to some sizes in bytes and times in seconds; neither of its figures is negative.
+        """Fits a line to sizes in bytes and times in seconds; neither coefficient is negative.
 
-        Sizes that are alike tell nothing of the time for a byte: those within a factor of two, or within ``telling_bytes``.
+        Sizes within a factor of two, or within ``telling_bytes``, count as equal: they do not show the time per byte.
 
         Args:
-            points: sizes and times.
-            nominal: the seconds for a byte where sizes are alike, but no more than any call takes; None if calls of such sizes
-                take time in proportion to their bytes.
+            nominal: the seconds per byte for equal sizes, at most those of any call; None for time in proportion to
+                bytes.
             telling_bytes: the smallest difference of sizes that counts.
         """
         if not points:

@@ -1,4 +1,4 @@
-"""The link between workers: its speed, and the messages of collectives in a ring."""
+"""The latency and bandwidth of the link between workers, and the messages of ring collectives."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Messages:
-    """The messages that a worker sends in a collective, one after the other.
+    """The successive messages of a worker in a collective.
 
     Attributes:
-        number: of messages.
         num_bytes: of all of them.
     """
 
@@ -19,27 +18,27 @@ class Messages:
 
 
 def ring_all_reduce(num_bytes: float, num_workers: int) -> Messages:
-    """The messages of a sum over workers: 2 (W - 1), each of a W-th of the bytes."""
+    """The messages of an all-reduce: 2 (W - 1), each of 1 / W of the bytes."""
     return Messages(2 * (num_workers - 1), 2 * (num_workers - 1) * num_bytes / num_workers)
 
 
 def ring_all_gather(num_bytes: float, num_workers: int) -> Messages:
-    """The messages by which each worker gets the bytes of all: W - 1, each with those of one worker."""
+    """The messages of an all-gather: W - 1, each with the bytes of one worker."""
     return Messages(num_workers - 1, (num_workers - 1) * num_bytes)
 
 
 def ring_all_to_all(num_bytes: float, num_workers: int) -> Messages:
-    """The messages by which each worker gets its part of the bytes of all: W - 1, each of a W-th of the bytes."""
+    """The messages of an all-to-all: W - 1, each of 1 / W of the bytes."""
     return Messages(num_workers - 1, (num_workers - 1) * num_bytes / num_workers)
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The speed of a link between workers, as one of them has measured it.
+    """The speed of a link between workers, as measured by one of them.
 
     Attributes:
-        latency_seconds: of a message without content, from a worker to the next one (alpha).
-        seconds_per_byte: the additional time for each byte that a worker sends (beta).
+        latency_seconds: of an empty message to the next worker (alpha).
+        seconds_per_byte: for each byte that a worker sends (beta).
     """
 
     latency_seconds: float
@@ -57,18 +56,17 @@ class LinkSpeed:
 def fitted_speed(
     small: tuple[int, float], large: tuple[int, float], empty_seconds: float, num_workers: int
 ) -> LinkSpeed:
-    """The speed of a link on which sums over workers of two sizes, and one of nearly no bytes, took so long.
+    """Fits the speed of a link to all-reduces of two sizes and an almost empty one.
 
-    The cost of a byte is the slope between the two: a link that lets some bytes pass at once, as a token bucket does, does so
-    with both.
+    The time per byte is the slope between the two sizes: a token bucket lets the first bytes of both pass at once.
 
     Args:
-        small, large: the bytes of a sum, and the seconds that it took.
-        empty_seconds: those of a sum of a few bytes.
-        num_workers: how many took part, at least two.
+        small, large: the bytes of a sum, and its seconds.
+        empty_seconds: of a sum of a few bytes.
+        num_workers: at least two.
     """
     per_byte = ring_all_reduce(1, num_workers)
     slope = (large[1] - small[1]) / (per_byte.num_bytes * (large[0] - small[0]))
-    if slope <= 0:  # noise is larger than what bytes cost
+    if slope <= 0:  # the noise exceeds the cost of bytes
         slope = large[1] / (per_byte.num_bytes * large[0])
     return LinkSpeed(max(0.0, empty_seconds) / per_byte.number, slope)

@@ -1,4 +1,4 @@
-"""What the messages of a mirrored graph cost that make sums of gradients: bytes, messages, and the longest chain of them."""
+"""The cost of gradient messages in a mirrored graph: bytes, messages, and the longest chain."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mirrorc.ir.routes import Route, route_of, sends_in
 
 @dataclass(frozen=True)
 class MessageCosts:
-    """What messages cost.
+    """The cost of messages.
 
     Attributes:
-        bytes_sent: for each device, the bytes that it sends.
-        num_messages: for each device, how many messages it sends.
-        path_messages: of all chains of messages of one bucket in which each needs the one before, the length of the longest.
-        path_bytes: how many bytes' time passes until the last message of one bucket has come, the longest of all buckets. A
-            device sends one message at a time and receives one at a time; additions take no time.
+        bytes_sent: by each device.
+        num_messages: sent by each device.
+        path_messages: the length of the longest dependency chain of messages of one bucket.
+        path_bytes: the time until the last message of one bucket has come, in bytes, for the slowest bucket. A device
+            sends one message at a time and receives one at a time; additions take no time.
     """
 
     bytes_sent: tuple[int, ...]
@@ -34,13 +34,10 @@ class MessageCosts:
 
 @dataclass(frozen=True)
 class Message:
-    """A send of gradients, or of a sum of some.
+    """A send of a gradient or of a partial sum.
 
     Attributes:
-        node: the send.
-        route: its route.
-        num_bytes: of the value.
-        needs: the messages whose values it is made of.
+        needs: the messages whose values it contains.
     """
 
     node: fx.Node
@@ -50,7 +47,7 @@ class Message:
 
 
 def message_costs(program: Program, buckets: Collection[int] | None = None) -> MessageCosts:
-    """The costs of the messages of a program that has a mirrored graph; of these buckets, or of all."""
+    """The costs of the messages in a mirrored graph, of these buckets or of all."""
     pending = messages(program, buckets)
     sent, counts = [0] * program.num_replicas, [0] * program.num_replicas
     of_sum: dict[tuple[object, object], list[Message]] = {}
@@ -64,7 +61,7 @@ def message_costs(program: Program, buckets: Collection[int] | None = None) -> M
 
 
 def messages(program: Program, buckets: Collection[int] | None = None) -> list[Message]:
-    """The messages of gradients in the order of the mirrored graph; of these buckets, or of all."""
+    """The messages of gradients, in the order of the mirrored graph; of these buckets, or of all."""
     parts, graph = BucketParts(program), program.mirrored_graph
     pending = []
     for node in sorted(sends_in(graph)):
@@ -79,7 +76,7 @@ def messages(program: Program, buckets: Collection[int] | None = None) -> list[M
 
 
 def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
-    """The routes of what was received for a value, looking through computed nodes."""
+    """The routes of the received parts of a value, through computed nodes."""
     waiting, seen = [value], set()
     while waiting:
         node = waiting.pop()
@@ -94,7 +91,7 @@ def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
 
 
 def _chains(pending: list[Message]) -> dict[Route, int]:
-    """For each message of a bucket, how many follow each other up to it."""
+    """For each message of a bucket, the length of the longest chain that ends with it."""
     by_route, lengths = {message.route: message for message in pending}, dict[Route, int]()
     for message in pending:
         waiting = [message]
@@ -109,7 +106,7 @@ def _chains(pending: list[Message]) -> dict[Route, int]:
 
 
 def times_of(pending: list[Message]) -> dict[Route, tuple[int, int]]:
-    """When each message of a bucket begins and ends, in bytes' time, see `MessageCosts.path_bytes`."""
+    """The begin and end of each message of a bucket, in bytes, see `MessageCosts.path_bytes`."""
     left, times = list(pending), dict[Route, tuple[int, int]]()
     sender_free: dict[int, int] = {}
     receiver_free: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""Simulates a step of a lowered program: when each device makes which call, and when each bucket is on its way to others.
+"""Simulation of a step of a lowered program: the times of each device's calls, and of each bucket between workers.
 
-It is a pure function of a program and of times that are given to it. It follows the order in which each device's graph makes its
-calls, and what these wait for, wherever passes have put launches, waits and commits.
+It is a pure function of a program and durations. It follows the order of each device's graph and the dependencies of
+its waits, wherever passes have put launches, waits and commits.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _CALLS = (Kind.CHECK, Kind.GATHER, Kind.PACK, Kind.LAUNCH, Kind.WAIT, Kind.UPDAT
 
 
 class Durations(Protocol):
-    """What the calls of a lowered program take."""
+    """The durations of the calls of a lowered program."""
 
     def start_seconds(self, replica: int) -> float:
-        """From the step's beginning until a device's function begins."""
+        """The time from the step's beginning until a device's function begins."""
 
     def seconds_of(self, replica: int, node: fx.Node) -> float:
-        """What a device spends on a call itself: of a wait, what it does when everything it waits for is there."""
+        """The time of a call itself: of a wait, the work after everything has arrived."""
 
     def flight_seconds(self, node: fx.Node) -> float:
-        """How long what a launch between workers sends is on its way, when all have launched it and nothing else is."""
+        """The time of a launch between workers on an idle link, after the last worker has launched it."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,7 @@ class SimulatedCall:
     """A call of a device. Times are seconds from the beginning of the step.
 
     Attributes:
-        node: of the device's graph.
-        start, end: when it begins and ends.
-        waited: how much of it the device waits for others, or for what is on its way.
+        waited: the part of the call spent waiting for other devices or for the link.
     """
 
     node: fx.Node
@@ -51,14 +49,13 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Flight:
-    """A bucket on its way between workers, in the lane that carries one after the other. Times as in `SimulatedCall`.
+    """A bucket on the link between workers, which carries one at a time. Times as in `SimulatedCall`.
 
     Attributes:
         bucket: its number.
         kind: the name of the operation that launches it.
-        launched: when the last device of the worker has launched it.
-        begun: when the lane is free for it.
-        arrived: when it is there.
+        launched: by the last device of the worker.
+        begun: the link is free.
     """
 
     bucket: int
@@ -74,7 +71,7 @@ class Simulation:
 
     Attributes:
         calls: of each device, in order.
-        flights: in the order in which they are launched.
+        flights: in the order of their launches.
     """
 
     calls: tuple[tuple[SimulatedCall, ...], ...]
@@ -86,7 +83,7 @@ class Simulation:
         return max((own[-1].end for own in self.calls if own), default=0.0)
 
     def exposed_seconds(self, bucket: int, kind: str) -> float:
-        """How long devices are in their waits for what one kind of launch gives of a bucket, as a mean over devices."""
+        """The mean time over devices that they wait for one kind of launch of a bucket."""
         waits = [
             call.end - call.start
             for own in self.calls
@@ -99,14 +96,10 @@ class Simulation:
 
 
 def simulate(program: Program, durations: Durations) -> Simulation:
-    """Simulates a step of a lowered program. Other workers are taken to be as fast as this one.
-
-    Args:
-        program: it is not changed.
-        durations: what its calls take.
+    """Simulates a step of a lowered program. Other workers are assumed as fast as this one: there are no stragglers.
 
     Raises:
-        ValueError: devices wait for each other in a circle, which the verifier refuses.
+        ValueError: devices wait for each other in a cycle; the verifier refuses such programs.
     """
     run = _Run(program, durations)
     while True:
@@ -122,8 +115,6 @@ def simulate(program: Program, durations: Durations) -> Simulation:
 
 
 class _Run:
-    """A simulation that runs: how far each device is."""
-
     def __init__(self, program: Program, durations: Durations) -> None:
         self._program, self._durations = program, durations
         graphs = [module.graph for module in program.device_graphs.values()]
@@ -133,15 +124,15 @@ class _Run:
         self.now = [durations.start_seconds(replica) for replica in self.replicas]
         self.calls: list[list[SimulatedCall]] = [[] for _ in graphs]
         self.flights: list[Flight] = []
-        self._came: dict[Any, dict[int, float]] = {}  # when each device came to what several take part in
-        self._arrived: dict[Any, float] = {}  # when a launch between workers is there
-        self._free = 0.0  # when the lane between workers is
+        self._came: dict[Any, dict[int, float]] = {}  # when each device came to a joint operation
+        self._arrived: dict[Any, float] = {}  # when a launch between workers arrives
+        self._free = 0.0  # when the link between workers is idle
 
     def has_more(self, replica: int) -> bool:
         return self._next[replica] < len(self._todo[replica])
 
     def advance(self, replica: int) -> bool:
-        """Makes a device's next call; gives False if it waits for what other devices have not done yet."""
+        """Simulates a device's next call; False if it waits for calls that other devices have yet to make."""
         node = self._todo[replica][self._next[replica]]
         start = self.now[replica]
         own = self._durations.seconds_of(replica, node)
@@ -166,7 +157,6 @@ class _Run:
         return True
 
     def _launch(self, replica: int, node: fx.Node) -> None:
-        """Notes that a device has launched something; when all have, it is sent to the other workers."""
         came = self._came.setdefault(_tag(node, replica), {})
         came[replica] = self.now[replica]
         if node.target in ops.BETWEEN_WORKERS and len(came) == len(self.replicas):
@@ -177,7 +167,7 @@ class _Run:
             self.flights.append(Flight(bucket_of(node), name_of(node), launched, begun, self._free))
 
     def _ready(self, replica: int, launch: fx.Node) -> float | None:
-        """When what a device has launched is there, or everyone has come who is needed; None if that is not known yet."""
+        """The time when the data of a launch, or the last required device, is there; None if not known yet."""
         if launch.target in ops.BETWEEN_WORKERS:
             return self._arrived.get(_tag(launch, replica))
         came = self._came.get(_tag(launch, replica), {})
@@ -188,7 +178,7 @@ class _Run:
 
 
 def _tag(node: fx.Node, replica: int) -> Any:
-    """What the launches of one collective have alike; a `send` and its `recv` are one."""
+    """The identity of a collective, alike for all of its launches; a `send` and its `recv` share one."""
     if node.target in (ops.send, ops.recv):
         is_sent = node.target is ops.send
         to = node.kwargs["destination"] if is_sent else replica
@@ -206,14 +196,12 @@ def _tag(node: fx.Node, replica: int) -> Any:
 
 
 def _launch_of(wait: fx.Node) -> fx.Node:
-    """What a wait waits for."""
     launch = wait.args[0]
     assert isinstance(launch, fx.Node), "a wait takes what a launch gives"
     return launch
 
 
 def _is_call(node: fx.Node) -> bool:
-    """Whether a device spends time on a node: a region, or an operation that does something."""
     operation = operation_of(node.target)
     if node.target is operator.getitem:
         return False

@@ -1,8 +1,8 @@
-"""What the calls of a step take, learned from steps of one program, for any program of the same model with other buckets.
+"""The cost of the calls of a step: measured on one program, for any bucket plan of the same model.
 
-Regions are cut anew with each bucket plan, but all plans cut the same operators in the same order. So what is kept of the
-measured regions is a pace: how far forward and backward have come after which time, where the estimated work of the operators
-says how far. Other calls take what those of their kind took, by their bytes.
+Each bucket plan cuts other regions, but from the same operators in the same order. So the measured regions become a
+pace: the progress of forward and backward over time, in estimated work of operators. Other calls take as long for each
+byte as measured calls of their kind.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _IN_PARTS = f"{_WHOLE} in parts"
 
 
 class UnknownCostError(ValueError):
-    """A program has an operation of which nobody knows what it takes."""
+    """A program has an operation of unknown cost."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How much of a phase is done after which time.
+    """The progress of a phase over time.
 
     Attributes:
-        parts: the part of the phase's work that is done after each region, from 0 to 1.
-        seconds: how long the phase has run then, without what runs in between.
+        parts: the finished part of the phase's work after each region, from 0 to 1.
+        seconds: the running time of the phase by then, without other calls in between.
     """
 
     parts: tuple[float, ...]
@@ -57,7 +57,6 @@ class Pace:
         return cls(tuple(part / parts[-1] for part in parts), tuple(itertools.accumulate(seconds, initial=0.0)))
 
     def at(self, part: float) -> float:
-        """The time after which so much is done."""
         place = min(bisect.bisect_right(self.parts, part), len(self.parts) - 1)
         low, high = self.parts[place - 1], self.parts[place]
         within = min(1.0, (part - low) / (high - low)) if high > low else 1.0
@@ -66,12 +65,12 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What the calls of steps take, see above.
+    """The costs of the calls of steps.
 
     Attributes:
         starts: the seconds until each device begins.
         paces: of each device, by phase.
-        lines: of other calls, by their kind as `kind_of_call` gives it.
+        lines: of other calls, by `kind_of_call`.
         machine: of a device.
         link: between workers.
     """
@@ -83,16 +82,16 @@ class StepCosts:
     link: LinkSpeed
 
     def durations(self, program: Program) -> ProgramDurations:
-        """What the calls of a lowered program of the same model take.
+        """The durations of a lowered program of the same model.
 
         Raises:
-            UnknownCostError: it has an operation of which that is not known.
+            UnknownCostError: it has an operation of unknown cost.
         """
         return ProgramDurations(self, program)
 
 
 class ProgramDurations:
-    """What the calls of one program take; see `mirrorc.analysis.cost.simulation.Durations`."""
+    """The durations of one program; see `mirrorc.analysis.cost.simulation.Durations`."""
 
     def __init__(self, costs: StepCosts, program: Program) -> None:
         self._costs, self._program = costs, program
@@ -133,7 +132,7 @@ class ProgramDurations:
         return line.at(size) if line is not None else 0.0
 
     def _seconds_of_update(self, node: fx.Node, kind: str, size: int) -> float:
-        """What an update takes that makes its gradient in parts, if only those were measured that do not; or the reverse."""
+        """The time of an update that makes its gradient in parts, from measured updates that do not; or the reverse."""
         is_in_parts = kind.startswith(_IN_PARTS)
         other = kind.replace(_IN_PARTS, _WHOLE, 1) if is_in_parts else kind.replace(_WHOLE, _IN_PARTS, 1)
         line = self._costs.lines.get(other)
@@ -143,7 +142,6 @@ class ProgramDurations:
         return max(0.0, line.at(size) + (products if is_in_parts else -products))
 
     def _seconds_of_products(self, bucket: int) -> float:
-        """What a device takes to make its share of the gradients of a bucket from the factors of all workers."""
         machine, program = self._costs.machine, self._program
         num_workers, num_devices = program.workers.num_workers, program.num_replicas
         work = 0.0
@@ -160,7 +158,6 @@ class ProgramDurations:
         return (work * num_workers + written) / num_makers
 
     def _seconds_of_adding(self, replica: int, wait: fx.Node) -> float:
-        """What a device takes to add up what all workers have of the elements that it updates."""
         num_bytes = num_bytes_of_call(self._program, replica, wait)
         return (self._program.workers.num_workers + 1) * num_bytes * self._costs.machine.seconds_per_byte
 
@@ -168,7 +165,6 @@ class ProgramDurations:
         return sum(map(self._costs.link.seconds_of, self._collectives_of(node)))
 
     def _collectives_of(self, node: fx.Node) -> Iterator[Messages]:
-        """The messages of the collectives of a launch between workers."""
         num_workers, index = self._program.workers.num_workers, bucket_of(node)
         num_bytes = self._program.buckets[index].num_bytes
         if node.target in (ops.exchange, ops.exchange_payload):
@@ -186,12 +182,12 @@ class ProgramDurations:
 
 
 def works_of_regions(program: Program, machine: Machine) -> dict[str, float]:
-    """The estimated work of each region of a program, in seconds."""
+    """The estimated seconds of work of each region."""
     return {name: seconds_of_graph(region.graph_module.graph, machine) for name, region in program.regions.items()}
 
 
 def calls_by_phase(program: Program, graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """A device's calls of regions, by their phase."""
+    """A device's calls of regions, by phase."""
     of_phase: dict[str, list[fx.Node]] = {}
     for node in region_calls(graph):
         of_phase.setdefault(program.regions[region_of(node)].phase, []).append(node)
@@ -199,7 +195,7 @@ def calls_by_phase(program: Program, graph: fx.Graph) -> dict[str, list[fx.Node]
 
 
 def kind_of_call(program: Program, node: fx.Node) -> str:
-    """What a call has alike with those that take as long for each byte."""
+    """The kind of a call: calls of one kind take the same time per byte."""
     kind = name_of(node)
     if node.target is ops.wait:
         kind = f"wait {name_of(_launch(node))}"
@@ -212,7 +208,7 @@ def kind_of_call(program: Program, node: fx.Node) -> str:
 
 
 def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
-    """The size on which the time of a call depends, in bytes; 0 if it depends on none."""
+    """The bytes that determine the time of a call; may be 0."""
     if node.target in (*ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.commit):
         return 0
     if "bucket" not in node.kwargs:
@@ -230,7 +226,7 @@ def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
 
 
 def _pack_bytes(program: Program, node: fx.Node) -> int:
-    """The bytes of the pack that a call is about: those of its bucket, unless it names one."""
+    """The bytes of a call's pack: those of its bucket, unless the call names a pack."""
     if node.kwargs.get("pack") is None:
         return program.buckets[bucket_of(node)].num_bytes
     bucket, pack = program.packs[pack_of(node)]

@@ -1,4 +1,4 @@
-"""Estimates the work of operators and regions: what they multiply, or the bytes that they move, whichever takes longer."""
+"""Estimated work of operators and regions: the slower of multiplications and memory traffic."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _ATTENTION: dict[Any, tuple[int, float]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2.0),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 5.0),
 }
-"""Where the query is among the arguments, and how many products of queries and keys there are; it is not counted by torch."""
+"""The index of the query argument, and the number of products of queries and keys; torch does not count these."""
 _PRODUCTS = (out_products.mm_into, out_products.linear_into, out_products.addmm_into)  # of the last two arguments
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What operators take on a device: a roofline.
+    """A roofline model of a device.
 
     Attributes:
         seconds_per_multiplication: of a large matrix product.
-        seconds_per_byte: that is read or written.
+        seconds_per_byte: of memory traffic.
     """
 
     seconds_per_multiplication: float
@@ -35,12 +35,12 @@ class Machine:
 
 
 def seconds_of_graph(graph: fx.Graph, machine: Machine) -> float:
-    """What all operators of a region would take, one after the other."""
+    """The summed time of all operators of a region."""
     return sum(seconds_of_operator(node, machine) for node in graph.nodes)
 
 
 def seconds_of_operator(node: fx.Node, machine: Machine) -> float:
-    """What an operator would take; 0 for a view, and for a node that is none."""
+    """The time of an operator; 0 for a view, and for a node without an operator."""
     if node.op != "call_function" or node.target is operator.getitem or not is_operator(node.target):
         return 0.0
     if getattr(node.target, "is_view", False):
@@ -72,7 +72,7 @@ def _num_multiplications(node: fx.Node) -> float:
 
 
 def _now(value: Any) -> Any:
-    """A value with the sizes that it had when the graph was captured."""
+    """A value with the sizes of its capture."""
     if isinstance(value, list | tuple):
         return type(value)(map(_now, value))
     return with_sizes_now(value) if isinstance(value, torch.Tensor) else size_now(value)

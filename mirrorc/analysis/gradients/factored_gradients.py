@@ -47,12 +47,12 @@ class FactoredSlot:
 
 
 def stays_factored(gradient: Any) -> bool:
-    """Whether a gradient stays factors up to its `pack`, its only user."""
+    """Tests for a gradient that stays factors up to its `pack`, its only user."""
     return gradient.target in ops.FACTORED and all(user.target is ops.pack for user in gradient.users)
 
 
 def is_left_to_shares(pack: fx.Node) -> bool:
-    """Whether every use of a packed bucket makes its sum, or shares of it, in shared memory or from gathered factors."""
+    """Tests that every use of a packed bucket makes its sum, or shares of it, in shared memory or from gathered factors."""
     return all(
         user.target in (ops.gather_factors, ops.all_gather)
         or (user.target is ops.reduce_scatter and link_named(user.kwargs["link"]).reads_one_memory)

@@ -103,11 +103,11 @@ def _are_smaller(
     *,
     is_due: bool,
 ) -> bool:
-    """Whether a variable's gradient has factors on all replicas, for all shard sizes, and these are smaller.
+    """Tests for factors on all replicas, for all shard sizes, that are smaller than a variable's gradient.
 
     The factors of all microbatches of a replica count together. One device makes no shares: factors help it only with
-    gradients that it need not write whole. Factors for other workers, or for an optimizer (``is_due``), are decided before,
-    alike on all workers.
+    gradients that it need not write whole. Factors for other workers, or for an optimizer (``is_due``), are decided
+    before, alike on all workers.
     """
     if len(of_graph) < len(graphs):
         return False

@@ -46,10 +46,10 @@ def bytes_of_sent(program: Program, send: fx.Node) -> int:
 
 
 def is_of_rows(receipt: fx.Node) -> bool:
-    """Whether a `recv` receives rows for `store_rows`."""
+    """Tests for a `recv` of rows for `store_rows`."""
     return any(user.target is ops.store_rows for wait in receipt.users for user in wait.users)
 
 
 def gives_indices_alone(wait: fx.Node) -> bool:
-    """Whether only the indices of an awaited sum of rows are used."""
+    """Tests for an awaited sum of rows that is used for its indices alone."""
     return all(user.target is ops.store_rows for user in wait.users)

@@ -68,7 +68,7 @@ def _argument_with_rows(gradient: fx.Node) -> int | None:
 
 
 def _is_product_for(program: Program, value: fx.Node, reader: fx.Node, once: Mapping[str, fx.Node]) -> bool:
-    """Whether a region's product has one user, one argument of another region's call."""
+    """Tests for a region's product with one user, one argument of another region's call."""
     maker: Any = value.args[0] if value.target is operator.getitem else None
     if not isinstance(maker, fx.Node) or not is_region_call(maker) or region_of(maker) not in once:
         return False

@@ -33,7 +33,7 @@ def share_behind(update: fx.Node) -> fx.Node:
 
 
 def is_made_in_updates(gradient: fx.Node) -> bool:
-    """Whether the shares of a factored gradient are left to the updates that take them."""
+    """Tests for a factored gradient whose shares are left to the updates that take them."""
     launches = [launch for pack in gradient.users for launch in pack.users]
     waits = [wait for launch in launches for wait in launch.users if wait.target is ops.wait]
     return bool(waits) and all(part_elements_of(wait) is not None for wait in waits)
@@ -69,7 +69,7 @@ def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
 
 
 def has_link(pack: fx.Node) -> bool:
-    """Whether the reduction of a packed bucket is known, and so the maker of its gradients."""
+    """Tests for a packed bucket with a known reduction, and so a known maker of its gradients."""
     return all(user.kwargs.get("link") for user in pack.users)
 
 

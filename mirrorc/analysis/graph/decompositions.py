@@ -20,7 +20,7 @@ _CUBIC = 0.044715
 
 
 def is_tanh_gelu(node: fx.Node) -> bool:
-    """Whether a node is GELU's approximation by tanh, or its gradient."""
+    """Tests for GELU's approximation by tanh, or its gradient."""
     return node.target in DECOMPOSITIONS and node.kwargs.get("approximate") == "tanh"
 
 

@@ -45,7 +45,7 @@ def _dies(program: Program, call: fx.Node, argument: fx.Node) -> bool:
 
 
 def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
-    """Whether a result of a region's call lies in memory of its own, or in memory reserved for it."""
+    """Tests for a result of a region's call in memory of its own, or in memory reserved for it."""
     body = program.regions[region_of(maker)].graph_module.graph
     if unaliased_product(body, place) is not None:
         return True

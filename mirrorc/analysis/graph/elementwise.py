@@ -62,12 +62,12 @@ _TAKING = frozenset(
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether recomputing a value, from values read anyway, takes less time than storing and reading it."""
+    """Tests for a value that is faster to recompute, from values read anyway, than to store and read."""
     return node.target in _CHEAP or (is_compute(node) and tells_places_of_maxima(node.target))
 
 
 def is_fused(user: fx.Node) -> bool:
-    """Whether a backend need not store a value for its use, also through views."""
+    """Tests for a use without storage of the value by a backend, also through views."""
     if not is_compute(user):
         return False
     if viewed(user) is not None:

@@ -43,17 +43,17 @@ def strides_of(value: Any) -> Any:
 
 
 def is_layout_only(node: fx.Node) -> bool:
-    """Whether a node's value differs from its first argument only in its layout."""
+    """Tests for a node whose value differs from its first argument only in its layout."""
     return node.target in LAYOUT_ONLY and len(node.args) == 1 and node.kwargs.keys() == {"memory_format"}
 
 
 def reads_strides(target: Any) -> bool:
-    """Whether an operator addresses elements by their position in memory, so that its result depends on the layout."""
+    """Tests for an operator that addresses elements by their position in memory: its result depends on the layout."""
     return target in _READ_STRIDES
 
 
 def may_read_memory_in_order(target: Any) -> bool:
-    """Whether this is an operator that torch does not define.
+    """Tests for an operator that torch does not define.
 
     It may draw random numbers in the order of memory, or have been written for one format.
     """

@@ -171,7 +171,7 @@ def _scaled(
 
 
 def _is_row_of(shape: tuple[int, ...], whole: tuple[int, ...], dim: int, size: int | None) -> bool:
-    """Whether a shape is that of the whole, but of another size along the rows: ``size``, or any."""
+    """Tests for the shape of the whole with another size along the rows: ``size``, or any."""
     if len(shape) != len(whole) or (size is not None and shape[dim] != size):
         return False
     return all(size_there == other for i, (size_there, other) in enumerate(zip(shape, whole, strict=True)) if i != dim)

@@ -51,7 +51,7 @@ def _is_recomputed(node: fx.Node, backward: Container[fx.Node], first: fx.Node, 
 
 
 def is_forward_output(output: fx.Node, node: fx.Node) -> bool:
-    """Whether the output of a graph has the node as its loss, or as a buffer's new value."""
+    """Tests for a node that the output of a graph has as its loss, or as a buffer's new value."""
     results: Any = output.args[0] if output.op == "output" else {}
     return bool(results) and (results["loss"] is node or node in results["writes"].values())
 

@@ -182,10 +182,10 @@ class Segments:
 
 
 def is_copied(node: fx.Node) -> bool:
-    """Whether an operator may run twice and give the same: one of torch or mirrorc that writes nothing.
+    """Tests for an operator that gives the same when run twice: one of torch or mirrorc that writes nothing.
 
-    Capture has made all random ones functions of a seed. Operators of others may have hidden effects, and so may plain PyTorch
-    inside of mirrorc's own (`OPAQUE`).
+    Capture has made all random ones functions of a seed. Operators of others may have hidden effects, and so may plain
+    PyTorch inside of mirrorc's own (`OPAQUE`).
     """
     target: Any = node.target
     if not is_compute(node) or target in OPAQUE:
@@ -200,7 +200,7 @@ def _operator_of(node: fx.Node) -> fx.Node:
 
 
 def _is_free(owner: fx.Node) -> bool:
-    """Whether backward has a value in any case, as it has arguments and variables."""
+    """Tests for a value that backward has in any case, such as arguments and variables."""
     return owner.op == "placeholder" or owner.target is ops.read
 
 

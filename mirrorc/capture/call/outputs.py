@@ -165,7 +165,7 @@ def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> L
 
 
 def is_same_constant(value: Any, other: Any) -> bool:
-    """Whether two constants are equal (zeros by their signs), or one object if mutable."""
+    """Tests for equal constants (zeros by their signs), or one object if mutable."""
     if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
         return (
             Constant(value) == Constant(other)

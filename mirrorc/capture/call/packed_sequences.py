@@ -1,4 +1,4 @@
-"""What is traced in place of packed sequences: padded ones with their lengths, whose shapes do not depend on the lengths."""
+"""Padded sequences with their lengths, traced in place of packed ones: their shapes do not depend on the lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PaddedSequences:
 
     @property  # type: ignore[misc]  # it cannot be written
     def __class__(self) -> type:
-        """What isinstance() in a trace asks for. Recurrent modules see what it is, and take it for a tensor."""
+        """The class for isinstance() in a trace. Recurrent modules see the true type, and take it for a tensor."""
         return PaddedSequences if traced_file() in ("", rnn.__file__) else PackedSequence
 
     @property
@@ -86,9 +86,10 @@ def _refuse_parts() -> NoReturn:
 
 
 def parts_of(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """What makes sequences again: values [batch, time, ...], which can be split, lengths [batch], and whether they are sorted.
+    """The parts that make sequences again: values [batch, time, ...], lengths [batch], and a flag for sorted ones.
 
-    The time of packed sequences is rounded up, by a quarter at most, so that batches of many lengths have few shapes.
+    The values can be split. The time of packed sequences is rounded up, by a quarter at most, so that batches of many
+    lengths have few shapes.
     """
     if isinstance(sequences, PaddedSequences):
         return sequences.values, sequences.lengths, sequences.is_sorted

@@ -36,12 +36,12 @@ class Shards:
 
     @property
     def have_one_example(self) -> bool:
-        """Whether a shard, or one of its microbatches, has a single example."""
+        """Tests for a shard, or one of its microbatches, with a single example."""
         return 1 in self.num_examples or any(1 in sizes for sizes in self.microbatches)
 
     @property
     def have_unequal_parts(self) -> bool:
-        """Whether the microbatches of a shard differ in size."""
+        """Tests for microbatches of a shard that differ in size."""
         return any(len(set(sizes)) > 1 for sizes in self.microbatches)
 
     def by_microbatch(self, call: Call) -> Shards:

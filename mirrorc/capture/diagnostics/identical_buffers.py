@@ -22,7 +22,7 @@ def vectors_of_spectral_norms(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two runs have iterated a vector of length one to the same value, but for rounding."""
+    """Tests for two runs that iterated a vector of length one to the same value, but for rounding."""
     return torch.allclose(
         first, second.to(first.device), rtol=0.0, atol=torch.finfo(first.dtype).eps ** 0.5, equal_nan=True
     )
@@ -53,7 +53,7 @@ def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Itera
 
 
 def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
-    """Whether all captured graphs, each with its `written_alike`, write a buffer to one value.
+    """Tests that all captured graphs, each with its `written_alike`, write a buffer to one value.
 
     Raises:
         CaptureError: they compute it from variables alone, but in different ways.

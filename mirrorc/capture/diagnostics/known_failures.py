@@ -27,7 +27,7 @@ class KnownFailure:
     runs_as_pytorch: bool = False
 
     def fits(self, text: str, frames: Sequence[traceback.FrameSummary]) -> bool:
-        """Whether this is the cause of a failure in these frames, outermost first."""
+        """Tests for the cause of a failure in these frames, outermost first."""
         if not any(word in text.lower() for word in self.words):
             return False
         has_file = any(frame.filename.endswith(self.file) for frame in frames) or not self.file

@@ -122,7 +122,7 @@ def _refuse_draws(draws: _Stacks, cached_draws: _Stacks, model_name: str) -> Non
 
 
 def _settles(write: PythonWrite, text: str, again: Callable[[], fx.GraphModule]) -> bool:
-    """Whether the next trace, after the change, gives the same graph and does not repeat the change."""
+    """Tests that the next trace, after the change, gives the same graph and does not repeat the change."""
     if not (write.is_constant and write.can_be_applied):
         return False
     with write.applied():

@@ -60,7 +60,7 @@ def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:
 
 
 def _leads_to_output(node: fx.Node) -> bool:
-    """Whether the output depends on a node by values that all require a gradient, in-place writes included."""
+    """Tests for a path of values to the output that all require a gradient, in-place writes included."""
     order = {node: place for place, node in enumerate(node.graph.nodes)}
     since, waiting = {node: -1}, [node]  # the place from which a value depends on the node
     while waiting:

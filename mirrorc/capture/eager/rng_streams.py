@@ -44,7 +44,7 @@ class ReplicaStream:
                 _set_generator_states(self._devices, before)
 
     def has_advanced(self, since: ReplicaStream) -> bool:
-        """Whether it has drawn numbers that another stream of the same seed has not drawn."""
+        """Tests for more draws than in another stream of the same seed."""
         return not all(map(torch.equal, self._states, since._states))
 
 

@@ -98,6 +98,6 @@ def _buffers_of(module: Any) -> list[torch.Tensor]:
 
 
 def have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of a type have the same bits."""
+    """Compares the bits of two tensors of a type."""
     bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
     return torch.equal(*bits)

@@ -39,7 +39,7 @@ class RunGradients:
         return self._run.stream is None
 
     def has(self, place: int) -> bool:
-        """Whether a parameter's gradient, or its absence, is known; never before backward has begun."""
+        """Tests for a known gradient of a parameter, or its known absence; never before backward has begun."""
         return self.has_ended or (self._has_begun and place in self._there)
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:

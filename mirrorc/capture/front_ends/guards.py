@@ -28,7 +28,7 @@ class Guards(Protocol):
         """The expressions with other numbers than the graph's constants."""
 
     def hold(self) -> bool:
-        """Whether a trace would read the same state."""
+        """Tests that a trace would read the same state."""
 
     def broken(self) -> str:
         """The change, in a few words with its line; for messages, after `hold` was false."""

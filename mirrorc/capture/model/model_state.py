@@ -217,7 +217,7 @@ def _oddity(value: Any) -> str | None:
 
 
 def _is_users_alone(kind: type) -> bool:
-    """Whether a class of modules is the user's, without bases of torch's other than containers."""
+    """Tests for a user's class of modules without bases of torch's other than containers."""
     torchs = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base.__module__.startswith("torch.")]
     return kind not in torchs and set(torchs) <= {nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict}
 

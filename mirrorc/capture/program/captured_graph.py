@@ -56,7 +56,7 @@ class CapturedGraph:
 
     @property
     def trains(self) -> bool:
-        """Whether it has backward."""
+        """Tests for a graph with backward."""
         return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
 
     @property

@@ -73,7 +73,7 @@ class SymbolicSizes:
 
     @property
     def are_there(self) -> bool:
-        """Whether there are symbols."""
+        """Tests for any symbols."""
         return any(sizes is not None and sizes.symbols for sizes, _ in self.graphs)
 
     def of_shards(self, shards: Shards) -> list[tuple[int | float, ...]] | None:

@@ -39,7 +39,7 @@ def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Tests for a node that draws random numbers."""
     target: Any = node.target
     if node.op != "call_function" or not is_operator(target):
         return False

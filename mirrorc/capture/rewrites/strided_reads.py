@@ -68,7 +68,7 @@ def _same_memory(node: fx.Node) -> fx.Node | None:
 
 
 def _holds(node: fx.Node, first: int, last: int) -> bool:
-    """Whether these positions in memory are those of elements of a value, wherever it lies."""
+    """Tests that these positions in memory hold elements of a value, at any offset."""
     value = node.meta["val"]
     is_laid = is_dense(value) if node.op == "placeholder" or node.target is ops.read else value.is_contiguous()
     start = value.storage_offset()

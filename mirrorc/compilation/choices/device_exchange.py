@@ -1,4 +1,4 @@
-"""The choice of what the devices of a process send of each gradient, where they do not read one memory: its sum, or factors."""
+"""The form in which devices without shared memory exchange each gradient: its sum, or its factors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from mirrorc.passes import FactorGradients, ShareParameters, UpdateAtOwner
 
 @dataclass(frozen=True)
 class Gatherable:
-    """A gradient whose factors devices may gather.
+    """A gradient that devices may gather as factors.
 
     Attributes:
-        variable: the name of its variable.
-        whole_bytes: the bytes that a device receives of whole gradients, to add them up.
-        factor_bytes: the bytes that it receives of their factors, at most.
+        whole_bytes: the bytes that a device receives to sum whole gradients.
+        factor_bytes: the bytes that a device receives of factors, at most.
     """
 
     variable: str
@@ -31,11 +30,11 @@ class Gatherable:
 
 
 def with_gathered(program: Program, options: StepOptions) -> Program:
-    """Notes in a captured program which gradients devices gather as factors, and adds a remark on the bytes of both ways.
+    """Notes the gradients that devices gather as factors, with a remark on the bytes of both forms.
 
-    Devices that read each other's factors in one memory make shares of gradients instead. Owners of parameters get whole sums, as
-    do all devices where the user names an algorithm for these, unless factors are asked for. With ``exchange="auto"``, a
-    gradient is gathered as factors where that moves fewer bytes.
+    In shared memory, devices read each other's factors and make shares of gradients instead. Owners of parameters get
+    whole sums. So do all devices under an algorithm that the user names, unless the user asks for factors. With
+    ``exchange="auto"``, the form with fewer bytes wins.
     """
     factoring = next((entry for entry in options.pipeline if isinstance(entry, FactorGradients)), None)
     if program.workers.are_several or not program.trains or program.accumulation is not Accumulation.NONE:
@@ -61,7 +60,6 @@ def with_gathered(program: Program, options: StepOptions) -> Program:
 
 
 def _why_nothing_is_sent(program: Program, options: StepOptions, factoring: FactorGradients | None) -> str:
-    """Why no device sends a gradient to another one; an empty text if devices do."""
     if program.num_replicas == 1:
         return "one device sends no gradient"
     is_shared = any(isinstance(entry, ShareParameters) for entry in options.pipeline)
@@ -73,7 +71,6 @@ def _why_nothing_is_sent(program: Program, options: StepOptions, factoring: Fact
 
 
 def _why_all_is_whole(program: Program, options: StepOptions, factoring: FactorGradients | None) -> str:
-    """Why devices cannot send factors; an empty text if they can."""
     if any(isinstance(entry, UpdateAtOwner) for entry in options.pipeline):
         return "each gradient is added up whole, by the device that owns its variable"
     if factoring is None:
@@ -85,7 +82,7 @@ def _why_all_is_whole(program: Program, options: StepOptions, factoring: FactorG
 
 
 def _all_whole(program: Program, options: StepOptions, why: str) -> Program:
-    """A program of which all is sent whole but rows of tables, with a remark if the user has asked for something else."""
+    """A program that gathers rows of tables alone, with a remark if the user asked for something else."""
     rows = [name for name, variable in program.variables.items() if variable.update and variable.update.takes_rows]
     if options.exchange == "factors" and not rows:
         return program.with_remarks(_no_effect(options, why))
@@ -99,7 +96,7 @@ def _no_effect(options: StepOptions, why: str) -> str:
 
 
 def _is_carried(link: str) -> bool:
-    """Whether a link, or one that it falls back to, gathers factors."""
+    """Tests for a link that gathers factors, itself or through its fallback."""
     try:
         return bool(carrier_of(link, ops.all_gather))
     except ValueError:
@@ -107,7 +104,6 @@ def _is_carried(link: str) -> bool:
 
 
 def _gatherable(program: Program, link: str, least_elements: int) -> Iterator[Gatherable]:
-    """The gradients of a captured program whose factors can be gathered, in the order of the program's output."""
     number = program.num_replicas
     for gradient in sendable(program, least_elements):
         sizes = [sum(rows.numel() * rows.itemsize for rows in fake_rows(part) or ()) for part in gradient.of_shards]

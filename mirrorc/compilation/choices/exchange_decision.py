@@ -1,4 +1,4 @@
-"""The decision of the workers on what they send of each gradient, by the figures that all of them have proposed."""
+"""The joint decision of the workers on the form of each gradient, from the figures of all."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Figures:
     """The proposal of a worker.
 
     Attributes:
-        rows: the number of its rows of the factors of each gradient that may be sent so.
-        machine: the facts on which the bits of a product depend, by name.
-        seconds_per_byte: of the link, as it has measured it; 0 if it has not.
-        seconds_per_multiplication: of its processor; 0 if it has not measured that.
+        rows: this worker's rows of the factors of each candidate.
+        machine: the facts that determine the bits of a product, by name.
+        seconds_per_byte: of the link; 0 if not measured.
+        seconds_per_multiplication: of the processor; 0 if not measured.
         loaded: the choice of an earlier run, see `ExchangeChoice.load`; that of worker 0 counts.
     """
 
@@ -36,17 +36,18 @@ class Figures:
 def chosen(
     candidates: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
 ) -> tuple[tuple[str, ...], str]:
-    """The variables whose gradients are sent as factors, and a remark on why, empty if nothing is to choose; alike on all.
+    """The variables with gradients to send as factors, and a remark on the reason, alike on all workers.
+
+    The remark is empty without a choice.
 
     Args:
-        candidates: the gradients that may be sent so; all but their numbers of rows is the same on all workers.
+        candidates: alike on all workers, but for their numbers of rows.
         everyone: the figures of each worker, by rank.
-        workers: all of them; where each updates a part of every bucket, it alone makes the gradients of this part, so their bits
-            may depend on its machine.
-        exchange: the option.
+        workers: with a sharded optimizer, each makes its part of the gradients alone, so machines may differ in bits.
 
     Raises:
-        CommunicationError: the option asks for factors, and the workers would make different gradients of them.
+        CommunicationError: the option asks for factors, and the workers' machines would make different gradients of
+            them.
     """
     candidates = [gradient for gradient in candidates if all(gradient.variable in figures.rows for figures in everyone)]
     if not candidates:
@@ -81,7 +82,7 @@ def chosen(
 
 
 def why_bits_differ(everyone: Sequence[Figures], devices_per_worker: Sequence[int]) -> str:
-    """Why workers would make different bits of the same product; empty if they would not."""
+    """The reason why workers would make different bits of one product; empty if there is none."""
     other = next((rank for rank, number in enumerate(devices_per_worker) if number != devices_per_worker[0]), None)
     if other is not None:
         return (
@@ -121,14 +122,14 @@ def _rows(gradient: Candidate, everyone: Sequence[Figures]) -> list[int]:
 def exchange_remark(
     senders: str, why: str, direction: str, bytes_of: Mapping[str, tuple[float, float]], as_factors: Collection[str]
 ) -> str:
-    """A remark on how gradients are sent.
+    """A remark on the form of gradients.
 
     Args:
         senders: the parties, such as "workers".
         why: the reason of the choice.
         direction: the scope of the bytes, such as "to each device".
-        bytes_of: of each gradient that could be sent as factors, the bytes of its factors, and those of its whole sum.
-        as_factors: the gradients that are sent so.
+        bytes_of: the bytes of the factors and of the whole sum of each candidate.
+        as_factors: the gradients sent as factors.
     """
     sizes = [
         f"{name} {'as factors' if name in as_factors else 'whole'} ({' against '.join(size_text(round(n)) for n in pair)})"

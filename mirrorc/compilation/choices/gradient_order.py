@@ -1,4 +1,4 @@
-"""The order in which the workers of a step take gradients: one for all of them."""
+"""The joint order of gradients for all workers of a step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class ReadyOrder(JointChoice):
-    """The order in which the chief's backward has made gradients.
+    """The chief's order of gradients.
 
-    All workers must put gradients into the same buckets, but each finds out an order of its own. A backward that runs as plain
-    PyTorch goes by the values of the worker's examples, and a graph goes by their number: that of one example may have other
-    operators, as in attention, and make gradients in another order. So all go by the order of the chief's first program.
+    Workers need the same buckets, but their own orders may differ. An eager backward depends on the values of examples,
+    and a graph on their number: with one example, attention may have other operators. So the chief's first program
+    decides.
     """
 
     subject = "the order of gradients"
@@ -37,7 +37,7 @@ class ReadyOrder(JointChoice):
         return program.trains and self._options.program_workers.are_several
 
     def observe(self, program: Program) -> None:
-        """Notes the order of the first program alone: others may wait for that, whichever front end has captured it."""
+        """Notes the order of the first program alone: other workers may wait for it, whatever front end captured it."""
         self._first = self._first or tuple(_gradients(program.shard_graphs[0]))
 
     def propose(self) -> str:
@@ -52,8 +52,9 @@ class ReadyOrder(JointChoice):
     def noted_in(self, program: Program) -> Program:
         """A captured program with its gradients in this order.
 
-        Variables that it does not name were frozen when the chief proposed it. Their gradients come behind, by their names, as
-        all that a program has besides may differ between workers; of layers with numbers the last comes first, as in backward.
+        Variables missing from the order were frozen in the chief's proposal. Their gradients follow, sorted by name:
+        all other facts of a program may differ between workers. Of numbered layers the last comes first, as in
+        backward.
         """
         if not self.concerns(program):
             return program
@@ -70,14 +71,14 @@ def _gradients(graph: fx.Graph) -> dict[str, fx.Node]:
 
 
 def _with_numbers(name: str) -> list[str | int]:
-    """A key by which layer 10 comes behind layer 9."""
+    """Sort key: layer 9 precedes layer 10."""
     return [int(part) if number % 2 else part for number, part in enumerate(re.split("([0-9]+)", name))]
 
 
 def _in_order(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
-    """A captured graph whose output lists gradients in this order; those of plain PyTorch are taken in it, too.
+    """A captured graph whose output, and eager backward, list gradients in this order.
 
-    Other operators stay where they are: outline-regions cuts backward where all gradients of a bucket are there.
+    Other operators keep their places: outline-regions cuts backward after the last gradient of a bucket.
     """
     ordered = copied(graph)
     gradients, end = _gradients(ordered), ordered.output_node()

@@ -1,4 +1,4 @@
-"""The base of choices that all workers of a step make alike."""
+"""The base class of joint choices of a step's workers."""
 
 from __future__ import annotations
 
@@ -12,56 +12,55 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class JointChoice(ABC):
-    """A choice that all workers of a step make alike, in the first training call, and keep from then on.
+    """A joint choice of all workers, made in the first training call, and kept.
 
-    A worker compiles for its own batches alone. So each makes a proposal from the programs that it has captured, all exchange
-    their proposals in a training call, and each decides by all of them. Until then a worker decides by its own proposal, so that
-    a program can be compiled before the first call; it is compiled anew if the workers decide otherwise.
+    A worker compiles for its own batches alone. So each makes a proposal from its captured programs, and decides by the
+    proposals of all. Before the first call its own proposal decides, to compile early. It compiles again if the joint
+    decision differs.
 
     Args:
-        options: of the step.
-        team: the workers that train together; None for those of a world that is not there, where the first proposal counts.
+        team: the workers of the training; None for planned workers, where the first proposal counts.
     """
 
     subject: ClassVar[str]
-    """The name of the proposals in what workers tell each other."""
+    """The name of the proposals in messages between workers."""
 
     def __init__(self, options: StepOptions, team: Team | None) -> None:
         self._options, self._team = options, team
-        self._sent: str | None = None  # a proposal that is sent again must be the same
-        self._is_joint = False  # whether the decision follows from the proposals of all workers
+        self._sent: str | None = None  # a repeated proposal must be the same
+        self._is_joint = False  # the decision follows from the proposals of all workers
         self._is_final = False
 
     @abstractmethod
     def concerns(self, program: Program) -> bool:
-        """Whether anything is chosen for a program."""
+        """Tests for a program with something to choose."""
 
     @abstractmethod
     def observe(self, program: Program) -> None:
-        """Notes from a captured program what this worker can propose."""
+        """Notes facts of a captured program for the proposal."""
 
     @abstractmethod
     def propose(self) -> str:
-        """The text of this worker's proposal."""
+        """Makes the text of this worker's proposal."""
 
     @abstractmethod
     def decide(self, proposals: Sequence[str]) -> None:
         """Decides by the proposals of all workers, in the order of ranks.
 
         Raises:
-            CommunicationError: the proposals do not go together; on all workers.
+            CommunicationError: the proposals conflict; on all workers.
         """
 
     @abstractmethod
     def applies_to(self, program: Program) -> bool:
-        """Whether a program has been compiled by the present decision."""
+        """Tests for a program compiled by the present decision."""
 
     @abstractmethod
     def noted_in(self, program: Program) -> Program:
-        """A captured program with the present decision."""
+        """Notes the present decision in a captured program."""
 
     def consider(self, program: Program, *, in_call: bool) -> None:
-        """Observes a captured program and decides: together with all workers in a training call, else alone.
+        """Observes a captured program and decides, with all workers in a training call, else alone.
 
         Raises:
             CommunicationError: as `decide`.
@@ -77,7 +76,7 @@ class JointChoice(ABC):
             self._is_final = self._team is None
 
     def settle(self) -> None:
-        """Exchanges proposals with all workers and decides, once. It blocks until all come, so all must be in a training call.
+        """Exchanges proposals and decides, once. It blocks until all workers come, so all must be in a training call.
 
         Raises:
             CommunicationError: as `decide`.

@@ -1,4 +1,4 @@
-"""The exchange that a step has chosen, as state that is kept with a checkpoint: a restart then has the same bits."""
+"""The chosen exchange as checkpoint state: a restart has the same bits."""
 
 from __future__ import annotations
 
@@ -11,36 +11,31 @@ from mirrorc.options.step_options import StepOptions
 
 _FACTORS, _DEVICES = "sent_as_factors", "devices_per_worker"
 _KEYS = (_DEVICES, _FACTORS)
-_WITHDRAWN = ("bucket_cap_mb", "first_bucket_mb")  # sizes that earlier versions measured, None where they did not
+_WITHDRAWN = ("bucket_cap_mb", "first_bucket_mb")  # sizes that earlier versions measured; None if they did not
 
 
 class ExchangeState:
-    """Saves and loads the exchange of one step.
-
-    Args:
-        exchange: the choice.
-        options: of the step.
-    """
+    """State of the exchange of one step."""
 
     def __init__(self, exchange: ExchangeChoice, options: StepOptions) -> None:
         self._exchange = exchange
         self._devices = list(options.program_workers.devices_per_worker) or [len(options.devices)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, under the same keys whatever was chosen; None where nothing was."""
+        """Plain values under fixed keys; None without a choice."""
         names = self._exchange.names
         return {_DEVICES: self._devices, _FACTORS: None if names is None else list(names)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` gave in an earlier run, if it is of as many workers and devices.
+        """Loads the `state_dict` of an earlier run, if it had as many workers and devices.
 
         Raises:
             TypeError, ValueError: it is no such state, or has bucket sizes.
-            ExecutionError: something else is chosen already.
+            ExecutionError: another choice was made before.
         """
         names = _checked(state)
         if state[_DEVICES] != self._devices or names is None:
-            return  # what is best for these is measured
+            return  # other numbers need their own measurement
         if names == self._exchange.names:
             return
         if not self._exchange.is_open:
@@ -51,7 +46,6 @@ class ExchangeState:
 
 
 def _checked(state: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The names of the gradients that are sent as factors; None if none were chosen."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a step's state is a dict, as step.state_dict() gives it, not a {type(state).__name__}")
     sizes = {key: state[key] for key in _WITHDRAWN if state.get(key) is not None}

@@ -1,4 +1,4 @@
-"""The choices that the workers of a step make together."""
+"""The joint choices of the workers of a step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class WorkerChoices:
-    """All joint choices of a step, in the order in which workers exchange proposals.
+    """All joint choices of a step, in the order of their exchange.
 
     Args:
-        options: of the step.
         num_threads: of each device.
-        team: the workers that train together; None for a process on its own, and for a world that is not there.
-
-    Attributes:
-        exchange: the exchange of gradients.
+        team: the workers of the training; None for a process on its own and for planned workers.
     """
 
     def __init__(self, options: StepOptions, num_threads: int, team: Team | None) -> None:
@@ -31,7 +27,7 @@ class WorkerChoices:
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """A block that is a training call, in which workers can exchange proposals; of a process alone, nothing is open."""
+        """Enters a training call, in which workers can exchange proposals; a process alone has no connection to open."""
         self._in_call = self._has_team
         try:
             yield
@@ -39,21 +35,21 @@ class WorkerChoices:
             self._in_call = False
 
     def settle(self, program: Program) -> None:
-        """In a training call of all workers, makes the choices that concern a program and are still open; blocks until all come.
+        """Makes the open choices for a program, in a training call of all workers; blocks until all come.
 
         Raises:
-            CommunicationError: the proposals do not go together; on all workers.
+            CommunicationError: the proposals conflict; on all workers.
         """
         for choice in self._choices if self._in_call else ():
             if choice.concerns(program):
                 choice.settle()
 
     def apply_to(self, program: Program) -> bool:
-        """Whether a program has been compiled by the present decisions; it may have been compiled before the first call."""
+        """Tests for a program compiled by the present decisions; one compiled before the first call may not be."""
         return all(choice.applies_to(program) for choice in self._choices)
 
     def put_into(self, program: Program) -> Program:
-        """A captured program with all decisions, which are made now if they are open.
+        """A captured program with all decisions; open ones are made now.
 
         Raises:
             CommunicationError: as `settle`.

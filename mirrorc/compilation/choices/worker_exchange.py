@@ -1,4 +1,4 @@
-"""The choice of what workers send of each gradient: its sum, or factors."""
+"""The form in which workers exchange each gradient: its sum, or its factors."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ _AS_IF_ALIKE = "; taken as if all workers had as many examples as this one"
 
 
 class ExchangeChoice(JointChoice):
-    """The exchange of each gradient: its sum, or the factors from which every worker makes the sum.
+    """The form of each gradient: its sum, or its factors.
 
-    Batches of other sizes than those of the first call change nothing. That call may accumulate gradients, which are not sent:
-    another worker may make another call, which is found out when all have come.
+    The batch sizes of the first call decide. It may accumulate gradients and send nothing: another worker may make
+    another kind of call, as only the exchange of all workers shows.
 
     Args:
-        options: of the step.
         num_threads: of each device.
         team: as for `JointChoice`.
     """
@@ -54,16 +53,15 @@ class ExchangeChoice(JointChoice):
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The variables whose gradients are sent as factors, as chosen or loaded; None if neither has happened yet."""
+        """The variables with gradients to send as factors, as chosen or loaded; None before either."""
         return self._names if self._is_final else self._loaded
 
     @property
     def is_open(self) -> bool:
-        """Whether the workers are yet to choose."""
         return not self._is_final and self._sent is None
 
     def load(self, names: tuple[str, ...]) -> None:
-        """Takes what was chosen in an earlier run in place of what would be measured now; before the workers choose."""
+        """Takes the choice of an earlier run instead of a measurement; before the workers choose."""
         assert self.is_open, "what all have chosen stays"
         self._loaded = names
 
@@ -92,7 +90,8 @@ class ExchangeChoice(JointChoice):
         """Decides by the figures of all workers.
 
         Raises:
-            CommunicationError: factors are asked for, and the workers would make different gradients of them; on all workers.
+            CommunicationError: the user asks for factors, and the workers' machines would make different gradients of
+                them; on all workers.
         """
         workers = self._options.program_workers
         everyone = [Figures(**json.loads(text)) for text in proposals]
@@ -102,10 +101,10 @@ class ExchangeChoice(JointChoice):
         return program.workers.sent_as_factors == self._names_for(program)
 
     def noted_in(self, program: Program) -> Program:
-        """A captured program with the names of gradients that are sent as factors, and a remark.
+        """A captured program with the names of gradients to send as factors, and a remark.
 
         Raises:
-            ValueError: the workers cannot send rows of tables that optimizers take.
+            ValueError: the workers cannot send the table rows for an optimizer.
         """
         is_sent = program.trains and program.accumulation is Accumulation.NONE
         if sends_whole(self._options) and is_sent:
@@ -120,23 +119,18 @@ class ExchangeChoice(JointChoice):
         return program.with_remarks(self._remark + ("" if self._is_joint else _AS_IF_ALIKE))
 
     def _names_for(self, program: Program) -> tuple[str, ...]:
-        """The variables whose gradients a program sends as factors; gradients that are accumulated are whole."""
+        """The variables with gradients to send as factors; accumulated gradients are whole."""
         is_sent = self.concerns(program) and program.accumulation is Accumulation.NONE
         return (*(self._names if is_sent else ()), *self._rows_of(program))
 
     def _rows_of(self, program: Program) -> tuple[str, ...]:
-        """The tables whose optimizers take rows: workers always send these."""
+        """The tables with updates by rows: workers always send these."""
         if not (self._options.program_workers.are_several and program.trains):
             return ()
         variables = program.variables.values()
         return tuple(variable.name for variable in variables if variable.update and variable.update.takes_rows)
 
     def _check_rows(self, program: Program) -> None:
-        """Refuses rows of tables that the workers cannot send.
-
-        Raises:
-            ValueError: names the table and the remedy.
-        """
         names = self._rows_of(program)
         if names and self._options.exchange == "dense":
             raise ValueError(
@@ -155,7 +149,6 @@ class ExchangeChoice(JointChoice):
 
     @property
     def _factoring(self) -> FactorGradients | None:
-        """The pass that leaves gradients as factors, if anything may be sent so."""
         if self._options.exchange == "dense" or sends_whole(self._options):
             return None
         factoring = next((entry for entry in self._options.pipeline if isinstance(entry, FactorGradients)), None)
@@ -164,7 +157,6 @@ class ExchangeChoice(JointChoice):
         return factoring
 
     def _candidates_in(self, program: Program) -> Iterator[Candidate]:
-        """The gradients of a captured program whose factors can be sent, in the order of the program's output."""
         factoring = self._factoring
         assert factoring is not None, "something may be sent as factors"
         graphs = [shard for replica in range(program.num_replicas) for shard in program.graphs_run_by(replica)]
@@ -178,7 +170,7 @@ class ExchangeChoice(JointChoice):
             )
 
     def _bytes_sent(self, name: str, gradient: torch.Tensor) -> int:
-        """The bytes of a sum that is sent whole, or takes as long as what is sent of this one."""
+        """The bytes of a whole sum that takes as long as this gradient does."""
         num_elements, dtype = gradient.numel(), gradient.dtype
         num_workers = self._options.program_workers.num_workers
         for entry in self._options.pipeline:

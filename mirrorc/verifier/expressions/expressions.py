@@ -227,7 +227,7 @@ class Expressions:
 
 @functools.cache
 def _is_plain(target: Any) -> bool:
-    """Whether an operator always makes an expression of its own, numbered by its arguments."""
+    """Tests for an operator that always makes an expression of its own, numbered by its arguments."""
     may_be_other = any(target in some for some in (LAYOUT_ONLY, DECOMPOSITIONS, REARRANGEMENTS, ROW_READERS))
     return not may_be_other and not writes_argument(target)
 

@@ -129,5 +129,5 @@ def _put_together(parts: list[int], how: str, sizes: tuple[int, ...], expression
 
 
 def is_accumulated(before: Program, after: Program) -> bool:
-    """Whether a pass has put the microbatches of shards one after the other."""
+    """Tests for a pass that has put the microbatches of shards one after the other."""
     return bool(before.shard_of_microbatch) and not after.shard_of_microbatch

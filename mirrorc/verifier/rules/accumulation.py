@@ -42,7 +42,7 @@ def accumulated_gradients_are_added_once(program: Program) -> Iterator[Violation
 
 
 def _takers(pack: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """What takes a packed bucket, or what is computed from it, before `add_accumulated`; each with what it takes."""
+    """The users of a packed bucket, direct or through computed values, before `add_accumulated`; each with its operand."""
     waiting = [pack]
     while waiting:
         value = waiting.pop()
@@ -56,7 +56,7 @@ def _takers(pack: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _wrong_uses(program: Program, operation: Any, where_it_is: Accumulation) -> Iterator[Violation]:
-    """Where an operation on accumulated gradients is missing, is too many times, or takes something else than its own bucket."""
+    """Violations by an operation on accumulated gradients: missing, repeated, or on something else than its own bucket."""
     expected, what, parts = int(program.accumulation is where_it_is), operation.__name__, BucketParts(program)
     for where, graph, replicas in scopes(program):
         are_packs = operation is ops.add_accumulated
@@ -84,7 +84,7 @@ def _wrong_uses(program: Program, operation: Any, where_it_is: Accumulation) -> 
 
 
 def _is_own_pack(program: Program, parts: BucketParts, node: fx.Node) -> bool:
-    """Whether a node is given its replica's own gradients of its bucket, all of them and unchanged."""
+    """Tests for a node that takes its replica's own gradients of its bucket, all of them and unchanged."""
     part, index = parts.of(node.args[0] if node.args else None), bucket_of(node)
     if part is None or part.steps or not 0 <= index < len(program.buckets):
         return False

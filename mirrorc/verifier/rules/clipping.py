@@ -113,7 +113,7 @@ def _buckets_of(measured: Measured) -> frozenset[int] | None:
 
 
 def _is_whole(program: Program, bucket: int, measured: Measured) -> bool:
-    """Whether the norm covers each of a bucket's elements, or of this worker's part, once, summed over all replicas and
+    """Tests that the norm covers each element of a bucket, or of this worker's part, once, summed over all replicas and
     changed alike.
     """
     parts = [part for part in measured.parts if part is not None and part.bucket == bucket]

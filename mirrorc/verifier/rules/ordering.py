@@ -45,7 +45,7 @@ def collectives_have_one_order(program: Program) -> Iterator[Violation]:
 
 
 def _is_collective(node: fx.Node) -> bool:
-    """Whether all devices have this launch or wait; a receipt belongs to one device only."""
+    """Tests for a launch or wait that all devices have; a receipt belongs to one device only."""
     return node.target in ops.COLLECTIVES or any(n.target in ops.COLLECTIVES for n in node.all_input_nodes)
 
 

@@ -67,9 +67,10 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
 
 
 def _is_for(program: Program, node: fx.Node, index: int, part: Part | None) -> bool:
-    """Whether a value fits an update or a store of a bucket.
+    """Tests for a value that fits an update or a store of a bucket.
 
-    An update needs the bucket's sum; a store needs its new parameters, or rows of them, from the replica that has made them.
+    An update needs the bucket's sum; a store needs its new parameters, or rows of them, from the replica that has made
+    them.
     """
     if part is None:
         return False
@@ -270,7 +271,7 @@ def shared_parameters_are_written_last(program: Program) -> Iterator[Violation]:
 
 
 def _sums_by_messages(program: Program) -> bool:
-    """Whether the sum of a bucket of shared parameters is made of messages, so that no reduction of it is waited for."""
+    """Tests for a bucket of shared parameters with a sum made of messages, so that no reduction of it is waited for."""
     reduced = {
         bucket_of(node)
         for _, graph, _ in scopes(program)

@@ -146,8 +146,9 @@ def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def parts_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
-    """What a worker sends a part of, its largest elements or a payload, has what earlier steps have not sent, on all
-    its replicas; and what has that goes into that exchange of its bucket, or pack, alone, which keeps the rest."""
+    """A value of which a worker sends a part, its largest elements or a payload, includes what earlier steps have not
+    sent, on all its replicas. It goes into that exchange of its bucket, or pack, alone, which keeps the rest.
+    """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.add_unsent):
             place = where(replica_of(node))
@@ -170,7 +171,7 @@ def parts_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
 
 
 def _is_total(value: Any) -> bool:
-    """Whether a value is a compressed sum over workers."""
+    """Tests for a compressed sum over workers."""
     launch = value.args[0] if isinstance(value, fx.Node) and value.target is ops.wait else None
     return (
         isinstance(launch, fx.Node)
