@@ -20,7 +20,6 @@ class AccumulationState(StateView):
 
     @property
     def accumulated(self) -> AccumulatedGradients:
-        """See `StepState`."""
         return self._state.accumulated
 
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
@@ -32,7 +31,6 @@ class AccumulationState(StateView):
         self._state.take_over(program, is_stale=is_stale)
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
-        """See `StepState`."""
         return self._state.needs_other_buckets(program, is_stale=is_stale)
 
     def finish(self) -> None:
@@ -50,13 +48,10 @@ class AccumulationState(StateView):
         return not has_committed
 
     def keeps_gradients_of(self, writer: Hashable) -> bool:
-        """See `StepState`."""
         return self._state.keeps_gradients_of(writer)
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """See `StepState`."""
         self._state.give_gradients_to(writer)
 
 
 ProgramState = StepState | AccumulationState | EvaluationState
-"""The state of a running program."""

@@ -17,15 +17,12 @@ class EvaluationState(StateView):
     """
 
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
-        """1, without backward."""
         return 1.0
 
     def take_over(self, program: Program) -> None:
-        """Mirrors the user's writes to variables since the last step."""
         self._state.take_over_variables(program)
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
-        """False, without buckets."""
         return False
 
     def finish(self) -> None:
@@ -40,7 +37,6 @@ class EvaluationState(StateView):
         return not has_committed
 
     def keeps_gradients_of(self, writer: Hashable) -> bool:
-        """True: gradient buckets stay unchanged."""
         return True
 
     def give_gradients_to(self, writer: Hashable) -> None:

@@ -39,7 +39,6 @@ class Copies:
         return len({(tensor.device, tensor.data_ptr()) for tensor in self.tensors}) > 1
 
     def of_variables(self) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
-        """For each variable: name, optimizer entry or nothing, copies."""
         if self.bucket is None:
             yield self.entry, "", list(self.tensors)
             return
@@ -65,7 +64,6 @@ class ComparedState(StepState):
         self._plan: Sequence[Bucket] = ()  # of the present program
 
     def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
-        """See `StepState`."""
         super().take_over(program, is_stale=is_stale)
         self._plan = program.buckets
         self._unwritten = [

@@ -16,27 +16,22 @@ class StateView:
 
     @property
     def store(self) -> StepVariables:
-        """See `StepState`."""
         return self._state.store
 
     @property
     def optimizers(self) -> BucketOptimizers:
-        """See `StepState`."""
         return self._state.optimizers
 
     @property
     def reserved(self) -> ReservedMemory:
-        """See `StepState`."""
         return self._state.reserved
 
     @property
     def layout(self) -> int:
-        """See `StepState`."""
         return self._state.layout
 
     @property
     def num_skipped(self) -> int:
-        """See `StepState`."""
         return self._state.num_skipped
 
     def begin(self) -> None:

@@ -34,13 +34,10 @@ class StepState:
     A step calls `take_over`, then `finish` or `abandon`. An abandoned step leaves the state inconsistent if it had
     committed; the next `take_over` repairs it.
 
-    Args:
-        hold: the step's hold of its variables, possibly shared.
-
     Attributes:
-        num_skipped: the number of skipped updates.
-        loss_scale: loss scaling; None for none.
-        accumulated: the gradients of calls since the last update.
+        num_skipped: number of skipped updates.
+        loss_scale: None without loss scaling.
+        accumulated: gradients of calls since the last update.
         unsent: error feedback of gradient compression.
         told: results of the last step for the caller, by name, such as the gradient norm.
         torn: torn state, restored or not; None for none.
@@ -63,17 +60,14 @@ class StepState:
 
     @property
     def store(self) -> StepVariables:
-        """The step's view of the variables."""
         return self._hold.store
 
     @property
     def optimizers(self) -> BucketOptimizers:
-        """The optimizers' state and updates."""
         return self._hold.optimizers
 
     @property
     def reserved(self) -> ReservedMemory:
-        """Memory for large results of regions; every step writes before it reads."""
         return self._held.reserved
 
     @property
@@ -88,7 +82,6 @@ class StepState:
 
     @property
     def callers(self) -> Callers:
-        """The running call over these variables."""
         return self._held.callers
 
     def close(self) -> None:
@@ -100,22 +93,18 @@ class StepState:
                 self.loss_scale.close()
 
     def begin_use(self) -> None:
-        """See `mirrorc.runtime.state.shared.registry.begin_use`."""
         registry.begin_use(self._held)
 
     def take_in(
         self, outside: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
     ) -> None:
-        """See `mirrorc.runtime.state.shared.registry.take_in`."""
         registry.take_in(self._hold, outside, counters, written)
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Drops added variables except these names."""
         if self.store.drop_unless(names):
             self._held.release()
 
     def reads(self, constants: Collection[torch.Tensor]) -> None:
-        """See `mirrorc.runtime.state.shared.registry.reads`."""
         registry.reads(self._held, constants)
 
     @property

@@ -80,16 +80,12 @@ class _Counts:
 
 
 class AccumulatedGradients:
-    """Sums of gradients on each replica, over the calls since the last update.
+    """Sums of gradients on each replica, over the calls since the last update, in the dtype of their parameters.
 
-    Sums have the dtype of their parameters, as ``parameter.grad`` does. Every example's loss has the same weight, such
-    that the first call's loss has weight 1. With loss scaling, the weight is instead a fraction of the last update's
-    examples, rounded down to a power of two. Float16 then overflows in the same cases as in a loop with divided losses.
-    The updating step corrects for both weights. Each worker has sums and counts of its own examples; the updating step
-    gets the counts of the others.
-
-    Args:
-        devices: in order of replicas.
+    Every example's loss has the same weight, such that the first call's loss has weight 1. With loss scaling, the
+    weight is a fraction of the last update's examples, rounded down to a power of two. Float16 then overflows in the
+    same cases as in a loop with divided losses. The updating step corrects for both. Each worker has sums and counts of
+    its own examples.
 
     Attributes:
         share: the running step's factor of the sums.
@@ -106,7 +102,6 @@ class AccumulatedGradients:
 
     @property
     def num_calls(self) -> int:
-        """Number of accumulated calls."""
         return self._counts.num_calls
 
     @property
@@ -116,7 +111,6 @@ class AccumulatedGradients:
 
     @property
     def names(self) -> frozenset[str]:
-        """Variables with accumulated gradients."""
         return self._counts.names
 
     @property
@@ -125,7 +119,6 @@ class AccumulatedGradients:
         return self._counts.used
 
     def sums_of(self, bucket: int) -> Sequence[torch.Tensor]:
-        """The sums of a bucket, for each replica."""
         return self._sums.flat[bucket]
 
     def check(self, program: Program) -> None:
@@ -165,7 +158,6 @@ class AccumulatedGradients:
         self._sums = _Sums(plan, flat, aside)
 
     def release(self) -> None:
-        """Frees the memory without sums."""
         if not self.num_calls:
             self._sums = _Sums()
 
@@ -217,7 +209,6 @@ class AccumulatedGradients:
             self._sums = _Sums(self._sums.plan, self._sums.flat)
 
     def drop(self, names: Collection[str]) -> None:
-        """Drops the sums of some variables."""
         if self._counts.names <= set(names):
             self.clear()
             return

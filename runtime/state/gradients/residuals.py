@@ -83,7 +83,6 @@ class UnsentGradients:
         return self._program is not None and program.device_graphs is self._program.device_graphs
 
     def begin(self, program: Program, scale: float) -> None:
-        """Begins a step; ``scale`` is that of its loss."""
         unsent, is_sent = self._unsent, self._is_for(program)
         self._unsent = replace(unsent, new_scale=scale if is_sent else None, new_state=dict(unsent.state))
 
@@ -121,7 +120,6 @@ class UnsentGradients:
         return {name: tensor / self._unsent.scale for name, tensor in self._of_variables().items()}
 
     def state_values(self) -> dict[str, torch.Tensor]:
-        """Copies of the payload state by variable."""
         return {name: value.clone() for name, value in self._unsent.state.items()}
 
     def load(self, values: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:

@@ -42,7 +42,6 @@ def add_up_rows(
 
 
 def note_rows(flat: FlatBucket, buckets: Sequence[FactoredBucket], replica: int, details: Mapping[str, Any]) -> None:
-    """Sets `FlatBucket.touched` as `add_up_rows` does."""
     places = _places(flat, buckets, replica)
     unpadded = _counted(places, details)
     flat.touched[replica] = torch.unique(places if unpadded is None else places[unpadded])
@@ -55,7 +54,6 @@ def rows_written(flat: FlatBucket, replica: int) -> torch.Tensor:
 
 
 def write_rows(flat: FlatBucket, replica: int, rows: torch.Tensor) -> None:
-    """Writes the result of `rows_written` on another replica."""
     (table,) = slot_views(flat.parameters[replica], flat.bucket)
     table.index_copy_(0, flat.touched[replica], rows.view(-1, table.shape[1]))
 

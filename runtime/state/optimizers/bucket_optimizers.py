@@ -43,11 +43,10 @@ class BucketOptimizers:
     views of replica 0's flat state, so ``state_dict()`` and ``load_state_dict()`` work.
 
     Args:
-        groups: the user's optimizers.
         own_steps: steps by mirrorc itself with optimizers of these variables.
-        is_captured: capture of updates in CUDA graphs. The learning rate is then a 32-bit tensor on the first device,
-            as torch's
-            fused kernels require.
+        is_captured: capture in CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as torch's
+            fused kernels
+            require.
 
     Attributes:
         user_steps: the user's steps with these optimizers.
@@ -230,7 +229,6 @@ class BucketOptimizers:
                 group["capturable"] = False
 
     def flat_optimizer(self, bucket: int, replica: int) -> FlatOptimizer:
-        """The optimizer of a bucket on a replica."""
         return self._state.optimizers[(bucket, replica)]
 
     def slot_optimizer(self, bucket: int, replica: int) -> SlotOptimizer | None:
@@ -259,7 +257,6 @@ class BucketOptimizers:
 
     @property
     def are_sharded(self) -> bool:
-        """Test for updates sharded over workers."""
         return any(flat.bucket.part is not None for flat in self._state.buckets)
 
     @property

@@ -69,14 +69,12 @@ class FlatOptimizer:
         return group
 
     def sync(self) -> None:
-        """Copies the hyperparameters of the user's optimizer."""
         self.optimizer.param_groups[0].update(self._hyperparameters())
         if self._of_parts is not None:
             self._of_parts.sync()
 
     @property
     def of_parts(self) -> PartOptimizer:
-        """The optimizer of parts of the parameters."""
         if self._of_parts is None:
             self._of_parts = PartOptimizer(self)
         return self._of_parts
@@ -124,7 +122,6 @@ class PartOptimizer:
         self._viewed: dict[str, int] = {}  # the addresses under the views
 
     def sync(self) -> None:
-        """See `FlatOptimizer`."""
         self._part.sync()
 
     def update(
@@ -233,7 +230,6 @@ def _copy(value: Any) -> Any:
 
 
 def _put(state: dict[str, Any], key: str, value: Any) -> None:
-    """Writes an entry of the state, tensors in place."""
     if isinstance(state.get(key), torch.Tensor):
         state[key].copy_(value)
     else:

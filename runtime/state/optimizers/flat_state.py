@@ -37,14 +37,14 @@ class FlatState:
     """Flat optimizers over a layout of buckets, with the state of the user's optimizers.
 
     Args:
-        buckets: memory of element-wise buckets.
+        buckets: element-wise ones.
         make: makes a flat optimizer of a bucket's parameters on a replica, or of a shard.
         states_of: the user's states of a bucket's parameters, in order of its slots.
-        earlier: flat state of the same buckets; it takes precedence over the user's state.
+        earlier: flat state of the same buckets, in place of the user's state.
 
     Attributes:
         optimizers: by bucket and replica.
-        by_slot: optimizers of buckets with optional parameters, by bucket and replica.
+        by_slot: those of buckets with optional parameters.
         whole: state entries of each bucket, as long as the bucket or this worker's part of it.
     """
 
@@ -162,7 +162,6 @@ class FlatState:
 
     @property
     def is_complete(self) -> bool:
-        """Test for state in all optimizers; stateless optimizers never have any."""
         return all(self._first(flat).state for flat in self.buckets)
 
     def entries(self) -> list[int]:

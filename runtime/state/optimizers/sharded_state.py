@@ -50,7 +50,6 @@ def _refuse(what: str) -> NoReturn:
 
 
 def has_dealt_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Test for placeholders in an optimizer's state."""
     return any(
         isinstance(value, DealtState)
         for state in optimizer.state.values()

@@ -45,14 +45,12 @@ class SlotOptimizer:
         self._compare()
 
     def go_on_from(self, earlier: SlotOptimizer) -> None:
-        """Copies the state of an earlier optimizer of the same bucket."""
         self.made = list(earlier.made)
         self.numbers = {key: row.to(self._whole.state[key].device, copy=True) for key, row in earlier.numbers.items()}
         self._compare()
 
     @property
     def divides_gradients(self) -> bool:
-        """See `FlatOptimizer`."""
         return self._whole.divides_gradients
 
     def update(self, gradient: torch.Tensor, unused: Collection[int], divisor: float | None = None) -> None:

@@ -23,7 +23,6 @@ class OwnSteps:
 
     @contextmanager
     def running(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-        """A block in which mirrorc itself steps these optimizers."""
         self._running = optimizers
         try:
             yield
@@ -34,12 +33,8 @@ class OwnSteps:
 class UserSteps:
     """Watches steps of optimizers, and of others with their parameters, by hooks that do not keep the watcher alive.
 
-    Version counters are not enough: torch's fused implementations write parameters and state without a count. A class
-    that skips ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do.
-
-    Args:
-        optimizers: the user's, updated by the compiled step.
-        own_steps: mirrorc's own steps with these variables.
+    Version counters are not enough: torch's fused implementations write without a count. A class that skips
+    ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do.
 
     Attributes:
         have_written: True after a user's step with gradients; the consumer resets it.
@@ -101,7 +96,6 @@ class UserSteps:
         self._when_idle = [*(other for other in self._when_idle if other() is not None), weakref.WeakMethod(told)]
 
     def forget(self, told: Callable[[], bool]) -> None:
-        """Removes a callback, if present."""
         self._when_idle = [other for other in self._when_idle if other() not in (None, told)]
 
     def go_on_from(self, others: Sequence[UserSteps]) -> None:
@@ -114,7 +108,6 @@ class UserSteps:
         self.go_on_from([other])
 
     def close(self) -> None:
-        """Removes the hooks."""
         self._closing()
 
 

@@ -120,10 +120,9 @@ def take_in(
     """Adds variables of modules outside of the model to a step: those of an open step, or new ones.
 
     Args:
-        hold: of the running step.
         tensors: parameters and buffers, under the step's names.
         counters: from statistics among them to the counters of their forwards.
-        written: names of variables written by the step.
+        written: variables written by the step.
 
     Raises:
         ExecutionError: a step that may write them runs in another thread, or has them on other devices.

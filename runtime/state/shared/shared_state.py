@@ -23,10 +23,11 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 class Hold:
     """A step's reference to a shared state. Only the step's own state refers to it, so it ends with that.
 
+    A merge of states replaces its attributes.
+
     Args:
-        held: the shared state; replaced in a merge, as are the other attributes.
         store: the step's view of the variables.
-        optimizers: the state and the updates of its optimizers, possibly shared.
+        optimizers: possibly shared with other steps.
         what: name of the model.
     """
 
@@ -40,13 +41,11 @@ class HeldState:
     Steps take turns in the same memory without copies. Their optimizers update the same parameters, or disjoint ones.
 
     Attributes:
-        store: the variables of all replicas.
-        reserved: memory for large results of regions.
-        layout: the number of the present layout; views are remade when it changes.
+        layout: number of the present layout; views are remade when it changes.
         is_whole: consistency of the variables.
         was_behind: True if a user's write since the last training step was already mirrored.
-        gradients_writer: the writer of the gradients in the buckets; None after a failure.
-        callers: the running call over these variables, or over a state in common with them.
+        gradients_writer: of the present gradients in the buckets; None after a failure.
+        callers: the running call over these or connected variables.
         is_used: True after the first run or preparation of a step.
         is_captured: capture of updates in CUDA graphs.
         remark: the reason for copies between steps; empty without copies.
@@ -72,14 +71,12 @@ class HeldState:
 
     @property
     def is_open(self) -> bool:
-        """Test for an open step of this process."""
         return bool(self._open_optimizers()) and self._pid == os.getpid()
 
     def _open_optimizers(self) -> list[BucketOptimizers]:
         return [optimizers for optimizers, holds in list(self._optimizers.items()) if holds]
 
     def trained(self) -> set[int]:
-        """The ids of the parameters that its steps may update."""
         return set().union(*(optimizers.groups.parameters() for optimizers in self._open_optimizers()))
 
     def written(self) -> set[int]:
@@ -99,11 +96,9 @@ class HeldState:
         return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
 
     def note_reads(self, tensors: Collection[torch.Tensor]) -> None:
-        """Records a step's reads of tensors other than variables."""
         self._read |= {id(tensor): weakref.ref(tensor) for tensor in tensors}
 
     def has_read(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Test for recorded reads of these tensors."""
         return any(id(tensor) in self._read and self._read[id(tensor)]() is tensor for tensor in tensors)
 
     def can_be_held_for(self, devices: Sequence[Device], groups: OptimizerGroups) -> bool:

@@ -76,7 +76,6 @@ class TornState:
         self._handles += [own.register_state_dict_pre_hook(refusal) for own in optimizers if calls_step_hooks(own)]
 
     def concerns(self, ids: Collection[int]) -> bool:
-        """Test for a parameter with one of these ids."""
         return not self._ids.isdisjoint(ids)
 
     def refuse(self) -> None:
@@ -97,7 +96,6 @@ class TornState:
         )
 
     def end(self) -> None:
-        """Removes the refusals after restoration."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -119,7 +117,6 @@ class _Refusal:
 
 
 def _idle_hook() -> Callable[..., None]:
-    """A no-op hook, in place of the refusal in a copy of the model."""
     return _do_nothing
 
 

@@ -37,7 +37,6 @@ class DeferredTable:
     rows: OwnRows | None = None
 
     def make(self) -> None:
-        """Scatters the rows into the bucket."""
         if self.rows is None:
             self.piece.add_up(self.factors, self.total)
         else:
@@ -68,7 +67,6 @@ class DeferredTables:
         self._tables, self._are_finite = [], False
 
     def make(self) -> None:
-        """Scatters the tables into the bucket."""
         for table in self._tables:
             table.make()
         self._tables = []

@@ -103,9 +103,8 @@ class UnmadeShare:
     """A pending share of a sum with complete inputs.
 
     Attributes:
-        buckets: of all participating replicas, in order; the first one holds parts that are not made in other memory.
-        pieces: of the share.
-        start, stop: its elements in the bucket. Gaps between and behind slots are zero and in no piece.
+        buckets: of all participating replicas, in order; the first one holds parts without other memory.
+        start, stop: the share's elements in the bucket. Gaps between and behind slots are zero and in no piece.
         change: applied to each finished part; may be None.
     """
 
@@ -124,7 +123,6 @@ class UnmadeShare:
         return max((piece.largest_part(num_elements, self._factors) for piece in self.pieces), default=0)
 
     def make(self) -> torch.Tensor:
-        """Makes the share in the bucket."""
         make_pieces(self.pieces, self.buckets, self.change)
         return self.buckets[0].tensor[self.start : self.stop]
 

@@ -36,7 +36,6 @@ class Visit:
 
 
 def scaling_by(factor: float) -> Visit:
-    """Multiplies parts by a finite factor."""
     return Visit(lambda part: part.mul_(factor), writes=True)
 
 
@@ -146,7 +145,6 @@ class SumPiece(Piece):
             total.add_(bucket.tensor[self.start : self.stop])
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """Adds and visits part by part."""
         others = [bucket.tensor[self.start : self.stop] for bucket in buckets[1:]]
         if total.numel() <= CACHED_ELEMENTS:  # as most are: views take as long as what is done with them
             for other in others:
@@ -196,12 +194,10 @@ class FactoredPiece(Piece):
         self.add_up(self.factors_in(buckets), total)
 
     def factors_in(self, buckets: Sequence[FactoredBucket]) -> list[Factors]:
-        """The gradient's factors, as `add_up` takes them."""
         return [part for bucket in buckets if bucket.factors for part in bucket.factors[self.factored]]
 
 
 def visit_parts(total: torch.Tensor, visit: Visit) -> None:
-    """Visits finished 1-D elements in parts, in order."""
     for start in range(0, total.numel(), CACHED_ELEMENTS):
         visit(total[start : start + CACHED_ELEMENTS])
 

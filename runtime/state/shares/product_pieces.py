@@ -22,13 +22,10 @@ from mirrorc.runtime.state.shares.pieces import (
 )
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""The factors of a sum of matrix products."""
 
 
 @dataclass
 class Rectangle(FactoredPiece):
-    """A rectangle of a matrix."""
-
     rows: slice
     columns: slice
 
@@ -54,8 +51,6 @@ class Rectangle(FactoredPiece):
 @makes_shares_of(ops.product)
 @dataclass
 class ProductPiece(Rectangle):
-    """A rectangle of the sum of matrix products."""
-
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
         """Multiplies the factors of all parts in one product or several, with the least memory traffic.
 
@@ -65,7 +60,6 @@ class ProductPiece(Rectangle):
         _add_products(joined, total.view(-1, self._sizes()[1]))
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """Multiplies and visits in blocks of rows."""
         joined, width = _joined(self._pairs(self.factors_in(buckets))), self._sizes()[1]
         num_rows = max(CACHED_ELEMENTS // width, 1)
         out = total.view(-1, width)
@@ -77,7 +71,6 @@ class ProductPiece(Rectangle):
     def make_parts(
         self, buckets: Sequence[FactoredBucket], num_elements: int, memory: torch.Tensor, take: Take
     ) -> None:
-        """Multiplies in blocks of rows."""
         joined = _joined(self._pairs(self.factors_in(buckets)))
         all_rows, width = self._sizes()
         num_rows = num_elements // width
@@ -88,7 +81,6 @@ class ProductPiece(Rectangle):
             take(self.start + first * width, part)
 
     def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """See `Piece`."""
         num_inner = sum(left.shape[1] for replica in factors for left, _ in replica[self.factored])
         return elements_of_part(*self._sizes(), num_inner, num_elements)
 

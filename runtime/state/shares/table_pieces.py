@@ -35,7 +35,6 @@ class TablePiece(Rectangle):
 
     @classmethod
     def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
-        """See `Rectangle.cut`."""
         for piece in super().cut(slot, factored, first, last, **details):
             yield replace(piece, num_rows=slot.shape[0])
 
@@ -44,7 +43,6 @@ class TablePiece(Rectangle):
         self.add_rows([self._select(part) for part in factors], total)
 
     def add_rows(self, parts: Sequence[OwnRows], total: torch.Tensor) -> None:
-        """As `add_up`, with selected rows."""
         out = total.view(self._sizes()[0], -1)
         written, self.written = self.written, None
         if written is None:
@@ -77,7 +75,6 @@ class TablePiece(Rectangle):
 
     @property
     def num_rows_here(self) -> int:
-        """The number of the rectangle's rows."""
         return self._sizes()[0]
 
     def rows_and_places(self, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:

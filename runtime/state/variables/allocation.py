@@ -97,7 +97,6 @@ def shared_copies(tensor: torch.Tensor, devices: Sequence[Device]) -> list[torch
 
 
 def check_members(plan: Sequence[Bucket], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses parameters that cannot move into buckets."""
     planned = {slot.variable: (slot.shape, bucket.dtype) for bucket in plan for slot in bucket.slots}
     members = [name for name in tensors if name in planned]
     for name in members:
@@ -107,7 +106,6 @@ def check_members(plan: Sequence[Bucket], tensors: Mapping[str, torch.Tensor]) -
 
 
 def check_type(name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Refuses a variable with a new shape or dtype."""
     if tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
         raise ValueError(
             f"variable {name!r} was {dtype}{list(shape)} and has become {tensor.dtype}{list(tensor.shape)} since the step "

@@ -34,7 +34,6 @@ class FlatBucket:
 
 
 def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    """Views of a bucket-shaped tensor in order of the slots."""
     return [
         torch.as_strided(flat, slot.shape, slot.strides, flat.storage_offset() + slot.offset) for slot in bucket.slots
     ]
@@ -92,7 +91,6 @@ class Layout:
 
     @property
     def in_buckets(self) -> set[str]:
-        """The parameters in buckets."""
         return {name for flats in self.planned.values() for name in names_in(flats)}
 
     def plan_of(self, owner: int) -> tuple[Bucket, ...]:
@@ -140,7 +138,6 @@ class Layout:
 
 
 def names_in(buckets: Sequence[FlatBucket]) -> set[str]:
-    """The parameters in some buckets."""
     return {slot.variable for flat in buckets for slot in flat.bucket.slots}
 
 

@@ -50,7 +50,6 @@ class Members:
         )
 
     def only(self, kept: Collection[str]) -> Members:
-        """A copy with only these names."""
         names = {key: name for key, name in self.names.items() if name in kept}
         return Members(
             {name: tensor for name, tensor in self.tensors.items() if name in kept},

@@ -60,7 +60,6 @@ class StepVariables:
 
     @property
     def devices(self) -> Sequence[Device]:
-        """The devices, in order of replicas."""
         return self._store.devices
 
     @property
@@ -69,11 +68,9 @@ class StepVariables:
         return self._store.buckets_of(self._owner)
 
     def has(self, program: Program) -> bool:
-        """Test for memory laid out for a program."""
         return self._store.holds(self.in_store(program), self._owner)
 
     def has_buckets_of(self, program: Program) -> bool:
-        """Test for the bucket plan of a program."""
         return self._store.plan_of(self._owner) == self.in_store(program).buckets
 
     def values(self, name: str) -> list[torch.Tensor]:
@@ -87,27 +84,21 @@ class StepVariables:
         return self._store.values(self._names[name])
 
     def read_by(self, variable: Variable) -> list[torch.Tensor]:
-        """The tensors that a program reads of a variable, see `VariableStore.read_by`."""
         return self._store.read_by(self._of_store(variable))
 
     def lay_out(self, program: Program) -> Layout:
-        """See `VariableStore.lay_out`."""
         return self._store.lay_out(self.in_store(program), self._owner)
 
     def written(self) -> list[torch.Tensor]:
-        """See `VariableStore.written`."""
         return self._store.written(self._owner)
 
     def count_update(self) -> None:
-        """See `VariableStore.count_update`."""
         self._store.count_update(self._owner)
 
     def aggregate(self) -> None:
-        """See `VariableStore.aggregate`."""
         self._store.aggregate()
 
     def show(self, values: Mapping[str, torch.Tensor]) -> None:
-        """See `VariableStore.show`."""
         self._store.show({self._names[name]: value for name, value in values.items()})
 
     def in_store(self, program: Program) -> Program:
@@ -126,7 +117,6 @@ class StepVariables:
         return known[1]
 
     def bucket_in_store(self, bucket: Bucket) -> Bucket:
-        """A bucket with the store's names."""
         slots = tuple(replace(slot, variable=self._names[slot.variable]) for slot in bucket.slots)
         return replace(bucket, slots=slots)
 

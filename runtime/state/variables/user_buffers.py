@@ -63,7 +63,6 @@ class ShownBuffers:
         self.names = frozenset(sizes)
 
     def renamed(self, names: Mapping[str, str]) -> ShownBuffers:
-        """The same memory under other names."""
         other = shallow_copy(self)
         other._members = [replace(member, name=names[member.name]) for member in self._members]
         other.names = frozenset(member.name for member in other._members)
@@ -111,7 +110,6 @@ class ShownBuffers:
         return [member.name for member in members if member.is_written()]
 
     def is_written(self, name: str) -> bool:
-        """Test for bits that differ from the last aggregate."""
         return any(member.is_written() for member in self._members if member.name == name)
 
 
@@ -137,11 +135,9 @@ class CopiesOfShown:
         return found
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Drops the copies of other buffers."""
         self._pairs = {key: pair for key, pair in self._pairs.items() if key[0] in names}
 
     def renew(self) -> None:
-        """Updates the copies."""
         for shown, copy in self._pairs.values():
             copy.copy_(shown)
 

@@ -105,11 +105,9 @@ class VariableStore:
         self._moved &= self.names.keys()
 
     def buckets_of(self, owner: int) -> Sequence[FlatBucket]:
-        """The memory of an owner's buckets."""
         return self._layout.planned.get(owner, ())
 
     def plan_of(self, owner: int) -> tuple[Bucket, ...]:
-        """The bucket plan of an owner."""
         return self._layout.plan_of(owner)
 
     def free_buckets(self, owner: int) -> None:
@@ -217,7 +215,6 @@ class VariableStore:
         layout.homes, layout.moved = {}, Moved.NOTHING
 
     def holds(self, program: Program, owner: int) -> bool:
-        """Test for memory laid out for a program."""
         names = [name for name in program.variables if name in self.tensors]
         has_plan = not program.trains or owner in self._freed or self.plan_of(owner) == program.buckets
         return has_plan and all(name in self._layout.values for name in names)

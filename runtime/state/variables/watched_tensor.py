@@ -19,7 +19,6 @@ class Watched:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, home: torch.Tensor | None) -> Watched:
-        """A record of the tensor's present version and address."""
         return cls(tensor, tensor._version, tensor.data_ptr(), home)
 
     def has_changed(self) -> bool:
@@ -30,7 +29,6 @@ class Watched:
         return self.tensor.data_ptr() != self.address
 
     def note(self) -> None:
-        """Marks the present tensor as unchanged."""
         self.version, self.address = self.tensor._version, self.tensor.data_ptr()
 
 
