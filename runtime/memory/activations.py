@@ -70,12 +70,11 @@ class Activations:
 def activations_of(
     program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
 ) -> Activations:
-    """The activations of a device.
+    """The activations of a device in a LOWERED program.
 
     Args:
-        program: a LOWERED program.
-        dry_runs: the dry run of each region, by name.
-        temporary_bytes: for each bucket, temporary bytes per element of its update.
+        dry_runs: by name of region.
+        temporary_bytes: per element of each bucket's update.
     """
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
@@ -233,7 +232,6 @@ class _Walk:
 
     @accounts(ops.attend)
     def _attend(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """Zeros to send, until the end of the step."""
         words: Any = node.kwargs
         num_bytes = math.prod(words["shape"]) * words["dtype"].itemsize
         self.ledger.hold([Block(num_bytes, node.name, f"{words['dtype']}{list(words['shape'])}")])
@@ -245,7 +243,6 @@ class _Walk:
 
     @accounts(ops.compress)
     def _compress(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The message of a pack. One device has the memory for all."""
         if self.replica:
             return (), 0
         num_bytes = sum(num_bytes_sent(self.program, launch) for launch in node.users)
@@ -339,7 +336,6 @@ class _Walk:
         return self._new_rows(node), 0
 
     def _new_rows(self, node: fx.Node) -> tuple[Block, ...]:
-        """A copy of the new parameters in the rows of a step's gradient."""
         bucket = self.program.buckets[bucket_of(node)]
         size = bytes_of_rows_sent(self.program, bucket.index)
         return (Block(size, self.names.name(node), f"rows of {bucket.slots[0].variable}"),)
@@ -391,7 +387,6 @@ class _Walk:
         return wait.target is ops.wait and is_known_by_rows(wait) and self.device.type == "cpu"
 
     def _bytes_to_measure(self, values: Iterable[fx.Node]) -> int:
-        """Temporary bytes to measure the deferred tables of shares."""
         packs = [value.all_input_nodes[0].all_input_nodes[0] for value in values if self._defers_tables(value)]
         return sum(self._temporary_bytes(pack, bytes_to_measure_tables) for pack in packs)
 

@@ -45,9 +45,8 @@ class DryStep:
     Attributes:
         call: name of the called function, or of the function for which it prepares memory.
         node: its node in the region's graph, if known.
-        taken: its allocations.
         dropped: memory that the region releases after it; the caller may still hold an argument.
-        workspace: its operator's workspace in bytes.
+        workspace: of its operator, in bytes.
     """
 
     call: str
@@ -101,14 +100,12 @@ def _dry_run(region: Region, function: RegionFunction, device: torch.device) -> 
 
 
 def _now(value: Any) -> Any:
-    """An argument with the sizes at capture."""
     return with_sizes_now(value) if isinstance(value, torch.Tensor) else size_now(value)
 
 
 def _run(
     module: ast.Module, namespace: dict[str, Any], arguments: Sequence[Any], node_of: Callable[[int], fx.Node | None]
 ) -> DryRun:
-    """Runs the body of a region's function, whose parameter ``args`` is a list."""
     (function,) = (statement for statement in module.body if isinstance(statement, ast.FunctionDef))
     mode = next((value.fake_mode for value in arguments if hasattr(value, "fake_mode")), None)
     assert mode is not None, "a region has an argument that is a tensor"
@@ -164,7 +161,6 @@ class _Follower:
                 self._places[storage_key(tensor)].append(place)
 
     def note_operator(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Hook for every operator of a statement."""
         self._workspace = max(self._workspace, workspace_bytes(operator, args, result))
 
     def step(self, statement: ast.stmt, node_of: Callable[[int], fx.Node | None]) -> DryStep:

@@ -69,7 +69,6 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
 
 
 def _dry_runs(program: Program, regions: Sequence[Mapping[str, RegionFunction]]) -> dict[str, DryRun]:
-    """One dry run per region, equal on all devices."""
     found: dict[str, DryRun] = {}
     for device, functions in zip(program.devices, regions, strict=True):
         for name, function in functions.items():
@@ -79,8 +78,6 @@ def _dry_runs(program: Program, regions: Sequence[Mapping[str, RegionFunction]])
 
 
 class _Tally:
-    """Sums of bytes by owners and kind."""
-
     def __init__(self, program: Program) -> None:
         self.program = program
         self.names = tuple(device.name for device in program.devices)
@@ -97,7 +94,6 @@ class _Tally:
         self.bytes.setdefault(owners, Counter())[kind] += num_bytes
 
     def add_variable(self, variable: Variable) -> None:
-        """Adds a variable outside of buckets."""
         if variable.name in self._in_buckets:
             return
         num_bytes = math.prod(variable.shape) * variable.dtype.itemsize
@@ -122,7 +118,6 @@ class _Tally:
         return [tuple(names) for names in owners.values()]
 
     def add_bucket(self, bucket: Bucket) -> None:
-        """Adds the parameters and gradients of a bucket."""
         for owners in self._copies(bucket):
             self._add(owners, "parameters", bucket.num_bytes)
         if any(
@@ -169,7 +164,6 @@ class _Tally:
             self._add((name,), "reserved", blocks.total() + own)
 
     def add_state(self, bucket: Bucket, update: UpdateMemory) -> None:
-        """Adds the optimizer's state for a bucket."""
         per_element = sum(dtype.itemsize for dtype in update.state.values())
         scalars = sum(dtype.itemsize for dtype in update.scalars.values())
         shares = [(name, *bucket.updated(replica, len(self.names))) for replica, name in enumerate(self.names)]

@@ -37,7 +37,6 @@ class Ledger:
     _left: set[Block] = field(default_factory=set)
 
     def hold(self, blocks: Iterable[Block]) -> None:
-        """Adds a reference to these blocks."""
         for block in blocks:
             self.holders[block] += 1
             if self.holders[block] == 1 and block not in self._left:
@@ -63,12 +62,10 @@ class Ledger:
         self.history.append((block, is_taken))
 
     def note(self, where: Where) -> None:
-        """Records a moment as a candidate for the peak."""
         if self.total > self.peak:
             self.peak, self.peak_at, self._peak_length = self.total, where, len(self.history)
 
     def at_peak(self) -> list[Block]:
-        """The live blocks at the peak, the largest first."""
         alive: dict[Block, None] = {}
         for block, is_taken in self.history[: self._peak_length]:
             if is_taken:
