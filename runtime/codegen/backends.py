@@ -73,7 +73,6 @@ def register_backend(backend: Backend) -> None:
 
 
 def unregister_backend(name: str) -> None:
-    """Removes a backend and frees its name."""
     del _backends[name]
 
 

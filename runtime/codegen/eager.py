@@ -35,7 +35,6 @@ _NEED_THEIR_LAYOUT = (torch.ops.aten.view_as_complex.default,)  # it fails where
 
 
 def _function_of(node: fx.Node) -> Callable[..., Any]:
-    """The function of a node for arguments of any layout."""
     target: Any = node.target
     if target in VIEWS_IN_ORDER:
         return torch.ops.aten.reshape.default
@@ -120,7 +119,6 @@ class DimOrder:
         return order
 
     def strides(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """The strides for a shape."""
         strides: list[Any] = [1] * len(shape)
         step: Any = 1
         for dim in reversed(self.dims):

@@ -23,13 +23,9 @@ class GraphFunction:
 
     Attributes:
         nodes: the node of each source line.
-        source: the generated source.
-        namespace: bindings of its names; may be rebound between calls.
+        namespace: bindings of the source's names; may be rebound between calls.
         calls: names of called functions, with their nodes.
-        title: as passed to `generate`.
-        marked: the nodes with time marks, in order, if there is a clock. The function's beginning has a mark, too, and
-            each mark
-            is at the end of its call.
+        marked: nodes with time marks at the end of their calls, in order. The function's beginning has a mark, too.
         asks: True for a generator that yields its needs before calls, see `Asking`.
         pauses: True for a generator that yields for other reasons.
     """

@@ -31,12 +31,10 @@ class RegionCompiler:
         self._compiled: dict[tuple[int, torch.device], tuple[Region, RegionFunction]] = {}
 
     def prepare(self, device: torch.device) -> None:
-        """Starts background work for the first region; should be called before a program is captured."""
         self.backend.prepare(device)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A context for parallel compilation of regions; their functions must not be called before its end."""
         before = dict(self._compiled)
         try:
             with self.backend.together():
@@ -84,7 +82,6 @@ class RegionCompiler:
         return functions
 
     def keep_only(self, regions: Iterable[Region]) -> None:
-        """Drops all compiled regions except these."""
         kept = {id(region) for region in regions}
         self._compiled = {key: value for key, value in self._compiled.items() if key[0] in kept}
 

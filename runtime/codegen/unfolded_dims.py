@@ -81,7 +81,6 @@ def unfold_dims(graph: fx.Graph) -> int:
 
 
 def _is_passed_on(node: fx.Node, found: Mapping[fx.Node, _Arrangement]) -> bool:
-    """Test for further rearrangement by all users."""
     return all(user in found and found[user].source is found[node].source for user in node.users)
 
 
@@ -226,7 +225,6 @@ def _rewrite(node: fx.Node, own: _Arrangement, nodes_of_sizes: Mapping[Any, fx.N
 
 
 def _erase_chain(node: fx.Node, source: fx.Node) -> None:
-    """Erases a chain of nodes without other uses, back to its source."""
     while node is not source:
         before = node.all_input_nodes[0]
         node.graph.erase_node(node)
