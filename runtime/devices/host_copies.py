@@ -42,7 +42,6 @@ class HostCopies:
         return copy
 
     def wait_until_read(self) -> None:
-        """Waits for the end of reads from host memory."""
         if self._read is not None:
             self._read.synchronize()
             self._read = None

@@ -20,7 +20,6 @@ _FIELDS = ("model name", "cpu family", "model", "stepping", "cache size", "CPU i
 
 
 def processor_model() -> str:
-    """The processor's architecture and model, if the system reveals them."""
     try:
         first_core = _CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     except OSError:

@@ -14,12 +14,12 @@ def keep_what_is_freed() -> None:
     """Makes glibc cache freed blocks of up to 32 MB for the next step.
 
     glibc adapts to the largest freed block. Blocks of up to this size come from a heap, and the end of a heap returns
-    to the system only when twice this size is free there. This function frees one block of 32 MB, so that later steps
-    find their memory in the heap. Otherwise a convolutional net spends 5% of its steps in page faults.
+    to the system only when twice this size is free there. This function frees one block of 32 MB. Otherwise a
+    convolutional net spends 5% of its steps in page faults.
 
     Other threads have heaps of 64 MB, and glibc returns a fully free heap, unless its ``M_TOP_PAD`` is as large. With a
-    smaller value, a device whose activations take several heaps spends 8% of its steps in page faults. The first thread
-    then reserves addresses, not memory, in steps of 64 MB more.
+    smaller value, a device with several heaps of activations spends 8% of its steps in page faults. The first thread
+    then reserves addresses, not memory, in steps of 64 MB.
 
     Takes microseconds. Source: ``heap_trim`` in glibc's malloc/arena.c.
     """

@@ -67,7 +67,6 @@ class DevicePool:
             torch.set_num_threads(before)  # the threads' setting reaches threads that start later: put it back
 
     def _await_ready(self) -> None:
-        """Waits for one more ready thread."""
         try:
             message = self._next_message(time.monotonic() + self.timeout_seconds)
         except queue.Empty:
@@ -150,7 +149,6 @@ class DevicePool:
             self._await_a_result(deadline, results)
 
     def wake(self) -> None:
-        """Wakes the caller of `run`, as a device does."""
         self._outbox.put(None)
 
     def run_here(self, job: Job) -> Any:
@@ -237,7 +235,6 @@ def _serve(
     inbox: queue.SimpleQueue[Order],
     outbox: queue.SimpleQueue[Message],
 ) -> None:
-    """The main function of a device's thread: runs jobs until it is stopped."""
     _THREAD.is_of_device = True
     with contextlib.ExitStack() as stack:
         try:
