@@ -1,4 +1,4 @@
-"""Makes graphs and regions executable."""
+"""Executable graphs and regions."""
 
 from mirrorc.runtime.codegen.backends import register_backend
 from mirrorc.runtime.codegen.eager import EagerBackend

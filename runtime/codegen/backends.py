@@ -1,4 +1,4 @@
-"""The interface and the registry of backends, which make regions executable."""
+"""The interface and the registry of backends for regions."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ RegionFunction = Callable[[list[Any]], Any]
 
 
 class Backend(ABC):
-    """Makes the bodies of regions executable. A backend of your own overrides `compile`, and other methods where it differs.
+    """A compiler of region bodies. A user's backend overrides `compile`, and other methods as needed.
 
     Attributes:
-        name: the name that users write in ``mirrorc.compile(..., backend=name)``.
+        name: the name in ``mirrorc.compile(..., backend=name)``.
     """
 
     name: ClassVar[str]
 
     def objection(self, device: torch.device) -> str:
-        """Says why the backend cannot compile for a device on this machine; an empty text if it can."""
+        """The reason against a device on this machine; empty for a supported device."""
         return ""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """The decompositions of ATen operators that are applied during capture."""
+        """Decompositions of ATen operators during capture."""
         return {}
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """The options of `mirrorc.passes.default_pipeline` that make the backend's code faster on a device, or keep its bits."""
+        """Options of `mirrorc.passes.default_pipeline` that make the backend's code faster on a device, or preserve its
+        bits.
+        """
         return {"reserves_memory": device.type == "cpu"}
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - there need be nothing to wait for
-        """Starts background work that the first region waits for; called before a program is captured."""
+        """Starts background work for the first region, before a program is captured."""
 
     def together(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which regions may be compiled in parallel; their functions must not be called before its end."""
+        """A context for parallel compilation of regions; their functions must not be called before its end."""
         return contextlib.nullcontext()
 
     def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
-        """A context in which regions are compiled again after an error; None if that would change nothing."""
+        """A context for recompilation after an error; None if that would change nothing."""
         return None
 
     @abstractmethod
@@ -52,8 +54,7 @@ class Backend(ABC):
 
         Args:
             graph_module: the region's body on its device; placeholders and results have fake values.
-            name: the name of the region.
-            num_threads: the number of threads that the region may use on the CPU.
+            num_threads: the region's threads on the CPU.
         """
 
 
@@ -61,7 +62,7 @@ _backends: dict[str, Backend] = {}
 
 
 def register_backend(backend: Backend) -> None:
-    """Makes a backend known by its name.
+    """Registers a backend under its name.
 
     Raises:
         ValueError: another backend has this name.
@@ -72,7 +73,6 @@ def register_backend(backend: Backend) -> None:
 
 
 def unregister_backend(name: str) -> None:
-    """Makes a backend unknown, so that its name is free again."""
     del _backends[name]
 
 
@@ -80,7 +80,7 @@ def backend_named(name: object) -> Backend:
     """The backend of this name.
 
     Raises:
-        ValueError: there is none; lists those that there are.
+        ValueError: there is none; lists the registered ones.
     """
     backend = _backends.get(name) if isinstance(name, str) else None
     if backend is None:

@@ -1,4 +1,4 @@
-"""What a node of a graph may be bound to besides a plain function, for the function that is generated of the graph."""
+"""Bindings of graph nodes other than plain functions, for generated functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Constant:
-    """A value that is bound once, instead of being computed by a call in every step."""
+    """A value bound once, in place of a call in every step."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -16,13 +16,14 @@ class Constant:
 class Meeting:
     """A call in two parts: ``arrive`` takes its arguments and never blocks, ``leave`` waits for other graphs' calls.
 
-    A generated function that pauses does so between them.
+    A generated function with pauses yields between them.
 
     Args:
         arrive, leave: see above.
-        may_end: whether the function returns its output at once if ``leave`` gives False.
-        is_timed: whether the time of the call is marked as its own, as that of one that may end the function, and of one whose
-            value is used; otherwise it belongs to the call after it.
+        may_end: early return of the function's output if ``leave`` returns False.
+        is_timed: a separate time mark for the call, if it may end the function or its value is used; otherwise its time
+            belongs
+            to the next call.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class Meeting:
 
 
 class Asking:
-    """A call before which the function yields what it needs: it goes on when that is there.
+    """A call with a request: the function yields its needs, and continues once they are met.
 
     Args:
         call: the function.
-        asks: each gives what is yielded, of the call's arguments in these places.
+        asks: each makes a yielded value from the call's arguments at these positions.
     """
 
     def __init__(self, call: Callable[..., Any], asks: Sequence[tuple[Callable[..., Any], Sequence[int]]]) -> None:
@@ -44,8 +45,8 @@ class Asking:
 
 
 class _Waits:
-    """The type of `WAITS`."""
+    """Type of `WAITS`."""
 
 
 WAITS = _Waits()
-"""What a function yields before a call that waits for other graphs' calls, where it matters to whoever runs it."""
+"""A yield before a call that waits for other graphs' calls, for schedulers."""

@@ -1,4 +1,4 @@
-"""The backend that runs the captured operators as they are."""
+"""The backend without compilation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from mirrorc.torch_internals import SizesGivenUp, has_symbols, is_dense, schema_
 
 
 class EagerBackend(Backend):
-    """Calls one operator after the other. Compiling takes no time, and an error names the operator that has failed.
+    """Calls the captured operators one by one. Compilation takes no time, and an error names the failed operator.
 
-    Types are inferred with fake tensors, and some operators of torch give their results in another memory layout than their
-    fake versions do. Nothing here depends on the layouts that were inferred: a view that an actual layout does not permit copies
-    its elements; operators that may read memory in order get their arguments in the inferred layout; ``as_strided``, which means
-    something else in another layout, raises an error.
+    Some operators of torch return another memory layout than their fake versions. Nothing here depends on inferred
+    layouts. A view that the actual layout forbids copies its elements. Operators that may read memory in order get
+    arguments in the inferred layout. ``as_strided`` would change its meaning, so it raises an error.
     """
 
     name = "eager"
@@ -36,7 +35,6 @@ _NEED_THEIR_LAYOUT = (torch.ops.aten.view_as_complex.default,)  # it fails where
 
 
 def _function_of(node: fx.Node) -> Callable[..., Any]:
-    """The function that runs a node, whatever the layouts of its arguments are."""
     target: Any = node.target
     if target in VIEWS_IN_ORDER:
         return torch.ops.aten.reshape.default
@@ -61,7 +59,7 @@ def _function_of(node: fx.Node) -> Callable[..., Any]:
 
 
 def _by_position(node: fx.Node) -> Callable[..., Any]:
-    """The function of an operator that is given strides; offsets are counted from the first element of its argument."""
+    """The function of an operator with explicit strides; offsets are counted from the first element of its argument."""
     target: Any = node.target
     arguments = [argument.name for argument in schema_of(target).arguments]
     place = arguments.index("storage_offset") if "storage_offset" in arguments else len(arguments)
@@ -88,7 +86,7 @@ def _needs_layouts(target: Any) -> bool:
 
 
 def _layout(argument: Any) -> Any:
-    """The inferred strides of an argument; a list for several tensors; None if there is no tensor."""
+    """The inferred strides of an argument; a list for several tensors; None for a non-tensor."""
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -102,7 +100,7 @@ def _layout(argument: Any) -> Any:
 
 @dataclass(frozen=True)
 class DimOrder:
-    """How a dense tensor of symbolic sizes lies in memory: its dimensions in order, the outermost first."""
+    """Memory order of a dense tensor with symbolic sizes: its dimensions, the outermost first."""
 
     dims: tuple[int, ...]
 
@@ -111,7 +109,7 @@ class DimOrder:
         """The order of a fake tensor.
 
         Raises:
-            SizesGivenUp: it has gaps or overlaps, so that the order does not tell its strides.
+            SizesGivenUp: gaps or overlaps, so that the order does not determine the strides.
         """
         now = with_sizes_now(value)
         strides = now.stride()
@@ -121,7 +119,6 @@ class DimOrder:
         return order
 
     def strides(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """The strides of a tensor of a shape."""
         strides: list[Any] = [1] * len(shape)
         step: Any = 1
         for dim in reversed(self.dims):
@@ -131,7 +128,7 @@ class DimOrder:
 
 
 def _laid(value: Any, layout: Any) -> Any:
-    """A tensor, or several, with the inferred strides; copied only if it has others."""
+    """One or more tensors in the inferred strides, copied only if necessary."""
     if layout is None:
         return value
     if isinstance(layout, list):

@@ -1,4 +1,4 @@
-"""Turns an FX graph into a Python function that frees values at their last use and knows the node of every line."""
+"""Generation of Python functions from FX graphs, with values freed at their last use and a node for every line."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ class GraphFunction:
     """A graph as a callable that takes a list of arguments, which it empties.
 
     Attributes:
-        nodes: the node that each line of the source belongs to.
-        source: the generated source.
-        namespace: what its names are bound to; may be rebound between calls.
-        calls: the names in it of the functions that are called, each with the node that it belongs to.
-        title: as given to `generate`.
-        marked: if the function has a clock, the nodes whose calls it marks, in order. It marks its own beginning, and the end of
-            each of these calls.
-        asks: whether it is a generator that yields what it needs before calls, see `Asking`.
-        pauses: whether it is a generator that yields for other reasons.
+        nodes: the node of each source line.
+        namespace: bindings of the source's names; may be rebound between calls.
+        calls: names of called functions, with their nodes.
+        marked: nodes with time marks at the end of their calls, in order. The function's beginning has a mark, too.
+        asks: True for a generator that yields its needs before calls, see `Asking`.
+        pauses: True for a generator that yields for other reasons.
     """
 
     asks = pauses = False
@@ -54,7 +51,7 @@ class GraphFunction:
 
 
 def failing_nodes(traceback: TracebackType | None) -> Iterator[fx.Node]:
-    """The nodes that were running when an exception was raised, outermost first."""
+    """The running nodes of an exception, outermost first."""
     while traceback is not None:
         frame: FrameType = traceback.tb_frame
         program = _programs.get(frame.f_code.co_filename)
@@ -78,20 +75,21 @@ def generate(
     """Generates the function of a graph.
 
     Args:
-        title: shown in tracebacks.
+        title: for tracebacks.
         graph: placeholders, calls, and an output.
-        bind: returns the function that runs a call; for a call without arguments and with a constant result, a `Constant`;
-            for one in two parts, a `Meeting`; for one that needs what comes meanwhile, an `Asking`.
-        boxed: whether a call's function takes a list of arguments, which it empties, and returns a sequence to be unpacked.
+        bind: returns a call's function. It may be a `Constant` for a call without arguments, a `Meeting` for a call in
+            two parts,
+            or an `Asking` for a call with a request.
+        boxed: test for a function with a list of arguments, which it empties, and a sequence of results to unpack.
         clock: marks the end of every call; None for a function without marks.
-        pauses: whether the generated function yields before a call, or within a `Meeting`, which makes it a generator.
-        waits: whether the function yields `WAITS` before a call.
+        pauses: test for a yield before a call, or within a `Meeting`, which makes the function a generator.
+        waits: test for a yield of `WAITS` before a call.
     """
     return _Generator(graph, bind, boxed, clock, pauses, waits).generate(title)
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For every node, the values that have no uses after it."""
+    """For every node, the values with their last use there."""
     dying: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
@@ -178,7 +176,7 @@ class _Generator:
                 )
 
     def _note(self) -> None:
-        """Notes all marks of the call; without a clock, does nothing."""
+        """Emits notes of all marks of the call; none without a clock."""
         if self.clock is not None:
             self._emit(f"    note(({' '.join(f't{i},' for i in range(len(self.marked) + 1))}))", None)
 
@@ -206,7 +204,7 @@ class _Generator:
         self._free([n for n in self.dying[node] if n not in self.namespace] + ([] if node.users else [name]))
 
     def _emit_asking(self, node: fx.Node, name: str, bound: Asking) -> Callable[..., Any]:
-        """Yields what a call needs; gives its function."""
+        """Emits the yields of a call's needs; returns its function."""
         self.asks = True
         for number, (ask, places) in enumerate(bound.asks):
             self.namespace[f"ask{number}_{name}"] = ask

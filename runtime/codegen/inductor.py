@@ -1,4 +1,4 @@
-"""The backend that compiles regions with torch's Inductor."""
+"""The backend with torch's Inductor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PRODUCTS = {
     out_products.linear_into: "extern_kernels.addmm({1}, {2}, {3}, alpha=1, beta=1, out={0})",
     out_products.addmm_into: "extern_kernels.addmm({0}, {1}, {2}, alpha=1, beta=1, out={0})",
 }
-"""The calls of Inductor's code that do what our operators do: there is one for each weight's gradient."""
+"""Inductor's calls in place of our opaque operators, one for each weight's gradient."""
 
 
 class InductorBackend(Backend):
@@ -46,7 +46,9 @@ class InductorBackend(Backend):
         return inductor_decompositions()
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """On CPUs, Inductor calls oneDNN for convolutions, which is faster in channels-last format, and makes a slow tanh."""
+        """On CPUs, Inductor calls oneDNN for convolutions, which is faster in channels-last format, and its tanh is
+        slow.
+        """
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
         own = {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
         own["pads_products"] = device.type == "cuda"
@@ -60,11 +62,11 @@ class InductorBackend(Backend):
         return kernels_compiled_together()
 
     def second_try(self, error: Exception) -> contextlib.AbstractContextManager[Any] | None:
-        """Without the files that Inductor keeps of earlier compilations, as these may have been overwritten or cut off."""
+        """Bypasses Inductor's file cache, since its files may have been overwritten or truncated."""
         return None if isinstance(error, MemoryError) else fresh_kernel_files()
 
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
-        if any(node.target in OPAQUE for node in graph_module.graph.nodes):  # there is nothing to fuse
+        if any(node.target in OPAQUE for node in graph_module.graph.nodes):  # nothing to fuse
             return EagerBackend().compile(graph_module, name, num_threads)
         for operator, call in _PRODUCTS.items():
             call_directly(operator, call)

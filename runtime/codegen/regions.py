@@ -1,4 +1,4 @@
-"""Compiles each region of a step once for every torch device, with one of the backends."""
+"""Compilation of each region of a step, once per torch device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class RegionCompiler:
-    """Compiles each region once for every torch device; logical devices on one processor share the code.
+    """Compiles each region once per torch device; logical devices on one processor share the code.
 
     Args:
-        backend: makes the bodies of regions executable.
-        num_threads: threads that a region may use on the CPU.
+        backend: compiler of region bodies.
+        num_threads: a region's threads on the CPU.
     """
 
     def __init__(self, backend: Backend, num_threads: int) -> None:
@@ -31,12 +31,10 @@ class RegionCompiler:
         self._compiled: dict[tuple[int, torch.device], tuple[Region, RegionFunction]] = {}
 
     def prepare(self, device: torch.device) -> None:
-        """Starts background work that the first region waits for; should be called before a program is captured."""
         self.backend.prepare(device)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A context in which regions are compiled in parallel; their functions must not be called before its end."""
         before = dict(self._compiled)
         try:
             with self.backend.together():
@@ -48,9 +46,9 @@ class RegionCompiler:
     def compile_all(
         self, wanted: Sequence[tuple[Region, torch.device]], on_compiled: Callable[[], object] = lambda: None
     ) -> list[RegionFunction]:
-        """The functions of several regions, which are compiled in parallel; ``on_compiled`` is called after each.
+        """Compiles regions in parallel; ``on_compiled`` is called after each.
 
-        If that fails, and the backend has another way to compile, it is tried once more.
+        After a failure it tries the backend's second way, if there is one.
 
         Raises:
             Exception: the error of the first try.
@@ -84,7 +82,6 @@ class RegionCompiler:
         return functions
 
     def keep_only(self, regions: Iterable[Region]) -> None:
-        """Forgets all compiled regions except these."""
         kept = {id(region) for region in regions}
         self._compiled = {key: value for key, value in self._compiled.items() if key[0] in kept}
 
@@ -98,7 +95,7 @@ class RegionCompiler:
 
 
 def retarget(graph_module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Copies a region for another device of the same kind; device arguments and (fake) values are made for that device."""
+    """Copies a region for another device of the same kind, with its device arguments and fake values."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(graph_module.graph, values))

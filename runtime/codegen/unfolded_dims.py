@@ -1,4 +1,4 @@
-"""Rewrites copies and views that fold dimensions of symbolic sizes and unfold them later as one permutation of dimensions."""
+"""Rewrite of folded and unfolded symbolic dimensions as one permutation of dimensions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims)
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A factor of the size of a dimension: what no view between two values cuts. Two parts of one size are not equal."""
+    """A factor of a dimension's size, not cut by any view between two values. Parts of one size are not equal."""
 
     size: Any
 
@@ -31,14 +31,14 @@ _Dims = tuple[tuple[_Part, ...], ...]
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """Where the elements of a value come from.
+    """Origin of a value's elements.
 
     Attributes:
-        source: the value that they were first in.
-        parts: the dimensions of that value, without those of size 1, cut as finely as any view on the way cuts them.
-        dims: for each dimension of the value, the parts that it is made of; none for a dimension of size 1.
-        is_copied: whether they were copied, so that they lie in memory in the order of the dimensions.
-        unfolds: whether a dimension that was made of several parts, with a symbol in them, was taken apart again.
+        source: the value of their origin.
+        parts: dimensions of the source, without those of size 1, cut as finely as any view on the way cuts them.
+        dims: for each dimension of the value, its parts; empty for size 1.
+        is_copied: True after a copy, so that memory is in the order of the dimensions.
+        unfolds: True if a dimension of several parts, with a symbol, was taken apart again.
     """
 
     source: fx.Node
@@ -49,7 +49,7 @@ class _Arrangement:
 
 
 def unfold_dims(graph: fx.Graph) -> int:
-    """Rewrites a graph; says how many values are made in another way::
+    """Rewrites a graph; returns the number of rewritten values::
 
         x: f32[s0, 4, s1, 32]
         folded = aten.view(x, [4*s0, s1, 32])
@@ -57,12 +57,13 @@ def unfold_dims(graph: fx.Graph) -> int:
         copy   = aten.clone(turned)                         copy   = aten.clone(turned)
         y      = aten.view(copy, [s1, s0, 128])             y      = aten.view(copy, [s1, s0, 128])
 
-    Attention folds batch and heads into one dimension so. Inductor makes one loop of it, and computes for every element where it
-    comes from. With numbers it simplifies that. With symbols there remain divisions by ``4*s0`` and ``s0`` for each element, and
-    the loop is not vectorised.
+    Attention folds batch and heads into one dimension so. Inductor makes one loop of it, with index arithmetic for
+    every element. Numeric sizes simplify. Symbolic sizes leave divisions by ``4*s0`` and ``s0`` per element, and the
+    loop is not vectorised.
 
-    Needs: a functional graph with types, in which sizes that are symbols are placeholders.
-    Guarantees: values, strides, and which values share memory stay.
+    Needs: a functional graph with types and placeholders for symbolic sizes.
+
+    Guarantees: values, strides, and aliasing stay.
     """
     found = dict(_arrangements(graph))
     nodes_of_sizes = {
@@ -80,7 +81,6 @@ def unfold_dims(graph: fx.Graph) -> int:
 
 
 def _is_passed_on(node: fx.Node, found: Mapping[fx.Node, _Arrangement]) -> bool:
-    """Whether all users rearrange a value further."""
     return all(user in found and found[user].source is found[node].source for user in node.users)
 
 
@@ -105,7 +105,6 @@ def _arrangements(graph: fx.Graph) -> Iterator[tuple[fx.Node, _Arrangement]]:
 
 
 def _written(node: fx.Node) -> Iterator[Any]:
-    """The values that an operator writes to."""
     if node.op != "call_function" or not is_operator(node.target):
         return
     for argument, given in zip(schema_of(node.target).arguments, node.args, strict=False):
@@ -114,7 +113,7 @@ def _written(node: fx.Node) -> Iterator[Any]:
 
 
 def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """The arrangement of a node that rearranges its first argument; None for one that does something else."""
+    """The arrangement after a node that rearranges its first argument; None for other nodes."""
     target, rank = node.target, len(before.dims)
     if target in _SAME_VALUES:
         return before
@@ -136,7 +135,7 @@ def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _A
 
 
 def _permutation(node: fx.Node, rank: int) -> list[int]:
-    """For each dimension of a transposed value, the one that it was."""
+    """For each dimension of a transposed value, its former index."""
     dims = list(range(rank))
     given: Any = node.args[1:]
     if node.target is aten.permute.default:
@@ -148,7 +147,7 @@ def _permutation(node: fx.Node, rank: int) -> list[int]:
 
 
 def _reshaped(before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """The same elements in the same order, in dimensions of other sizes; None unless factors of the old ones make these."""
+    """The same elements in the same order, in other dimensions; None unless factors of the old sizes make the new ones."""
     waiting = deque(part for dim in before.dims for part in dim)
     cuts: dict[_Part, tuple[_Part, _Part]] = {}
     dims: list[tuple[_Part, ...]] = []
@@ -182,7 +181,7 @@ def _cut(parts: Sequence[_Part], cuts: Mapping[_Part, tuple[_Part, _Part]]) -> t
 
 
 def _quotient(size: Any, divisor: Any) -> Any:
-    """What a size is divided by a factor of it, as a number or an expression; None if it is not known to be one."""
+    """A size divided by a factor, as a number or an expression; None if divisibility is unknown."""
     if size == 0 or divisor == 0:
         return None
     if isinstance(size, int) and isinstance(divisor, int):
@@ -194,7 +193,7 @@ def _quotient(size: Any, divisor: Any) -> Any:
 
 
 def _rewrite(node: fx.Node, own: _Arrangement, nodes_of_sizes: Mapping[Any, fx.Node]) -> bool:
-    """Makes a value from its source directly, if that is possible, with the same strides; says whether it is."""
+    """Makes a value from its source with the same strides; returns True on success."""
     last = [part for dim in own.dims for part in dim]
     steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     sizes: Sequence[Any] = sizes_key(own.source.meta["val"].shape)
@@ -226,7 +225,6 @@ def _rewrite(node: fx.Node, own: _Arrangement, nodes_of_sizes: Mapping[Any, fx.N
 
 
 def _erase_chain(node: fx.Node, source: fx.Node) -> None:
-    """Erases a chain of nodes without other uses, back to its source."""
     while node is not source:
         before = node.all_input_nodes[0]
         node.graph.erase_node(node)

@@ -1,1 +1,1 @@
-"""Devices at run time: their threads, their events, their memory, their names."""
+"""Devices at run time: their threads, events, memory and names."""

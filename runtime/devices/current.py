@@ -1,4 +1,4 @@
-"""Makes a GPU the current one for a while."""
+"""Selection of the current GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def made_current(device: torch.device | None) -> contextlib.AbstractContextManager[object]:
-    """A context in which a GPU is the current one; it does nothing for a CPU, and for None."""
+    """A context with a current GPU; a no-op for a CPU, and for None."""
     if device is None or device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.device(device)

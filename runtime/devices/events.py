@@ -1,4 +1,4 @@
-"""Order among the streams of a GPU: events that tell when queued work is done; on CPUs there is nothing to wait for."""
+"""Order among the streams of a GPU by events; on CPUs there is no wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def record_event(device: torch.device) -> Any:
-    """Records an event after the work on a GPU's current stream; None on the CPU, where work is done when a call returns."""
+    """Records an event on a GPU's current stream; None on the CPU, where calls are synchronous."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -20,12 +20,13 @@ def record_event(device: torch.device) -> Any:
 
 
 def wait_device(device: torch.device, timeout_seconds: float) -> bool:
-    """Waits until a GPU has done all its queued work; at once for a CPU, or for a GPU that has failed.
+    """Waits for all queued work of a GPU; returns at once for a CPU, or for a GPU that has failed.
 
-    A kernel may wait for another GPU for ever, and torch's wait for a GPU has no bound: a thread waits in the caller's place.
+    A kernel may wait for another GPU forever, and torch's wait for a GPU has no timeout, so a thread waits in the
+    caller's place.
 
     Returns:
-        Whether the work was done in time.
+        False after a timeout.
     """
     if device.type != "cuda":
         return True
@@ -33,7 +34,7 @@ def wait_device(device: torch.device, timeout_seconds: float) -> bool:
 
 
 def has_happened(event: Any, timeout_seconds: float) -> bool:
-    """Waits in the host, as `wait_device` does, until an event of a GPU has happened, and returns whether it has in time."""
+    """Waits on the host for a GPU's event, as `wait_device` does; False after a timeout."""
     return _returns_in_time(event.synchronize, timeout_seconds, "mirrorc waits for an event")
 
 
@@ -49,23 +50,23 @@ def _returns_in_time(wait: Callable[[], object], timeout_seconds: float, name: s
 
 
 def wait_event(event: Any, device: torch.device | None = None) -> None:
-    """Lets a GPU's current stream wait for an event of `record_event`; by default, of the current GPU."""
+    """Makes a GPU's current stream wait for an event of `record_event`; the default is the current GPU."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on a GPU, which the current stream makes; the tensor itself if it is there."""
+    """A copy on a GPU by the current stream; the tensor itself if it is already there."""
     return tensor.to(device, non_blocking=True)
 
 
 def kept_for(tensor: torch.Tensor, stream: Any) -> None:
-    """Keeps the memory of a GPU's tensor, once it is freed, from being used again before a stream has done its queued work."""
+    """Reserves the memory of a freed GPU tensor until a stream has done its queued work."""
     if tensor.is_cuda:
         tensor.record_stream(stream)
 
 
 def kept_for_caller(tensor: torch.Tensor) -> None:
-    """As `kept_for`, for the current stream of the tensor's GPU; does nothing for a tensor on the CPU."""
+    """As `kept_for`, for the current stream of the tensor's GPU; a no-op on the CPU."""
     if tensor.is_cuda:
         kept_for(tensor, torch.cuda.current_stream(tensor.device))

@@ -1,4 +1,4 @@
-"""Copies a batch from the host to a GPU, and tells when the host's memory may be written again."""
+"""Copies of batches from the host to a GPU, with the end of their reads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mirrorc.runtime.devices.events import copied_to, kept_for, record_event, wa
 
 
 class HostCopies:
-    """The copies of one replica's batches; all its methods are called from the replica's thread.
+    """Copies of one replica's batches; all calls come from the replica's thread.
 
-    Copies from the host have a stream of their own, which waits for nothing. So the caller can queue a step while the last one
-    still runs, and has its memory back as soon as it was read: a pinned batch may be filled anew when the step has returned.
+    They have a separate stream without waits. So the caller can queue a step while the last one still runs. Host memory
+    is free as soon as it was read, and a pinned batch may be filled anew when the step has returned.
 
     Args:
         device: the replica's device.
@@ -26,7 +26,7 @@ class HostCopies:
         self._read: Any = None  # the event after which the host's memory has been read
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the device, for the work that is queued from now on."""
+        """A tensor on the device, for work queued from now on."""
         if not self._is_gpu:
             return tensor.to(self._device)
         if tensor.device.type != "cpu":
@@ -42,7 +42,6 @@ class HostCopies:
         return copy
 
     def wait_until_read(self) -> None:
-        """Returns when the host's memory has been read."""
         if self._read is not None:
             self._read.synchronize()
             self._read = None

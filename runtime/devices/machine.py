@@ -1,4 +1,4 @@
-"""Names the properties of a machine on which measured times depend; the names are the same in every run."""
+"""Machine properties that affect measured times, under names that are equal in every run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _FIELDS = ("model name", "cpu family", "model", "stepping", "cache size", "CPU i
 
 
 def processor_model() -> str:
-    """The processor's architecture and model, as far as the system tells."""
     try:
         first_core = _CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     except OSError:
@@ -31,7 +30,7 @@ def processor_model() -> str:
 
 
 def product_facts(num_threads: int) -> dict[str, str]:
-    """What the bits of a matrix product depend on besides its factors, by name.
+    """Properties that affect the bits of a matrix product, by name.
 
     Args:
         num_threads: of each device.
@@ -48,7 +47,7 @@ def product_facts(num_threads: int) -> dict[str, str]:
 
 
 def seconds_per_multiplication() -> float:
-    """How long this processor takes for one multiplication of a large matrix product, with all its threads."""
+    """Time per multiplication of a large matrix product, with all threads."""
     with torch.no_grad():
         one = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE)
         times = []
@@ -60,7 +59,7 @@ def seconds_per_multiplication() -> float:
 
 
 def seconds_per_moved_byte() -> float:
-    """How long this processor takes for each byte that an operator reads or writes in memory, with all its threads."""
+    """Time per byte of memory traffic in an operator, with all threads."""
     with torch.no_grad():
         source = torch.ones(_MOVED_BYTES, dtype=torch.uint8)
         into = torch.empty_like(source)
@@ -74,5 +73,5 @@ def seconds_per_moved_byte() -> float:
 
 @functools.cache
 def measured_machine() -> Machine:
-    """What operators take on this processor, measured once in this process, with all threads."""
+    """Speed of this processor with all threads, measured once per process."""
     return Machine(seconds_per_multiplication(), seconds_per_moved_byte())

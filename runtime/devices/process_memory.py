@@ -1,4 +1,4 @@
-"""Controls how the C library keeps and returns the memory of the process."""
+"""Control of the C library's cache of freed memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _M_TOP_PAD = -2  # of <malloc.h>
 
 
 def keep_what_is_freed() -> None:
-    """Makes glibc keep freed blocks of up to 32 MB for the next step, instead of returning them to the system.
+    """Makes glibc cache freed blocks of up to 32 MB for the next step.
 
-    glibc adapts to the largest block that the program has freed: it takes blocks of up to this size from a heap, and returns the
-    end of a heap only when twice this size is free there. This function frees one block of 32 MB. From then on glibc keeps the
-    memory that a step frees. Otherwise a convolutional net spends 5% of its steps in page faults.
+    glibc adapts to the largest freed block. Blocks of up to this size come from a heap, and the end of a heap returns
+    to the system only when twice this size is free there. This function frees one block of 32 MB. Otherwise a
+    convolutional net spends 5% of its steps in page faults.
 
-    A thread but the first one has heaps of 64 MB, and glibc returns one of them whenever all of it is free, unless its
-    ``M_TOP_PAD`` is as large. It is set to that: a device whose activations take several heaps spends 8% of its steps in page
-    faults otherwise. The first thread then takes addresses, no memory, for 64 MB more at a time.
+    Other threads have heaps of 64 MB, and glibc returns a fully free heap, unless its ``M_TOP_PAD`` is as large. With a
+    smaller value, a device with several heaps of activations spends 8% of its steps in page faults. The first thread
+    then reserves addresses, not memory, in steps of 64 MB.
 
     Takes microseconds. Source: ``heap_trim`` in glibc's malloc/arena.c.
     """
@@ -32,10 +32,10 @@ def keep_what_is_freed() -> None:
 
 
 def return_freed_memory() -> None:
-    """Returns freed memory to the system, if the C library keeps it and has a function for that.
+    """Returns cached freed memory to the system, if the C library has a function for that.
 
-    Once the program has freed a large block, glibc allocates blocks of that size on its heap and keeps them when they are freed.
-    To be called after much memory was freed for good, such as after parameters or state have moved. Takes milliseconds.
+    glibc caches blocks up to the size of the largest freed block. To be called after a large permanent release, such as
+    a move of parameters or state. Takes milliseconds.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

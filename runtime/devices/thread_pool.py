@@ -1,4 +1,4 @@
-"""The pool with one persistent thread per device, which runs jobs on the threads and collects their results."""
+"""Thread pool with one persistent thread per device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Job = Callable[[], Any]
 Order = (
     tuple[dict[int, Job], int, list[Any]] | None
 )  # jobs, which of them to take, and the list of results; None ends the thread
-Message = tuple[int, Exception] | None  # which device's thread could not begin, and why; None for anything else
+Message = tuple[int, Exception] | None  # a device whose thread failed to start, and why; None for anything else
 _STOP = None
 _LONGEST_SLEEP_SECONDS = 1.0  # Python handles a signal that comes right before a wait only after it
 
@@ -33,8 +33,8 @@ class DevicePool:
 
     Args:
         devices: one thread for each.
-        num_threads: the number of threads that torch's operators use within each CPU device.
-        timeout_seconds: the longest time that a job may take.
+        num_threads: threads of torch's operators within each CPU device.
+        timeout_seconds: the longest duration of a job.
 
     Raises:
         ExecutionError: a thread cannot use its device; says why.
@@ -49,7 +49,7 @@ class DevicePool:
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         before = torch.get_num_threads()
         self._threads: list[threading.Thread] = []
-        self.is_stuck = False  # whether a device never answered
+        self.is_stuck = False  # a device never answered
         self._finalizer = weakref.finalize(self, _stop, self._inboxes, self._threads)  # also at interpreter exit
         for replica, device in enumerate(devices):
             arguments = (replica, device.torch_device, num_threads, self._inboxes[replica], self._outbox)
@@ -67,7 +67,6 @@ class DevicePool:
             torch.set_num_threads(before)  # the threads' setting reaches threads that start later: put it back
 
     def _await_ready(self) -> None:
-        """Returns when one more thread is ready for jobs."""
         try:
             message = self._next_message(time.monotonic() + self.timeout_seconds)
         except queue.Empty:
@@ -84,19 +83,19 @@ class DevicePool:
     def run(
         self, jobs: Sequence[Job], on_failure: Callable[[], None], results: list[tuple[bool, Any] | None] | None = None
     ) -> list[tuple[bool, Any]]:
-        """Runs one job on each device, in which context variables are those of the caller.
+        """Runs one job on each device, with the caller's context variables.
 
         Args:
             jobs: one for each device.
-            on_failure: called when the first job fails or the caller is interrupted; it must wake waiting jobs.
-            results: an empty list to be filled with the results, which can then be read after an interrupt, too.
+            on_failure: called at the first failure or an interrupt; it must wake waiting jobs.
+            results: an empty list for the results, readable after an interrupt, too.
 
         Returns:
-            For each device, whether its job succeeded, and its result or exception.
+            For each device, success of its job, and its result or exception.
 
         Raises:
             ExecutionError: a job did not end in time.
-            BaseException: what has interrupted the caller, after all jobs have ended.
+            BaseException: the caller's interrupt, after all jobs have ended.
         """
         self._check_free()
         results = [] if results is None else results
@@ -128,7 +127,7 @@ class DevicePool:
         return [result for result in results if result is not None]
 
     def _hand_out(self, waiting: dict[int, Job], results: list[tuple[bool, Any] | None]) -> None:
-        """Gives each device its job; may be repeated, because a device finds a job only once."""
+        """Gives each device its job; idempotent, because a device takes a job only once."""
         if waiting:
             for replica, inbox in enumerate(self._inboxes):
                 inbox.put((waiting, replica, results))
@@ -141,7 +140,7 @@ class DevicePool:
         *,
         is_stopped: bool,
     ) -> None:
-        """Returns when all devices have ended. The first failure stops the others, which ``is_stopped`` does from the start."""
+        """Waits for all devices. The first failure, or ``is_stopped``, stops the others."""
         is_told = False
         while None in results:
             if not is_told and (is_stopped or any(result and not result[0] for result in results)):
@@ -150,7 +149,6 @@ class DevicePool:
             self._await_a_result(deadline, results)
 
     def wake(self) -> None:
-        """Wakes the caller of `run`, as a device does."""
         self._outbox.put(None)
 
     def run_here(self, job: Job) -> Any:
@@ -174,10 +172,10 @@ class DevicePool:
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
-        """Returns when all devices have finished or one has failed; may also return on a late message of an earlier run.
+        """Waits for all devices or one failure; may return early on a late message of an earlier run.
 
-        The results are in ``results``, not in the queue. An interrupt may lose a message of the queue, but no result, and the
-        last device to finish sends a message about all results.
+        The results are in ``results``, not in the queue. An interrupt may lose a message of the queue, but no result.
+        The last device sends a message about all results.
         """
         try:
             self._next_message(deadline)
@@ -199,7 +197,7 @@ class DevicePool:
                     raise
 
     def close(self) -> None:
-        """Ends the threads and waits for them; may be repeated, if an interrupt ended it."""
+        """Ends the threads and waits for them; may be repeated after an interrupt."""
         _stop(self._inboxes, self._threads)
         self._finalizer.detach()
 
@@ -213,7 +211,6 @@ def _stop(inboxes: Sequence[queue.SimpleQueue[Order]], threads: Sequence[threadi
 
 
 def _set_up(stack: contextlib.ExitStack, device: torch.device, num_threads: int) -> None:
-    """Gives a device's thread its settings."""
     if device.type == "cuda":
         stack.enter_context(torch.cuda.device(device))
         stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
@@ -227,7 +224,7 @@ _THREAD = threading.local()
 
 
 def is_thread_of_device() -> bool:
-    """Whether this code runs in a thread of a device, as a hook of the optimizer does."""
+    """Test for a device's thread, for hooks of the optimizer."""
     return getattr(_THREAD, "is_of_device", False)
 
 
@@ -238,7 +235,6 @@ def _serve(
     inbox: queue.SimpleQueue[Order],
     outbox: queue.SimpleQueue[Message],
 ) -> None:
-    """The main function of a device's thread: runs jobs until it is stopped."""
     _THREAD.is_of_device = True
     with contextlib.ExitStack() as stack:
         try:

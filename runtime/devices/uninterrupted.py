@@ -1,4 +1,4 @@
-"""Completes what must not stop half-way, whatever interrupts it."""
+"""Completion of critical sections despite interrupts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 _T = TypeVar("_T")
-_TRIES = (*[False] * 9, True)  # whether it is the last one
+_TRIES = (*[False] * 9, True)  # True for the last one
 
 
 def completed(function: Callable[[], _T]) -> _T:
-    """The result of a function that may be repeated from any point. If it is interrupted or fails, it is repeated.
+    """The result of a function that is idempotent from any point, repeated after an interrupt or a failure.
 
-    An interruption is raised when the function has succeeded. A failure that repeating has cured, such as short memory, is
-    not raised; one that nothing cures is.
+    An interrupt is raised after success. Only a persistent failure is raised, not a transient one, such as short
+    memory.
     """
     interruption: BaseException | None = None
     for is_last in _TRIES:
@@ -33,7 +33,7 @@ def completed(function: Callable[[], _T]) -> _T:
 
 
 def is_raised_by_signal(error: BaseException) -> bool:
-    """Whether a Python function that handles a signal has raised an exception, and not what it has interrupted."""
+    """Test for an exception raised by a Python signal handler."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {id(code) for handler in handlers if (code := getattr(handler, "__code__", None)) is not None}
     return any(id(frame.f_code) in codes for frame, _ in traceback.walk_tb(error.__traceback__))

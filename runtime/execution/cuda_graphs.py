@@ -143,7 +143,7 @@ class StepGraph:
         self._graph: Graph | None = None
 
     def is_for(self, **fixed: Any) -> bool:
-        """Whether the graph, or its warm-up, is valid for these values; takes the same arguments as `renew`."""
+        """Test for a graph, or a warm-up, that is valid for these values; takes the same arguments as `renew`."""
         return tuple(fixed.values()) == self._key
 
     def renew_for(self, program: Program, optimizers: BucketOptimizers, *, memory: int) -> None:
@@ -187,12 +187,12 @@ class StepGraph:
 
     @property
     def is_captured(self) -> bool:
-        """Whether `run` replays a graph."""
+        """Test for a replay by `run`."""
         return self._graph is not None
 
     @property
     def is_due(self) -> bool:
-        """Whether the function must be captured before the next run."""
+        """Test for a necessary capture before the next run."""
         return self._graph is None and self._num_left == 0
 
     def load(self, values: Sequence[torch.Tensor]) -> None:

@@ -1,1 +1,1 @@
-"""What memory a step takes."""
+"""Memory of a step."""

@@ -1,6 +1,6 @@
-"""Walks a device's lowered graph to find which values are in memory at each node, and where they take the most bytes.
+"""Liveness of values in a device's lowered graph, and their peak.
 
-It is long, as it has a handler for each operation.
+It is long, because it has a handler for each operation.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from mirrorc.runtime.state.shares.pieces import Factors, Piece
 from mirrorc.torch_internals import num_bytes_now, size_now, storage_bytes_now
 
 Count = Callable[[Sequence[Piece], Sequence[Sequence[Sequence[Factors]]]], int]
-"""Counts bytes that are taken for a share's pieces; see `temporary_bytes`."""
+"""Counts bytes for a share's pieces; see `temporary_bytes`."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The memory that a device's step takes and frees.
+    """The activations of a device's step.
 
     Attributes:
-        peak: the most bytes that are in use at one moment; 0 if none ever are.
-        where: that moment.
-        blocks: the values that are held at that moment, the largest first.
-        kept: bytes of gradients outside of buckets, which stay until the next step replaces them.
+        peak: bytes; 0 without activations.
+        where: the moment of the peak.
+        blocks: the live values at the peak, the largest first.
+        kept: bytes of gradients outside of buckets, until the next step replaces them.
     """
 
     peak: int
@@ -70,21 +70,19 @@ class Activations:
 def activations_of(
     program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
 ) -> Activations:
-    """The activations of a device.
+    """The activations of a device in a LOWERED program.
 
     Args:
-        program: a LOWERED program.
-        replica: the device's number.
-        dry_runs: the dry run of each region, by name.
-        temporary_bytes: for each bucket, the bytes per element that its update takes only while it runs.
+        dry_runs: by name of region.
+        temporary_bytes: per element of each bucket's update.
     """
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
 
 accounts: Handlers[Callable[[_Walk, fx.Node], tuple[tuple[Block, ...], int]]] = Handlers("account for the memory of")
-"""For each operation, a handler that returns the blocks of a node's value, and the bytes that it takes only while it runs.
+"""For each operation, a handler that returns the blocks of a node's value, and its temporary bytes.
 
-The value of an operation without a handler has memory of its own.
+A value without a handler has memory of its own.
 """
 
 
@@ -124,7 +122,6 @@ class _Walk:
         return Activations(self.ledger.peak, self.ledger.peak_at, self.ledger.at_peak(), self.kept)
 
     def _note_with(self, where: Where, temporary: int, name: str) -> None:
-        """Records a moment, with the memory that a call takes only while it runs."""
         passing = [Block(temporary, f"temporaries of {name}", "")] if temporary else []
         self.ledger.hold(passing)
         self.ledger.note(where)
@@ -155,7 +152,7 @@ class _Walk:
         self.values[node] = ()
 
     def _call(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The blocks of a node's value, and the bytes that it takes only while it runs."""
+        """The blocks of a node's value, and the temporary bytes of its call."""
         if node.op == "placeholder":
             # the caller's memory on the CPU; a copy of the caller's on a GPU
             return (self._new(node) if self.device.type != "cpu" else ()), 0
@@ -195,7 +192,7 @@ class _Walk:
         ops.tell,
     )
     def _nothing_new(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return (), 0  # the value stays between steps, or lies in memory that is counted elsewhere
+        return (), 0  # persistent, or counted elsewhere
 
     @accounts(ops.microbatch)
     def _microbatch(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -219,12 +216,12 @@ class _Walk:
 
     @accounts(ops.unpack)
     def _unpack(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """Nothing new where the packs lie side by side in a bucket; otherwise they are put together in memory of their own."""
+        """None for adjacent packs in a bucket; otherwise memory for their concatenation."""
         return (self._new(node) if any(map(_is_apart, node.all_input_nodes)) else self._of(node.args)), 0
 
     @accounts(ops.MEETINGS)
     def _meeting(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The value; until the end of the step a copy of what this replica leaves for the others, and the sum over workers."""
+        """The value, and until the end of the step a copy for other replicas and the sum over workers."""
         (given,) = node.all_input_nodes
         value = given.meta["val"]
         self.ledger.hold([Block(num_bytes_now(value), f"copy of {self.names.name(given)}", type_of(value))])
@@ -235,7 +232,6 @@ class _Walk:
 
     @accounts(ops.attend)
     def _attend(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """Zeros that are sent, until the end of the step."""
         words: Any = node.kwargs
         num_bytes = math.prod(words["shape"]) * words["dtype"].itemsize
         self.ledger.hold([Block(num_bytes, node.name, f"{words['dtype']}{list(words['shape'])}")])
@@ -247,7 +243,6 @@ class _Walk:
 
     @accounts(ops.compress)
     def _compress(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """What is sent of a pack. One device has the memory for all."""
         if self.replica:
             return (), 0
         num_bytes = sum(num_bytes_sent(self.program, launch) for launch in node.users)
@@ -259,12 +254,13 @@ class _Walk:
 
     @accounts(ops.add_unsent)
     def _add_unsent(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return (), 0  # in memory that is there from step to step
+        return (), 0  # in memory that outlives the step
 
     @accounts(ops.gather_largest)
     def _gather_largest(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The messages of all workers, until the end of the step, and what the largest elements are looked for with. One device
-        does it for all."""
+        """The messages of all workers, until the end of the step, and the workspace of the top-k search. One device
+        does it for all.
+        """
         if self.replica:
             return (), 0
         _, pack = self.program.packs[pack_of(node)]
@@ -287,10 +283,10 @@ class _Walk:
 
     @accounts(ops.gather_factors)
     def _gather_factors(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The messages, until the end of the step; taken to be as long for all workers. One device writes them for all."""
+        """The messages, until the end of the step, with equal lengths assumed. One device writes them for all."""
         operands = self._of(node.args)
         if self.program.num_replicas > 1:
-            self.ledger.hold(operands)  # until the last device has launched, nobody knows when
+            self.ledger.hold(operands)  # until the last device's launch, at an unknown time
         if self.replica:
             return (), 0
         packs = packs_of(self.program, bucket_of(node))
@@ -301,14 +297,14 @@ class _Walk:
 
     @accounts(ops.scatter_sums)
     def _scatter_sums(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """What all workers send to this one, until it is added up. It is taken to be there from the first device's launch on."""
+        """All workers' messages to this one, until their sum. They are assumed live from the first device's launch on."""
         self._offer(node)
         received = Block(self.program.buckets[bucket_of(node)].num_bytes, self.names.name(node), "sums of all workers")
         return (() if self.replica else (received,)), 0
 
     @accounts(ops.gather_parameters)
     def _gather_parameters(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """A copy of this worker's part, which is sent while parameters are written."""
+        """A copy of this worker's part, as send buffer during the writes of parameters."""
         part = self.program.buckets[bucket_of(node)].part
         if self.replica or part is None:
             return (), 0
@@ -325,7 +321,7 @@ class _Walk:
         return (), 0
 
     def _rows(self, node: fx.Node, packs: Sequence[fx.Node]) -> tuple[tuple[Block, ...], int]:
-        """The sum of what replicas have of a table's rows, if it is taken; no longer than all rows together."""
+        """The sum of the replicas' rows of a table; at most as long as all rows together."""
         if not node.users:
             return (), 0
         bucket = self.program.buckets[bucket_of(node)]
@@ -340,7 +336,6 @@ class _Walk:
         return self._new_rows(node), 0
 
     def _new_rows(self, node: fx.Node) -> tuple[Block, ...]:
-        """A copy of the rows that a step's gradient has, of new parameters."""
         bucket = self.program.buckets[bucket_of(node)]
         size = bytes_of_rows_sent(self.program, bucket.index)
         return (Block(size, self.names.name(node), f"rows of {bucket.slots[0].variable}"),)
@@ -381,7 +376,7 @@ class _Walk:
         return (self._of([operand]) if is_own else ()), 0
 
     def _bytes_to_gather(self, wait: fx.Node) -> int:
-        """The temporary bytes that a device needs to make a sum of all devices' factors in its bucket: with copies of those."""
+        """Temporary bytes of a sum of all devices' factors in a bucket, with copies of the factors."""
         packs = [pack for pack in packs_of(self.program, bucket_of(wait)) if pack.args]
         factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
         pieces = pieces_of_share(self.program.buckets[bucket_of(wait)], factored_slots(packs[0]), 0, 1)
@@ -392,7 +387,6 @@ class _Walk:
         return wait.target is ops.wait and is_known_by_rows(wait) and self.device.type == "cpu"
 
     def _bytes_to_measure(self, values: Iterable[fx.Node]) -> int:
-        """The temporary bytes that are needed to look at the deferred tables of shares."""
         packs = [value.all_input_nodes[0].all_input_nodes[0] for value in values if self._defers_tables(value)]
         return sum(self._temporary_bytes(pack, bytes_to_measure_tables) for pack in packs)
 
@@ -400,7 +394,7 @@ class _Walk:
         return not share_one_memory(self.program.devices)
 
     def _temporary_bytes(self, pack: fx.Node, count: Count = temporary_bytes) -> int:
-        """The temporary bytes that a device needs to make its share of a bucket with factored gradients, or to measure it."""
+        """Temporary bytes to make or measure a share of a bucket with factored gradients."""
         index = bucket_of(pack)
         first = pack_of_gradients(self.program, index)  # this device may have no examples
         if not left_to_shares(first):
@@ -412,7 +406,7 @@ class _Walk:
 
     @accounts(ops.is_finite)
     def _is_finite(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return self._of(node.args), 0  # the value is kept until the commit, which looks at it if need be
+        return self._of(node.args), 0  # live until the commit, which may read it
 
     @accounts(ops.norm)
     def _norm(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
@@ -446,7 +440,7 @@ class _Walk:
 
 
 def _is_apart(pack: fx.Node) -> bool:
-    """Whether a pack lies elsewhere than in its bucket."""
+    """Test for a pack outside of its bucket."""
     if pack.target is not ops.wait:
         return pack.target not in (ops.pack, ops.add_accumulated, ops.decompress)
     (launch,) = pack.all_input_nodes

@@ -1,4 +1,4 @@
-"""Runs a region's code on fake tensors, statement by statement, to find when it allocates and frees memory."""
+"""Dry run of a region's code on fake tensors, for the lifetimes of its allocations."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from mirrorc.torch_internals import inductor_wrapper, size_now, storage_key, wat
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """Memory that a region allocates.
+    """An allocation of a region.
 
     Attributes:
-        num_bytes: its size.
-        name: the name, in the region's code, of the value for which it was allocated.
-        type: that value's type, as printed.
+        name: name of its value in the region's code.
+        type: the value's type, as printed.
     """
 
     num_bytes: int
@@ -44,11 +43,10 @@ class DryStep:
     """A statement of a region's code.
 
     Attributes:
-        call: the name of the function that it calls, or for which it prepares memory.
-        node: the node of the region's graph that it runs, if that is known.
-        taken: the memory that it allocates.
-        dropped: the memory that the region no longer holds after it; the caller may still hold that of an argument.
-        workspace: additional bytes that its operator uses while it runs.
+        call: name of the called function, or of the function for which it prepares memory.
+        node: its node in the region's graph, if known.
+        dropped: memory that the region releases after it; the caller may still hold an argument.
+        workspace: of its operator, in bytes.
     """
 
     call: str
@@ -60,10 +58,10 @@ class DryStep:
 
 @dataclass(frozen=True)
 class DryRun:
-    """How a region uses memory.
+    """Memory use of a region.
 
     Attributes:
-        steps: the statements that allocate or drop memory, in order, without the return statement.
+        steps: the statements with allocations or releases, in order, without the return statement.
         results: the memory of each output; None for an output without memory.
         remark: why this is an estimate; empty if it is exact.
     """
@@ -74,12 +72,11 @@ class DryRun:
 
 
 def dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
-    """Runs a region's code without computing anything.
+    """Runs a region's code without computation.
 
     Args:
-        region: the region.
         function: the compiled region, see `RegionCompiler.compile`.
-        device: the device for which it was compiled.
+        device: the target of its compilation.
     """
     with made_current(device):  # Inductor's code makes its GPU current, and it is the user's thread that runs it here
         return _dry_run(region, function, device)
@@ -103,14 +100,12 @@ def _dry_run(region: Region, function: RegionFunction, device: torch.device) -> 
 
 
 def _now(value: Any) -> Any:
-    """A region's argument with the sizes that it had when the graph was captured."""
     return with_sizes_now(value) if isinstance(value, torch.Tensor) else size_now(value)
 
 
 def _run(
     module: ast.Module, namespace: dict[str, Any], arguments: Sequence[Any], node_of: Callable[[int], fx.Node | None]
 ) -> DryRun:
-    """Runs the body of a region's function, whose parameter ``args`` is a list."""
     (function,) = (statement for statement in module.body if isinstance(statement, ast.FunctionDef))
     mode = next((value.fake_mode for value in arguments if hasattr(value, "fake_mode")), None)
     assert mode is not None, "a region has an argument that is a tensor"
@@ -124,7 +119,7 @@ def _run(
 
 
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Flattens statements: those inside a ``with`` are included, because a device guard has no effect on fake tensors."""
+    """Flattens ``with`` blocks, since a device guard has no effect on fake tensors."""
     for statement in statements:
         if isinstance(statement, ast.With):
             yield from _flat(statement.body)
@@ -138,7 +133,7 @@ _PREPARATIONS = ("empty_strided", "assert_", "reinterpret_tensor", "args.clear")
 
 
 def _named_by_what_follows(steps: Sequence[DryStep]) -> list[DryStep]:
-    """The steps that allocate or drop memory; a step that only prepares memory for a later call gets that call's name."""
+    """The steps with allocations or releases. Preparation of memory for a later call gets that call's name."""
     named: list[DryStep] = []
     following = "return"
     for step in reversed(steps):
@@ -150,7 +145,7 @@ def _named_by_what_follows(steps: Sequence[DryStep]) -> list[DryStep]:
 
 
 class _Follower:
-    """Runs statements in a namespace, and counts the names that hold each tensor's memory."""
+    """Runs statements in a namespace, and counts the names of each tensor's memory."""
 
     def __init__(self, namespace: dict[str, Any], arguments: Sequence[Any]) -> None:
         self._globals = namespace
@@ -166,11 +161,9 @@ class _Follower:
                 self._places[storage_key(tensor)].append(place)
 
     def note_operator(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Called for every operator that a statement runs."""
         self._workspace = max(self._workspace, workspace_bytes(operator, args, result))
 
     def step(self, statement: ast.stmt, node_of: Callable[[int], fx.Node | None]) -> DryStep:
-        """Runs a statement."""
         self._workspace = 0
         exec(compile(ast.Module([statement], []), "<region>", "exec"), self._globals, self._locals)
         targets = getattr(statement, "targets", [])
@@ -198,7 +191,6 @@ class _Follower:
         return DryStep(call, node, tuple(taken), tuple(dropped), self._workspace)
 
     def results(self, value: ast.expr) -> tuple[Held | None, ...]:
-        """The memory of the outputs that an expression names."""
         outputs = eval(compile(ast.Expression(value), "<region>", "eval"), self._globals, self._locals)
         keys = [storage_key(output) if isinstance(output, torch.Tensor) else None for output in outputs]
         return tuple(self._found[key] if key is not None else None for key in keys)

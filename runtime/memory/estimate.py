@@ -1,4 +1,4 @@
-"""Adds up the memory of a lowered program's step, from its graphs, its bucket plan and the optimizer's state."""
+"""Memory estimate of a lowered program's step, from its graphs, its bucket plan and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from mirrorc.runtime.state.step_state import StepState
 
 _MOST_LISTED = 5  # values at the peak
 _LEAST_LISTED = 0.01  # of the peak
-_CHOOSING = "choose-checkpoints"  # the pass whose remark says why there are fewer activations
+_CHOOSING = "choose-checkpoints"  # its remark explains a smaller peak
 
 Owners = tuple[str, ...]
 
 
 def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunction]], state: StepState) -> MemoryReport:
-    """The memory of a step of a LOWERED program; no step need have run before.
+    """The memory of a step of a LOWERED program, before or after its first run.
 
     Args:
-        program: the program.
         regions: for each device, its compiled regions by name.
-        state: the state that it runs on.
+        state: the program's state.
     """
     tally = _Tally(program)
     for variable in program.variables.values():
@@ -70,7 +69,6 @@ def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunctio
 
 
 def _dry_runs(program: Program, regions: Sequence[Mapping[str, RegionFunction]]) -> dict[str, DryRun]:
-    """The dry run of each region, which is the same on all devices."""
     found: dict[str, DryRun] = {}
     for device, functions in zip(program.devices, regions, strict=True):
         for name, function in functions.items():
@@ -80,15 +78,13 @@ def _dry_runs(program: Program, regions: Sequence[Mapping[str, RegionFunction]])
 
 
 class _Tally:
-    """Adds up bytes by their owners and kind."""
-
     def __init__(self, program: Program) -> None:
         self.program = program
         self.names = tuple(device.name for device in program.devices)
         self.bytes: dict[Owners, Counter[str]] = {(name,): Counter() for name in self.names}
-        self.unknown: set[Owners] = set()  # those whose optimizer state is not known
+        self.unknown: set[Owners] = set()  # with unknown optimizer state
         self.remarks: list[str] = []
-        self._parts = [0] * len(self.names)  # bytes of the memory in which parts of gradients are made, of each device
+        self._parts = [0] * len(self.names)  # bytes of memory for parts of gradients, by device
         self._sent_in_part = [
             node for graph in program.graphs()[:1] for node in calls_to(graph, *ops.EXCHANGES_OF_PARTS)
         ]
@@ -98,14 +94,13 @@ class _Tally:
         self.bytes.setdefault(owners, Counter())[kind] += num_bytes
 
     def add_variable(self, variable: Variable) -> None:
-        """Adds a variable that is in no bucket."""
         if variable.name in self._in_buckets:
             return
         num_bytes = math.prod(variable.shape) * variable.dtype.itemsize
         if variable.synchronization is Synchronization.PER_REPLICA:
             for name in self.names:
                 self._add((name,), "buffers", num_bytes)
-            if len(self.names) > 1:  # the user's buffer, which shows the mean of the replicas' buffers
+            if len(self.names) > 1:  # the user's buffer, with the replicas' mean
                 self._add(self.names[:1], "buffers", num_bytes)
             return
         sharing: dict[object, list[str]] = {}
@@ -116,19 +111,18 @@ class _Tally:
             self._add(tuple(names), kind, num_bytes)
 
     def _copies(self, bucket: Bucket) -> list[Owners]:
-        """The owners of each copy of a bucket's parameters or state: all devices of a shared copy, or each device of its own."""
+        """The owners of each copy of a bucket's parameters or state; all devices of a shared copy."""
         owners: dict[int, list[str]] = {}
         for replica, name in enumerate(self.names):
             owners.setdefault(bucket.owner_of_parameters(replica), []).append(name)
         return [tuple(names) for names in owners.values()]
 
     def add_bucket(self, bucket: Bucket) -> None:
-        """Adds the parameters and gradients of a bucket."""
         for owners in self._copies(bucket):
             self._add(owners, "parameters", bucket.num_bytes)
         if any(
             bucket_of(node) == bucket.index for node in self._sent_in_part
-        ):  # what was not sent, and what will not have been
+        ):  # residuals of error feedback, present and new
             self._add(self.names[:1], "gradients", 2 * bucket.num_bytes)
         if bucket.rule.takes_rows:  # which are activations
             return
@@ -143,7 +137,7 @@ class _Tally:
             self._add((name,), "gradients", bucket.num_bytes - untouched * bucket.dtype.itemsize + accumulated)
 
     def _elements_in_parts(self, bucket: Bucket) -> int:
-        """The elements of a bucket that devices make in parts, in memory of their own, which is noted."""
+        """Records the memory for parts, and returns its elements."""
         found = 0
         for replica, module in enumerate(self.program.device_graphs.values()):
             update = next(
@@ -160,7 +154,7 @@ class _Tally:
         return found
 
     def add_reserved(self) -> None:
-        """Adds memory that is reserved: for parts of gradients, and for large results of regions, a block for each number."""
+        """Adds reserved memory: one block for parts of gradients, and one per number for large results of regions."""
         for name, own, module in zip(self.names, self._parts, self.program.device_graphs.values(), strict=True):
             blocks: Counter[Any] = Counter()
             for node in calls_to(module.graph, ops.reserved):
@@ -170,7 +164,6 @@ class _Tally:
             self._add((name,), "reserved", blocks.total() + own)
 
     def add_state(self, bucket: Bucket, update: UpdateMemory) -> None:
-        """Adds the optimizer's state for a bucket."""
         per_element = sum(dtype.itemsize for dtype in update.state.values())
         scalars = sum(dtype.itemsize for dtype in update.scalars.values())
         shares = [(name, *bucket.updated(replica, len(self.names))) for replica, name in enumerate(self.names)]
@@ -212,7 +205,6 @@ class _Tally:
         )
 
     def report(self, walks: Sequence[Activations]) -> MemoryReport:
-        """The report of everything that was added."""
         devices = [
             DeviceMemory(name, self._held((name,)), _peak(walk)) for name, walk in zip(self.names, walks, strict=True)
         ]
@@ -221,7 +213,6 @@ class _Tally:
 
 
 def _peak(walk: Activations) -> ActivationPeak:
-    """A device's peak, in words."""
     if walk.where is None:
         return ActivationPeak(0, "", "", "", ())
     node, step = walk.where

@@ -1,4 +1,4 @@
-"""Keeps an account of the memory that values hold, and of its peak."""
+"""Ledger of live memory and its peak."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Where = tuple[fx.Node, DryStep | None]
 
 @dataclass
 class Ledger:
-    """Which blocks are held, and by how many values; keeps the moment at which they take the most bytes."""
+    """Live blocks with reference counts, and the moment of their peak."""
 
     holders: Counter[Block] = field(default_factory=Counter)
     total: int = 0
@@ -37,21 +37,20 @@ class Ledger:
     _left: set[Block] = field(default_factory=set)
 
     def hold(self, blocks: Iterable[Block]) -> None:
-        """Records that one more value holds these blocks."""
         for block in blocks:
             self.holders[block] += 1
             if self.holders[block] == 1 and block not in self._left:
                 self._count(block, True)
 
     def drop(self, blocks: Iterable[Block]) -> None:
-        """Records that one value less holds these blocks; blocks that no value holds are freed."""
+        """Removes a reference to these blocks; unreferenced blocks are freed."""
         for block in blocks:
             self.holders[block] -= 1
             if self.holders[block] == 0 and block not in self._left:
                 self._count(block, False)
 
     def leave(self, blocks: Iterable[Block]) -> int:
-        """Removes blocks from the account that stay until the next step replaces them; returns their bytes."""
+        """Moves blocks out of the ledger until the next step replaces them; returns their bytes."""
         new = [block for block in dict.fromkeys(blocks) if block not in self._left]
         for block in new:
             self._count(block, False)
@@ -63,12 +62,10 @@ class Ledger:
         self.history.append((block, is_taken))
 
     def note(self, where: Where) -> None:
-        """Records a moment, at which the held blocks may take the most bytes so far."""
         if self.total > self.peak:
             self.peak, self.peak_at, self._peak_length = self.total, where, len(self.history)
 
     def at_peak(self) -> list[Block]:
-        """The blocks that were held at the peak, the largest first."""
         alive: dict[Block, None] = {}
         for block, is_taken in self.history[: self._peak_length]:
             if is_taken:

@@ -17,9 +17,9 @@ class LiveValue:
     """A value in memory.
 
     Attributes:
-        name: as in the printed program. A value that does not leave its region is named after its operator, or as Inductor does.
-        type: as printed, such as ``f32[64, 2048]``; empty if it is no value of the program.
-        num_bytes: of its memory, which others may share.
+        name: as in the printed program. A value inside a region has its operator's name, or Inductor's name.
+        type: as printed, such as ``f32[64, 2048]``; empty for a value outside of the program.
+        num_bytes: of its memory, possibly shared with other values.
     """
 
     name: str
@@ -29,13 +29,13 @@ class LiveValue:
 
 @dataclass(frozen=True)
 class ActivationPeak:
-    """The moment at which a device's activations take the most memory.
+    """The peak of a device's activations.
 
     Attributes:
-        num_bytes: the bytes of all activations at that moment.
-        call: the device's call that runs then, such as ``bwd_1`` or ``wait b0``; empty if there are no activations.
-        operation: the operator of the region, or the kernel of a compiled one, that runs then; empty if the call is no region.
-        source: the user's source line, or module, that the operation comes from; empty if unknown.
+        num_bytes: bytes of all activations at the peak.
+        call: the device's running call, such as ``bwd_1`` or ``wait b0``; empty without activations.
+        operation: the region's running operator or kernel; empty outside of a region.
+        source: the operation's source line or module in the user's code; empty if unknown.
         largest: the largest values in memory, the largest first.
     """
 
@@ -48,17 +48,18 @@ class ActivationPeak:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Bytes by kind, of the memory that one device owns or that several devices share.
+    """Bytes by kind, of memory of one device or shared by several.
 
     Attributes:
-        devices: the names of the devices that use this memory. Memory that several devices share exists once.
+        devices: names of the devices with this memory. Shared memory exists once.
         parameters: all parameters, trained or not, with the gaps between them.
-        gradients: the parts of buckets that are written, and sums that are kept until the next step replaces them; of a call
-            that accumulates, and the step after it, the accumulated gradients, too.
-        optimizer_state: the present state, or the state after the first step; None if it cannot be known before that step.
+        gradients: the written parts of buckets, and sums that live until the next step replaces them. With gradient
+            accumulation,
+            the accumulated gradients, too.
+        optimizer_state: the present state, or the state after the first step; None if unknown before that step.
         buffers: the buffers of the model, and the constants of its graph.
-        activations: the values of a step, at their peak; they are freed within the step.
-        reserved: memory for large values of a step that stays until the step is closed, see `mirrorc.passes.ReserveMemory`.
+        activations: the peak of values with a lifetime within a step.
+        reserved: memory for large values, held until the step is closed, see `mirrorc.passes.ReserveMemory`.
     """
 
     devices: tuple[str, ...]
@@ -71,18 +72,17 @@ class HeldMemory:
 
     @property
     def total(self) -> int:
-        """The sum of the kinds that are known."""
+        """The sum of the known kinds."""
         return sum(getattr(self, kind) or 0 for kind in _KINDS)
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory that belongs to one device alone.
+    """The memory of one device alone.
 
     Attributes:
-        device: the device's name.
-        own: its bytes by kind, without the memory that it shares.
-        peak: the moment at which ``own.activations`` was counted.
+        own: its bytes by kind, without shared memory.
+        peak: the moment of ``own.activations``.
     """
 
     device: str
@@ -94,14 +94,15 @@ class DeviceMemory:
 class MemoryReport:
     """The memory of a step; `str` of it is a table.
 
-    Totals count shared memory once, and add the peaks of all devices as if they occurred at the same time. The report does not
-    include the batch on CPUs and the outputs of a step, which belong to the caller; variables that the program does not use;
-    code; and memory that operators allocate and free internally.
+    Totals count shared memory once, and add the peaks of all devices as if they occurred at the same time. The report
+    excludes the caller's memory (the batch on CPUs, the outputs of a step), unused variables, code, and workspaces of
+    operators.
 
     Attributes:
         devices: the memory of each device, in order of replicas.
-        shared: the memory that several devices share; on CPUs, parameters and optimizer state, of which each updates its share.
-        remarks: which figures are unknown or estimated, and why.
+        shared: the memory of several devices. On CPUs, this includes parameters and optimizer state; each device
+            updates its share.
+        remarks: unknown or estimated figures, with reasons.
     """
 
     devices: tuple[DeviceMemory, ...]
@@ -110,7 +111,7 @@ class MemoryReport:
 
     @property
     def rows(self) -> tuple[HeldMemory, ...]:
-        """The shared memory and each device's own memory, each counted once."""
+        """Shared memory and each device's own memory, each counted once."""
         return (*self.shared, *(device.own for device in self.devices))
 
     @property
@@ -125,7 +126,7 @@ class MemoryReport:
 
     @property
     def optimizer_state(self) -> int | None:
-        """The optimizer state of all devices; None if it cannot be known yet."""
+        """Of all devices; None if unknown so far."""
         parts = [row.optimizer_state for row in self.rows]
         return None if None in parts else sum(part for part in parts if part is not None)
 
@@ -136,7 +137,7 @@ class MemoryReport:
 
     @property
     def activations(self) -> int:
-        """The activations of all devices, each at its own peak."""
+        """Of all devices, each at its own peak."""
         return sum(row.activations for row in self.rows)
 
     @property
@@ -146,7 +147,7 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """The sum of what is known, on all devices."""
+        """The sum of all known kinds, on all devices."""
         return sum(row.total for row in self.rows)
 
     def __str__(self) -> str:
@@ -165,7 +166,7 @@ class MemoryReport:
         return lines
 
     def _peak_lines(self) -> list[str]:
-        """The lines on the devices' peaks; equal peaks are reported once."""
+        """One line per distinct peak."""
         names: dict[ActivationPeak, list[str]] = {}
         for device in self.devices:
             names.setdefault(device.peak, []).append(device.device)

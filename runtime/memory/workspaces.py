@@ -1,4 +1,4 @@
-"""Estimates the memory that operators allocate and free internally, where it is large and follows from their arguments."""
+"""Estimates of operators' workspaces, for large ones that follow from the arguments."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ _UNBLOCKED_CHANNELS = 4  # images of so few channels are not copied
 
 
 def workspace_bytes(operator: Any, args: tuple[Any, ...], result: Any) -> int:
-    """The most bytes that an operator takes while it runs, without its result; 0 for operators that are not known here.
+    """An operator's peak workspace, without its result; 0 for unknown operators.
 
     Args:
         operator: an overload of torch.
-        args: its positional arguments; tensors may be fake.
-        result: what it gives.
+        args: positional; tensors may be fake.
     """
     if operator is aten.convolution.default:
         image, weight = args[:2]
@@ -30,9 +29,9 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...], result: Any) -> int:
 
 
 def _is_blocked(image: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether oneDNN copies a convolution's operands into blocks of channels.
+    """Test for copies of a convolution's operands into blocks of channels by oneDNN.
 
-    It does for float32 on the CPU, unless channels are last already (oneDNN's manual, "Understanding memory formats").
+    They occur for float32 on the CPU, except in channels-last format (oneDNN's manual, "Understanding memory formats").
     """
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     is_last = any(
@@ -58,13 +57,13 @@ def _blocked_weight(weight: torch.Tensor) -> int:
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> int:
-    """The larger of two moments: with all operands in blocks; with the result in blocks and in its own format."""
+    """The larger of two moments: all operands in blocks; the result in blocks and in its own format."""
     copied = _blocked(image) if image.shape[1] > _UNBLOCKED_CHANNELS else 0
     return max(copied + _blocked_weight(weight) + _blocked(result) - result.nbytes, _blocked(result))
 
 
 def _backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, result: Any, is_strided: bool) -> int:
-    """The larger of two moments: with the image's gradient, if it is needed; with the weight's, while the image's is kept."""
+    """The larger of two moments: the image's gradient, if needed; the weight's gradient next to the image's."""
     given = sum(part.nbytes for part in result if part is not None)
     copied = _blocked(image) if image.shape[1] >= _UNBLOCKED_CHANNELS else 0
     of_weight = _blocked(gradient) + copied + _blocked_weight(weight)

@@ -28,7 +28,7 @@ _BUCKET_COLUMNS = (
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where the time of the last recorded steps went; `str` of it is a table, with its columns defined below it.
+    """Breakdown of the time of the last recorded steps; `str` of it is a table, with its columns defined below it.
 
     All times are means over the same typical steps: of all steps that are considered, the third with the middle durations.
     Parts therefore add up.

@@ -80,7 +80,6 @@ class Recorder:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any step has begun."""
         return bool(self._begun)
 
     def begin(self) -> None:

@@ -1,1 +1,1 @@
-"""The state that is kept from step to step: variables, optimizers, gradients."""
+"""State between steps: variables, optimizers, gradients."""

@@ -1,4 +1,4 @@
-"""Compares the replicas' copies of variables and optimizer state, to find memory that has gone bad."""
+"""Comparison of the replicas' copies of variables and optimizer state, to detect memory corruption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirrorc.runtime.state.shared.shared_state import Hold
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.state.variables.layout import slot_views
 
-_ROW = 1024  # words that are added up together
+_ROW = 1024  # words in a sum
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Copies:
     """The replicas' copies of one variable, bucket or state entry.
 
     Attributes:
-        entry: a variable's name, or that of an entry of the optimizer's state; empty for parameters in a bucket.
-        tensors: the copies, in order of replicas.
-        bucket: the bucket, if the copies hold all variables of one.
+        entry: name of a variable or state entry; empty for parameters in a bucket.
+        tensors: in order of replicas.
+        bucket: the bucket of the copies, if they hold all of its variables.
     """
 
     entry: str
@@ -35,11 +35,10 @@ class Copies:
 
     @property
     def are_many(self) -> bool:
-        """Whether there is more than one copy: devices of one memory may share one."""
+        """Test for several copies; devices of one memory may share one."""
         return len({(tensor.device, tensor.data_ptr()) for tensor in self.tensors}) > 1
 
     def of_variables(self) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
-        """For each variable: its name, the entry of the optimizer's state or nothing, the copies."""
         if self.bucket is None:
             yield self.entry, "", list(self.tensors)
             return
@@ -50,11 +49,11 @@ class Copies:
 
 
 class ComparedState(StepState):
-    """The state of a step that compares the replicas' copies before every so many steps.
+    """A step's state with a comparison of replicas at fixed intervals.
 
     Args:
         held, hold: see `StepState`.
-        every: the number of steps.
+        every: the interval in steps.
     """
 
     def __init__(self, hold: Hold, every: int) -> None:
@@ -65,7 +64,6 @@ class ComparedState(StepState):
         self._plan: Sequence[Bucket] = ()  # of the present program
 
     def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
-        """See `StepState`."""
         super().take_over(program, is_stale=is_stale)
         self._plan = program.buckets
         self._unwritten = [
@@ -80,7 +78,7 @@ class ComparedState(StepState):
         """As in `StepState`.
 
         Raises:
-            ExecutionError: two replicas have different copies. It is raised again until they are written anew.
+            ExecutionError: two replicas have different copies. It is raised again until the user rewrites them.
         """
         if (self._num_begun + 1) % self._every == 0:
             self._compare()
@@ -130,14 +128,14 @@ class ComparedState(StepState):
 
 
 def make_state(hold: Hold, every: int) -> StepState:
-    """The state of a step; one that compares the replicas' copies before every so many steps, unless that is 0."""
+    """The state of a step, with a comparison of replicas every so many steps; 0 for none."""
     return ComparedState(hold, every) if every else StepState(hold)
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The checksums of tensors, a row each, on the host; one transfer for each device that has some.
+    """The checksums of tensors, a row each, on the host, with one transfer per device.
 
-    The state of an optimizer on a GPU may have its counts on the host.
+    An optimizer on a GPU may have its step counts on the host.
     """
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -158,8 +156,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Checksum of a tensor's bits, four integers. It differs if one or two bits do, and almost surely if more do.
 
-    The int64 words form a matrix; its row sums and column sums are added with weights. No allocation of the tensor's size, no
-    synchronization.
+    The int64 words form a matrix; its row sums and column sums are added with weights. No allocation of the tensor's
+    size, no synchronization.
     """
     raw = _bytes(tensor)
     num_words = raw.numel() // 8

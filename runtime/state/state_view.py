@@ -1,4 +1,4 @@
-"""The state of a step as calls see it that do not update: they have its variables and its layout, and write less."""
+"""A step's state for calls without updates: same variables and layout, fewer writes."""
 
 from __future__ import annotations
 
@@ -9,39 +9,30 @@ from mirrorc.runtime.state.variables.step_variables import StepVariables
 
 
 class StateView:
-    """What calls share that stand in the place of a training step, over its state.
-
-    Args:
-        state: that of the training steps, which has the same variables.
-    """
+    """Common base of calls other than training steps, over the state of training steps."""
 
     def __init__(self, state: StepState) -> None:
         self._state = state
 
     @property
     def store(self) -> StepVariables:
-        """See `StepState`."""
         return self._state.store
 
     @property
     def optimizers(self) -> BucketOptimizers:
-        """See `StepState`."""
         return self._state.optimizers
 
     @property
     def reserved(self) -> ReservedMemory:
-        """See `StepState`."""
         return self._state.reserved
 
     @property
     def layout(self) -> int:
-        """See `StepState`."""
         return self._state.layout
 
     @property
     def num_skipped(self) -> int:
-        """See `StepState`."""
         return self._state.num_skipped
 
     def begin(self) -> None:
-        """Nothing is made before a call that would have to be undone: there is no update."""
+        """No-op: without an update there is nothing to undo."""

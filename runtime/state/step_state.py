@@ -1,6 +1,6 @@
-"""The state of a step: its variables and its optimizers, and whether these are consistent.
+"""The state of a step: its variables, its optimizers, and their consistency.
 
-It is long, as all that may happen to a step's state is told here.
+It is long, because all transitions of a step's state are here.
 """
 
 from __future__ import annotations
@@ -29,21 +29,18 @@ from mirrorc.torch_internals import mark_optimizer_stepped
 
 
 class StepState:
-    """The state that all programs of one step share. Only this object knows whether the state is whole, and what changed last.
+    """The state of all programs of one step, with its consistency and last change.
 
-    A step calls `take_over`, and then `finish` or `abandon`. The state is whole unless a step was abandoned after it had
-    committed; then `take_over` makes the state whole again.
-
-    Args:
-        hold: the step's hold of its variables, which other steps may hold, too.
+    A step calls `take_over`, then `finish` or `abandon`. An abandoned step leaves the state inconsistent if it had
+    committed; the next `take_over` repairs it.
 
     Attributes:
-        num_skipped: the number of steps that have left their updates out.
-        loss_scale: what the loss is multiplied by; None for nothing.
-        accumulated: the gradients of calls since the last update.
-        unsent: what this worker has not sent of its gradients, of which it sends a part in each step.
-        told: what the last step told its caller, by name, such as the norm of its gradients.
-        torn: what a step has left between two steps, whether it is restored by now or not; None if none has.
+        num_skipped: number of skipped updates.
+        loss_scale: None without loss scaling.
+        accumulated: gradients of calls since the last update.
+        unsent: error feedback of gradient compression.
+        told: results of the last step for the caller, by name, such as the gradient norm.
+        torn: torn state, restored or not; None for none.
     """
 
     def __init__(self, hold: Hold) -> None:
@@ -54,46 +51,41 @@ class StepState:
         self._is_closed = False
         self.accumulated = AccumulatedGradients(self.store.devices)
         self.unsent = UnsentGradients(self.store.devices[0].torch_device)
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # what undoes the step, if it can be undone
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # backup of an undoable step
         self.torn: TornState | None = None
 
     @property
     def _held(self) -> HeldState:
-        """What other steps may hold, too."""
         return self._hold.held
 
     @property
     def store(self) -> StepVariables:
-        """What the step sees of the variables."""
         return self._hold.store
 
     @property
     def optimizers(self) -> BucketOptimizers:
-        """The optimizers' state and updates."""
         return self._hold.optimizers
 
     @property
     def reserved(self) -> ReservedMemory:
-        """Memory for large results of regions, which no step reads that did not write it."""
         return self._held.reserved
 
     @property
     def is_whole(self) -> bool:
-        """Whether variables and optimizers are those of some step, not of two in part."""
+        """Consistency of variables and optimizers: all of one step."""
         return self._held.is_whole and self.optimizers.is_whole
 
     @property
     def layout(self) -> int:
-        """The number of the present layout of memory; when it changes, views of the memory must be made anew."""
+        """The number of the present layout of memory; views are remade when it changes."""
         return self._held.layout
 
     @property
     def callers(self) -> Callers:
-        """Who calls a step over these variables now."""
         return self._held.callers
 
     def close(self) -> None:
-        """Called when the step is closed, perhaps several times; other steps go on with what they hold."""
+        """Releases the step's hold; idempotent. Other steps keep theirs."""
         if not self._is_closed:
             self._is_closed = True
             self._held.let_go(self._hold)
@@ -101,44 +93,40 @@ class StepState:
                 self.loss_scale.close()
 
     def begin_use(self) -> None:
-        """See `mirrorc.runtime.state.shared.registry.begin_use`."""
         registry.begin_use(self._held)
 
     def take_in(
         self, outside: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
     ) -> None:
-        """See `mirrorc.runtime.state.shared.registry.take_in`."""
         registry.take_in(self._hold, outside, counters, written)
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Lets go what was taken in under other names."""
         if self.store.drop_unless(names):
             self._held.release()
 
     def reads(self, constants: Collection[torch.Tensor]) -> None:
-        """See `mirrorc.runtime.state.shared.registry.reads`."""
         registry.reads(self._held, constants)
 
     @property
     def is_behind(self) -> bool:
-        """Whether the user, or a step that holds a state of its own, has written to variables since the last call."""
+        """Test for writes since the last call, by the user or a step with separate state."""
         return not self._is_closed and self._held.store.has_changes()
 
     @property
     def are_variables_written(self) -> bool:
-        """Whether the user has written to variables since the last training step, whatever has taken that over since."""
+        """Test for the user's writes since the last training step, mirrored or not."""
         return self.is_behind or self._held.was_behind
 
     def catch_up(self) -> None:
-        """Mirrors what was written, so that all replicas have it."""
+        """Mirrors pending writes to all replicas."""
         self._held.was_behind = self.are_variables_written
         if self._held.store.mirror_changes():
             self._held.layout += 1
 
     def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
-        """Lays memory out for a program, and takes over what the user changed since the last step.
+        """Lays memory out for a program, and mirrors the user's changes since the last step.
 
-        ``is_stale`` is what `BucketOptimizers.is_stale` says, if the caller knows: it takes some microseconds to tell.
+        ``is_stale`` is a known result of `BucketOptimizers.is_stale`; it saves some microseconds.
 
         Raises:
             ValueError, ExecutionError: see `AccumulatedGradients.check` and `VariableStore.lay_out`.
@@ -173,10 +161,10 @@ class StepState:
         self._held.is_whole = self.optimizers.is_whole = True
 
     def take_over_variables(self, program: Program) -> None:
-        """Takes over what the user wrote to variables, for a program that evaluates: it reads them where they lie.
+        """Mirrors the user's writes to variables for an evaluation, which reads them in place.
 
-        The optimizer's state, and what the user did to it, is left to the next training step. Buckets stay as they are, unless
-        the user has given a parameter other memory: then all parameters lie where the user has them, until that step.
+        Changes of the optimizer's state wait for the next training step. Buckets stay, unless a parameter has new
+        memory from the user: then all parameters stay in the user's memory until that step.
         """
         self._held.was_behind = self.are_variables_written
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
@@ -197,17 +185,16 @@ class StepState:
         self._held.is_whole = was_whole
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
-        """Puts a layout in place that was made aside; allocates nothing, and may be repeated from any point."""
+        """Commits a prepared layout, without allocation, idempotent from any point."""
         self._held.store.adopt(layout)
         if laid is not None:
             self.optimizers.adopt(laid)
         self._held.layout += 1
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
-        """Whether a program's buckets cannot hold the optimizer's present state, or optimizers now write other rows of its tables
-        than the program takes them to, so that buckets must be planned anew.
+        """Test for a bucket plan that no longer holds the optimizer's state, or for changed rules of row updates.
 
-        ``is_stale`` is what `BucketOptimizers.is_stale` says.
+        ``is_stale`` is the result of `BucketOptimizers.is_stale`.
         """
         if self.optimizers.write_other_rows(program.buckets):
             return True
@@ -215,34 +202,35 @@ class StepState:
         return is_to_move and not self.optimizers.fits(self.store.in_store(program).buckets)
 
     def update_memory(self, bucket: Bucket) -> UpdateMemory:
-        """See `BucketOptimizers.update_memory`; of a bucket of a program, also when the step is closed."""
+        """See `BucketOptimizers.update_memory`; available after close."""
         return self.optimizers.update_memory(bucket, self._parameters_of(bucket))
 
     def own_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
-        """See `BucketOptimizers.own_state_bytes`; of buckets of a program."""
+        """See `BucketOptimizers.own_state_bytes`."""
         return self.optimizers.own_state_bytes([(bucket, self._parameters_of(bucket)) for bucket in buckets])
 
     def _parameters_of(self, bucket: Bucket) -> list[torch.Tensor]:
         return [self.store.tensors[slot.variable] for slot in bucket.slots]
 
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
-        """Called before a step of so many examples: what its loss is multiplied by before backward, besides its weights."""
+        """The factor of the next step's loss before backward, besides its weights."""
         scale = self.scale_of_loss()
         self.unsent.begin(program, scale)
         return self.accumulated.begin_step(program, examples, scale)
 
     def scale_of_loss(self) -> float:
-        """Called before a step: the scale of its loss, with which small gradients are not rounded to zero."""
+        """The scale of the next step's loss, against underflow of small gradients."""
         return self.loss_scale.begin() if self.loss_scale is not None else 1.0
 
     def begin(self) -> None:
-        """Called before a step. One in which the optimizer makes its state, which may fail for lack of memory, can be undone,
-        unless parameters of other workers may still come in when it has failed."""
+        """Prepares a step. The optimizer's first step may fail for lack of memory, so it can be undone, unless
+        parameters of other workers may arrive after the failure.
+        """
         if self.optimizers.is_fresh and not self.optimizers.are_sharded:
             self._kept = [(own, own.to("cpu", copy=True)) for own in (*self.store.written(), *self.optimizers.held())]
 
     def finish(self) -> None:
-        """Called when all replicas are done; shows the new state in the user's model and optimizer. May be repeated."""
+        """Publishes the new state in the user's model and optimizer, after all replicas; idempotent."""
         self._kept = None
         self.optimizers.finish_step()
         self.store.count_update()
@@ -256,9 +244,9 @@ class StepState:
         self._held.is_whole = self.optimizers.is_whole = True
 
     def skip(self, number: int) -> None:
-        """Called in place of `finish` if all replicas have left updates out, for the ``number``-th time. May be repeated.
+        """Alternative to `finish` after the ``number``-th skipped update; idempotent.
 
-        Accumulated gradients are used up, as if the loop went on with ``zero_grad()``: one that is not finite would stay so.
+        Accumulated gradients are dropped, as by ``zero_grad()`` in a loop: a non-finite one would stay so.
         """
         self._kept = None
         self.accumulated.clear()
@@ -267,12 +255,12 @@ class StepState:
             self.loss_scale.finish(has_overflowed=True)
 
     def abandon(self, *, has_committed: bool) -> bool:
-        """Records that the step has failed: the content of the gradient buckets is unknown.
+        """Records a failed step: the gradient buckets have unknown content.
 
-        If it had committed, variables may have changed in part, and replicas may differ.
+        After a commit, variables may be partly updated, and replicas may differ.
 
         Returns:
-            Whether the model and the optimizer are as they were before the step.
+            True if the model and the optimizer are unchanged.
         """
         self._held.gradients_writer = None
         kept, self._kept = self._kept, None
@@ -286,9 +274,9 @@ class StepState:
         return kept is not None
 
     def tear(self, what: str) -> None:
-        """Records that the step that was abandoned has updated a part of its buckets; ``what`` says which.
+        """Records a partial update by the abandoned step; ``what`` names its buckets.
 
-        Until the user has restored parameters and optimizers, nothing spreads what the first replica has, see `TornState`.
+        Nothing mirrors the first replica's values until the user restores parameters and optimizers, see `TornState`.
         """
         groups, tensors = self.optimizers.groups, self.store.tensors
         trained = groups.parameters()
@@ -296,7 +284,7 @@ class StepState:
         self.torn = TornState(what, own, groups.optimizers)
 
     def refuse_if_torn(self) -> None:
-        """Refuses to show variables that a step has left between two steps.
+        """Refuses access to torn variables.
 
         Raises:
             ExecutionError: see `mirrorc.runtime.state.shared.torn_state.TornState.refuse`.
@@ -304,12 +292,12 @@ class StepState:
         refuse_torn(self._held.store.names.keys())
 
     def keeps_gradients_of(self, writer: Hashable) -> bool:
-        """Whether the gradient buckets still hold what this writer has left there.
+        """Test for gradient buckets with the content of this writer.
 
-        They do not after a step of another writer, after a failure, or with optimizers that use the memory of gradients.
+        Another writer's step, a failure, and optimizers that use the memory of gradients destroy it.
         """
         return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """Sets the writer of the gradient buckets, once it has forgotten what it had left in buckets that others wrote since."""
+        """Sets the writer of the gradient buckets, after it dropped its record of overwritten content."""
         self._held.gradients_writer = writer

@@ -33,7 +33,6 @@ class Asked:
         self._are_last, self._missing = are_last, list(reversed(taken.places))
 
     def are_there(self) -> bool:
-        """Whether all are ready."""
         backward = self.backward
         if backward.has_ended or self._are_last:
             return backward.has_ended

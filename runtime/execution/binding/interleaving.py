@@ -25,7 +25,7 @@ PausingStep = Generator[None, None, Any]
 
 
 def pauses_at(node: fx.Node) -> bool:
-    """Whether a replica's step pauses at a node: at its commit, and before earlier waits.
+    """Test for a pause of a replica's step: at its commit, and before earlier waits.
 
     Later waits need launches of other replicas, which come before the commit.
     """
@@ -35,10 +35,9 @@ def pauses_at(node: fx.Node) -> bool:
 
 
 def can_interleave(program: Program) -> bool:
-    """Whether replicas that pause together at the nodes of `pauses_at` never block.
+    """Test for replicas that never block with common pauses at the nodes of `pauses_at`.
 
-    That holds if all replicas wait for the same buckets in the same order, and each wait needs only the launches of the
-    others.
+    All must wait for the same buckets in the same order, and each wait must need only the launches of the others.
     """
     if len(program.devices) == 1 or any(device.is_asynchronous for device in program.devices):
         return False

@@ -19,7 +19,7 @@ from mirrorc.torch_internals import has_symbols
 
 @dataclass
 class _Output:
-    """How the parts of an output are joined, and their types, by replica with examples."""
+    """Join of an output's parts, and their types, by replica with examples."""
 
     how: str
     types: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class _Output:
 
     @property
     def has_symbols(self) -> bool:
-        """Whether sizes of the parts vary from step to step."""
+        """Test for sizes of parts that vary from step to step."""
         return any(map(has_symbols, self.types.values()))
 
 

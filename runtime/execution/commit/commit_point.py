@@ -61,22 +61,22 @@ class CommitPoint:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the present step, or otherwise the last, is committed: nothing stops it any more."""
+        """Test for a committed step, the present or else the last: it can no longer stop."""
         return self._decision.get("step") is TAKES_PLACE
 
     @property
     def is_skipped(self) -> bool:
-        """Whether all replicas skip the step's updates, and return its loss."""
+        """Test for a step without updates on all replicas; its loss is returned."""
         return self._decision.get("step") is SKIPPED
 
     @property
     def is_decided(self) -> bool:
-        """Whether the step is committed or skipped."""
+        """Test for a committed or skipped step."""
         return self._decision.get("step") in (TAKES_PLACE, SKIPPED)
 
     @property
     def is_binding(self) -> bool:
-        """Whether the step is decided, here or possibly by other workers that have this worker's vote."""
+        """Test for a decision here, or possibly on other workers with this worker's vote."""
         return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _AGREEING)
 
     def begin(self) -> None:

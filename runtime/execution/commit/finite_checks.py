@@ -43,7 +43,7 @@ def examined(value: torch.Tensor) -> Examined:
 
 
 def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool) -> bool:
-    """Whether all sums are finite. A GPU is synchronized once for all of them."""
+    """Test for finite sums, with one synchronization of a GPU for all of them."""
     totals = [value.total for value in values if isinstance(value, Examined)]
     totals += sums_of_all([value.visitor for value in values if isinstance(value, ExaminedShare)])
     if at_once and totals:

@@ -34,7 +34,7 @@ class UpdateProgress:
 
     @property
     def has_begun(self) -> bool:
-        """Whether an update of the step has begun, so that a bucket may have changed."""
+        """Test for an update in this step, so that a bucket may have changed."""
         return bool(self._begun)
 
     def noting(self, node: fx.Node, update: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ def progress_of(program: Program) -> UpdateProgress | None:
 
 
 def is_noted(node: fx.Node) -> bool:
-    """Whether a node writes parameters: an update, or the wait for parameters of other workers."""
+    """Test for a node that writes parameters: an update, or the wait for parameters of other workers."""
     return node.target in ops.UPDATES or (
         node.target is ops.wait and any(source.target is ops.gather_parameters for source in node.all_input_nodes)
     )

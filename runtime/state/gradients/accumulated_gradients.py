@@ -22,10 +22,10 @@ class Examples:
 
     Attributes:
         own: of this process.
-        of_all: of all workers that make the call together, this one included.
-        kept_elsewhere: of earlier calls whose gradients other workers keep.
-        present_before: how many replicas of the workers before this one have examples.
-        num_present: how many replicas of all workers have; 0 where this process asks no others, and its own count.
+        of_all: of all workers in the call, this one included.
+        kept_elsewhere: of earlier calls with sums on other workers.
+        present_before: replicas with examples on earlier workers.
+        num_present: replicas with examples on all workers; 0 without other workers, where the local count applies.
     """
 
     own: int
@@ -40,9 +40,8 @@ class _Sums:
     """Sums of gradients, laid out as the buckets are.
 
     Attributes:
-        plan: the buckets.
-        flat: for each bucket, a sum for each replica, 1-D.
-        aside: of variables that are in no bucket of the plan, a sum for each replica.
+        flat: by bucket and replica, 1-D.
+        aside: by variable outside of the plan, and replica.
     """
 
     plan: tuple[Bucket, ...] = ()
@@ -69,8 +68,8 @@ class _Counts:
     Attributes:
         num_calls, num_examples: see `AccumulatedGradients`.
         unit: the weight of each example's loss in the sums, or of each call's if losses are sums.
-        names: the variables that have gradients in them.
-        used: those of which some call has used the parameter, so that its gradient is not absent.
+        names: variables with gradients.
+        used: variables with a use in some call; the gradients of others are absent.
     """
 
     num_calls: int = 0
@@ -81,33 +80,28 @@ class _Counts:
 
 
 class AccumulatedGradients:
-    """Sums of gradients on each replica, over the calls since the last update.
+    """Sums of gradients on each replica, over the calls since the last update, in the dtype of their parameters.
 
-    Sums are in the dtype of their parameters, as ``parameter.grad`` is. The losses of all calls have one weight for each example:
-    that with which the first call's loss has the weight 1. A loss that is scaled has its part of the examples of the last update
-    that took sums, rounded down to a power of two: float16 then overflows where it does in a loop that divides losses. The step
-    that takes the sums makes up for either. Of several workers, each has sums and counts of its own examples; the step that takes
-    them is told those of the others.
-
-    Args:
-        devices: the devices, in order of replicas.
+    Every example's loss has the same weight, such that the first call's loss has weight 1. With loss scaling, the
+    weight is a fraction of the last update's examples, rounded down to a power of two. Float16 then overflows in the
+    same cases as in a loop with divided losses. The updating step corrects for both. Each worker has sums and counts of
+    its own examples.
 
     Attributes:
-        share: what the running step multiplies the sums by.
-        is_torn: whether a call has failed while it was added, so that the sums may be incomplete.
+        share: the running step's factor of the sums.
+        is_torn: True after a failed addition, so that sums may be incomplete.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self._sums, self._counts = _Sums(), _Counts()
         self._begun = _Counts()  # the counts after the call in progress
-        self._last_update = 0  # how many examples the last update had that took sums of mean losses
+        self._last_update = 0  # examples of the last update with sums of mean losses
         self.share = 0.0
         self.is_torn = False
 
     @property
     def num_calls(self) -> int:
-        """Number of accumulated calls."""
         return self._counts.num_calls
 
     @property
@@ -117,24 +111,22 @@ class AccumulatedGradients:
 
     @property
     def names(self) -> frozenset[str]:
-        """Variables with accumulated gradients."""
         return self._counts.names
 
     @property
     def used(self) -> frozenset[str]:
-        """Variables whose parameters some call has used; the sums of others are zeros in place of None."""
+        """Variables with a use in some call; the sums of others are zeros in place of None."""
         return self._counts.used
 
     def sums_of(self, bucket: int) -> Sequence[torch.Tensor]:
-        """The sums of a bucket, for each replica."""
         return self._sums.flat[bucket]
 
     def check(self, program: Program) -> None:
-        """Refuses a program that cannot go on with the sums.
+        """Refuses a program that cannot continue with the sums.
 
         Raises:
             ExecutionError: the sums may be incomplete.
-            ValueError: the program updates, but not all variables that have gradients in the sums.
+            ValueError: the program updates, but not all variables with accumulated gradients.
         """
         if self.is_torn:
             raise ExecutionError(
@@ -152,7 +144,7 @@ class AccumulatedGradients:
             )
 
     def fit(self, plan: tuple[Bucket, ...]) -> None:
-        """Lays the sums out for a plan of buckets; sums of other variables are kept aside. A failure changes nothing."""
+        """Lays the sums out for a bucket plan, other variables aside. A failure changes nothing."""
         if self._sums.plan == plan:
             return
         old = {name: sums for name, sums in self._sums.of_variables().items() if name in self._counts.names}
@@ -166,12 +158,13 @@ class AccumulatedGradients:
         self._sums = _Sums(plan, flat, aside)
 
     def release(self) -> None:
-        """Frees the memory of sums, if there are none."""
         if not self.num_calls:
             self._sums = _Sums()
 
     def begin_call(self, program: Program, examples: Examples, scale: float) -> float:
-        """Begins a call that accumulates; returns the factor of its loss before backward. ``scale`` is that of loss scaling."""
+        """Begins an accumulating call; returns the factor of its loss before backward. ``scale`` is that of loss
+        scaling.
+        """
         size, counts = examples.of_all if program.loss_reduction == "mean" else 1, self._counts
         part = _power_below(size / max(size, self._last_update)) if scale != 1.0 else 1.0
         unit = counts.unit if counts.num_calls else scale * part / size
@@ -181,7 +174,7 @@ class AccumulatedGradients:
         return unit * size
 
     def begin_step(self, program: Program, examples: Examples, scale: float) -> float:
-        """Begins a step that updates with its gradients and the sums; arguments and result as of `begin_call`."""
+        """Begins an updating step; arguments and result as of `begin_call`."""
         if not (self.num_calls or examples.kept_elsewhere):
             return scale
         local, together = examples.of_all, self.num_examples + examples.kept_elsewhere + examples.of_all
@@ -192,31 +185,30 @@ class AccumulatedGradients:
         return scale * local / together
 
     def add(self, bucket: int, replica: int, packed: torch.Tensor) -> None:
-        """Adds a replica's packed gradients to its sum; the first call is copied."""
+        """Adds a replica's packed gradients to its sum; the first call copies."""
         total = self._sums.flat[bucket][replica]
         total.add_(packed) if self.num_calls else total.copy_(packed)
 
     def add_to(self, bucket: int, replica: int, packed: torch.Tensor, elements: slice = slice(None)) -> None:
-        """Adds a replica's sum to its packed gradients, which are these elements of the bucket, if there are sums."""
+        """Adds a replica's sum, if any, to packed gradients of these elements."""
         if self.num_calls:
             packed.add_(self._sums.flat[bucket][replica][elements], alpha=self.share)
 
     def note_unused(self, names: Set[str]) -> None:
-        """Marks parameters as unused by the call in progress. May be repeated."""
+        """Marks parameters as unused by the call in progress; idempotent."""
         self._begun = replace(self._begun, used=self._begun.used - (names - self._counts.used))
 
     def finish_call(self) -> None:
-        """Counts the call in progress, after its addition on all replicas. May be repeated."""
+        """Counts the call in progress, after its addition on all replicas; idempotent."""
         self._counts = self._begun
 
     def clear(self) -> None:
-        """Drops the sums and keeps their memory. May be repeated."""
+        """Drops the sums and keeps their memory; idempotent."""
         self._counts, self.is_torn = _Counts(), False
         if self._sums.aside:
             self._sums = _Sums(self._sums.plan, self._sums.flat)
 
     def drop(self, names: Collection[str]) -> None:
-        """Drops the sums of some variables."""
         if self._counts.names <= set(names):
             self.clear()
             return

@@ -19,14 +19,14 @@ class _Unsent:
     """Residuals in the layout of buckets.
 
     Attributes:
-        plan: the buckets of which a part is sent.
-        residuals: for each of them, by its index, what the steps that have taken place have not sent, 1-D.
-        new: for each of them, what it is when the step that runs has taken place.
-        aside: what was not sent of variables that are in none of them.
-        scale: of the losses whose gradients are kept.
-        new_scale: of the loss of the step that runs; None if none does.
-        state: what payloads have returned in the last step, by variable; all workers have the same.
-        new_state: what it is when the step that runs has taken place. Sums that are in flight then are put into it.
+        plan: the compressed buckets.
+        residuals: by bucket index, of committed steps, 1-D.
+        new: by bucket index, of the running step.
+        aside: residuals of variables outside of these buckets.
+        scale: loss scale of the residuals.
+        new_scale: loss scale of the running step; None between steps.
+        state: payload results of the last step, by variable; equal on all workers.
+        new_state: payload results of the running step, possibly with sums in flight.
     """
 
     plan: tuple[Bucket, ...] = ()
@@ -40,23 +40,23 @@ class _Unsent:
 
 
 class UnsentGradients:
-    """What this worker has not sent of its sums of gradients; one for all of its devices, and all programs of a step.
+    """This worker's error feedback: one for all of its devices, and for all programs of a step.
 
-    A step reads what is kept and writes what is not sent of it elsewhere, and the two change places when it has taken place. A
-    step that fails, or leaves its update out, changes nothing.
+    A step reads the present residuals and writes new ones elsewhere; its commit swaps the two. A failed or skipped step
+    changes nothing.
 
     Args:
-        device: where it lies: the worker's first.
+        device: of the memory: the worker's first.
 
     Attributes:
-        num_loads: how often it was replaced by what `values` gave; all workers have the same.
+        num_loads: the number of calls of `load`; equal on all workers.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.num_loads = 0
         self._unsent = _Unsent()
-        self._program: Program | None = None  # for which it is laid out
+        self._program: Program | None = None  # of the present layout
 
     def fit(self, program: Program) -> None:
         """Lays residuals out for a program's compressed buckets; those of other variables stay aside.
@@ -83,12 +83,11 @@ class UnsentGradients:
         return self._program is not None and program.device_graphs is self._program.device_graphs
 
     def begin(self, program: Program, scale: float) -> None:
-        """Begins a step; ``scale`` is that of its loss."""
         unsent, is_sent = self._unsent, self._is_for(program)
         self._unsent = replace(unsent, new_scale=scale if is_sent else None, new_state=dict(unsent.state))
 
     def add(self, bucket: int, elements: slice, share: torch.Tensor) -> torch.Tensor:
-        """A replica's share of the sum plus the residual of these elements of a bucket, out of place."""
+        """A replica's share of the sum plus the residual of these elements, out of place."""
         unsent = self._unsent
         assert unsent.new_scale is not None, "the step has begun"
         residual = unsent.residuals[bucket][elements]
@@ -104,7 +103,7 @@ class UnsentGradients:
         return self._unsent.state, self._unsent.new_state
 
     def finish(self) -> None:
-        """Commits the residuals of a step. May be repeated."""
+        """Commits the residuals of a step; idempotent."""
         unsent = self._unsent
         if unsent.new_scale is not None:
             self._unsent = replace(
@@ -121,11 +120,10 @@ class UnsentGradients:
         return {name: tensor / self._unsent.scale for name, tensor in self._of_variables().items()}
 
     def state_values(self) -> dict[str, torch.Tensor]:
-        """Copies of the payload state by variable."""
         return {name: value.clone() for name, value in self._unsent.state.items()}
 
     def load(self, values: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restores the results of `values` and `state_values`; other variables have no residual then."""
+        """Restores the results of `values` and `state_values`; residuals of other variables are dropped."""
         self._replace(values, state)
         self.num_loads += 1
 
@@ -134,7 +132,7 @@ class UnsentGradients:
         self._unsent, self._program = _Unsent(aside=aside, state=dict(state)), None
 
     def forget(self) -> None:
-        """Drops everything, on all workers, when only some of them have made a step."""
+        """Drops everything, on all workers, after a step that only some of them made."""
         self._replace({}, {})
 
     def _of_variables(self) -> dict[str, torch.Tensor]:

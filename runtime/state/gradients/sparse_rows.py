@@ -17,13 +17,12 @@ def add_up_rows(
 ) -> torch.Tensor:
     """The sum over replicas of a table's gradient, in sparse rows.
 
-    Rows of one index are added in the order of replicas. Rows stand in the order of their indices, and `FlatBucket.touched` has
-    the indices. A row of zeros stays if a replica has looked it up.
+    Rows of one index are added in order of replicas. Rows are sorted by index, and `FlatBucket.touched` has the
+    indices. Zero rows stay if a replica has looked them up.
 
     Args:
-        flat: the bucket, which has one table.
+        flat: the bucket of one table.
         buckets: of all replicas, in order.
-        replica: whose sum it is.
         details: see `mirrorc.ir.gradient_forms.TableForm`.
 
     Returns:
@@ -43,26 +42,24 @@ def add_up_rows(
 
 
 def note_rows(flat: FlatBucket, buckets: Sequence[FactoredBucket], replica: int, details: Mapping[str, Any]) -> None:
-    """Sets `FlatBucket.touched` as `add_up_rows` does."""
     places = _places(flat, buckets, replica)
     unpadded = _counted(places, details)
     flat.touched[replica] = torch.unique(places if unpadded is None else places[unpadded])
 
 
 def rows_written(flat: FlatBucket, replica: int) -> torch.Tensor:
-    """A copy of a replica's table rows in the step's gradient, 1-D, in the order of their indices."""
+    """A copy of a replica's table rows in the step's gradient, 1-D, sorted by index."""
     (table,) = slot_views(flat.parameters[replica], flat.bucket)
     return table.index_select(0, flat.touched[replica]).reshape(-1)
 
 
 def write_rows(flat: FlatBucket, replica: int, rows: torch.Tensor) -> None:
-    """Writes the result of `rows_written` on another replica."""
     (table,) = slot_views(flat.parameters[replica], flat.bucket)
     table.index_copy_(0, flat.touched[replica], rows.view(-1, table.shape[1]))
 
 
 def _parts(buckets: Sequence[FactoredBucket]) -> list[Sequence[torch.Tensor]]:
-    """Rows and indices, of one replica after the other."""
+    """Rows and indices, in order of replicas."""
     return [part for bucket in buckets for gradient in bucket.factors for part in gradient]
 
 

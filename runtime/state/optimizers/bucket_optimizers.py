@@ -1,6 +1,6 @@
-"""Runs the user's optimizers: each on whole buckets if it is element-wise, otherwise by itself.
+"""The user's optimizers over buckets: flat ones if element-wise, otherwise their own `step`.
 
-It is long, as all that a step asks about the state of the user's optimizers, whole or dealt out, is asked here.
+It is long, because all queries about optimizer state, whole or sharded, are here.
 """
 
 from __future__ import annotations
@@ -39,21 +39,19 @@ _numbers = itertools.count()
 class BucketOptimizers:
     """The state and the updates of all buckets on all replicas.
 
-    The user's optimizers stay the interface: their hyperparameters are read before every step, and their ``state`` holds views
-    of replica 0's flat state, so that ``state_dict()`` and ``load_state_dict()`` work.
+    The user's optimizers remain the interface. Their hyperparameters are read before every step. Their ``state`` holds
+    views of replica 0's flat state, so ``state_dict()`` and ``load_state_dict()`` work.
 
     Args:
-        groups: the user's optimizers.
-        store: the variables.
-        own_steps: tells the steps that mirrorc makes with optimizers of these variables.
-        is_captured: whether updates are captured in CUDA graphs. The learning rate is then a 32-bit tensor on the first device,
-            as torch's fused kernels require.
+        own_steps: steps by mirrorc itself with optimizers of these variables.
+        is_captured: capture in CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as torch's
+            fused kernels
+            require.
 
     Attributes:
-        groups: the user's optimizers.
-        user_steps: the steps that the user makes with them.
-        owner: the number under which the store has their buckets.
-        is_whole: whether the state is consistent.
+        user_steps: the user's steps with these optimizers.
+        owner: the number of their buckets in the store.
+        is_whole: consistency of the state.
     """
 
     def __init__(
@@ -68,21 +66,21 @@ class BucketOptimizers:
         self._entries: list[int] = []
         self._switches: list[tuple[bool, bool, bool]] = []  # that the state was last checked for
         self._numbers = ShownNumbers([])
-        self._fit_for_rows: list[Any] = []  # all of these but learning rates that were last tried with sparse gradients
-        self._hyperparameters: list[Any] = []  # what the user's groups held when the flat optimizers took it over
+        self._fit_for_rows: list[Any] = []  # last hyperparameters checked for sparse gradients, without learning rates
+        self._hyperparameters: list[Any] = []  # the user's values at the last sync
         self._is_captured = is_captured
         self._rates: dict[int, torch.Tensor] = {}  # learning rate of each group, if captured
         self._has_run_by_itself = False
-        self.is_fresh = False  # whether the next step makes state, and nothing else writes any
+        self.is_fresh = False  # the next step makes state, and nothing else writes any
         self._gathered: Mapping[tuple[int, str], torch.Tensor] | None = None  # shown until the next step
 
     @property
     def leave_gradients(self) -> bool:
-        """Whether updates leave gradients unchanged; torch's foreach implementations may use their memory."""
+        """Test for updates that leave gradients unchanged; torch's foreach implementations may use their memory."""
         return not any(group.get("foreach") for group in self.groups.hyperparameters)
 
     def lay_out(self, buckets: Sequence[FlatBucket]) -> Laid:
-        """Makes flat optimizers for these buckets, with the state that the user's optimizer has, which stays as it is."""
+        """Prepares flat optimizers with the user's present state, which stays unchanged until `adopt`."""
         self._write_rates()
         elementwise = [flat for flat in buckets if flat.bucket.rule.elementwise]
         if self._keeps_dealt_state(elementwise):
@@ -95,21 +93,21 @@ class BucketOptimizers:
         return Laid(state, state.shown())
 
     def _keeps_dealt_state(self, buckets: Sequence[FlatBucket]) -> bool:
-        """Whether buckets have the state that is dealt out to workers already, which the user has not replaced."""
+        """Test for sharded state of the same buckets, not replaced by the user."""
         are_same = [flat.bucket for flat in buckets] == [flat.bucket for flat in self._state.buckets]
         return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
 
     def are_dealt_otherwise(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether the state is dealt out to workers, but for other buckets than these, so that it must be made whole first.
+        """Test for sharded state of other buckets, so that it must be gathered first.
 
-        What the user has put in the place of a part is no state of these workers: `lay_out` refuses it.
+        State that the user put in place of a shard does not count; `lay_out` refuses it.
         """
         elementwise = [bucket for bucket in buckets if bucket.rule.elementwise]
         are_others = self.are_sharded and elementwise != [flat.bucket for flat in self._state.buckets]
         return are_others and self.is_dealt and not self.is_stale()
 
     def adopt(self, laid: Laid) -> None:
-        """Puts what `lay_out` has made in place. Every value stays the same, so this may be repeated from any point."""
+        """Puts the result of `lay_out` in place. Values are equal, so this is idempotent from any point."""
         self._state, self._gathered = laid.state, laid.gathered
         self._note_whether_fresh()
         self._show(laid.shown)
@@ -139,12 +137,13 @@ class BucketOptimizers:
         return parameter
 
     def is_stale(self) -> bool:
-        """Whether the user has changed the state in the optimizer: by loading other state, writing in place, or a step."""
+        """Test for the user's changes to optimizer state: a load, a write in place, or a step."""
         return self.user_steps.have_written or self._shown.has_changed() or not self._numbers.are_as_written()
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether these buckets can hold the user's state: all parameters of a bucket must have the same entries and
-        scalars, unless some may be left out of a step."""
+        """Test for buckets that can hold the user's state: equal entries and scalars for all parameters of a bucket,
+        unless some may be unused in a step.
+        """
         return all(
             len({state_signature(state) for state in self._user_states(bucket)}) == 1
             for bucket in buckets
@@ -152,8 +151,7 @@ class BucketOptimizers:
         )
 
     def write_other_rows(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether the rules of these buckets do not say any more which rows of tables the optimizers' steps write, because
-        hyperparameters, or hooks on steps, have changed."""
+        """Test for outdated rules of row updates, after changes of hyperparameters or step hooks."""
         rules = [bucket.rule for bucket in buckets if bucket.rule.takes_rows]
         if not rules:
             return False
@@ -161,14 +159,14 @@ class BucketOptimizers:
         return any(rule.writes_rows != write_rows[rule.group] for rule in rules)
 
     def sync_hyperparameters(self) -> None:
-        """Takes over hyperparameters that changed since the last step.
+        """Copies changed hyperparameters into the flat optimizers.
 
         Raises:
-            ValueError: they require state that is not there.
+            ValueError: they require missing state.
         """
         self._write_rates()
         held = list(chain.from_iterable(map(dict.values, self.groups.hyperparameters)))
-        if are_the_same(held, self._hyperparameters):  # what is changed within a value is shared
+        if are_the_same(held, self._hyperparameters):  # changes within a value are shared
             return
         if self._state.buckets and self._switches != state_switches(self.groups.hyperparameters):
             self._check_state(self._state.buckets)
@@ -179,7 +177,7 @@ class BucketOptimizers:
         self._hyperparameters = held
 
     def _check_rows(self) -> None:
-        """Refuses hyperparameters with which torch's optimizers refuse sparse gradients; none does for its learning rate."""
+        """Refuses hyperparameters that torch refuses with sparse gradients. The learning rate is never among them."""
         tables = [flat for flat in self._store.buckets_of(self.owner) if flat.bucket.rule.takes_rows]
         if tables:
             held = [value for group in self.groups.hyperparameters for key, value in group.items() if key != "lr"]
@@ -192,7 +190,6 @@ class BucketOptimizers:
             self._fit_for_rows = held
 
     def _write_rates(self) -> None:
-        """Writes the learning rates into the tensors that captured updates read."""
         if not self._is_captured:
             return
         for number in range(len(self.groups)):
@@ -207,7 +204,7 @@ class BucketOptimizers:
                 self._rates[number].fill_(rate)
 
     def baked_hyperparameters(self) -> tuple[tuple[Any, ...], ...]:
-        """The hyperparameters of each group that a captured update has as constants: all except the learning rate."""
+        """The hyperparameters of each group that are constants in a captured update: all except the learning rate."""
         return tuple(
             tuple(group[name] for name in optimizer.defaults if name != "lr")
             for optimizer in self.groups.optimizers
@@ -216,9 +213,10 @@ class BucketOptimizers:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Marks the flat optimizers as capturable during a capture, as torch's Adam requires; fused implementations are.
+        """Marks the flat optimizers as capturable during a capture, as torch's Adam requires; fused implementations
+        are.
 
-        The mark is removed afterwards, because torch warns of it outside of captures.
+        Outside of captures the mark would make torch warn.
         """
         groups = [flat.optimizer.param_groups[0] for flat in self._state.optimizers.values()]
         groups = [group for group in groups if "capturable" in group]
@@ -231,23 +229,22 @@ class BucketOptimizers:
                 group["capturable"] = False
 
     def flat_optimizer(self, bucket: int, replica: int) -> FlatOptimizer:
-        """The optimizer that applies a reduced bucket of gradients on a replica."""
         return self._state.optimizers[(bucket, replica)]
 
     def slot_optimizer(self, bucket: int, replica: int) -> SlotOptimizer | None:
-        """Likewise of a bucket whose parameters may be left out of a step; None of another one."""
+        """The optimizer of a bucket with optional parameters; None for other buckets."""
         return self._state.by_slot.get((bucket, replica))
 
     def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
-        """The state that each replica has for itself: bucket, entry, tensors in order of replicas."""
+        """Replicated state: bucket, entry, and tensors in order of replicas."""
         return self._state.copies()
 
     def held(self) -> list[torch.Tensor]:
-        """The state that updates write, of replica 0."""
+        """Replica 0's state tensors that updates write."""
         return [tensor for entries in self._state.whole.values() for tensor in entries.values()]
 
     def finish_step(self) -> None:
-        """Shows the new state in the user's optimizer; may be repeated from any point."""
+        """Publishes the new state in the user's optimizers; idempotent from any point."""
         has_new = self._entries != self._state.entries()  # an optimizer makes its state in its first step
         if has_new or self._gathered is not None:
             self._state.hold_new_state()
@@ -260,19 +257,18 @@ class BucketOptimizers:
 
     @property
     def are_sharded(self) -> bool:
-        """Whether each of several workers updates a part of the buckets alone."""
         return any(flat.bucket.part is not None for flat in self._state.buckets)
 
     @property
     def is_dealt(self) -> bool:
-        """Whether the user's optimizers show state that is not whole, as parts of it lie with other workers."""
+        """Test for incomplete state in the user's optimizers, with shards on other workers."""
         return any(map(has_dealt_state, self.groups.optimizers))
 
     def gather(self, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Shows the whole state in the user's optimizers, until the next step; all workers call it.
+        """Publishes the whole state in the user's optimizers until the next step; collective over all workers.
 
         Args:
-            all_gather: gives the parts of all workers, one behind the other, 1-D.
+            all_gather: concatenates the 1-D shards of all workers.
         """
         self._gathered = {(bucket, key): all_gather(part) for bucket, key, part in self._state.parts()}
         self._show(self._state.shown(self._gathered))
@@ -300,15 +296,14 @@ class BucketOptimizers:
         )
 
     def update_memory(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> UpdateMemory:
-        """The memory that the update of an element-wise bucket of these parameters needs; it need not be laid out."""
+        """Memory for the update of an element-wise bucket, laid out or not."""
         optimizer, index = self.groups[bucket.rule.group]
         first = parameters[0]
         state = {} if has_dealt_state(optimizer) else optimizer.state.get(first, {})
         return update_memory(optimizer, index, bucket.dtype, first.device, state)
 
     def own_state_bytes(self, buckets: Iterable[tuple[Bucket, Sequence[torch.Tensor]]]) -> int | None:
-        """Bytes of state for buckets, each with its parameters, in an optimizer that runs by itself; None before its first step
-        makes the state."""
+        """Bytes of state in optimizers that step by themselves; None before their first step."""
         states = [
             self.groups[bucket.rule.group][0].state.get(parameter, {})
             for bucket, parameters in buckets
@@ -322,12 +317,12 @@ class BucketOptimizers:
     def step_by_itself(
         self, buckets: Sequence[int], *gradients: torch.Tensor, unused: Sequence[Collection[int]] = ()
     ) -> None:
-        """Runs the user's optimizers of these buckets on replica 0's parameters, in their order, as a training loop would.
+        """Steps the user's optimizers of these buckets on replica 0's parameters, in order, as a training loop would.
 
         Args:
             buckets: their numbers.
-            *gradients: of each.
-            unused: for each of them, the places of the slots without a gradient; nothing for none.
+            *gradients: of each bucket.
+            unused: for each bucket, the positions of slots without a gradient.
         """
         flats = self._store.buckets_of(self.owner)
         owners = {id(self.groups[flats[index].bucket.rule.group][0]) for index in buckets}
@@ -351,7 +346,7 @@ class BucketOptimizers:
                 for optimizer in running:
                     optimizer.step()
             self._has_run_by_itself = True
-            self._shown.look_again()  # it may have made state for what others have state of, too
+            self._shown.look_again()  # it may have made state that other optimizers hold, too
         finally:
             for parameter, home in members:
                 parameter.grad = None
@@ -361,14 +356,13 @@ class BucketOptimizers:
 
 
 def _gradients(flat: FlatBucket, reduced: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients that lie in what an optimizer gets of a bucket, in order of the slots."""
     if not flat.bucket.rule.takes_rows:
         return slot_views(reduced, flat.bucket)
     return [sparse_gradient(flat.touched[0], reduced, flat.bucket.slots[0].shape)]
 
 
 def _dense_parts(value: Any) -> list[torch.Tensor]:
-    """The tensors that have the memory of an entry of state; the momentum of sparse gradients is sparse."""
+    """The dense tensors of a state entry; the momentum of sparse gradients is sparse."""
     if not isinstance(value, torch.Tensor):
         return []
     return [value._indices(), value._values()] if value.is_sparse else [value]

@@ -1,4 +1,4 @@
-"""Runs the user's optimizer over flat memory: one bucket of one replica, or a share of it."""
+"""The user's optimizer over flat memory: a bucket on one replica, or a shard of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TRIED_ELEMENTS = 4096  # enough that tensors of one element are negligible
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """The memory that an element-wise update needs besides parameters and gradients.
+    """Memory of an element-wise update besides parameters and gradients.
 
     Attributes:
-        state: dtypes of the state's tensors, by entry: as long as the bucket.
-        scalars: dtypes of its entries that are one number, by entry.
-        temporary_bytes: bytes for each element that an update takes and gives back.
+        state: dtypes of the state's tensors of bucket length, by entry.
+        scalars: dtypes of scalar entries, by entry.
+        temporary_bytes: temporary bytes per element.
     """
 
     state: Mapping[str, torch.dtype]
@@ -32,13 +32,13 @@ class UpdateMemory:
 
 
 class FlatOptimizer:
-    """An optimizer of the user's class over one bucket of one replica, which it sees as a single parameter.
+    """An optimizer of the user's class with one bucket of one replica as its single parameter.
 
     Args:
         optimizer: the user's; read only.
         group: index of its parameter group.
-        flat: the bucket's parameters, or a share of them, 1-D.
-        rate: holds the learning rate, in place of the group's; None to take the group's.
+        flat: the bucket's parameters, or a shard of them, 1-D.
+        rate: the learning rate; None for the group's.
     """
 
     def __init__(
@@ -69,14 +69,12 @@ class FlatOptimizer:
         return group
 
     def sync(self) -> None:
-        """Copies the hyperparameters of the user's optimizer."""
         self.optimizer.param_groups[0].update(self._hyperparameters())
         if self._of_parts is not None:
             self._of_parts.sync()
 
     @property
     def of_parts(self) -> PartOptimizer:
-        """Updates the parameters in parts."""
         if self._of_parts is None:
             self._of_parts = PartOptimizer(self)
         return self._of_parts
@@ -98,42 +96,41 @@ class FlatOptimizer:
 
     @property
     def divides_gradients(self) -> bool:
-        """Whether `update_divided` can divide a gradient: a fused kernel of torch's runs now, on numbers of 32 bits."""
+        """Test for support of `update_divided`: a fused kernel of torch on float32."""
         is_fused = bool(self.optimizer.param_groups[0].get("fused"))
         return is_fused and self.parameter.dtype == torch.float32 and takes_divisor(type(self.optimizer))
 
     def update(self, gradient: torch.Tensor) -> None:
-        """One step. Gradients are switched off in the caller's thread."""
+        """One step; the caller's thread has gradients disabled."""
         self.parameter.grad = gradient
         self._step(self.optimizer)
 
     def update_divided(self, gradient: torch.Tensor, divisor: float) -> None:
-        """One step on ``gradient / divisor``; the fused kernel divides, and may do so in place."""
+        """One step on ``gradient / divisor``; the fused kernel divides, possibly in place."""
         self.parameter.grad = gradient
         with dividing_gradients(self.optimizer, divisor):
             self._step(self.optimizer)
 
 
 class PartOptimizer:
-    """One step of a flat optimizer, made part by part: each has its number of steps, and its part of the state."""
+    """One step of a flat optimizer by parts, each with its step count and its range of the state."""
 
     def __init__(self, whole: FlatOptimizer) -> None:
         self._whole = whole
         self._part = FlatOptimizer(whole._source, whole._group, whole.parameter.detach()[:0], whole._rate)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, dict[str, Any]]] = {}  # of parameters and state, by part
-        self._viewed: dict[str, int] = {}  # the addresses of what they are views of
+        self._viewed: dict[str, int] = {}  # the addresses under the views
 
     def sync(self) -> None:
-        """See `FlatOptimizer`."""
         self._part.sync()
 
     def update(
         self, parts: Callable[[Callable[[int, torch.Tensor], None]], None], divisor: float | None = None
     ) -> None:
-        """One step. Gradients are switched off in the caller's thread.
+        """One step; the caller's thread has gradients disabled.
 
         Args:
-            parts: calls a function with each part of the gradient, in order: its first element, and the part, 1-D.
+            parts: calls a function with each part of the gradient, in order: its first element, and the 1-D part.
             divisor: as in `FlatOptimizer.update_divided`; None to take gradients as they are.
         """
         whole, part = self._whole.state, self._part
@@ -170,16 +167,16 @@ class PartOptimizer:
         numbers: Mapping[str, torch.Tensor] | None,
         divisor: float | None = None,
     ) -> dict[str, torch.Tensor]:
-        """One step of some elements, which have been updated equally often. Gradients are switched off in the caller's thread.
+        """One step of some elements with equal step counts; the caller's thread has gradients disabled.
 
         Args:
             gradient: of all elements.
-            ranges: the first element of each, and one past the last. If there are none, the numbers alone go on.
-            numbers: the entries of their state that are one number; None if they have no state yet, so that this step makes it.
+            ranges: start and stop of each range. Without ranges, only the scalars advance.
+            numbers: scalar state entries; None if this step makes the state.
             divisor: as in `FlatOptimizer.update_divided`; None to take the gradient as it is.
 
         Returns:
-            The numbers after the step.
+            The scalars after the step.
         """
         whole, part = self._whole.state, self._part
         self._note_addresses(whole)
@@ -199,7 +196,7 @@ class PartOptimizer:
         return {key: value for key, value in part.state.items() if key in SCALAR_STATE}
 
     def _keep_made(self, start: int, stop: int, made: Mapping[str, Any]) -> None:
-        """Stores new state of some elements; the state of others stays zero until their first update."""
+        """Stores new state of some elements; other elements stay zero until their first update."""
         whole = self._whole.state
         for key, value in made.items():
             if key in SCALAR_STATE or not isinstance(value, torch.Tensor):
@@ -210,7 +207,7 @@ class PartOptimizer:
             whole[key][start:stop] = value
 
     def _note_addresses(self, state: Mapping[str, Any]) -> None:
-        """Drops views of state that has been laid out anew."""
+        """Drops views of state with new memory."""
         addresses = {key: value.data_ptr() for key, value in state.items() if isinstance(value, torch.Tensor)}
         if addresses != self._viewed:
             self._viewed = addresses
@@ -233,7 +230,6 @@ def _copy(value: Any) -> Any:
 
 
 def _put(state: dict[str, Any], key: str, value: Any) -> None:
-    """Sets an entry of the state; a tensor is written in place."""
     if isinstance(state.get(key), torch.Tensor):
         state[key].copy_(value)
     else:
@@ -247,10 +243,10 @@ def update_memory(
     device: torch.device,
     known_state: Mapping[str, Any],
 ) -> UpdateMemory:
-    """Measures the memory that an element-wise update needs, by stepping a copy of the optimizer on a few elements.
+    """Measures the memory of an element-wise update with a copy of the optimizer on a few elements.
 
     Args:
-        known_state: present state of a parameter; empty if none.
+        known_state: present state of a parameter; may be empty.
     """
     flat, gradient = (torch.zeros(_TRIED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
     tried = FlatOptimizer(optimizer, group, flat)

@@ -1,4 +1,4 @@
-"""Element-wise optimizers in flat memory: one for each bucket and replica, and the state entries that they share."""
+"""Flat state of element-wise optimizers: one optimizer per bucket and replica, and their common state entries."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
 from mirrorc.user.optimizer_kinds import SCALAR_STATE, flat_entries
 
 UserState = Mapping[str, Any]
-"""What the user's optimizer has for a parameter; empty if nothing."""
+"""The user's state of a parameter; may be empty."""
 
 
 @dataclass
 class Shown:
-    """What the user's optimizer shows of flat state: made aside, so that it can be put in place at once.
+    """The user's view of flat state, prepared for an atomic switch.
 
     Attributes:
-        states: for each parameter, by its name, the entries that it gets; None to leave what it has.
-        numbers: the entries that are one number for a bucket, and are shown for each of its parameters.
+        states: new entries by parameter name; None to leave the present ones.
+        numbers: scalar entries of a bucket, repeated for each of its parameters.
     """
 
     states: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -34,19 +34,18 @@ class Shown:
 
 
 class FlatState:
-    """Flat optimizers over a layout of the buckets, with the state that the user's optimizer has.
+    """Flat optimizers over a layout of buckets, with the state of the user's optimizers.
 
     Args:
-        buckets: the memory of the buckets that are updated element by element.
-        make: makes a flat optimizer for a bucket's parameters on a replica, or a share of them.
-        states_of: gives the states that the user's optimizer has for the parameters of a bucket, in order of its slots.
-        earlier: what there was for the same buckets, whose state is kept in place of that of the user's optimizer.
+        buckets: element-wise ones.
+        make: makes a flat optimizer of a bucket's parameters on a replica, or of a shard.
+        states_of: the user's states of a bucket's parameters, in order of its slots.
+        earlier: flat state of the same buckets, in place of the user's state.
 
     Attributes:
-        buckets: as given.
         optimizers: by bucket and replica.
-        by_slot: of buckets that hold parameters which may be left out of a step, by bucket and replica.
-        whole: the state entries of each bucket, as long as the bucket, or as the part of it that this worker updates.
+        by_slot: those of buckets with optional parameters.
+        whole: state entries of each bucket, as long as the bucket or this worker's part of it.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class FlatState:
                 self._go_on_from(flat, earlier)
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
-        """By replica; a replica has none if its share of a small bucket is empty."""
+        """By replica; a replica with an empty share of a small bucket is absent."""
         keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
         return {
             replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers
@@ -87,7 +86,7 @@ class FlatState:
         return next(iter(self._replicas(flat).values()))
 
     def _slots_of(self, flat: FlatBucket) -> list[SlotOptimizer]:
-        """In order of replicas; empty if no step leaves parameters of the bucket out."""
+        """In order of replicas; empty without optional parameters."""
         return [
             self.by_slot[flat.bucket.index, r] for r in self._replicas(flat) if (flat.bucket.index, r) in self.by_slot
         ]
@@ -103,7 +102,7 @@ class FlatState:
                 continue
             whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=home)
             for view, state in zip(slot_views(whole, bucket), known, strict=True):
-                if key in state:  # else the parameter has not been updated yet
+                if key in state:  # else without an update so far
                     view.copy_(state[key])
             if bucket.part is not None:
                 whole = whole[bucket.part.start : bucket.part.stop].clone()
@@ -126,9 +125,9 @@ class FlatState:
             optimizer.state[key] = value.to(optimizer.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Gives each flat optimizer of a bucket its part of a tensor of `whole`: a share, or a copy.
+        """Gives each flat optimizer of a bucket its range of a `whole` tensor: a view, or a copy.
 
-        The tensor is the first one's of those replicas that update any of the bucket, and of all that have its parameters.
+        Views belong to the first replica with an update and to the replicas that share its parameters.
         """
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
         replicas = self._replicas(flat)
@@ -149,7 +148,7 @@ class FlatState:
                         yield flat.bucket, key, [state[key] for state in states]
 
     def hold_new_state(self) -> None:
-        """Joins new state of the flat optimizers into one tensor for each entry of a bucket."""
+        """Joins new state of the flat optimizers into one tensor per entry of a bucket."""
         for flat in self.buckets:
             held, replicas = self.whole.setdefault(flat.bucket.index, {}), self._replicas(flat)
             for key, value in list(self._first(flat).state.items()):
@@ -163,16 +162,15 @@ class FlatState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the optimizers of all buckets have state; some never have any."""
         return all(self._first(flat).state for flat in self.buckets)
 
     def entries(self) -> list[int]:
-        """A key of the present state entries; it changes when an optimizer makes its state."""
+        """A key of the present state entries; new state changes it."""
         made = [sum(slots.made) for slots in self.by_slot.values()]
         return [*made, *(id(value) for flat in self.buckets for value in self._first(flat).state.values())]
 
     def parts(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """State that is sharded over workers: bucket, entry and this worker's part, in the same order on all workers."""
+        """Sharded state: bucket, entry and this worker's part, in the same order on all workers."""
         for flat in self.buckets:
             if flat.bucket.part is not None:
                 for key in sorted(self.whole.get(flat.bucket.index, {})):
@@ -181,7 +179,8 @@ class FlatState:
     def shown(self, gathered: Mapping[tuple[int, str], torch.Tensor] | None = None) -> Shown:
         """Views of replica 0's state, for the user's optimizer.
 
-        ``gathered`` has the whole tensors of all `parts`, by bucket and entry; without it, of each there is a `DealtState`.
+        Args:
+            gathered: whole tensors of all `parts`, by bucket and entry; without it, a `DealtState` stands for each.
         """
         by_slot = {flat.bucket.index: slots[0] for flat in self.buckets if (slots := self._slots_of(flat))}
         numbers = {
@@ -215,18 +214,17 @@ class FlatState:
         return result
 
     def _number(self, flat: FlatBucket, key: str) -> torch.Tensor:
-        """A scalar, or a row with the scalar of each slot."""
+        """A scalar, or a row with one scalar per slot."""
         by_slot = self._slots_of(flat)
         return by_slot[0].numbers[key] if by_slot else self._first(flat).state[key]
 
 
 @dataclass(frozen=True)
 class Laid:
-    """The state of all buckets for a layout of memory, made aside, and what the user's optimizer will show of it.
+    """Prepared state of all buckets in a new layout, with the user's view of it.
 
     Attributes:
-        state, shown: as above.
-        gathered: what was gathered of it over all workers, see `FlatState.shown`.
+        gathered: state gathered over all workers, see `FlatState.shown`.
     """
 
     state: FlatState

@@ -1,4 +1,4 @@
-"""The scale of the loss, which lives in the user's `torch.amp.GradScaler`."""
+"""Loss scaling with the user's `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _IN_USE: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.ref[LossScale]]
 
 
 def is_in_use(scaler: torch.amp.GradScaler) -> bool:
-    """Whether a step has this scaler that is neither closed nor forgotten."""
+    """Test for an open step with this scaler."""
     if _owner_of(scaler) is not None:
-        gc.collect()  # a step that is forgotten may be in a circle of references
+        gc.collect()  # an unreachable step may be in a reference cycle
     return _owner_of(scaler) is not None
 
 
@@ -28,28 +28,26 @@ def _owner_of(scaler: torch.amp.GradScaler) -> LossScale | None:
 
 
 class LossScale:
-    """Takes the scale of each step from the user's scaler, and gives it the next one.
+    """The scale of each step's loss, read from and written to the user's scaler.
 
-    The scaler is read and written by its ``state_dict`` and ``load_state_dict``, so it stays the user's: to save, to load, to
-    look at. Its scale changes as in ``scaler.update()``. It is in use until `close`.
+    The scaler remains the user's to save, load and inspect, since access is by ``state_dict`` and ``load_state_dict``.
+    Its scale changes as in ``scaler.update()``. It is in use until `close`.
 
     Args:
         scaler: the user's, enabled.
-        devices: the devices, in order of replicas.
+        devices: in order of replicas.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, devices: Sequence[Device]) -> None:
         self._scaler, self._devices = scaler, devices
         _IN_USE[scaler] = weakref.ref(self)
-        scaler.scale(
-            torch.zeros((), device=devices[0].torch_device)
-        )  # it makes its state then, so that users can change it
+        scaler.scale(torch.zeros((), device=devices[0].torch_device))  # makes its state, so that users can change it
         self._before: dict[str, Any] = {}  # the scaler's state at the beginning of the step
         self._scale = math.nan
         self._tensors: list[torch.Tensor] = []
 
     def begin(self) -> float:
-        """Called before a step; the scale of its loss, which the user may have changed since the last step."""
+        """Reads the scale of a step's loss; the user may have changed it since the last step."""
         self._before = self._scaler.state_dict()
         if self._before["scale"] != self._scale:
             self._scale = self._before["scale"]
@@ -59,16 +57,18 @@ class LossScale:
         return self._scale
 
     def close(self) -> None:
-        """Lets another step have the scaler. May be repeated."""
+        """Releases the scaler for other steps; idempotent."""
         if _owner_of(self._scaler) is self:
             del _IN_USE[self._scaler]
 
     def on(self, replica: int) -> torch.Tensor:
-        """The scale of the step as a scalar on a replica's device."""
+        """The scale as a scalar on a replica's device."""
         return self._tensors[replica]
 
     def finish(self, *, has_overflowed: bool) -> None:
-        """Called when a step was made, or left out because a gradient was not finite. May be repeated from any point."""
+        """Updates the scaler after a step, or after a skipped step with a non-finite gradient; idempotent from any
+        point.
+        """
         state, scale = self._before, self._scale
         streak = state["_growth_tracker"] + 1
         if has_overflowed:

@@ -1,4 +1,4 @@
-"""What an optimizer shows of state whose parts lie with several workers: nothing that could be taken for the whole."""
+"""Placeholders for sharded optimizer state, so that no shard passes for the whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[OwnSt
 
 
 class DealtState:
-    """Stands in an optimizer's state for a tensor of which each worker has a part. Whatever uses it raises an error.
+    """A placeholder in an optimizer's state for a tensor sharded over workers. Every use raises an error.
 
     Args:
         dtype: of the tensor.
@@ -34,7 +34,7 @@ class DealtState:
         return f"<{self.dtype}, a part of which lies with each worker: step.gather_optimizer_state() makes it whole>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python and torch ask any object for such
+        if name.startswith("__"):  # Python and torch probe any object for these
             raise AttributeError(name)
         _refuse(f"the optimizer's state is used ({name})")
 
@@ -50,7 +50,6 @@ def _refuse(what: str) -> NoReturn:
 
 
 def has_dealt_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer shows state that is not whole."""
     return any(
         isinstance(value, DealtState)
         for state in optimizer.state.values()
@@ -60,23 +59,22 @@ def has_dealt_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_dealt_state(optimizer: torch.optim.Optimizer, what: str) -> None:
-    """Refuses to go on with an optimizer whose state is not whole.
+    """Refuses the use of an optimizer with incomplete state.
 
     Raises:
-        ExecutionError: says what was to be done, and the remedy.
+        ExecutionError: names the use and the remedy.
     """
     if has_dealt_state(optimizer):
         _refuse(what)
 
 
 def watch_dealt_state(optimizer: torch.optim.Optimizer, own_steps: OwnSteps) -> None:
-    """Lets ``state_dict()`` and ``step()`` of an optimizer raise an error while its state is not whole.
+    """Makes ``state_dict()`` and ``step()`` of an optimizer raise an error while its state is incomplete.
 
-    One whose class does not call ``Optimizer.__init__`` takes no hooks; it runs by itself, so nothing of its state is dealt out.
+    A class that skips ``Optimizer.__init__`` takes no hooks. It runs by itself, so its state is never sharded.
 
     Args:
-        optimizer: the user's.
-        own_steps: tells its steps that mirrorc makes, with gradients of parameters alone whose state is whole.
+        own_steps: mirrorc's own steps, which update only parameters with whole state.
     """
     if optimizer not in _watched and calls_step_hooks(optimizer):
         _watched[optimizer] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Updates of buckets with parameters that some steps leave out."""
+"""Updates of buckets with optional parameters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from mirrorc.user.optimizer_kinds import SCALAR_STATE, flat_entries
 class SlotOptimizer:
     """A flat optimizer over parameters with different step counts.
 
-    While all counts are equal, an update is one of the flat optimizer. Otherwise parameters with equal counts are updated
-    together, in ranges of adjacent elements.
+    While all counts are equal, an update is one flat step. Otherwise parameters with equal counts are updated together,
+    in ranges of adjacent elements.
 
     Args:
-        whole: the flat optimizer.
         bucket: of its parameters.
-        elements: the first element of the bucket that it updates, and one past the last.
+        elements: start and stop of the updated elements in the bucket.
 
     Attributes:
-        numbers: the entries of the state that are one number for each parameter: a row with those of all slots, 1-D.
-        made: for each slot, whether its parameter has state.
+        numbers: scalar state entries, one value per slot, 1-D.
+        made: for each slot, True if its parameter has state.
     """
 
     def __init__(self, whole: FlatOptimizer, bucket: Bucket, elements: tuple[int, int]) -> None:
@@ -36,7 +35,7 @@ class SlotOptimizer:
         self._are_alike = True
 
     def take_over(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Copies the scalar state that the user's optimizer has for each parameter."""
+        """Copies the scalar state of each parameter in the user's optimizer."""
         known = [flat_entries(state) for state in states]
         self.made = [bool(state) for state in known]
         for key, like in self._whole.state.items():
@@ -46,28 +45,26 @@ class SlotOptimizer:
         self._compare()
 
     def go_on_from(self, earlier: SlotOptimizer) -> None:
-        """Copies the state of an earlier optimizer of the same bucket."""
         self.made = list(earlier.made)
         self.numbers = {key: row.to(self._whole.state[key].device, copy=True) for key, row in earlier.numbers.items()}
         self._compare()
 
     @property
     def divides_gradients(self) -> bool:
-        """See `FlatOptimizer`."""
         return self._whole.divides_gradients
 
     def update(self, gradient: torch.Tensor, unused: Collection[int], divisor: float | None = None) -> None:
-        """One step. Gradients are switched off in the caller's thread.
+        """One step; the caller's thread has gradients disabled.
 
         Args:
             gradient: of all elements.
-            unused: the places of the slots that are left out.
+            unused: positions of slots without an update.
             divisor: as in `FlatOptimizer.update_divided`; None to take the gradient as it is.
         """
         if self._are_alike and not unused:
             self._update_all(gradient, divisor)
             return
-        alike: dict[tuple[float, ...] | None, list[int]] = {}  # by their numbers; None of those that have no state yet
+        alike: dict[tuple[float, ...] | None, list[int]] = {}  # by their numbers; None without state
         rows = [row.tolist() for row in self.numbers.values()]
         for place, is_made in enumerate(self.made):
             if place not in unused:
@@ -99,7 +96,7 @@ class SlotOptimizer:
                 self.numbers[key].fill_(state[key])
 
     def _ranges(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Element ranges of slots, relative to the flat optimizer; adjacent slots are one range."""
+        """Element ranges of slots, relative to the flat optimizer; adjacent slots form one range."""
         ranges: list[tuple[int, int]] = []
         following = None
         for place in places:
@@ -109,13 +106,13 @@ class SlotOptimizer:
             if start >= stop:
                 continue
             if place == following and ranges:
-                start = ranges.pop()[0]  # what lies between slots is zero and stays so
+                start = ranges.pop()[0]  # gaps between slots are zero and stay so
             ranges.append((start, stop))
             following = place + 1
         return ranges
 
     def _compare(self) -> None:
-        """Compares the slots' scalar state; if it is equal, the flat optimizer takes it."""
+        """Detects equal scalar state of all slots, and copies it to the flat optimizer."""
         rows = {key: row.tolist() for key, row in self.numbers.items()}
         self._are_alike = len(set(self.made)) == 1 and all(len(set(row)) == 1 for row in rows.values())
         if self._are_alike and self.made[0]:

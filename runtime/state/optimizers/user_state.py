@@ -1,4 +1,4 @@
-"""Puts state into the user's optimizers, and tells whether it is still there, untouched."""
+"""State in the user's optimizers, and detection of changes to it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mirrorc.torch_internals import copy_each
 
 
 class ShownNumbers:
-    """Numbers of buckets, each shown once for every parameter of its bucket.
+    """Scalars of buckets, each repeated for every parameter of its bucket.
 
-    They are copies, and a write may count no version, so they are compared by value before every step: those of one dtype and
-    device lie side by side, beside a second copy.
+    They are copies, and a write may count no version, so their values are compared before every step. Scalars of one
+    dtype and device lie side by side, next to a reference copy.
 
     Args:
-        own: each number, a scalar, and how often it is shown; or a row of as many numbers, each of which is shown once.
+        own: each scalar with its number of repeats, or a row with one value per repeat.
 
     Attributes:
-        shown: the copies of each, 1-D.
-        flats: the memory in which they lie.
+        shown: the repeats of each scalar, 1-D.
+        flats: their memory.
     """
 
     def __init__(self, own: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -43,21 +43,20 @@ class ShownNumbers:
         self._written = [flat.clone() for flat in self._compared]
 
     def write(self) -> None:
-        """Shows what the buckets' numbers are now; may be repeated."""
+        """Publishes the present scalars; idempotent."""
         copy_each(self.shown, self._own)
         copy_each(self._written, self._compared)
 
     def are_as_written(self) -> bool:
-        """Whether nobody else has written them; not known of those on GPUs."""
+        """Test for unchanged values; not possible on GPUs."""
         return all(map(torch.equal, self._compared, self._written))
 
 
 class ShownState:
-    """What the user's optimizers show, as it was when mirrorc last put something there.
+    """Snapshot of the state in the user's optimizers after mirrorc's last write.
 
-    The comparison is made before every step, so it loops in C over identities: of the parameters that have state, of the dicts
-    of their entries, and of the entries' names and values. Writes in place are told by the
-    version counters of tensors.
+    The comparison before every step loops in C over identities: states, dicts of entries, names and values. Version
+    counters reveal writes in place.
     """
 
     def __init__(self) -> None:
@@ -76,12 +75,12 @@ class ShownState:
         states: Iterable[tuple[torch.optim.Optimizer, torch.Tensor, Mapping[str, Any]]],
         counted: Iterable[torch.Tensor],
     ) -> None:
-        """Puts entries beside what a parameter has; the dict that the user may hold stays the same. May be repeated.
+        """Adds entries to the state of parameters; the dicts keep their identity. Idempotent.
 
         Args:
-            optimizers: the user's that show something.
-            states: which of them gets which entries for which parameter.
-            counted: the tensors whose version counters tell of writes into these entries.
+            optimizers: the user's optimizers with entries.
+            states: entries by optimizer and parameter.
+            counted: tensors whose version counters reveal writes to these entries.
         """
         for optimizer, parameter, entries in states:
             optimizer.state.setdefault(parameter, {}).update(entries)
@@ -91,7 +90,7 @@ class ShownState:
         self.count_versions()
 
     def look_again(self) -> None:
-        """Takes note of the entries that are there, after an optimizer has made some by itself."""
+        """Takes a new snapshot, after an optimizer made state by itself."""
         if self._is_empty:
             return
         self._states = self._states_now()
@@ -103,15 +102,15 @@ class ShownState:
         return list(chain.from_iterable(optimizer.state.values() for optimizer in self._optimizers))
 
     def forget(self) -> None:
-        """Shows nothing: what the user does to the state is the user's own matter."""
+        """Drops the snapshot: later changes by the user do not count."""
         self._is_empty = True
 
     def count_versions(self) -> None:
-        """Takes note of what mirrorc itself has just written."""
+        """Records mirrorc's own writes."""
         self._versions = [tensor._version for tensor in self._counted]
 
     def has_changed(self) -> bool:
-        """Whether the user has replaced, added, removed or written state since."""
+        """Test for state replaced, added, removed or written by the user."""
         if self._is_empty:
             return False
         return not (
@@ -123,5 +122,5 @@ class ShownState:
 
 
 def are_the_same(now: list[Any], then: list[Any]) -> bool:
-    """Whether two lists have the very same objects; comparing tensors by value would compare their elements."""
+    """Compares identities of elements; a comparison of tensors by value would be element-wise."""
     return len(now) == len(then) and all(map(is_, now, then))

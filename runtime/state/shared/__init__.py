@@ -1,1 +1,1 @@
-"""State that several steps hold, and its owner in a call."""
+"""State shared by several steps, and its owner in a call."""

@@ -1,4 +1,4 @@
-"""Who calls a step now, of all steps that have variables in common."""
+"""The running call among all steps with common variables."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mirrorc.errors import ExecutionError
 
 
 class Callers:
-    """The calls of steps over common variables, of which one at a time may run; see `mirrorc.calls.call_lock.ExclusiveCalls`.
+    """Serialized calls of steps over common variables; see `mirrorc.calls.call_lock.ExclusiveCalls`.
 
     Attributes:
-        now: the thread whose call runs and that call's owner, under the key "now"; one dict for all these steps.
+        now: the running call's thread and owner, under the key "now"; one dict for all these steps.
     """
 
     def __init__(self) -> None:
@@ -20,10 +20,7 @@ class Callers:
         _callers.add(self)
 
     def join(self, others: Sequence[Callers]) -> None:
-        """Makes the calls of some steps, and those that run one after the other with them, run one after the other.
-
-        Args:
-            others: those that are to be one with this one.
+        """Serializes the calls of several groups of steps.
 
         Raises:
             ExecutionError: calls of several of them run now.

@@ -27,7 +27,7 @@ def held_state(
 
     Args:
         tensors: the user's parameters and buffers, by name of their variable.
-        is_captured: whether updates are captured in CUDA graphs, which know the memory of one step.
+        is_captured: capture of updates in CUDA graphs, which contain the addresses of one step.
 
     Raises:
         ExecutionError: a step over some of the variables runs in another thread.
@@ -48,7 +48,7 @@ def held_state(
 
 
 def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, is_captured: bool) -> str:
-    """A remark for a step whose variables are those of open steps, too, and which has memory of its own; else empty."""
+    """A remark on copies between open steps with common variables and separate memory; else empty."""
     on_these = [held for held in others if tuple(held.store.devices) == tuple(devices)]
     if not on_these:
         return ""
@@ -64,11 +64,11 @@ def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, i
 
 
 def begin_use(held: HeldState) -> None:
-    """Called before each call of a step; refuses to lay variables out that an open step has laid out on other devices, and
-    to use what a step has left between two steps.
+    """Checks before each call of a step: refuses variables laid out on other devices by an open step, and torn state.
 
     Raises:
-        ExecutionError: names the first variable, the devices and the remedy; or see `mirrorc.runtime.state.shared.torn_state`.
+        ExecutionError: names the first variable, the devices and the remedy; or see
+            `mirrorc.runtime.state.shared.torn_state`.
     """
     refuse_torn(held.store.names.keys())
     held.free_forgotten()
@@ -78,9 +78,9 @@ def begin_use(held: HeldState) -> None:
 
 
 def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], written: Collection[int]) -> None:
-    """Refuses variables that an open step has laid out on other devices, if it may write them, or the steps of ``held`` may."""
+    """Refuses variables on other devices if either side may write them."""
     if _first_elsewhere(held, tensors, written) is not None:
-        gc.collect()  # a step that nobody can reach any more holds nothing
+        gc.collect()  # an unreachable step holds nothing
     conflict = _first_elsewhere(held, tensors, written)
     if conflict is not None:
         name, theirs = conflict
@@ -95,7 +95,6 @@ def _refuse_elsewhere(held: HeldState, tensors: Collection[torch.Tensor], writte
 def _first_elsewhere(
     held: HeldState, tensors: Collection[torch.Tensor], written: Collection[int]
 ) -> tuple[str, Sequence[Device]] | None:
-    """The first variable in use on other devices, and these devices."""
     for other in list(_held):
         devices = other.store.devices
         if other.is_open and other.is_used and tuple(devices) != tuple(held.store.devices):
@@ -106,7 +105,7 @@ def _first_elsewhere(
 
 
 def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
-    """Records other tensors that a step reads, and serializes it with the open steps that hold them.
+    """Records other tensors that a step reads, and serializes it with their open steps.
 
     Raises:
         ExecutionError: see `mirrorc.runtime.state.shared.call_owner.Callers.join`.
@@ -118,13 +117,12 @@ def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
 def take_in(
     hold: Hold, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, str], written: Collection[str]
 ) -> None:
-    """Gives a step variables of modules outside of its model: those of an open step that has them, or its own.
+    """Adds variables of modules outside of the model to a step: those of an open step, or new ones.
 
     Args:
-        hold: the step's, which is running.
         tensors: parameters and buffers, under the step's names.
-        counters: for statistics among them, the names of the buffers that count the forwards which write them.
-        written: the names of those that it writes.
+        counters: from statistics among them to the counters of their forwards.
+        written: variables written by the step.
 
     Raises:
         ExecutionError: a step that may write them runs in another thread, or has them on other devices.
@@ -140,7 +138,7 @@ def take_in(
 
 
 def _merge(states: Sequence[HeldState], *, is_running: bool = False) -> HeldState | None:
-    """Merges states into the first; None if they cannot be merged, or one is in use and ``is_running`` is not set."""
+    """Merges states into the first; None for incompatible states, or for one in use without ``is_running``."""
     is_ready = is_running or len(states) == 1 or not any(held.callers.now for held in states)
     if not states or not is_ready or not all(a.can_become_one_with(b) for a, b in combinations(states, 2)):
         return None

@@ -1,4 +1,4 @@
-"""What steps over the same parameters hold together: variables, and whether these are whole."""
+"""Variables and optimizer state of steps over the same parameters, with their consistency."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class Hold:
-    """What one step has of a held state. Only the step's state refers to it: it ends when that is closed, or forgotten.
+    """A step's reference to a shared state. Only the step's own state refers to it, so it ends with that.
+
+    A merge of states replaces its attributes.
 
     Args:
-        held: the state.
-        store: what the step sees of the variables.
-        optimizers: the state and the updates of its optimizers, which other steps may have, too.
-        what: names the model.
-
-    Attributes:
-        held, store, optimizers, what: the same; others when the state has become one with another one.
+        store: the step's view of the variables.
+        optimizers: possibly shared with other steps.
+        what: name of the model.
     """
 
     def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, what: str) -> None:
@@ -38,22 +36,19 @@ class Hold:
 
 
 class HeldState:
-    """The variables that one step holds, or several in turn, and the state of their optimizers; `open_states` finds it.
+    """Variables of one or more steps, and the state of their optimizers; `open_states` lists it.
 
-    A step that finds it goes on in the memory in which the others have left it: nothing is copied between them. Their optimizers
-    update the same parameters, or different ones.
+    Steps take turns in the same memory without copies. Their optimizers update the same parameters, or disjoint ones.
 
     Attributes:
-        store: the variables of all replicas.
-        reserved: memory for large results of regions.
-        layout: the number of the present layout of memory; when it changes, views of the memory must be made anew.
-        is_whole: whether the variables are consistent.
-        was_behind: whether the user has written to variables since the last training step, and that was taken over since.
-        gradients_writer: the writer of the gradients in the buckets; None after a failure.
-        callers: who calls a step over it now, or over another state that has variables in common with it.
-        is_used: whether a step over it has run, or was prepared.
-        is_captured: whether updates are captured in CUDA graphs.
-        remark: why turns with other steps copy; empty if they do not.
+        layout: number of the present layout; views are remade when it changes.
+        is_whole: consistency of the variables.
+        was_behind: True if a user's write since the last training step was already mirrored.
+        gradients_writer: of the present gradients in the buckets; None after a failure.
+        callers: the running call over these or connected variables.
+        is_used: True after the first run or preparation of a step.
+        is_captured: capture of updates in CUDA graphs.
+        remark: the reason for copies between steps; empty without copies.
     """
 
     def __init__(self, store: VariableStore, is_captured: bool) -> None:
@@ -67,66 +62,61 @@ class HeldState:
         self.is_used = False
         self.remark = ""
         self._own_steps = OwnSteps()
-        self._read: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that are no variables here, by id
-        self._unwritten: set[int] = set()  # the ids of variables outside of models, which no program here writes
+        self._read: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors other than variables, by id
+        self._unwritten: set[int] = set()  # ids of unwritten variables outside of models
         self.is_captured = is_captured
         self._optimizers: dict[BucketOptimizers, weakref.WeakSet[Hold]] = {}  # and the open steps' holds of each
-        self._num_holds = 0  # when it was last looked for what nobody has any more
+        self._num_holds = 0  # at the last search for unreachable steps
         self._pid = os.getpid()
 
     @property
     def is_open(self) -> bool:
-        """Whether an open step of this process holds it."""
         return bool(self._open_optimizers()) and self._pid == os.getpid()
 
     def _open_optimizers(self) -> list[BucketOptimizers]:
-        """Those that open steps have."""
         return [optimizers for optimizers, holds in list(self._optimizers.items()) if holds]
 
     def trained(self) -> set[int]:
-        """The ids of the parameters that its steps may update."""
         return set().union(*(optimizers.groups.parameters() for optimizers in self._open_optimizers()))
 
     def written(self) -> set[int]:
-        """The ids of the variables that its steps may write: parameters that they train, and buffers."""
+        """The ids of variables that its steps may write: trained parameters, and buffers."""
         buffers = {id(one) for one in self.store.tensors.values() if not isinstance(one, torch.nn.Parameter)}
         return self.trained() | (buffers - self._unwritten)
 
     def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
-        """The first of its variables among some tensors that its steps may write, or others: what neither writes may be read by
-        both.
+        """The first common variable with a possible writer; read-only variables may be common.
 
         Args:
-            tensors: the variables of the others, or what they read.
-            written: the ids of those that the others may write.
+            tensors: the others' variables or reads.
+            written: ids of variables that the others may write.
         """
         either = self.written().union(written)
         common = (tensor for tensor in tensors if id(tensor) in self.store.names)
         return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
 
     def note_reads(self, tensors: Collection[torch.Tensor]) -> None:
-        """Notes what a step reads besides variables."""
         self._read |= {id(tensor): weakref.ref(tensor) for tensor in tensors}
 
     def has_read(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether a step has read some of these tensors, which are no variables of its own."""
         return any(id(tensor) in self._read and self._read[id(tensor)]() is tensor for tensor in tensors)
 
     def can_be_held_for(self, devices: Sequence[Device], groups: OptimizerGroups) -> bool:
-        """Whether steps on these devices can go on in its memory: their optimizers update the same parameters as those that are
-        there, or none of them. Parts of a bucket cannot be laid out for two.
+        """Test for steps that can share its memory: same devices, and optimizers of equal or disjoint parameters.
+
+        Two plans cannot divide a bucket.
         """
         own, each = groups.parameters(), [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
         are_apart = all(own == other or own.isdisjoint(other) for other in each)
         return not self.is_captured and tuple(self.store.devices) == tuple(devices) and are_apart
 
     def hold(self, tensors: Mapping[str, torch.Tensor], groups: OptimizerGroups, what: str) -> Hold:
-        """Lets one more step hold it, which may have further variables, such as those of its loss.
+        """Adds a step, possibly with further variables, such as those of its loss.
 
         Args:
             tensors: the step's parameters and buffers, under its own names.
-            groups: its optimizers. One that several steps have makes one update of one state; so do equal lists.
-            what: names the model, where its variables have names that others have already.
+            groups: its optimizers. Steps with the same optimizers, or equal lists, share one state and one update.
+            what: the model's name, for a prefix of ambiguous names.
         """
         names = names_in_store(tensors, self.store, what)
         self.store.add({names[name]: tensor for name, tensor in tensors.items()}, counters_among(tensors))
@@ -141,7 +131,6 @@ class HeldState:
         return hold
 
     def _optimizers_for(self, groups: OptimizerGroups) -> BucketOptimizers:
-        """The state of optimizers that no step had yet."""
         new = BucketOptimizers(groups, self.store, self._own_steps, is_captured=self.is_captured)
         new.user_steps.go_on_from([optimizers.user_steps for optimizers in self._open_optimizers()])
         return new
@@ -153,13 +142,12 @@ class HeldState:
         counters: Mapping[str, str],
         written: Collection[str],
     ) -> None:
-        """Gives one of its steps variables of modules outside of its model.
+        """Adds variables of modules outside of the model to one of its steps.
 
         Args:
-            hold: the step's.
             tensors: parameters and buffers, under the step's names.
-            counters: for statistics among them, the names of the buffers that count the forwards which write them.
-            written: the names of those that it writes.
+            counters: from statistics among them to the counters of their forwards.
+            written: names of variables written by the step.
         """
         names = names_in_store(tensors, self.store, hold.what)
         new = {id(tensor) for tensor in tensors.values()} - self.store.names.keys()
@@ -174,15 +162,15 @@ class HeldState:
         completed(put_in_place)
 
     def can_become_one_with(self, other: HeldState) -> bool:
-        """Whether one memory serves the steps of both: on the same devices, and with optimizers of different parameters."""
+        """Test for a possible merge: same devices, and optimizers of disjoint parameters."""
         are_same = tuple(self.store.devices) == tuple(other.store.devices)
         return are_same and not (self.is_captured or other.is_captured) and self.trained().isdisjoint(other.trained())
 
     def absorb(self, other: HeldState) -> None:
-        """Takes over the variables and the steps of another state, which is over then; no call of either runs.
+        """Merges another state into this one, while no call of either runs.
 
-        Buffers of which each replica has its own stay where they are. Parameters do so until their step lays them out anew.
-        What interrupts it leaves both as they were, or finds them one.
+        Per-replica buffers stay in place, and parameters until the next layout. An interrupt leaves both states as they
+        were, or merged.
         """
         holds = {optimizers: list(own) for optimizers, own in other._optimizers.items() if own}
         what = next((hold.what for own in holds.values() for hold in own), "model")
@@ -219,7 +207,7 @@ class HeldState:
         completed(put_in_place)
 
     def let_go(self, hold: Hold) -> None:
-        """Called when a step is closed. After the last one that has its optimizers, they are watched no more."""
+        """Removes a closed step. The last step of some optimizers ends their watch."""
         holds = self._optimizers[hold.optimizers]
         holds.discard(hold)
         if not holds:
@@ -236,8 +224,8 @@ class HeldState:
             self.store.free_buckets(optimizers.owner)
 
     def free_forgotten(self) -> None:
-        """Frees what steps have left that were forgotten, not closed. The garbage collector only empties their sets, as it may
-        run in any thread, during a call that reads what they had.
+        """Frees the state of unreachable steps. The garbage collector only empties their sets, since it may run in any
+        thread, during a call that reads their state.
         """
         for optimizers, holds in list(self._optimizers.items()):
             if not holds:
@@ -248,7 +236,7 @@ class HeldState:
         self._num_holds = num_holds
 
     def release(self) -> None:
-        """Forgets variables that no open step has any more; called while no step runs, or by the one that does."""
+        """Drops variables without an open step. No other step may run."""
         holds = [hold for own in self._optimizers.values() for hold in own]
         ids = {id(tensor) for hold in holds for tensor in hold.store.tensors.values()}
 

@@ -1,4 +1,4 @@
-"""What a step has left between two steps: parameters and state of optimizers that nobody may use until all is restored."""
+"""Torn state: parameters and optimizer state between two steps, refused until the user restores them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _torn: weakref.WeakSet[TornState] = weakref.WeakSet()
 
 
 class TornState:
-    """Parameters of which a step has updated a part, with their optimizers, as it has left them.
+    """Parameters and optimizers after a partial update.
 
-    They are restored when the user has written every parameter, and every entry of the optimizers' state, or has put another one
-    in its place: `load_state_dict` of model and optimizer do. Until then, calls of steps over any of them are refused, and so is
-    what shows or saves them once `guard` is called.
+    They are restored once the user has written or replaced every parameter and every entry of the optimizers' state,
+    for example by `load_state_dict` of model and optimizer. Until then, calls of steps over them are refused. `guard`
+    adds refusals of reads and saves.
 
     Args:
-        what: which buckets were updated, as a clause.
-        parameters: those that the step updates, by name.
+        what: a clause on the updated buckets.
+        parameters: all updated parameters of the step, by name.
         optimizers: the user's.
     """
 
@@ -49,7 +49,6 @@ class TornState:
 
     @property
     def is_restored(self) -> bool:
-        """Whether the user has restored everything since."""
         if not self._is_restored and not self._unwritten() and not self._unwritten_optimizers():
             self._is_restored = True
             self._parameters, self._states = {}, []
@@ -59,7 +58,7 @@ class TornState:
         return [name for name, watched in self._parameters.items() if not watched.has_changed()]
 
     def _unwritten_optimizers(self) -> list[str]:
-        """The classes of the optimizers whose state has an entry that is still the one that the step has left."""
+        """The classes of optimizers with a torn entry of state."""
         left = [
             type(optimizer).__name__
             for optimizer, parameter, entries, key, value, version in self._states
@@ -70,21 +69,20 @@ class TornState:
         return list(dict.fromkeys(left))
 
     def guard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Has `state_dict` of the model, of its modules and of the optimizers refused, and copies and pickles of the model."""
+        """Refuses `state_dict` of the model, its modules and the optimizers, and copies and pickles of the model."""
         refusal = _Refusal(self)
         owners = [one for one in model.modules() if self.concerns([id(own) for own in one.parameters(recurse=False)])]
         self._handles += [module.register_state_dict_pre_hook(refusal) for module in owners]
         self._handles += [own.register_state_dict_pre_hook(refusal) for own in optimizers if calls_step_hooks(own)]
 
     def concerns(self, ids: Collection[int]) -> bool:
-        """Whether any of these tensors, given by their ids, is one of the parameters."""
         return not self._ids.isdisjoint(ids)
 
     def refuse(self) -> None:
-        """Refuses a use, unless all is restored.
+        """Refuses a use before restoration.
 
         Raises:
-            ExecutionError: says what is between two steps, and what is to be restored.
+            ExecutionError: describes the torn state and the remedy.
         """
         if self.is_restored:
             return
@@ -98,7 +96,6 @@ class TornState:
         )
 
     def end(self) -> None:
-        """Called when all is restored: nothing is refused any more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -106,7 +103,7 @@ class TornState:
 
 
 class _Refusal:
-    """A hook that refuses what would show or save a torn state; it stands in the model, so a copy of that meets it, too."""
+    """A hook against reads and saves of torn state. It stands in the model, so that copies have it, too."""
 
     def __init__(self, torn: TornState) -> None:
         self._torn = torn
@@ -120,7 +117,6 @@ class _Refusal:
 
 
 def _idle_hook() -> Callable[..., None]:
-    """What a copy of a model has in place of a refusal."""
     return _do_nothing
 
 
@@ -129,7 +125,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 def refuse_torn(ids: Collection[int]) -> None:
-    """Refuses a use of tensors, given by their ids, if a step has left any of them between two steps.
+    """Refuses a use of torn tensors, given by their ids.
 
     Raises:
         ExecutionError: see `TornState.refuse`.

@@ -1,7 +1,7 @@
-"""Gradients of embeddings' tables whose rows are scattered behind the commit, right before an update takes them.
+"""Deferred gradients of embedding tables: their rows are scattered after the commit, right before the update.
 
-What a step asks before its commit, the norm of all gradients or whether all are finite, follows from the rows alone, which
-are far fewer than the table's.
+Checks before the commit, such as the gradient norm or finiteness, need the rows alone. These are far fewer than the
+table's.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from mirrorc.runtime.state.shares.pieces import FactoredPiece, Factors, Piece, V
 from mirrorc.runtime.state.shares.table_pieces import OwnRows, TablePiece
 from mirrorc.torch_internals import norms_of_each, subtract_each
 
-_MARGIN = 16.0  # by which a bound must stay below the largest number, for what rounding may add to it
+_MARGIN = 16.0  # between a bound and the largest number, for rounding errors
 
 
 @dataclass
 class DeferredTable:
-    """A piece of a table's gradient that is not made yet.
+    """A pending piece of a table's gradient.
 
     Attributes:
-        piece: the piece.
         factors: see `TablePiece.add_up`.
-        total: the piece's elements, 1-D, in the bucket.
-        rows: the rows that are added to it, once they are selected; those that are added to one row may be summed.
+        total: the piece's elements in the bucket, 1-D.
+        rows: the selected rows; rows with one index may be summed.
     """
 
     piece: TablePiece
@@ -38,7 +37,6 @@ class DeferredTable:
     rows: OwnRows | None = None
 
     def make(self) -> None:
-        """Makes it in the bucket."""
         if self.rows is None:
             self.piece.add_up(self.factors, self.total)
         else:
@@ -46,36 +44,35 @@ class DeferredTable:
 
 
 class DeferredTables:
-    """The tables that a wait defers of a replica's share.
+    """The tables of a replica's share that a wait defers.
 
     Args:
-        visit: called with what is made before the commit after all.
+        visit: callback for tables that must be made before the commit after all.
 
     Attributes:
-        visit: as given; it defers tables to this.
+        visit: as passed, with deferral to this object.
     """
 
     def __init__(self, visit: Visit) -> None:
         self.visit = replace(visit, defer=self._defer)
         self._tables: list[DeferredTable] = []
-        self._are_finite = False  # whether all are known to be
+        self._are_finite = False  # known for all tables
 
     def _defer(self, piece: FactoredPiece, factors: Sequence[Factors], total: torch.Tensor) -> None:
         assert isinstance(piece, TablePiece), "no other piece is deferred"
         self._tables.append(DeferredTable(piece, factors, total))
 
     def forget(self) -> None:
-        """Drops the tables, and so their factors: before a step, and where no update will take them."""
+        """Drops the tables and their factors: before a step, and without a later update."""
         self._tables, self._are_finite = [], False
 
     def make(self) -> None:
-        """Makes the tables in the bucket."""
         for table in self._tables:
             table.make()
         self._tables = []
 
     def make_visited(self) -> None:
-        """Makes the tables, and has them visited as if the wait had made them."""
+        """Scatters the tables and visits them, as the wait would have done."""
         for table in self._tables:
             table.make()
             table.piece.visit_made(table.total, self.visit)
@@ -83,8 +80,9 @@ class DeferredTables:
 
     @staticmethod
     def measure(shares: Sequence[DeferredTables]) -> float | None:
-        """The 2-norm of all tables of some shares; None if there are none, or if some are not finite: then they are made and
-        visited."""
+        """The 2-norm of all tables of some shares. None without tables, or after non-finite tables were made and
+        visited.
+        """
         tables = [table for share in shares for table in share._tables]
         norm = norm_of_tables(tables) if tables else None
         for share in shares:
@@ -95,7 +93,7 @@ class DeferredTables:
 
     @staticmethod
     def settle(shares: Iterable[DeferredTables]) -> None:
-        """Makes and visits the tables of some shares, unless all of them are known to be finite."""
+        """Makes and visits the tables of some shares, unless all are known to be finite."""
         unknown = [share for share in shares if share._tables and not share._are_finite]
         if unknown and not are_finite([table for share in unknown for table in share._tables]):
             for share in unknown:
@@ -103,17 +101,15 @@ class DeferredTables:
 
 
 def bytes_of_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """The bytes of the rows of a share's deferred tables until they are made, if the shares get equal parts of them.
-    Arguments as for `bytes_to_measure_tables`."""
+    """The bytes of a share's deferred rows, if the shares get equal parts. Arguments as for `bytes_to_measure_tables`."""
     return bytes_to_measure_tables(pieces, factors) // len(factors)
 
 
 def bytes_to_measure_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """The bytes of the rows of all shares, which lie side by side only while the share's are selected and measured.
+    """The bytes of all shares' rows, side by side only during selection and measurement.
 
     Args:
-        pieces: of the share.
-        factors: as `Piece.temporary_bytes`.
+        factors: as for `Piece.temporary_bytes`.
     """
     total = 0
     for piece in pieces:
@@ -125,7 +121,7 @@ def bytes_to_measure_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[
 
 
 def select_rows(tables: Iterable[DeferredTable]) -> list[torch.Tensor]:
-    """Selects the rows that are added to each table; returns all of them, those of one width together, 2-D."""
+    """Selects each table's rows; returns them as 2-D tensors, one per width."""
     selected = []
     for group in _by_width(tables):
         places, rows = _selected(group)
@@ -135,7 +131,7 @@ def select_rows(tables: Iterable[DeferredTable]) -> list[torch.Tensor]:
 
 
 def are_finite(tables: Iterable[DeferredTable]) -> bool:
-    """Whether all elements are known to be finite: no sum of rows is larger than their norm times the root of their number."""
+    """Test by a bound: no sum of rows exceeds their norm times the root of their number."""
     rows = select_rows(tables)
     norms = torch.stack(norms_of_each(rows)).tolist()
     return all(
@@ -145,7 +141,7 @@ def are_finite(tables: Iterable[DeferredTable]) -> bool:
 
 
 def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
-    """The 2-norm of all tables together; None if an element may not be finite. Each table gets the sums of its rows."""
+    """The 2-norm of all tables together; None for possibly non-finite elements. Each table gets its summed rows."""
     norms = []
     for group in _by_width(tables):
         places, rows = _selected(group)
@@ -158,8 +154,9 @@ def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
 
 
 def _by_width(tables: Iterable[DeferredTable]) -> list[list[DeferredTable]]:
-    """Groups of tables whose rows are handled together: in two threads that take turns with the interpreter, calls of small
-    operators take longer than what they do."""
+    """Groups of tables for common calls. Two threads that alternate on the interpreter spend more time in calls of
+    small operators than in their work.
+    """
     groups: dict[tuple[int, torch.dtype], list[DeferredTable]] = defaultdict(list)
     for table in tables:
         rows, _ = table.factors[0]
@@ -168,7 +165,7 @@ def _by_width(tables: Iterable[DeferredTable]) -> list[list[DeferredTable]]:
 
 
 def _selected(tables: Sequence[DeferredTable]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows that are added to pieces of one width, one piece after the other, and to which rows of all pieces."""
+    """The rows for pieces of one width, piece by piece, and their row numbers among all pieces."""
     parts = [
         (number, *table.piece.rows_and_places(part)) for number, table in enumerate(tables) for part in table.factors
     ]
@@ -185,7 +182,7 @@ def _selected(tables: Sequence[DeferredTable]) -> tuple[torch.Tensor, torch.Tens
 
 
 def _assign(tables: Sequence[DeferredTable], places: torch.Tensor, rows: torch.Tensor) -> None:
-    """Assigns each table its rows; ``places`` are those of all pieces, one piece after the other."""
+    """Assigns each table its rows; ``places`` are row numbers among all pieces."""
     ends = list(itertools.accumulate(table.piece.num_rows_here for table in tables))
     counts = torch.searchsorted(places, torch.tensor(ends)).tolist()  # all of a piece are smaller than the next one's
     sizes = [count - before for before, count in itertools.pairwise([0, *counts])]
@@ -195,8 +192,7 @@ def _assign(tables: Sequence[DeferredTable], places: torch.Tensor, rows: torch.T
 
 
 def _numbers(tables: Sequence[DeferredTable]) -> torch.Tensor:
-    """For each table's piece, a column: its first row, the one after its last, the row that is left out, and what makes numbers
-    of its rows those of all pieces' rows, one piece after the other."""
+    """Per piece, a column: first row, end row, padding row, and the offset to row numbers among all pieces."""
     columns, end = [], 0
     for piece in (table.piece for table in tables):
         first, stop = piece.rows.start, piece.rows.stop

@@ -1,4 +1,4 @@
-"""Shares of buckets in which some gradients are left as factors: each device makes the elements that it updates."""
+"""Shares of buckets with factored gradients: each device makes its own elements."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ from mirrorc.runtime.state.shares.pieces import (
 
 
 def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: int, num_replicas: int) -> list[Piece]:
-    """The pieces of which what a replica makes of a bucket consists, in order.
+    """The pieces of a replica's share of a bucket, in order.
 
     Args:
-        bucket: the plan.
-        factored: the slots whose gradients are left as factors, in order.
-        replica: whose share.
-        num_replicas: number of shares.
+        factored: the slots with factored gradients, in order.
 
     Raises:
         LookupError: no class makes shares of a gradient's form.
@@ -51,18 +48,18 @@ def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: i
 
 
 def forget_what_is_written(pieces: Sequence[Piece]) -> None:
-    """Makes the next step write shares completely, because the buckets may have been overwritten."""
+    """Makes the next step write shares completely, since the buckets may have been overwritten."""
     for piece in pieces:
         piece.forget()
 
 
 def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None) -> None:
-    """Makes a replica's share of the sum over all replicas, in the first one's bucket; added in order of replicas.
+    """Makes a replica's share of the sum over replicas, in the first replica's bucket, with additions in order of
+    replicas.
 
     Args:
         buckets: of all replicas, in order.
-        replica: whose share.
-        visit: called with each part of the share when it is made, in order.
+        visit: called with each finished part of the share, in order.
     """
     make_pieces(buckets[replica].pieces, buckets, visit)
 
@@ -80,10 +77,10 @@ def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visi
 
 @dataclass(frozen=True)
 class MadeShare:
-    """A share that lies in memory, of which few elements may be other than zero.
+    """A finished share in memory, possibly sparse.
 
     Attributes:
-        pieces: of the share; none if it is not known what the memory holds.
+        pieces: of the share; empty for unknown content.
         start: the share's first element in the bucket.
     """
 
@@ -91,8 +88,9 @@ class MadeShare:
     start: int = 0
 
     def visit(self, share: torch.Tensor, visit: Visit) -> bool:
-        """Visits what was made in this step, in parts, in order, if that is less than half of the share, 1-D; returns whether
-        it is."""
+        """Visits the elements of this step, in parts, in order, if they are less than half of the share; returns True
+        if so.
+        """
         if not self.pieces or 2 * sum(piece.num_made for piece in self.pieces) >= share.numel():
             return False
         for piece in self.pieces:
@@ -102,13 +100,12 @@ class MadeShare:
 
 @dataclass(frozen=True)
 class UnmadeShare:
-    """A share of a sum of which all is there that it is made of.
+    """A pending share of a sum with complete inputs.
 
     Attributes:
-        buckets: of all replicas that take part, in order; in the memory of the first one lies what is not made in parts.
-        pieces: of the share.
-        start, stop: its elements in the bucket; those between and behind slots, which are zero, are in no piece.
-        change: what is done with each part when it is made; None for nothing.
+        buckets: of all participating replicas, in order; the first one holds parts without other memory.
+        start, stop: the share's elements in the bucket. Gaps between and behind slots are zero and in no piece.
+        change: applied to each finished part; may be None.
     """
 
     buckets: Sequence[FactoredBucket]
@@ -118,28 +115,27 @@ class UnmadeShare:
     change: Visit | None = None
 
     def bounded(self, max_value: float) -> UnmadeShare:
-        """The same share, whose elements are brought to between ``-max_value`` and ``max_value`` when they are made."""
+        """The same share with elements clamped to ``[-max_value, max_value]``."""
         return replace(self, change=bounding_by(max_value))
 
     def largest_part(self, num_elements: int) -> int:
-        """The elements of the memory that `make_parts` needs; 0 if it would make all in the bucket."""
+        """The elements of memory that `make_parts` needs; 0 if all parts lie in the bucket."""
         return max((piece.largest_part(num_elements, self._factors) for piece in self.pieces), default=0)
 
     def make(self) -> torch.Tensor:
-        """Makes the share in the bucket."""
         make_pieces(self.pieces, self.buckets, self.change)
         return self.buckets[0].tensor[self.start : self.stop]
 
     def make_parts(self, num_elements: int, memory: torch.Tensor, take: Take) -> None:
-        """Makes the share in parts, in order, and has each taken before the next one is made.
+        """Makes the share in parts, in order, and passes each to ``take`` before the next.
 
         Args:
-            num_elements: of a part, at most.
-            memory: in which large products are made, one part after the other, 1-D; all else is made in the bucket.
-            take: gets the first element of each part, counted from the share's, and the part.
+            num_elements: upper bound of a part.
+            memory: for parts of large products, reused, 1-D; other parts lie in the bucket.
+            take: gets each part with its first element, counted from the share's.
         """
         whole, start = self.buckets[0].tensor, self.start
-        waiting = start  # the first element that lies in the bucket, and is not taken
+        waiting = start  # the first pending element in the bucket
 
         def take_waiting(stop: int) -> None:
             for first in range(waiting, stop, num_elements):
@@ -165,11 +161,11 @@ class UnmadeShare:
 
 
 def unmade_sum(tensors: Sequence[torch.Tensor], bounds: tuple[int, int], change: Visit | None = None) -> UnmadeShare:
-    """A share of a sum of buckets whose gradients are all made.
+    """A share of a sum of buckets without factored gradients.
 
     Args:
         tensors: the buckets of all replicas, 1-D, in order; the sum is made in the first one.
-        bounds: the share's first element, and the one after its last.
+        bounds: start and stop of the share.
         change: see `UnmadeShare`.
     """
     return UnmadeShare([FactoredBucket(tensor, (), ()) for tensor in tensors], [SumPiece(*bounds)], *bounds, change)
@@ -181,11 +177,10 @@ def largest_part_of_share(
     num_elements: int,
     factors: Sequence[Sequence[Sequence[Factors]]],
 ) -> int:
-    """The elements of the largest part that `UnmadeShare.make_parts` has taken.
+    """The elements of the largest part of `UnmadeShare.make_parts`.
 
     Args:
-        pieces: of the share.
-        bounds: the share's first element in the bucket, and the one after its last.
+        bounds: start and stop of the share in the bucket.
         num_elements: of the memory for parts.
         factors: as for `temporary_bytes`.
     """
@@ -200,8 +195,7 @@ def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
     """Makes one replica's factored gradients in its own bucket; its pieces must cover the whole bucket.
 
     Args:
-        bucket: the replica's.
-        is_summed: whether others' gradients are added to the bucket afterwards, so that it holds more than the last step made.
+        is_summed: later additions of other replicas' gradients, so that the bucket holds more than the last step made.
     """
     if is_summed:
         forget_what_is_written(bucket.pieces)
@@ -209,10 +203,9 @@ def make_whole(bucket: FactoredBucket, *, is_summed: bool) -> None:
 
 
 def temporary_bytes(pieces: Sequence[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """The most temporary bytes that `make_share` allocates.
+    """Peak temporary bytes of `make_share`.
 
     Args:
-        pieces: of the share.
-        factors: of each replica with examples, of the bucket's gradients as factors, of each part; tensors may be fake.
+        factors: by replica with examples, factored gradient and part; tensors may be fake.
     """
     return max((piece.temporary_bytes(factors) for piece in pieces), default=0)

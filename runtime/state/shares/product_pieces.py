@@ -1,4 +1,4 @@
-"""Makes shares of gradients that are matrix products; each piece is a rectangle of a matrix."""
+"""Shares of gradients that are matrix products; each piece is a rectangle of a matrix."""
 
 from __future__ import annotations
 
@@ -22,23 +22,14 @@ from mirrorc.runtime.state.shares.pieces import (
 )
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""The factors of matrix products that are added up."""
 
 
 @dataclass
 class Rectangle(FactoredPiece):
-    """A rectangle of a matrix.
-
-    Attributes:
-        rows: of the matrix.
-        columns: of the matrix.
-    """
-
     rows: slice
     columns: slice
 
     def _sizes(self) -> tuple[int, int]:
-        """The number of rows and that of columns."""
         return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     @classmethod
@@ -60,18 +51,15 @@ class Rectangle(FactoredPiece):
 @makes_shares_of(ops.product)
 @dataclass
 class ProductPiece(Rectangle):
-    """A rectangle of the sum of matrix products."""
-
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Multiplies the factors of all parts in one product, or in one product for each part, whichever moves less memory.
+        """Multiplies the factors of all parts in one product or several, with the least memory traffic.
 
-        One product needs a copy of all factors side by side. With several products, each one reads and writes the result.
+        One product needs a contiguous copy of all factors. Several products each read and write the result.
         """
         joined = _joined(self._pairs(factors))
         _add_products(joined, total.view(-1, self._sizes()[1]))
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """Multiplies and visits some rows after the other."""
         joined, width = _joined(self._pairs(self.factors_in(buckets))), self._sizes()[1]
         num_rows = max(CACHED_ELEMENTS // width, 1)
         out = total.view(-1, width)
@@ -83,7 +71,6 @@ class ProductPiece(Rectangle):
     def make_parts(
         self, buckets: Sequence[FactoredBucket], num_elements: int, memory: torch.Tensor, take: Take
     ) -> None:
-        """Multiplies some rows after the other."""
         joined = _joined(self._pairs(self.factors_in(buckets)))
         all_rows, width = self._sizes()
         num_rows = num_elements // width
@@ -94,7 +81,6 @@ class ProductPiece(Rectangle):
             take(self.start + first * width, part)
 
     def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """See `Piece`."""
         num_inner = sum(left.shape[1] for replica in factors for left, _ in replica[self.factored])
         return elements_of_part(*self._sizes(), num_inner, num_elements)
 
@@ -120,7 +106,6 @@ def _joined(pairs: Pairs) -> Pairs:
 
 
 def _add_products(pairs: Pairs, out: torch.Tensor) -> None:
-    """Writes the sum of matrix products."""
     torch.mm(*pairs[0], out=out)
     for left, right in pairs[1:]:
         out.addmm_(left, right)

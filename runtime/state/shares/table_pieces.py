@@ -1,4 +1,4 @@
-"""Makes shares of the gradients of embeddings' tables: rows that are added up, in memory that is zero otherwise."""
+"""Shares of gradients of embedding tables: summed rows, in memory that is zero otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirrorc.runtime.state.shares.pieces import FactoredBucket, Factors, Visit, 
 from mirrorc.runtime.state.shares.product_pieces import Rectangle
 
 OwnRows = tuple[torch.Tensor, torch.Tensor]
-"""Rows that are added to a rectangle: where, counted from its first row, in int64 and in memory of their own; and what."""
+"""Row indices in a rectangle, int64 in separate memory, and the rows to add there."""
 
 
 @makes_shares_of(ops.index_add)
@@ -24,10 +24,9 @@ class TablePiece(Rectangle):
     """A rectangle of a table's gradient, in memory that is zero except for the few rows of a step.
 
     Attributes:
-        padding_idx: the row of the table that is left out.
+        padding_idx: the table's excluded row.
         num_rows: of the table.
-        written: the rows that the last step has written, counted from the rectangle's first row, as a tensor for each part;
-            None if the content of the memory is unknown.
+        written: rows of the last step, counted from the rectangle's first row, by part; None for unknown content.
     """
 
     padding_idx: int = -1
@@ -36,16 +35,14 @@ class TablePiece(Rectangle):
 
     @classmethod
     def cut(cls, slot: Slot, factored: int, first: int, last: int, **details: Any) -> Iterator[Self]:
-        """As for any rectangle."""
         for piece in super().cut(slot, factored, first, last, **details):
             yield replace(piece, num_rows=slot.shape[0])
 
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Clears the rows of the last step and adds those of this step; other rows are zero already and are not written."""
+        """Clears the rows of the last step and adds those of this step; other rows are already zero."""
         self.add_rows([self._select(part) for part in factors], total)
 
     def add_rows(self, parts: Sequence[OwnRows], total: torch.Tensor) -> None:
-        """As `add_up`, of rows that are selected already."""
         out = total.view(self._sizes()[0], -1)
         written, self.written = self.written, None
         if written is None:
@@ -57,7 +54,7 @@ class TablePiece(Rectangle):
         self.written = [places for places, _ in parts]
 
     def _select(self, factors: Factors) -> OwnRows:
-        """The rows of a part that are added to this rectangle."""
+        """The rows of a part that belong to this rectangle."""
         rows, places = self.rows_and_places(factors)
         own = self._own(places)
         if own is None:  # the batch may be overwritten before the next step clears the rows
@@ -65,7 +62,7 @@ class TablePiece(Rectangle):
         return places.index_select(0, own).long() - self.rows.start, rows.index_select(0, own)
 
     def _own(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Which of some rows of the table are the rectangle's, by their numbers among them; None if all are.
+        """Positions of the rectangle's rows among some rows of the table; None for all.
 
         The first and the last device need one comparison each.
         """
@@ -78,16 +75,15 @@ class TablePiece(Rectangle):
 
     @property
     def num_rows_here(self) -> int:
-        """The number of the rectangle's rows."""
         return self._sizes()[0]
 
     def rows_and_places(self, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a part of the gradient adds to this rectangle and to others: rows, 2-D, and the table's rows to which it does."""
+        """A gradient part's 2-D rows, and their row numbers in the table, in this rectangle or others."""
         rows, indices = factors
         return rows.reshape(-1, rows.shape[-1])[:, self.columns], indices.reshape(-1)
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """As for any piece; defers it where a step adds few rows."""
+        """See `Piece`; defers the piece if a step adds few rows."""
         factors = self.factors_in(buckets)
         if visit.defer is not None and self.has_few_rows(factors):
             visit.defer(self, factors, total)
@@ -96,7 +92,7 @@ class TablePiece(Rectangle):
             self.visit_made(total, visit)
 
     def has_few_rows(self, factors: Sequence[Factors]) -> bool:
-        """Whether to look at the rows that a step adds takes less time than to look at all of the rectangle.
+        """Test for a sparse step: its rows cost less than a pass over the whole rectangle.
 
         Args:
             factors: as for `add_up`; tensors may be fake.
@@ -105,7 +101,7 @@ class TablePiece(Rectangle):
         return 0 < 2 * num_added < self.num_rows_here and factors[0][0].is_floating_point()
 
     def visit_made(self, total: torch.Tensor, visit: Visit) -> None:
-        """Visits the rows that this step has written; the others are zero."""
+        """Visits the rows of this step; the others are zero."""
         if 2 * self.num_made > total.numel():
             visit_parts(total, visit)
             return
@@ -122,7 +118,7 @@ class TablePiece(Rectangle):
 
     @property
     def num_made(self) -> int:
-        """The elements of the rows that the step has written; a row may count several times."""
+        """The elements of this step's rows; a row may count several times."""
         if self.written is None:
             return self.stop - self.start
         return sum(map(len, self.written)) * self._sizes()[1]
@@ -131,7 +127,7 @@ class TablePiece(Rectangle):
         self.written = None
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """The bytes of the rows that are selected from one part's; assumes that the shares get equal parts of them."""
+        """The bytes of the rows selected from one part, if the shares get equal parts."""
         found = [rows for own in factors for rows, _ in own[self.factored]]
         if (
             self.rows == slice(0, self.num_rows)

@@ -1,1 +1,1 @@
-"""Where variables lie, and what the user wrote to them."""
+"""Memory of variables, and writes to them by the user."""

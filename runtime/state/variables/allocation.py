@@ -1,4 +1,4 @@
-"""Allocates the memory of a layout: of buckets, and of what each replica has of its own."""
+"""Allocation of a layout's memory: flat buckets, and per-replica variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrorc.user.aliased_tensors import refuse_memory_of_processes, refuse_shar
 def allocate_buckets(
     layout: Layout, plan: Sequence[Bucket], tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]
 ) -> list[FlatBucket]:
-    """Allocates buckets with their parameters' present values, and notes in the layout where each of these is."""
+    """Allocates buckets with the present values of their parameters, and enters them in the layout."""
     gradients = [[memory_for_gradients(bucket, device.torch_device) for device in devices] for bucket in plan]
     return [_bucket(layout, *pair, tensors, devices) for pair in zip(plan, gradients, strict=True)]
 
@@ -46,7 +46,7 @@ def _bucket(
 
 
 def mirror_first(tensors: Sequence[torch.Tensor]) -> None:
-    """Copies the first of some replicas' tensors to the others, unless they are it."""
+    """Copies the first replica's tensor to the others, except where they are the same object."""
     for tensor in tensors[1:]:
         if tensor is not tensors[0]:
             tensor.copy_(tensors[0])
@@ -59,9 +59,10 @@ def allocate_per_replica(
     devices: Sequence[Device],
     counted: Collection[str],
 ) -> None:
-    """Puts buffers of one dtype side by side, so that one addition aggregates them all; notes in the layout where each is.
+    """Allocates buffers of one dtype side by side, so that one addition aggregates them, and enters them in the layout.
 
-    ``counted``: see `ShownBuffers`.
+    Args:
+        counted: see `ShownBuffers`.
     """
     kinds: dict[tuple[torch.dtype, Aggregation], list[Variable]] = {}
     for variable in variables:
@@ -86,7 +87,7 @@ def allocate_per_replica(
 
 
 def shared_copies(tensor: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
-    """A variable that no step writes, on every replica: the user's tensor, and a copy for each other device's memory."""
+    """Tensors of an unwritten variable, one per replica: the user's tensor, and one copy per other torch device."""
     own, copies = tensor.detach(), {}
     copies[own.device] = own
     for device in devices:
@@ -96,7 +97,6 @@ def shared_copies(tensor: torch.Tensor, devices: Sequence[Device]) -> list[torch
 
 
 def check_members(plan: Sequence[Bucket], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses parameters that cannot be moved into buckets."""
     planned = {slot.variable: (slot.shape, bucket.dtype) for bucket in plan for slot in bucket.slots}
     members = [name for name in tensors if name in planned]
     for name in members:
@@ -106,7 +106,6 @@ def check_members(plan: Sequence[Bucket], tensors: Mapping[str, torch.Tensor]) -
 
 
 def check_type(name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Refuses a variable that has become one of another shape or dtype."""
     if tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
         raise ValueError(
             f"variable {name!r} was {dtype}{list(shape)} and has become {tensor.dtype}{list(tensor.shape)} since the step "

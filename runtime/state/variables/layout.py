@@ -1,4 +1,4 @@
-"""Where the variables of all replicas lie: in flat buffers, one per bucket and replica, of which they are views."""
+"""Layout of variables: flat buffers, one per bucket and replica, with the variables as views."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mirrorc.runtime.state.variables.user_buffers import ShownBuffers
 
 @dataclass
 class FlatBucket:
-    """A bucket's memory on every replica.
+    """Memory of a bucket on every replica.
 
     Attributes:
         bucket: the plan.
-        parameters: for each replica, its parameters, 1-D; one tensor for all where they are shared.
-        gradients: for each replica, its gradients, 1-D.
-        gradient_slots: for each replica, views of its gradients in order of the slots; none where the optimizer takes rows.
-        touched: for each replica that has added up rows in this step, their indices, see `gradients.sparse_rows`.
+        parameters: 1-D, by replica; one tensor for all replicas that share it.
+        gradients: 1-D, by replica.
+        gradient_slots: by replica, views of the gradients in order of the slots; empty for sparse rows.
+        touched: row indices of the step's sparse gradient, by replica; see `gradients.sparse_rows`.
     """
 
     bucket: Bucket
@@ -34,16 +34,15 @@ class FlatBucket:
 
 
 def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    """Views of a bucket-shaped tensor in order of the slots."""
     return [
         torch.as_strided(flat, slot.shape, slot.strides, flat.storage_offset() + slot.offset) for slot in bucket.slots
     ]
 
 
 def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """Allocates memory for gradients. Gaps between slots are zero; slots are not initialized, so unused pages stay untouched.
+    """Allocates memory for gradients; empty for sparse rows.
 
-    Rows that an optimizer takes as they are need none.
+    Gaps between slots are zero. Slots are not initialized, so unused pages stay untouched.
     """
     if bucket.rule.takes_rows:
         return torch.empty(0, dtype=bucket.dtype, device=device)
@@ -55,26 +54,27 @@ def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
 
 
 class Moved(enum.Enum):
-    """Which variables got other memory when a program was laid out."""
+    """Kinds of variables with new memory in a layout."""
 
     NOTHING = enum.auto()
-    BUFFERS = enum.auto()  # buffers that this program is the first to write
+    BUFFERS = enum.auto()  # buffers first written by this program
     BUCKETS = enum.auto()  # parameters and gradients of the program's own buckets, and maybe buffers
 
 
 @dataclass
 class Layout:
-    """Where all variables are. It is made aside: until `VariableStore.adopt` puts it in place, nothing of the user has changed.
+    """Memory of all variables. Until `VariableStore.adopt` puts it in place, the user's tensors are unchanged.
 
     Attributes:
-        moved: which variables get other memory than in the layout before.
-        planned: the memory of the buckets, by the number of the optimizers that update them. Two have parameters in common
-            only if their buckets lie alike: then they have the memory in common.
+        moved: variables with new memory since the layout before.
+        planned: memory of the buckets, by owner: the number of their optimizers. Owners with common parameters share
+            the memory
+            of equal buckets.
         values: for each variable, its tensor on every replica.
-        aggregates: per-replica variables as they are shown.
-        own: the variables with a tensor for every replica.
-        homes: for each variable that was laid out, the memory that the user's tensor becomes a view of; None if it stays its own.
-        program: refers to the last program that it was made for.
+        aggregates: per-replica variables in the user's model.
+        own: variables with a separate tensor on every replica.
+        homes: for each variable laid out here, the future memory of the user's tensor; None if it keeps its memory.
+        program: weak reference to the last program of the layout.
     """
 
     moved: Moved = Moved.NOTHING
@@ -87,26 +87,24 @@ class Layout:
 
     @property
     def buckets(self) -> Iterator[FlatBucket]:
-        """All buckets."""
         return itertools.chain.from_iterable(self.planned.values())
 
     @property
     def in_buckets(self) -> set[str]:
-        """The parameters that lie in buckets."""
         return {name for flats in self.planned.values() for name in names_in(flats)}
 
     def plan_of(self, owner: int) -> tuple[Bucket, ...]:
-        """The bucket plan of some optimizers that memory is laid out for; empty if it is not."""
+        """The bucket plan of an owner; empty without memory for it."""
         return tuple(flat.bucket for flat in self.planned.get(owner, ()))
 
     def without_buckets(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """One in which parameters are where they are, and belong to no buckets."""
+        """A copy without buckets, with parameters in place."""
         return replace(
             self, planned={}, own={name for name in self.own if not isinstance(tensors[name], torch.nn.Parameter)}
         )
 
     def joined(self, other: Layout, names: Mapping[str, str]) -> tuple[Layout, set[str]]:
-        """One that has the variables of another one without buckets, too, under other names; and the former ones of those."""
+        """A copy with the variables of another layout under new names, without its buckets; and their former names."""
         taken = {name for name in other.values if names[name] not in self.values or name in other.own}
         both = replace(
             self,
@@ -118,17 +116,17 @@ class Layout:
         return both, taken
 
     def only(self, names: Collection[str]) -> tuple[Layout, set[str]]:
-        """One without other variables; and those that are kept, with those that lie in one memory with them."""
+        """A copy with only these variables and those in common memory with them; and the names of all of these."""
         aggregates = [shown for shown in self.aggregates if not shown.names.isdisjoint(names)]
         kept = {*names, *self.in_buckets}.union(*(shown.names for shown in aggregates))
         values = {name: values for name, values in self.values.items() if name in kept}
         return replace(self, values=values, own=self.own & kept, aggregates=aggregates, program=lambda: None), kept
 
     def make_room(self, plan: Sequence[Bucket], owner: int) -> list[FlatBucket] | None:
-        """Takes out buckets that cannot stay beside those that optimizers get now.
+        """Removes buckets that conflict with a new plan.
 
         Returns:
-            Other optimizers' buckets whose memory the new ones may have in common, if there are any.
+            Another owner's buckets with equal positions, for common use; None if there are none.
         """
         self.planned.pop(owner, None)
         for other, flats in list(self.planned.items()):
@@ -140,12 +138,11 @@ class Layout:
 
 
 def names_in(buckets: Sequence[FlatBucket]) -> set[str]:
-    """The parameters that lie in some buckets."""
     return {slot.variable for flat in buckets for slot in flat.bucket.slots}
 
 
 def _lie_alike(one: Sequence[Bucket], other: Sequence[Bucket]) -> bool:
-    """Whether the parameters and gradients of two plans lie alike, whoever updates them."""
+    """Test for equal positions of parameters and gradients; update rules may differ."""
     return len(one) == len(other) and all(
         replace(a, rule=b.rule) == b and a.rule.takes_rows == b.rule.takes_rows for a, b in zip(one, other, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Which of the user's tensors a store of variables has, under which names."""
+"""The user's tensors in a store of variables, and their names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class Members:
-    """The tensors of a store. It is replaced as a whole, as a call in another thread may go over it.
+    """The tensors of a store. It is immutable, since a call in another thread may iterate over it.
 
     Attributes:
         tensors: parameters and buffers, by name of their variable.
         names: the name of each tensor, by its id.
-        guarded: those of which guards watch shape and dtype: programs are compiled anew if these change.
-        counters: for the id of a statistic that forwards write without counting a version, the id of the buffer that counts them.
+        guarded: variables under guards of shape and dtype, so that a change compiles a new program.
+        counters: from the id of a statistic to the id of its counter; forwards write such statistics without a version
+            count.
     """
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -29,7 +30,7 @@ class Members:
     def with_added(
         self, tensors: Mapping[str, torch.Tensor], counters: Mapping[int, int], *, are_guarded: bool = False
     ) -> Members:
-        """Further ones, of which some may be there already, under the same name."""
+        """A copy with further tensors; some may be members already, under the same name."""
         new = tensors.keys() - self.tensors.keys()
         return Members(
             {**self.tensors, **tensors},
@@ -39,7 +40,7 @@ class Members:
         )
 
     def joined(self, other: Members, names: Mapping[str, str]) -> Members:
-        """Those of both, with the names that those of the other one have here."""
+        """The members of both, with the other's tensors under new names."""
         new = {names[name]: tensor for name, tensor in other.tensors.items() if names[name] not in self.tensors}
         return Members(
             {**self.tensors, **new},
@@ -49,7 +50,6 @@ class Members:
         )
 
     def only(self, kept: Collection[str]) -> Members:
-        """Those of some names."""
         names = {key: name for key, name in self.names.items() if name in kept}
         return Members(
             {name: tensor for name, tensor in self.tensors.items() if name in kept},
@@ -59,20 +59,20 @@ class Members:
         )
 
     def counter_of(self, name: str) -> str | None:
-        """The buffer that counts the forwards which write a statistic, if there is one."""
+        """The counter buffer of a statistic; None without one."""
         tensor = self.tensors.get(name)
         return self.names.get(self.counters[id(tensor)]) if id(tensor) in self.counters else None
 
     def counted(self) -> set[str]:
-        """The statistics whose writes a counter tells, and the counters."""
+        """The statistics with a counter, and the counters."""
         return {self.names[key] for pair in self.counters.items() for key in pair if key in self.names}
 
 
 def counters_among(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
-    """The counters of the statistics of a model, as `Members` has them.
+    """The counters of a model's statistics, as in `Members.counters`.
 
     Args:
-        tensors: by their paths in the model: statistics and counter are buffers of one module.
+        tensors: by path in the model. A statistic and its counter are buffers of one module.
     """
     found = {}
     for name, tensor in tensors.items():

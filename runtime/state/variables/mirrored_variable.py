@@ -1,4 +1,4 @@
-"""The user's view of a variable: its value on each replica, or one value."""
+"""The user's view of a variable: one value, or a value per replica."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mirrorc.runtime.state.variables.step_variables import StepVariables
 
 
 class MirroredVariable:
-    """A variable for users to read, with its value on every device.
+    """A read-only variable with a value on every device.
 
     Attributes:
-        name: its name in the model.
-        synchronization: whether it is mirrored or per-replica.
-        aggregation: how a per-replica variable is read as one.
+        name: name in the model.
+        synchronization: mirrored or per-replica.
+        aggregation: reduction of a per-replica variable to one value.
     """
 
     def __init__(self, variable: Variable, devices: Sequence[Device], store: StepVariables) -> None:
@@ -30,12 +30,12 @@ class MirroredVariable:
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
-        """The value on every device, in order; views, not copies."""
+        """Views of the value on every device, in order."""
         return tuple(self._store.values(self.name))
 
     @property
     def value(self) -> torch.Tensor:
-        """The one value: that of a mirrored variable, or a per-replica one's aggregate."""
+        """The mirrored value, or the aggregate of per-replica values."""
         return self._store.tensors[self.name].detach()
 
     def get(self, device: str) -> torch.Tensor:
@@ -58,12 +58,10 @@ class MirroredVariable:
 
 
 def mirrored_variables(program: Program, store: StepVariables, names: Mapping[str, str]) -> dict[str, MirroredVariable]:
-    """The variables of a program, by name; tied weights by each of their names.
+    """The variables of a program by name, tied weights under each of their names.
 
     Args:
-        program: what runs.
-        store: has the variables.
-        names: for each further name, the program's name.
+        names: from each further name to the program's name.
     """
     found = {
         name: MirroredVariable(variable, program.devices, store)

@@ -1,4 +1,4 @@
-"""The memory that stays from step to step for large results of regions."""
+"""Memory for large results of regions, reused in every step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from mirrorc.ir.devices import Device
 
 OF_PARTS = -1
-"""The number of the block in which parts of gradients are made."""
+"""The number of the block for parts of gradients."""
 
 
 class ReservedMemory:
-    """Blocks of memory by replica and number. All programs of a step use the same blocks, one after the other.
+    """Blocks of memory by replica and number, reused by all programs of a step in turn.
 
-    A block is allocated when it is first used, grows when a program needs more, and stays until the step is closed.
+    A block is allocated at its first use, grows on demand, and stays until the step is closed.
 
     Args:
         devices: the device of each replica.
@@ -26,7 +26,7 @@ class ReservedMemory:
         self._blocks: dict[tuple[int, int], torch.Tensor] = {}
 
     def block(self, replica: int, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor in a block, with whatever is there; replicas may ask at the same time."""
+        """A contiguous, uninitialized tensor in a block; thread-safe across replicas."""
         num_elements = torch.Size(shape).numel()
         num_bytes = num_elements * dtype.itemsize
         found = self._blocks.get((replica, number))
@@ -38,5 +38,4 @@ class ReservedMemory:
         return found[:num_bytes].view(dtype).view(tuple(shape))
 
     def release(self) -> None:
-        """Frees all blocks."""
         self._blocks.clear()

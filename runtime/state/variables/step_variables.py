@@ -1,4 +1,4 @@
-"""The variables of a step: under its own names, in a store that steps with other names and other optimizers may hold, too."""
+"""The variables of a step under its own names, in a store shared with other steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from mirrorc.runtime.state.variables.variables import VariableStore
 
 
 class StepVariables:
-    """What a step sees of a store: its own variables, and the buckets that its own optimizers update.
+    """A step's view of a store: its variables, and the buckets of its optimizers.
 
     Args:
         tensors: the user's parameters and buffers, by the step's names.
-        names: for each, the name in the store.
-        store: the variables of all steps that hold them together.
+        names: from the step's names to the store's names.
+        store: shared by all steps over these variables.
         owner: the number of the step's optimizers in the store.
-
-    Attributes:
-        tensors: the same.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class StepVariables:
         self._renamed: dict[int, tuple[weakref.ref[Program], Program]] = {}  # by the id of the step's program
 
     def add(self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], counters: Mapping[str, str]) -> None:
-        """Adds variables, which the store has; arguments as above. ``counters`` has those of statistics among them."""
+        """Adds variables of the store; ``counters`` maps statistics among them to their counters."""
         self._counters = {**self._counters, **counters}
         self.tensors = {**self.tensors, **tensors}
         self._added = self._added | tensors.keys()
@@ -49,13 +46,13 @@ class StepVariables:
         self._renamed = {}
 
     def moved(self, names: Mapping[str, str], store: VariableStore, owner: int) -> StepVariables:
-        """The same variables in another store; arguments as above."""
+        """The same variables in another store."""
         other = StepVariables(self.tensors, names, store, owner)
         other._added, other._counters = self._added, self._counters
         return other
 
     def drop_unless(self, names: Collection[str]) -> bool:
-        """Drops variables that were added and have other names, nor count what is kept; gives whether there were any."""
+        """Drops added variables except these names and their counters; returns True if any were dropped."""
         gone = self._added.difference(names, {c for name, c in self._counters.items() if name in names})
         self._added = self._added - gone
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in gone}
@@ -63,26 +60,23 @@ class StepVariables:
 
     @property
     def devices(self) -> Sequence[Device]:
-        """The devices, in order of replicas."""
         return self._store.devices
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """The memory of the step's buckets. They name their variables as the store does."""
+        """The memory of the step's buckets, under the store's names."""
         return self._store.buckets_of(self._owner)
 
     def has(self, program: Program) -> bool:
-        """Whether memory is laid out for a program."""
         return self._store.holds(self.in_store(program), self._owner)
 
     def has_buckets_of(self, program: Program) -> bool:
-        """Whether the buckets that there are, are those of a program."""
         return self._store.plan_of(self._owner) == self.in_store(program).buckets
 
     def values(self, name: str) -> list[torch.Tensor]:
-        """A variable on every replica, in order. A shared tensor is listed once for each replica.
+        """The tensors of a variable, in order of replicas; a shared tensor repeats.
 
-        What no open step has any more is the user's tensor.
+        After all steps of a variable are closed, its value is the user's tensor.
         """
         tensor = self.tensors[name]
         if id(tensor) not in self._store.names:
@@ -90,31 +84,25 @@ class StepVariables:
         return self._store.values(self._names[name])
 
     def read_by(self, variable: Variable) -> list[torch.Tensor]:
-        """What a program that has this variable reads on every replica, see `VariableStore.read_by`."""
         return self._store.read_by(self._of_store(variable))
 
     def lay_out(self, program: Program) -> Layout:
-        """See `VariableStore.lay_out`."""
         return self._store.lay_out(self.in_store(program), self._owner)
 
     def written(self) -> list[torch.Tensor]:
-        """See `VariableStore.written`."""
         return self._store.written(self._owner)
 
     def count_update(self) -> None:
-        """See `VariableStore.count_update`."""
         self._store.count_update(self._owner)
 
     def aggregate(self) -> None:
-        """See `VariableStore.aggregate`."""
         self._store.aggregate()
 
     def show(self, values: Mapping[str, torch.Tensor]) -> None:
-        """See `VariableStore.show`."""
         self._store.show({self._names[name]: value for name, value in values.items()})
 
     def in_store(self, program: Program) -> Program:
-        """A program with the store's names in its tables; the same one each time."""
+        """The program with the store's names in its tables; cached, so that its identity is stable."""
         if not self._is_renamed:
             return program
         known = self._renamed.get(id(program))
@@ -129,7 +117,6 @@ class StepVariables:
         return known[1]
 
     def bucket_in_store(self, bucket: Bucket) -> Bucket:
-        """A bucket of a program, with the store's names."""
         slots = tuple(replace(slot, variable=self._names[slot.variable]) for slot in bucket.slots)
         return replace(bucket, slots=slots)
 
@@ -139,13 +126,13 @@ class StepVariables:
 
 
 def names_in_store(tensors: Mapping[str, torch.Tensor], store: VariableStore, what: str) -> dict[str, str]:
-    """A name in a store for each of a step's tensors: that which it has there, or a new one.
+    """A name in a store for each of a step's tensors: the present name, or a new one.
 
-    New ones are the step's names, behind the name of its model if one of them is taken; a module's variables stay together.
+    New names are the step's names. If one of them is taken, all get the model's name as a prefix, so that a module's
+    variables stay together.
 
     Args:
         tensors: by the step's names.
-        store: the store.
         what: the name of the step's model.
     """
     new = [name for name, tensor in tensors.items() if id(tensor) not in store.names]

@@ -1,4 +1,4 @@
-"""Buffers of which every replica has its own: how the model shows them, and what the user writes into what it shows."""
+"""Per-replica buffers: their aggregate in the user's model, and the user's writes to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Member:
-    """A buffer's part of what is shown, and of the copy of it; ``is_counted`` if a counter tells of forwards that write it."""
+    """A buffer's range of the aggregate, and of its copy; ``is_counted`` if its module counts its forwards."""
 
     name: str
     place: slice
@@ -26,25 +26,22 @@ class _Member:
     is_counted: bool
 
     def is_written(self) -> bool:
-        """Whether it no longer has the bits that were shown last."""
+        """Compares bits with those of the last aggregation."""
         return not torch.equal(_bits(self.now), _bits(self.then))
 
 
 class ShownBuffers:
     """Buffers of one dtype side by side, so that one addition aggregates them all.
 
-    What was shown last is kept, because not every write counts a version: batch normalization writes its running statistics
-    without. Comparing costs the host nothing but time; a GPU would have to be waited for, so there the buffers of modules that
-    count their forwards (``num_batches_tracked``) are not compared, and `VariableStore` looks at the counter.
+    A copy of the last aggregate reveals the user's writes, because not every write counts a version: batch
+    normalization updates its running statistics without. On a GPU the comparison would synchronize. Buffers of modules
+    with a counter of forwards (``num_batches_tracked``) are not compared there, and `VariableStore` reads the counter.
 
     Args:
         sizes: the number of elements of each buffer, by name, in order.
-        shown: what the model shows, 1-D.
+        shown: the aggregate in the user's model, 1-D.
         flats: the memory of each replica, 1-D.
-        counted: names of buffers whose module counts its forwards.
-
-    Attributes:
-        names: those of all buffers.
+        counted: buffers of modules with a counter of forwards.
     """
 
     def __init__(
@@ -66,20 +63,20 @@ class ShownBuffers:
         self.names = frozenset(sizes)
 
     def renamed(self, names: Mapping[str, str]) -> ShownBuffers:
-        """The same memory, in which the buffers have other names."""
         other = shallow_copy(self)
         other._members = [replace(member, name=names[member.name]) for member in self._members]
         other.names = frozenset(member.name for member in other._members)
         return other
 
     def aggregate(self, written: Mapping[str, Aggregation], present: Sequence[int]) -> None:
-        """Shows the values of the replicas, aggregated.
+        """Aggregates the replicas' values into the user's model.
 
         Args:
-            written: the buffers that the step has written, and how each is shown as one. Others keep the very bits that are
-                shown: a mean of equal numbers may be rounded.
-            present: the replicas that have written them, because they had examples. The values of others count again when they
-                write next; what all write alike, they take over.
+            written: the buffers written in the step, with their aggregation. Others keep their exact bits, since a mean
+                of equal
+                numbers may be rounded.
+            present: the replicas with examples. Absent replicas rejoin at their next write, and take over values that
+                are equal on all.
         """
         kinds = {written[name] for name in self.names if name in written}
         if not kinds or not present:
@@ -100,11 +97,11 @@ class ShownBuffers:
         self._kept.copy_(shown)
 
     def note(self) -> None:
-        """Keeps what is shown now, after it was mirrored."""
+        """Records the present values after they were mirrored."""
         self._kept.copy_(self._shown)
 
     def written_by_user(self) -> list[str]:
-        """The names of the buffers that no longer have the bits that were shown last."""
+        """The buffers whose bits differ from the last aggregate."""
         members = self._members
         if self._shown.is_cuda:
             members = [member for member in members if not member.is_counted]
@@ -113,15 +110,14 @@ class ShownBuffers:
         return [member.name for member in members if member.is_written()]
 
     def is_written(self, name: str) -> bool:
-        """Whether one of the buffers no longer has the bits that were shown last."""
         return any(member.is_written() for member in self._members if member.name == name)
 
 
 class CopiesOfShown:
-    """What the model shows of per-replica buffers, on devices of other memory, for programs that read it and do not write it.
+    """Copies of the aggregate on other devices, for programs that only read per-replica buffers.
 
     Args:
-        devices: the devices, in order of replicas.
+        devices: in order of replicas.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -129,7 +125,7 @@ class CopiesOfShown:
         self._pairs: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, name: str, shown: torch.Tensor) -> list[torch.Tensor]:
-        """A buffer on every replica: the memory that the model shows, or a copy of it, which `renew` renews."""
+        """A buffer on every replica: the aggregate itself, or a copy for `renew`."""
         found = []
         for device in self._devices:
             place = device.torch_device
@@ -139,16 +135,14 @@ class CopiesOfShown:
         return found
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forgets other buffers."""
         self._pairs = {key: pair for key, pair in self._pairs.items() if key[0] in names}
 
     def renew(self) -> None:
-        """Copies anew what the model shows now."""
         for shown, copy in self._pairs.values():
             copy.copy_(shown)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view as integers, so that not a number equals itself."""
+    """An integer view, in which NaN equals itself."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.view(_INTEGERS[real.element_size()]) if real.is_floating_point() else real

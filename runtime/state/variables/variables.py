@@ -1,6 +1,6 @@
-"""Stores the variables of all replicas, and follows what the user does to them.
+"""Store of the variables of all replicas, with detection of the user's writes.
 
-It is long, as whatever moves or writes their memory is in one place.
+It is long, because every move or write of their memory is here.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from mirrorc.user.aliased_tensors import refuse_shared_memory, warn_of_holders
 
 
 class VariableStore:
-    """Holds every variable on every replica.
+    """Memory of every variable on every replica.
 
-    The user's parameters are replica 0's: they become views of its flat buffers. Variables that no step writes are shared
-    by devices of one memory. Buffers that the forward writes are each replica's own; the user's buffer shows them
-    aggregated, after every step. What the user writes between steps is noticed and mirrored.
+    The user's parameters belong to replica 0, as views of its flat buffers. Devices of one memory share variables that
+    no step writes. Each replica has its own buffers if the forward writes them, and the user's buffer holds their
+    aggregate after every step. The user's writes between steps are detected and mirrored.
 
-    Several steps may hold it, see `step_variables`; ``owner`` is the number of a step's optimizers.
+    Several steps may hold a store, see `step_variables`; ``owner`` is the number of a step's optimizers.
 
     Args:
         tensors: the user's parameters and buffers, by name of their variable.
-        devices: the devices, in order of replicas.
+        devices: in order of replicas.
 
     Attributes:
-        tensors, devices, names: the same; the name of each tensor, by its id.
+        names: the name of each tensor, by its id.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
@@ -52,11 +52,11 @@ class VariableStore:
         self.devices = devices
         self._layout = Layout()
         self._watched: dict[str, Watched] = {}
-        self._trained: dict[int, list[Watched]] = {}  # parameters that lie in buckets, by the buckets' owner
-        self._written: dict[str, Aggregation] = {}  # per-replica variables that the program that runs now writes
+        self._trained: dict[int, list[Watched]] = {}  # parameters in buckets, by owner
+        self._written: dict[str, Aggregation] = {}  # per-replica variables that the running program writes
         self._writing: tuple[int, ...] = ()  # the replicas that write them
-        self._freed: set[int] = set()  # the owners of buckets that are needed no more
-        self._moved: frozenset[int] = frozenset()  # the ids of tensors that have been views of memory of this store
+        self._freed: set[int] = set()  # owners without further updates
+        self._moved: frozenset[int] = frozenset()  # ids of tensors that were views of this store's memory
         self._copies = CopiesOfShown(devices)
         self._has_copies = len({device.torch_device for device in devices}) > 1
         _stores.add(self)
@@ -76,12 +76,12 @@ class VariableStore:
         self._members = self._members.with_added(tensors, counters, are_guarded=are_guarded)
 
     def taking_over(self, other: VariableStore, names: Mapping[str, str]) -> Callable[[], None]:
-        """Makes aside what takes over the variables of another store, under the names that they have here, without its buckets.
+        """Prepares a merge with another store under new names, without its buckets.
 
-        What each replica has of its own stays in its memory. Variables that both have are here already, with the same values.
+        Per-replica variables stay in their memory. Common variables have the same values in both stores.
 
         Returns:
-            Puts it in place; may be repeated from any point.
+            The merge's commit, idempotent from any point.
         """
         members = self._members.joined(other._members, names)
         layout, taken = self._layout.joined(other._layout.without_buckets(other.tensors), names)
@@ -95,7 +95,9 @@ class VariableStore:
         return put_in_place
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Forgets the variables whose tensors have other ids, as far as no memory is common to both; they stay where they are."""
+        """Drops variables whose tensors have other ids, except those in common memory with the rest. Values stay in
+        place.
+        """
         layout, kept = self._layout.only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
         watched = {name: watched for name, watched in self._watched.items() if name in kept}
         self._copies.keep_only(kept)
@@ -103,15 +105,13 @@ class VariableStore:
         self._moved &= self.names.keys()
 
     def buckets_of(self, owner: int) -> Sequence[FlatBucket]:
-        """The memory of some optimizers' buckets."""
         return self._layout.planned.get(owner, ())
 
     def plan_of(self, owner: int) -> tuple[Bucket, ...]:
-        """The bucket plan of some optimizers that memory is laid out for."""
         return self._layout.plan_of(owner)
 
     def free_buckets(self, owner: int) -> None:
-        """Frees the memory of gradients of optimizers that update no more; parameters stay where they are."""
+        """Frees the gradient memory of an owner; parameters stay in place."""
         self._freed.add(owner)
         layout = self._layout  # another step may read it now: nothing in it is changed in place
         layout.planned = {other: flats for other, flats in layout.planned.items() if other != owner}
@@ -120,13 +120,13 @@ class VariableStore:
         layout.own = layout.own - (parameters - layout.in_buckets)
 
     def values(self, name: str) -> list[torch.Tensor]:
-        """A variable on every replica, in order. A shared tensor is listed once for each replica."""
+        """The tensors of a variable, in order of replicas; a shared tensor repeats."""
         return self._layout.values[name]
 
     def read_by(self, variable: Variable) -> list[torch.Tensor]:
-        """What a program that has this variable reads on every replica, in order.
+        """The tensors that a program reads of a variable, in order of replicas.
 
-        A program that does not write a per-replica buffer reads what the model shows, as a model in eval mode would.
+        A program that does not write a per-replica buffer reads its aggregate, as a model in eval mode would.
         """
         name = variable.name
         is_shown = variable.synchronization is Synchronization.MIRRORED and variable.role is Role.BUFFER
@@ -137,15 +137,15 @@ class VariableStore:
         return self._copies.of(name, home)
 
     def lay_out(self, program: Program, owner: int = 0) -> Layout:
-        """Allocates memory for a program's variables and copies them there; the user's tensors stay where they are.
+        """Allocates memory for a program's variables and copies their values; the user's tensors stay in place.
 
-        Parameters to which the user has given other memory since get new memory, too: the old one may have been kept for later.
-        Buckets of other optimizers stay, if they have no parameter in common with those that are new, and none that has been
-        given other memory. A program that evaluates takes the buckets that there are.
+        Parameters with new memory from the user get new flat memory, since the user may hold the old one. Other owners'
+        buckets stay if they have no parameter in common with the new ones, and none with new memory. An evaluation uses
+        the present buckets.
 
         Raises:
-            ValueError: a parameter has become one of another shape or dtype, or shares its memory with another one or with
-                other processes.
+            ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or other
+                processes.
         """
         old, given = self._layout, self._given_memory()
         if old.program() is program and not given:
@@ -177,7 +177,6 @@ class VariableStore:
         return new
 
     def _lay_out_buckets(self, new: Layout, plan: tuple[Bucket, ...], owner: int) -> None:
-        """Allocates memory for a plan of buckets, unless that of other optimizers' buckets fits."""
         fitting = new.make_room(plan, owner)
         if fitting is not None:
             new.planned[owner] = fitting
@@ -187,12 +186,12 @@ class VariableStore:
         moved = self._moved.union(*(store.names for store in list(_stores) if store is not self))
         held = {name: own for name, own in self.tensors.items() if name in planned and id(own) not in moved}
         warn_of_holders(held, (*self.tensors.values(), *(v for name in held for v in old.values.get(name, ()))))
-        return_freed_memory()  # so that gradients get untouched pages, because some slots are never written
+        return_freed_memory()  # gradients get untouched pages: some slots are never written
         new.planned[owner] = allocate_buckets(new, plan, self.tensors, self.devices)
 
     def _given_memory(self) -> set[str]:
-        """The parameters in buckets to which the user has given other memory; steps over the same model do so in turn, which does
-        not count.
+        """The parameters in buckets with new memory from the user. Memory of other steps over the same model does not
+        count.
         """
         moved = [watched.tensor for trained in self._trained.values() for watched in trained if watched.has_moved()]
         if not moved:
@@ -202,7 +201,7 @@ class VariableStore:
         return {self.names[id(tensor)] for tensor in moved if memory_of(tensor) not in others}
 
     def adopt(self, layout: Layout) -> None:
-        """Puts a layout of `lay_out` in place. Both layouts have the same values, so this may be repeated from any point."""
+        """Puts a layout of `lay_out` in place. Both layouts have equal values, so this is idempotent from any point."""
         for name, home in layout.homes.items():
             if home is not None:
                 self.tensors[name].data = home
@@ -216,23 +215,22 @@ class VariableStore:
         layout.homes, layout.moved = {}, Moved.NOTHING
 
     def holds(self, program: Program, owner: int) -> bool:
-        """Whether memory is laid out for a program."""
         names = [name for name in program.variables if name in self.tensors]
         has_plan = not program.trains or owner in self._freed or self.plan_of(owner) == program.buckets
         return has_plan and all(name in self._layout.values for name in names)
 
     def has_changes(self) -> bool:
-        """Whether `mirror_changes` has something to do, as far as torch counts writes."""
+        """Test for work of `mirror_changes`, limited to writes with a version count."""
         return any(watched.has_changed() for watched in self._watched.values())
 
     def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
-        """Mirrors what the user has written to parameters and buffers since the last step, for example by ``load_state_dict``.
+        """Mirrors the user's writes to parameters and buffers since the last step, for example by ``load_state_dict``.
 
-        Parameters whose ids are in ``stepped`` count as written, whatever their versions say. Returns whether a variable got
-        other memory.
+        Parameters with ids in ``stepped`` count as written regardless of their versions. Returns True if a variable has
+        new memory.
 
         Raises:
-            ValueError: a variable has become one of another shape or dtype, or now shares its memory with another one.
+            ValueError: a variable has a new shape or dtype, or shares memory with another one.
         """
         watched = self._watched
         changed = [name for name, its in watched.items() if its.has_changed() or id(its.tensor) in stepped]
@@ -256,24 +254,24 @@ class VariableStore:
         return any(has_moved)
 
     def _keeps_its_bits(self, name: str) -> bool:
-        """Whether a per-replica buffer is what was shown last, though a write may have been counted: BatchNorm loads its counter
-        from itself where a state_dict lacks it.
+        """Test for an unchanged per-replica buffer. Its version may have changed: BatchNorm loads its counter from
+        itself if a state_dict lacks it.
         """
         return any(name in shown.names and not shown.is_written(name) for shown in self._layout.aggregates)
 
     def written(self, owner: int) -> list[torch.Tensor]:
-        """What a step may write besides the optimizer's state: replica 0's parameters, and per-replica variables."""
+        """Variables that a step may write: replica 0's parameters, and per-replica variables."""
         names = [name for name in self._layout.own if not isinstance(self.tensors[name], torch.nn.Parameter)]
         parameters = [flat.parameters[0] for flat in self.buckets_of(owner)]
         return [*parameters, *(value for name in names for value in self._layout.values[name])]
 
     def mirror_all(self) -> None:
-        """Copies replica 0's parameters to all replicas, after a step that did not finish."""
+        """Copies replica 0's parameters to all replicas, after an incomplete step."""
         for flat in self._layout.buckets:
             mirror_first(flat.parameters)
 
     def _mirror(self, name: str) -> bool:
-        """Gives all replicas the present value of the user's tensor; returns whether the variable got other memory."""
+        """Copies the user's tensor to all replicas; returns True if the variable has new memory."""
         tensor, values, watched = self.tensors[name], self._layout.values[name], self._watched[name]
         if name in self._layout.own:
             assert watched.home is not None
@@ -291,23 +289,23 @@ class VariableStore:
         return has_moved
 
     def count_update(self, owner: int) -> None:
-        """Counts a version of each parameter that the step has updated, as torch's optimizers do; may be repeated.
+        """Counts a version of each updated parameter, as torch's optimizers do; idempotent.
 
-        So autograd refuses a backward through what it has saved of them before, and other steps over them see the update.
+        Autograd then refuses a backward through earlier saved tensors, and other steps detect the update.
         """
         count_write(self._trained.get(owner, []))
 
     def aggregate(self) -> None:
-        """Shows the per-replica variables that the step has written, aggregated, in the user's model; may be repeated.
+        """Aggregates the step's per-replica variables into the user's model; idempotent.
 
-        It counts a version of each, so that other steps over them see it.
+        It counts a version of each for other steps.
         """
         for shown in self._layout.aggregates:
             shown.aggregate(self._written, self._writing)
             count_write([self._watched[name] for name in shown.names & self._written.keys()])
 
     def show(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Gives all replicas these values of per-replica variables, and shows them in the user's model."""
+        """Writes values of per-replica variables to all replicas and to the user's model."""
         for name, value in values.items():
             for own in (self.tensors[name].detach(), *self._layout.values[name]):
                 own.copy_(value)

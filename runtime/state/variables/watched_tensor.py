@@ -1,4 +1,4 @@
-"""A tensor of the user's, and how it was when mirrorc last saw it."""
+"""A user's tensor, with the version and address of mirrorc's last visit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class Watched:
-    """A tensor, as mirrorc last saw it. ``home`` is mirrorc's memory, of which the tensor should be a view; None for its own."""
+    """A tensor as last seen. ``home`` is its memory in mirrorc's buffers; None for the tensor's own memory."""
 
     tensor: torch.Tensor
     version: int
@@ -19,40 +19,37 @@ class Watched:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, home: torch.Tensor | None) -> Watched:
-        """A tensor as it is now."""
         return cls(tensor, tensor._version, tensor.data_ptr(), home)
 
     def has_changed(self) -> bool:
-        """Whether it was written in place, as far as torch counts that, or has other memory."""
+        """Test for a write with a version count, or for new memory."""
         return self.tensor._version != self.version or self.has_moved()
 
     def has_moved(self) -> bool:
-        """Whether it has other memory."""
         return self.tensor.data_ptr() != self.address
 
     def note(self) -> None:
-        """Takes the present tensor for unchanged."""
         self.version, self.address = self.tensor._version, self.tensor.data_ptr()
 
 
 def count_write(written: Collection[Watched]) -> None:
-    """Counts a version of tensors whose memory mirrorc has written, and takes them for unchanged."""
+    """Counts a version of tensors written by mirrorc, and marks them as unchanged."""
     torch.autograd.graph.increment_version([one.tensor for one in written])
     for one in written:
         one.version = one.tensor._version
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The address of the memory that a tensor is in."""
+    """The address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def leave_homes_of_others(changed: Collection[Watched], watched: Collection[Watched]) -> None:
-    """Gives memory of its own to each tensor that the user has put where another variable belongs, as by an exchange.
+    """Gives separate memory to each tensor that the user put into another variable's home, as in a swap.
 
     Args:
-        changed: the tensors that have changed.
-        watched: all that there are.
+        changed: the changed tensors.
+        watched: all tensors of the store.
     """
     homes = {memory_of(one.home) for one in watched if one.home is not None}
     for one in changed:

@@ -39,10 +39,9 @@ class CallState:
 
     @property
     def has_voted(self) -> bool:
-        """Whether this worker has voted for the step."""
         return self.stage is not Stage.BEFORE
 
     @property
     def is_before_end(self) -> bool:
-        """Whether this worker has committed early, or is about to, and has not sent its loss: no worker ends the call without."""
+        """Test for an early commit, done or pending, with an unsent loss. No worker ends the call without it."""
         return self.is_early and self.stage in (Stage.VOTING, Stage.UPDATING)

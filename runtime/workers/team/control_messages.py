@@ -77,7 +77,7 @@ class Words:
         return all_texts(store, self._cluster, text, self._timeout_seconds, self._is_over)
 
     def _is_over(self) -> bool:
-        """Whether another worker has failed, or is gone; polled during waits in the store."""
+        """Test for a failed or closed worker, polled during waits in the store."""
         return self._failures.is_any() or self._connections.are_broken
 
     def compare(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:

@@ -41,7 +41,7 @@ class FailedCalls:
 
     @property
     def are_final(self) -> bool:
-        """Whether no further step can run."""
+        """Test for a failure after which no step can run."""
         return bool(self._why_over)
 
     def refuse_if_final(self) -> None:

@@ -58,7 +58,7 @@ class Failure:
     before_end: bool = False
 
     def ends(self, call: int) -> bool:
-        """Whether it ends the call of this number."""
+        """Test for an end of the call of this number."""
         return self.step == call or (self.is_final and self.step < call)
 
 
@@ -186,9 +186,9 @@ class Watcher:
             time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
-        """Whether all other workers send heartbeats, though they may not call their steps; takes some seconds at most.
+        """Waits some seconds at most for heartbeats of all other workers, in a step or not.
 
-        Also ends, with True, when ``is_known`` says that a failure is known.
+        Returns True early for a failure known to ``is_known``.
         """
         return self.find_silent(is_known) == []
 

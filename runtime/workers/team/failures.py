@@ -40,7 +40,7 @@ class Failures:
         return self.ending(self._call.number)
 
     def is_any(self) -> bool:
-        """Whether a failure ends the present call."""
+        """Test for a failure that ends the present call."""
         return self.present is not None
 
     def judge(self, error: BaseException, watcher: Watcher) -> Failure:

@@ -84,9 +84,7 @@ class Team:
 
     @property
     def have_parted(self) -> bool:
-        """Whether a step has failed when some workers may have updated, and others not, or in part: a broadcast of values
-        must precede the next step.
-        """
+        """Test for a failed step with partial updates across workers, so that a broadcast must precede the next step."""
         return self._failed.have_parted
 
     def come_together(self) -> None:

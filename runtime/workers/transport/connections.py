@@ -65,12 +65,11 @@ class Connections:
 
     @property
     def are_open(self) -> bool:
-        """Whether lanes are open."""
         return bool(self._lanes)
 
     @property
     def are_broken(self) -> bool:
-        """Whether another worker has closed its end of a lane."""
+        """Test for a lane closed by another worker."""
         return any(lane.is_broken for lane in list(self._lanes))
 
     @property

@@ -31,7 +31,7 @@ class PayloadError(ExecutionError):
 
 
 Group = GlooGroup | NcclGroup
-"""What a lane launches its collectives over; one of NCCL adds up alone."""
+"""The process group of a lane's collectives; only NCCL's sums by itself."""
 
 Done = Callable[[Exception | None], None]
 """Called when a collective is done, in the lane's thread; with the error if it has failed."""
@@ -115,7 +115,7 @@ class Lane:
 
     @property
     def is_broken(self) -> bool:
-        """Whether another worker has closed its connection to this one."""
+        """Test for a connection closed by another worker."""
         group = self._group
         return group is not None and group.is_broken
 
@@ -127,7 +127,7 @@ class Lane:
 
     @property
     def is_deaf(self) -> bool:
-        """Whether its collectives wait forever for a lost worker, as those of NCCL do."""
+        """Test for collectives that wait forever for a lost worker, as those of NCCL do."""
         return isinstance(self._group, NcclGroup)
 
     @property
