@@ -35,7 +35,6 @@ _TRACE.addHandler = _unless_pytests  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests begin first where several workers run."""
     if hasattr(config, "workerinput"):
         items[:] = [items[i] for i in longest_first(item.nodeid for item in items)]
 
@@ -55,7 +54,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
-    """One worker runs the tests of a file that share something."""
     return Scheduler(config, log)
 
 

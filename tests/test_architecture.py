@@ -103,19 +103,16 @@ class Source:
 
     @property
     def folder(self) -> str:
-        """The entry of ``ORDER`` that the file belongs to, whether it is there or not."""
         parts = self.name.removesuffix(".py").split("/")
         return parts[0] if parts[0] == "passes" or len(parts) == 1 else "/".join(parts[:2])
 
     @property
     def leaf_folder(self) -> str:
-        """The folder that the file itself lies in."""
         return self.name.rpartition("/")[0]
 
 
 @functools.cache
 def sources() -> dict[str, Source]:
-    """Every file by its module's name."""
     found = {}
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
@@ -188,7 +185,6 @@ def test_every_folder_has_its_place_in_the_order() -> None:
 
 
 def test_imports_point_down() -> None:
-    """Folders import from folders below them alone, so that there is no circle of folders."""
     place = {folder: i for i, folder in enumerate(ORDER)}
     wrong, used = [], set()
     for (module, other), at_load in edges().items():
@@ -269,7 +265,6 @@ def dotted_names(source: Source) -> Iterator[str]:
 
 
 def attributes_of(source: Source) -> set[str]:
-    """Attributes that a file reads or sets, those named in ``getattr`` and ``setattr`` too."""
     found = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr") and len(node.args) > 1:

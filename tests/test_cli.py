@@ -231,7 +231,6 @@ def test_a_module_that_fails_is_named(
 
 
 def in_folder(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """What a command does in a process of its own."""
     command = [sys.executable, "-m", "mirrorc", *map(str, arguments)]
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "999"}

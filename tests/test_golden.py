@@ -47,7 +47,6 @@ def made_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def golden_text(file: str) -> str:
-    """What is to be in a file, made here, with the hashes of this process."""
     if file in MADE_BY:
         return MADE_BY[file]()
     if file in PLACED:

@@ -16,7 +16,6 @@ from selections import exhaustive, slow
 
 
 def ran(tmp_path: Path, program: str, seconds: float = 60.0) -> Result:
-    """What is told of a process that runs this program instead of a probe."""
     log, found = tmp_path / "log", tmp_path / "found.json"
     begun = time.perf_counter()
     status = run_bounded([sys.executable, "-S", "-c", program, str(found)], seconds, {"TOLD": "so"}, log)

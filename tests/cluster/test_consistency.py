@@ -17,7 +17,6 @@ WORKERS = tuple(Worker(rank, 3, f"host-{rank}", 100 + rank, {}, "") for rank in 
 def compared(
     *given: list[dict[str, Any]], what: tuple[str, ...] = ("the options",) * 3, seconds: float = 60
 ) -> list[str]:
-    """What each of three workers, threads here, raises when it compares facts one after the other."""
     store = distributed.HashStore()
     raised = [""] * 3
 

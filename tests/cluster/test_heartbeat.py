@@ -24,7 +24,6 @@ def _looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def elsewhere(num_workers: int) -> list[Worker]:
-    """Workers of another system, whose processes have numbers that say nothing here."""
     return [Worker(rank, num_workers, f"host-{rank}", 2**30, {}, "another system") for rank in range(num_workers)]
 
 

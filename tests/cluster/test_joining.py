@@ -30,7 +30,6 @@ def given(variables: dict[str, str], **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came of each case in each process."""
     ports = iter([free_port() for _ in range(8)])
 
     def each(ranks: tuple[int, ...] = (0, 1, 2), sizes: tuple[int, ...] = (3, 3, 3), **more: Any) -> list[Any]:
@@ -166,8 +165,6 @@ def test_a_store_that_stops_to_answer_is_not_waited_for_without_a_bound(monkeypa
     answers = threading.Event()
 
     class Stopped:
-        """As the store of a process that is stopped."""
-
         def add(self, *_: Any) -> int:
             answers.wait(60)
             raise distributed.DistNetworkError("it goes on when nobody listens any more")

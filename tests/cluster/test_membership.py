@@ -22,7 +22,6 @@ def worker(rank: int, num_workers: int = 3, versions: dict[str, str] = VERSIONS)
 
 
 def called(places: list[Place], seconds: float = 60.0, store: Any = None) -> list[Any]:
-    """What each of several workers, threads here, gets from a roll call: the ranks of all, or the text of the error."""
     store = store or distributed.HashStore()
     found: list[Any] = [None] * len(places)
 

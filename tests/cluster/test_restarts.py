@@ -20,7 +20,6 @@ from mirrorc.errors import CommunicationError
 
 
 def started(store: Any, ranks: list[int], seconds: float = 60.0, between: float = 0.0) -> list[Any]:
-    """What workers of a start, threads here, find: the ranks of all, or the error. Each begins a while after the last one."""
     found: list[Any] = [None] * len(ranks)
 
     def call(number: int) -> None:

@@ -16,7 +16,6 @@ EXAMPLE = (DOCS.parent / "examples" / "train_workers.py").read_text(encoding="ut
 
 
 def commands(page: str) -> list[list[str]]:
-    """What stands behind torchrun in each command, as a list of words."""
     lines = re.findall(r"^(?:    .*|srun )torchrun (--.*)$", page, flags=re.MULTILINE)
     listed = re.findall(r"command: \[torchrun, (.*)\]", page)
     return [shlex.split(line) for line in lines] + [[word.strip('"') for word in own.split(", ")] for own in listed]

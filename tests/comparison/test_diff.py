@@ -35,12 +35,10 @@ def lowered(program: Program, *without: str, **options: Any) -> Program:
 
 @functools.cache
 def mlp(*without: str, devices: int = 2, **options: Any) -> Program:
-    """The lowered MLP."""
     return lowered(on_devices(captured("mlp"), devices), *without, **options)
 
 
 def sentences(found: str) -> list[str]:
-    """What a comparison says in words."""
     words, _, lines = found.partition("\n\n")
     assert not found or lines.startswith("--- old\n+++ new\n@@ -")
     return words.splitlines()
@@ -239,7 +237,6 @@ CHANGES: dict[str, Change] = {
 
 
 def on_devices_program(number: int) -> Program:
-    """The MLP on more devices than it was captured for, with shards of the same size."""
     program = captured("mlp")
     return lowered(program.evolve(shard_graphs=program.shard_graphs[:1], shard_of_replica=(0,) * number))
 
@@ -272,8 +269,6 @@ def test_the_changes_of_each_pass_are_seen() -> None:
 
 
 class Net(nn.Module):
-    """Two layers around an activation."""
-
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
         self.fc1, self.activation, self.fc2 = nn.Linear(4, 6), activation, nn.Linear(6, 3)
@@ -312,7 +307,6 @@ LINES = BASE.splitlines()
 
 
 def swapped(one: str, other: str) -> str:
-    """The text with two lines, known by pieces of them, in each other's place."""
     i, j = (next(i for i, line in enumerate(LINES) if piece in line) for piece in (one, other))
     lines = list(LINES)
     lines[i], lines[j] = lines[j], lines[i]
@@ -320,7 +314,6 @@ def swapped(one: str, other: str) -> str:
 
 
 def moved(piece: str, before: str) -> str:
-    """The text with one line put before another."""
     lines = list(LINES)
     line = lines.pop(next(i for i, line in enumerate(lines) if piece in line))
     lines.insert(next(i for i, line in enumerate(lines) if before in line), line)
@@ -446,7 +439,6 @@ def test_a_long_comparison_is_cut_and_says_how_much_is_left_out() -> None:
 
 
 def long_text(*, statements: int = 300, changed: frozenset[int] = frozenset()) -> str:
-    """A program of 160 regions of so many statements, of which some have one that is changed."""
     head = LINES[: LINES.index("    return loss") + 1]
     bodies = []
     for region in range(160):

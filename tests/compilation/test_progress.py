@@ -38,8 +38,6 @@ class Terminal(io.StringIO):
 
 @dataclass(frozen=True)
 class Gate:
-    """A pass that takes as long as what it calls."""
-
     action: Callable[[], object]
     name: str = "gate"
     input_stage = output_stage = Stage.CAPTURED

@@ -17,8 +17,6 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class CountedCalls:
-    """Calls of a step that meet nobody, and note what the block does with them."""
-
     cluster: Any = None
 
     def __init__(self) -> None:
@@ -46,7 +44,6 @@ class CountedCalls:
 def block(
     calls: CountedCalls, take_part: Callable[[], Any], *, is_closed: bool = False
 ) -> AbstractContextManager[None]:
-    """One around the calls of one step."""
     return until_all_have_left([JoinedStep(calls, take_part, lambda call: call(), lambda: is_closed)])
 
 

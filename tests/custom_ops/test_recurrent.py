@@ -31,7 +31,6 @@ KINDS: dict[str, tuple[str, Callable[..., nn.RNNBase]]] = {
 def made(
     kind: str, bias: bool = True, dtype: torch.dtype = torch.float64
 ) -> tuple[nn.RNNBase, torch.Tensor, list[torch.Tensor]]:
-    """A net of two layers and directions, its input, and its first states [4, batch, width]."""
     torch.manual_seed(1)
     net = KINDS[kind][1](FEATURES, WIDTH, num_layers=2, bidirectional=True, bias=bias).to(dtype)
     widths = [net.proj_size or WIDTH, WIDTH] if isinstance(net, nn.LSTM) else [WIDTH]

@@ -55,8 +55,6 @@ class Fails(DoesNothing):
 
 @dataclass(frozen=True)
 class Acts:
-    """A pass that does what a test says, on UPDATED programs."""
-
     action: Callable[[Program], Program]
     name: str = "acts"
     input_stage: Stage = Stage.UPDATED
@@ -67,18 +65,14 @@ class Acts:
 
 
 class Texts(dict[str, str], Sink):
-    """A sink that keeps what it is given."""
-
     def write(self, name: str, text: str) -> None:
         self[name] = text
 
     def of(self, name: str) -> str:
-        """The file of a pass, whatever its number."""
         (found,) = (text for key, text in self.items() if key.partition("-")[2] == name)
         return found
 
     def rows(self) -> list[list[str]]:
-        """The index's cells, by row."""
         return [row.removeprefix("| ").removesuffix(" |").split(" | ") for row in self["index.md"].splitlines()[2:]]
 
 
@@ -336,7 +330,6 @@ def test_files_go_into_a_folder_per_program(tmp_path: Path) -> None:
 
 
 def trained_with_a_dump(directory: Path) -> list[str]:
-    """Trains a step, and gives the texts of the warnings that point at this file."""
     model = TwoLayers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:

@@ -24,7 +24,6 @@ sys.stdin.read()
 
 @contextmanager
 def another_process(directory: Path, number: int) -> Iterator[list[str]]:
-    """A process that has dumped so many programs, and goes on until the block ends; gives the names of its folders."""
     command = [sys.executable, "-c", HOLDS.format(directory=str(directory), number=number)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -33,7 +32,6 @@ def another_process(directory: Path, number: int) -> Iterator[list[str]]:
 
 
 def names(directory: Path) -> dict[str, set[str]]:
-    """The files of each folder; hidden ones left out."""
     return {
         folder.name: {path.name for path in folder.iterdir() if not path.name.startswith(".")}
         for folder in directory.iterdir()

@@ -10,7 +10,6 @@ aten = torch.ops.aten
 
 
 def product_and(*views: tuple[Any, ...]) -> tuple[fx.Node, fx.Node]:
-    """A product of two matrices [3, 3], and what operators make of it, each given with its other arguments."""
     graph, mode = fx.Graph(), FakeTensorMode()
     with mode:
         factors = [torch.empty(3, 2), torch.empty(2, 3)]

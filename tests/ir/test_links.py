@@ -20,7 +20,6 @@ from mirrorc.passes import LowerCollectives
 
 
 def devices(*names: str) -> tuple[Device, ...]:
-    """Devices that need not be there."""
     return tuple(Device(name, torch.device(name.split("/")[0])) for name in names)
 
 

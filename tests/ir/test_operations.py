@@ -56,7 +56,6 @@ class Table(nn.Module):
 
 @functools.cache
 def programs() -> list[Program]:
-    """Programs of every stage that have every operation among them."""
     found = [stage for name in ("buffer", "uneven") for stage in every_stage(HANDMADE[name]()).values()]
     found += every_stage(captured_model(Table()), min_factored_elements=1).values()
     found += every_stage(captured_model(Asserting())).values()

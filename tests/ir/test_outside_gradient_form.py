@@ -35,7 +35,6 @@ aten = torch.ops.aten
 
 
 def of_row_sum(program: Program, node: fx.Node) -> ValueType:
-    """That of the slot, which is as long as a row of the one factor."""
     slot, (rows,) = of_slot(program, node), map(noted_type, node.args)
     if len(rows[1]) != 2 or rows[1][1:] != slot[1]:
         raise TypeError(f"it adds up the rows of {say_type(rows)}, but the slot is {say_type(slot)}")
@@ -65,8 +64,6 @@ class RowSumForm(GradientForm):
 
 @dataclass
 class RowSumPiece(FactoredPiece):
-    """Some elements of the sum of rows."""
-
     columns: slice = field(default_factory=lambda: slice(None))
 
     @classmethod
@@ -82,11 +79,9 @@ Symbol = Callable[..., Any]
 
 @pytest.fixture
 def row_sum() -> Iterator[Symbol]:
-    """The operation of the form, which is known while a test runs."""
-
     @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_row_sum, stem="d_{variable}", hidden=("variable",))
     def row_sum(rows: Any, *, bucket: int, variable: str, replica: int | None = None) -> Any:
-        """A bias's gradient as the rows whose sum it is."""
+        pass
 
     form = RowSumForm(row_sum)
     register(form)
@@ -97,8 +92,6 @@ def row_sum() -> Iterator[Symbol]:
 
 
 class Shifted(nn.Module):
-    """A linear layer, and a bias that is a parameter of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.shift = nn.Linear(4, 37, bias=False), nn.Parameter(torch.zeros(37))

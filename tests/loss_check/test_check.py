@@ -143,7 +143,6 @@ def test_what_couples_examples_is_found_and_named(name: str) -> None:
 
 @pytest.mark.slow
 def test_it_says_what_a_step_does() -> None:
-    """The loss of a step on as many devices is the one that it computes from shards."""
     for name in ("batch norm", "left out", "a sum and a term once"):
         make, loss_fn, more, _ = COUPLED[name]
         model = make()

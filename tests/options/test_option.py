@@ -20,8 +20,6 @@ from mirrorc.options.table import OPTIONS
 
 @dataclass(frozen=True)
 class Remark:
-    """Leaves the same remark several times."""
-
     times: int
     name: str = "remark"
     input_stage: Stage = Stage.PACKED

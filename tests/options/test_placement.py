@@ -20,8 +20,6 @@ from mirrorc.passes import PlaceVariables, default_pipeline
 
 
 class Tied(nn.Module):
-    """A head with the weight of a table."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.body = nn.Embedding(5, 4), nn.Linear(4, 4)

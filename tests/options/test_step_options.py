@@ -128,7 +128,6 @@ def compiled(**options: Any) -> mirrorc.Step:
 
 
 def fault(option: str, name: str, value: Any) -> str:
-    """What is wrong with the answer to one value of one option; else empty."""
     try:
         compiled(**{option: value}).close()
     except (TypeError, ValueError, mirrorc.PassError) as error:

@@ -85,8 +85,6 @@ WITHOUT_EFFECT = {
 
 
 class Options:
-    """Stands for a step, and remembers what it was made with."""
-
     def __init__(self, options: Any, model_state: Any) -> None:
         self.made = {one.name: getattr(options, one.name) for one in fields(options)}
 
@@ -95,7 +93,6 @@ class Options:
 
 
 def made(**options: Any) -> Mapping[str, Any]:
-    """The options of a step with these arguments, those of `mirrorc.compile` by their text where they are objects."""
     given = {"model": MODEL, "devices": 2, "optimizer": OPTIMIZER, "loss_fn": F.mse_loss, "backend": "eager"}
     step: Any = mirrorc.compile(**{**given, "passes": default_pipeline(), **options})
     return {name: _text(value) for name, value in step.made.items()}
@@ -259,8 +256,6 @@ def test_the_options_that_make_a_pipeline_are_named() -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """A pass from outside that does what 'plan-buckets' does."""
-
     name: str = field(default="plan", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)
     output_stage: Stage = field(default=Stage.CAPTURED, init=False)

@@ -270,8 +270,6 @@ def test_a_line_tells_what_other_workers_have(world: World, told: str) -> None:
 
 
 class SaidAlready:
-    """`mirrorc.cluster.Round`, in which all other workers have told their devices."""
-
     rank, workers = 0, ("worker 0", "worker 1", "worker 2")
 
     def __init__(self, *others: str) -> None:

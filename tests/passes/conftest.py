@@ -14,8 +14,6 @@ from mirrorc.torch_internals import inductor_decompositions
 
 
 class Decomposed(EagerBackend):
-    """Runs the operators that Inductor would compile."""
-
     name = "decomposed"
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:

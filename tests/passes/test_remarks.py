@@ -9,7 +9,6 @@ from mirrorc.pipeline.pass_manager import run_passes
 
 
 def remarks_of(program: Program, **options: object) -> dict[str, list[str]]:
-    """What each pass of the default pipeline says of a program, by its name."""
     pipeline = default_pipeline(**options)  # type: ignore[arg-type]
     said: dict[str, list[str]] = {compiler_pass.name: [] for compiler_pass in pipeline}
     for remark in run_passes(program, pipeline).remarks:

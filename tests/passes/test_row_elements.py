@@ -49,7 +49,6 @@ def soft(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def with_logits(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Forward needs the logarithms in memory, too."""
     logarithms = logits.log_softmax(1)
     return F.nll_loss(logarithms, target) + (logarithms @ logits.new_ones(NUM_CLASSES, 2)).mean()
 
@@ -80,7 +79,6 @@ def changed(program: Program) -> fx.Graph:
 
 
 def wide_sums(graph: fx.Graph) -> list[fx.Node]:
-    """The sums over the classes of each example."""
     return [node for node in targets(graph, aten.sum.dim_IntList) if node.args[1] == [1]]
 
 

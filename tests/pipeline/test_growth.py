@@ -16,14 +16,11 @@ from mirrorc.verifier.verifier import Verify
 
 
 class Printing(Instrument):
-    """Prints every program as ``dump=`` does."""
-
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
         PassReport(compiler_pass.name, after, before, seconds * 1e3).text()
 
 
 def num_calls(num_nodes: int, bucket_cap_mb: float) -> int:
-    """How many functions the compiler calls for a program of about ``num_nodes`` nodes."""
     program = deep_program(num_nodes, num_devices=2)
     pipeline = default_pipeline(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=bucket_cap_mb)
     calls = 0

@@ -14,8 +14,6 @@ from mirrorc.pipeline.protocol import Instrument, Pass, Traits, traits_of
 
 @dataclasses.dataclass(frozen=True)
 class Custom:
-    """A pass of a test's own."""
-
     action: Callable[[Program], Program] = lambda program: program
     name: str = "custom"
     input_stage: Stage = Stage.CAPTURED

@@ -36,8 +36,6 @@ class Taking(MyPass):
 
 
 class Plain:
-    """A pass that is no dataclass."""
-
     name = "plain"
     input_stage = output_stage = Stage.CAPTURED
 
@@ -107,8 +105,6 @@ class Incomparable:
 
 @dataclass(frozen=True)
 class Halves(Payload):
-    """Sends half of each gradient."""
-
     def num_bytes(self, gradients: Gradients, num_workers: int) -> int:
         return sum(gradient.nbytes // 2 for gradient in gradients.values())
 

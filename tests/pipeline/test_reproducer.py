@@ -30,8 +30,6 @@ from mirrorc.verifier.verifier import Verify
 
 @dataclass(frozen=True)
 class Breaks:
-    """Raises, or forgets an update."""
-
     raises: bool = False
     name: str = field(default="breaks", init=False)
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
@@ -47,8 +45,6 @@ class Breaks:
 
 @dataclass(frozen=True)
 class FailsAt:
-    """Raises at the second of its runs, and whenever it is given an option."""
-
     option: Any = None
     name: str = "fails-at"
     input_stage: Stage = field(default=Stage.UPDATED, init=False)

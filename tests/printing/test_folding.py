@@ -17,7 +17,6 @@ def calls_region(line: str) -> bool:
 
 
 def layers(number: int) -> list[str]:
-    """The lines of backward of so many layers, each in a bucket of its own."""
     return [
         line
         for bucket, layer in enumerate(range(number - 1, -1, -1))
@@ -91,8 +90,6 @@ def test_a_deep_model_fits_on_a_screen_at_every_stage_with_buckets_and_nothing_i
 
 
 class Block(nn.Module):
-    """A block whose layers have gradients of different sizes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ln, self.fc = nn.LayerNorm(64), nn.Linear(64, 64)

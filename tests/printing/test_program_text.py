@@ -295,7 +295,6 @@ def test_without_sources_the_text_is_the_same_when_code_moves(tmp_path: Path) ->
 
 
 def code_of(text: str) -> list[str]:
-    """The lines of a text without what is said beside or above them."""
     lines = [line if line.startswith("#") else line.partition("  # ")[0].rstrip() for line in text.splitlines()]
     return [line for line in lines if line]
 
@@ -314,8 +313,6 @@ def test_remarks_and_comments_stay_where_sources_are_left_out() -> None:
 
 
 class Block(nn.Module):
-    """A residual block whose inner width and activation are its own affair."""
-
     def __init__(self, width: int, activation: type[nn.Module]) -> None:
         super().__init__()
         self.up = nn.Linear(4, width)
@@ -327,8 +324,6 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Three blocks of different widths, so that none shares a region; the second can be had in other ways."""
-
     def __init__(self, width: int = 6, activation: type[nn.Module] = nn.Tanh) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(5, nn.Tanh), Block(width, activation), Block(7, nn.Tanh)])
@@ -356,8 +351,6 @@ def test_values_in_regions_are_called_by_their_module() -> None:
 
 
 class Functional(nn.Module):
-    """Computes much between its modules and with parameters of its own; one more call can be put in anywhere."""
-
     def __init__(self, place: int = -1, extra: Callable[[torch.Tensor], torch.Tensor] = torch.relu) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
@@ -378,8 +371,6 @@ class Functional(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """The same model inside another."""
-
     def __init__(self, *options: Any) -> None:
         super().__init__()
         self.net = Functional(*options)
@@ -451,7 +442,6 @@ def test_arguments_of_regions_are_called_as_in_the_call() -> None:
 
 
 def renumbered(graph: fx.Graph, seed: int) -> fx.Graph:
-    """A copy in which every operator's value has another name, as from a tracer that counts otherwise."""
     copy, values = fx.Graph(), {}
     names = torch.randperm(len(graph.nodes), generator=torch.Generator().manual_seed(seed)).tolist()
     for node, number in zip(graph.nodes, names, strict=True):
@@ -509,7 +499,6 @@ def test_types() -> None:
 
 
 def check_files(directory: Path) -> None:
-    """There is a text for each pass; `test_dump_files.py` looks at what else there is."""
     files = sorted(path.name for path in directory.glob("*.txt"))
     expected = ["capture", *(compiler_pass.name for compiler_pass in default_pipeline())]
     assert files == [f"{i:02d}-{name}.txt" for i, name in enumerate(expected)]

@@ -26,7 +26,6 @@ FORMS = [
 
 @functools.cache
 def programs(models: tuple[str, ...]) -> dict[str, Program]:
-    """Programs of all kinds at all stages; names with a line break in them cannot be printed on a line."""
     found = {f"{model} after {name}": p for model in models for name, p in stages_of(model).items()}
     for kind in HANDMADE.keys() - {"names"}:
         stages = every_stage(HANDMADE[kind](), **SMALL_BUCKETS)
@@ -93,7 +92,6 @@ def assert_same_buckets(read: PrintedProgram, program: Program) -> None:
 
 
 def assert_all_lines(read: PrintedProgram, text: str) -> None:
-    """Every line of a text is in what was read, where it says it is, or has nothing to say."""
     lines = text.splitlines()
     devices = {line.number: line.device for function in read.functions for line in function.lines}
     devices |= {line.number: "" for region in read.regions.values() for line in region.statements}
@@ -188,7 +186,6 @@ LINES = LOWERED.splitlines()
 
 
 def place(start: str) -> int:
-    """The first line that begins with something."""
     return next(i for i, line in enumerate(LINES) if line.startswith(start))
 
 

@@ -28,7 +28,6 @@ def stages(num_devices: int) -> dict[str, Program]:
 
 
 def uneven() -> Program:
-    """The lowered program of three devices."""
     return stages(3)["lower-devices"]
 
 

@@ -257,7 +257,6 @@ def test_damage_is_found_and_named(case: str, tmp_path: Path) -> None:
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to everything in a file, from the outside in."""
     yield path
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, item in items:

@@ -49,7 +49,6 @@ def assert_kept(program: Program, expected: Program, directory: Path) -> Program
 
 
 def assert_kept_at_every_stage(program: Program, directory: Path, **options: Any) -> None:
-    """Saved and loaded at each stage, a program is there what it is when it is kept in memory."""
     found = assert_kept(program, program, directory)
     for _, passes in itertools.groupby(default_pipeline(**options), operator.attrgetter("output_stage")):
         of_stage = list(passes)
@@ -103,7 +102,6 @@ def test_modules_of_regions_are_shared_not_copied(tmp_path: Path) -> None:
 
 
 def results_of(module: fx.GraphModule) -> Any:
-    """What a region gives on random arguments, the same each time."""
     generator = torch.Generator().manual_seed(0)
     arguments = []
     for node in module.graph.nodes:

@@ -7,8 +7,6 @@ TEXT = 'not "finite"\n  it\'s {bad} \\n // */ %s'
 
 
 class Asserting(nn.Module):
-    """Asserts something about its input, about activations, and about a Python number."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.norm, self.two = nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Linear(300, 3)

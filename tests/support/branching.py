@@ -24,8 +24,6 @@ def batches(*sizes: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Net(nn.Module):
-    """Branches by the values of each example, if there are at most so many."""
-
     def __init__(self, most: int = 100) -> None:
         super().__init__()
         torch.manual_seed(7)

@@ -30,12 +30,10 @@ class Meeting(nn.Module):
 
 
 def meeting_stages(rows: int = 8, num_devices: int = 2) -> dict[str, Program]:
-    """A program of such a model after each pass."""
     return every_stage(captured_model(Meeting(), num_devices, rows), **SMALL_BUCKETS)
 
 
 def stages_of_worker(rows: int = 8) -> dict[str, Program]:
-    """The same of the second of two workers, with two devices each."""
     workers = World(2, 2).worker(1)
     return every_stage(captured_model(Meeting(), 2, rows, workers=workers), over_workers=True, **SMALL_BUCKETS)
 
@@ -45,8 +43,6 @@ def meeting(
     pass_name: str = "lower-devices",
     stages: Callable[[], dict[str, Program]] = meeting_stages,
 ) -> tuple[str, Callable[[Program], Program]]:
-    """A change of such a program, on two devices, after a pass."""
-
     def mutate(_: Program) -> Program:
         program = stages()[pass_name]
         verify(program)
@@ -76,7 +72,6 @@ def under_one_number(program: Program) -> None:
 
 
 def alone(program: Program) -> None:
-    """Replica 1 leaves a meeting out and goes on with its own value."""
     node = met_by(program, 1, ops.sum_over_replicas)[0]
     node.replace_all_uses_with(node.all_input_nodes[0])
     node.graph.erase_node(node)
@@ -92,7 +87,6 @@ def with_fewer_rows(program: Program) -> None:
 
 
 def with_another_value(program: Program) -> None:
-    """Replica 1 puts twice its value into a sum."""
     node = met_by(program, 1, ops.sum_over_replicas)[0]
     (given,) = node.all_input_nodes
     with node.graph.inserting_before(node):
@@ -113,7 +107,6 @@ def waits_before_a_meeting(program: Program) -> None:
 
 
 def behind_other_rows(program: Program) -> None:
-    """A replica gathers its rows behind others than the other replica does."""
     node = met_by(program, 1, ops.rows_of_replicas)[0]
     node.kwargs = {**node.kwargs, "before": 7}
 

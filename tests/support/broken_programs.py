@@ -84,12 +84,10 @@ def symbolic_program() -> Program:
 
 
 def without_sizes(program: Program) -> Program:
-    """Takes the sizes out of the table of arguments."""
     return program.evolve(arguments=tuple(a for a in program.arguments if a.kind is not ArgumentKind.SIZE))
 
 
 def with_raw_symbol(program: Program) -> Program:
-    """Gives an operator a symbol in the place of an argument."""
     graph = program.shard_graphs[0]
     size = next(n for n in graph.find_nodes(op="placeholder") if not isinstance(n.meta["val"], torch.Tensor))
     node = next(n for n in graph.nodes if n.op == "call_function" and n.args)
@@ -98,7 +96,6 @@ def with_raw_symbol(program: Program) -> Program:
 
 
 def with_untold_region(program: Program) -> Program:
-    """Takes a size that no operator reads from a region, and from its call."""
     for name, region in program.regions.items():
         body = region.graph_module.graph
         places = list(body.find_nodes(op="placeholder"))
@@ -116,7 +113,6 @@ CAPS = {"first_bucket_mb": 2048 / 2**20, "bucket_cap_mb": 1024 / 2**20}
 
 
 def whole_optimizer(pass_name: str = "insert-update") -> Program:
-    """Two buckets that one optimizer steps by itself, of one size."""
     weights = [Weight("a", (4,), rule=MUON), Weight("b", (4,), rule=MUON)]
     program = run_up_to(pass_name, handmade(2, weights), **SMALL_BUCKETS)
     verify(program)
@@ -124,8 +120,6 @@ def whole_optimizer(pass_name: str = "insert-update") -> Program:
 
 
 def at(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
-    """A change of the graph (of the first device's graph, once lowered) after a pass."""
-
     def mutate(program: Program) -> Program:
         graphs = program.graphs()
         change(graphs[0])
@@ -184,8 +178,6 @@ def write_before_the_wait(graph: fx.Graph, replica: int) -> None:
 
 
 def sharded(change: Callable[[fx.Graph], None]) -> Mutation:
-    """A change of a graph whose parameters are shared."""
-
     def mutate(program: Program) -> Program:
         shared = ShareParameters().run(program)
         assert targets(shared.mirrored_graph, ops.reduce_scatter)
@@ -197,8 +189,6 @@ def sharded(change: Callable[[fx.Graph], None]) -> Mutation:
 
 
 def owned(change: Callable[[fx.Graph], None], pass_name: str = "update-at-owner", **options: Any) -> Mutation:
-    """A change of a program whose buckets have owners: of the graph of the first bucket's owner, once lowered."""
-
     def mutate(_: Program) -> Program:
         program = every_stage(handmade(2, WEIGHTS), placement="least-loaded", **CAPS, **options)[pass_name]
         verify(program)
@@ -248,8 +238,6 @@ def cut(change: Callable[[Program], Program | None], pass_name: str = "lower-dev
 
 
 def cut_at(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices", **options: Any) -> Mutation:
-    """The same, of a graph; of the first device's, once lowered."""
-
     def change_first(program: Program) -> None:
         change(program.graphs()[0])
 
@@ -257,8 +245,6 @@ def cut_at(change: Callable[[fx.Graph], object], pass_name: str = "lower-devices
 
 
 def with_packs(*elements: tuple[int, int, int]) -> Callable[[Program], Program]:
-    """Other packs: the number, the first element and one past the last of each."""
-
     def change(program: Program) -> Program:
         packs = tuple(Pack(*one) for one in elements)
         return program.evolve(buckets=tuple(dataclasses.replace(bucket, packs=packs) for bucket in program.buckets))
@@ -315,13 +301,11 @@ def dealt_out(
 
 
 def clip_by_the_own_norm(graph: fx.Graph) -> None:
-    """A device bounds its gradients by the norm of its own shares, and not by that of all workers' parts."""
     factor, own = first(graph, ops.clip_factor), first(graph, ops.norm)
     set_args(factor, (own,))
 
 
 def tell_the_own_norm(graph: fx.Graph) -> None:
-    """A device tells the norm of the buckets that it owns alone, in place of that of all."""
     set_args(first(graph, ops.tell), (first(graph, ops.norm),))
 
 
@@ -336,7 +320,6 @@ def compressed(change: Callable[[fx.Graph], object], pass_name: str = "lower-dev
 
 
 def use_what_is_compressed(graph: fx.Graph) -> None:
-    """Something takes a sum before it is wide again."""
     total = first(graph, ops.decompress)
     with graph.inserting_before(total):
         taken = graph.call_function(torch.ops.aten.neg.default, total.args)
@@ -417,7 +400,6 @@ def sending(
 
 
 def send_a_copy(graph: fx.Graph) -> None:
-    """Gathers the factors of a copy of a packed bucket, which has none."""
     launch = first(graph, ops.gather_factors)
     (packed,) = launch.all_input_nodes
     with graph.inserting_after(packed):
@@ -427,7 +409,6 @@ def send_a_copy(graph: fx.Graph) -> None:
 
 
 def send_a_whole_gradient(graph: fx.Graph) -> None:
-    """Packs a gradient that was made, in place of its factors."""
     pack = first(graph, ops.gather_factors).all_input_nodes[0]
     gradient = pack.args[0]
     with graph.inserting_after(gradient):
@@ -445,8 +426,6 @@ def make_the_whole_sum(program: Program) -> Program:
 
 
 class LooksUp(nn.Module):
-    """A layer whose weight has a product for a gradient, and a table whose optimizer takes rows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.layer = nn.Embedding(300, 5, sparse=True), nn.Linear(5, 3, bias=False)
@@ -484,8 +463,6 @@ def plain(change: Callable[[Program], object], pass_name: str = "lower-devices")
 
 
 def leave_out(is_left_out: bool, program: Program) -> Program:
-    """Says of all updates whether a step may leave parameters out."""
-
     def changed(rule: UpdateRule) -> UpdateRule:
         return dataclasses.replace(rule, may_be_unused=is_left_out)
 
@@ -498,20 +475,17 @@ def leave_out(is_left_out: bool, program: Program) -> Program:
 
 
 def first_take(program: Program) -> fx.Node:
-    """The first operator of regions that takes a gradient of plain PyTorch."""
     graphs = [region.graph_module.graph for region in program.regions.values()]
     return next(node for graph in graphs for node in calls_to(graph, take_gradient))
 
 
 def take_a_gradient_again(program: Program) -> None:
-    """Takes a gradient for nobody before it is taken."""
     node = first_take(program)
     with node.graph.inserting_before(node):
         node.graph.call_function(take_gradient, node.args).meta.update(node.meta)
 
 
 def call_a_region_again(program: Program) -> None:
-    """Calls a region that takes gradients once more, for nobody."""
     call = next(node for node in region_calls(program.shard_graphs[0]) if region_of(node).startswith("bwd"))
     with call.graph.inserting_before(call):
         call.graph.node_copy(call)
@@ -527,7 +501,6 @@ def begin_with_another_tangent(program: Program) -> None:
 
 
 def compute_of_which_backward(program: Program) -> None:
-    """Copies within a region what says of which backward it takes gradients."""
     node = first_take(program)
     with node.graph.inserting_before(node):
         token = node.graph.call_function(torch.ops.aten.clone.default, (node.args[1],))
@@ -537,7 +510,6 @@ def compute_of_which_backward(program: Program) -> None:
 
 
 def gather_a_copy(graph: fx.Graph) -> None:
-    """Gathers the factors of a copy of a packed bucket, which has none."""
     launch = targets(graph, ops.all_gather)[0]
     packed = launch.all_input_nodes[0]
     with graph.inserting_after(packed):
@@ -547,7 +519,6 @@ def gather_a_copy(graph: fx.Graph) -> None:
 
 
 def pack_a_whole_gradient(table: bool, graph: fx.Graph) -> None:
-    """Packs a gradient that was made, in place of its factors."""
     wanted = ops.index_add if table else ops.product
     gradient = first(graph, wanted)
     with graph.inserting_after(gradient):
@@ -558,7 +529,6 @@ def pack_a_whole_gradient(table: bool, graph: fx.Graph) -> None:
 
 
 def send_rows(graph: fx.Graph) -> None:
-    """Doubles what is packed of rows, as if it were a whole gradient."""
     packed = next(node for node in targets(graph, ops.pack) if "table" in str(node.args))
     with graph.inserting_after(packed):
         doubled = graph.call_function(torch.ops.aten.add.Tensor, (packed, packed))
@@ -566,14 +536,12 @@ def send_rows(graph: fx.Graph) -> None:
 
 
 def add_up_rows(graph: fx.Graph) -> None:
-    """Adds up a whole bucket, of which the optimizer takes rows."""
     next(
         node for node in targets(graph, ops.all_gather) if "table" in str(node.all_input_nodes[0].args)
     ).target = ops.all_reduce
 
 
 def write_other_rows(program: Program) -> Program:
-    """Says of all optimizers that they may write other rows than those of gradients."""
     variables = {
         name: dataclasses.replace(one, update=dataclasses.replace(one.update, writes_rows=False))
         if one.update is not None
@@ -584,13 +552,11 @@ def write_other_rows(program: Program) -> Program:
 
 
 def send_gradient_rows(graph: fx.Graph) -> None:
-    """Takes the rows of the gradient, in place of those that the step has made."""
     for rows in targets(graph, ops.updated_rows):
         set_args(rows, (rows.args[1], rows.args[1]))
 
 
 def take_rows_by_another_sum(graph: fx.Graph) -> None:
-    """Takes the rows of a copy of the gradient, which the step was not given."""
     for rows in targets(graph, ops.updated_rows):
         new, gradient = rows.all_input_nodes
         with graph.inserting_before(rows):
@@ -600,35 +566,29 @@ def take_rows_by_another_sum(graph: fx.Graph) -> None:
 
 
 def store_rows_by_another_sum(graph: fx.Graph) -> None:
-    """Writes rows by what was received, and not by what the device has gathered."""
     for store in targets(graph, ops.store_rows):
         set_args(store, (store.args[0], store.args[0]))
 
 
 def store_gradient_rows(graph: fx.Graph) -> None:
-    """Writes rows of the gradient as new parameters."""
     for store in targets(graph, ops.store_rows):
         set_args(store, (store.args[1], store.args[1]))
 
 
 def send_all_for_rows(graph: fx.Graph) -> None:
-    """Sends the whole table to who stores rows."""
     for rows in targets(graph, ops.updated_rows):
         rows.replace_all_uses_with(rows.all_input_nodes[0])
 
 
 def forget_to_store_rows(graph: fx.Graph) -> None:
-    """Leaves the writes of rows out."""
     erase(graph, *targets(graph, ops.store_rows))
 
 
 def plan_otherwise(change: Callable[[Bucket], Bucket]) -> Callable[[Program], Program]:
-    """Changes the plan of buckets."""
     return lambda program: program.evolve(buckets=tuple(map(change, program.buckets)))
 
 
 def with_rule(bucket: Bucket, **changes: object) -> Bucket:
-    """A bucket that follows another rule, if its optimizer takes rows."""
     return (
         dataclasses.replace(bucket, rule=dataclasses.replace(bucket.rule, **changes))
         if bucket.rule.takes_rows
@@ -716,8 +676,6 @@ def evaluation(*, keeps_loss: bool = False, keeps_rules: bool = False) -> Progra
 
 
 def microbatched(pass_name: str, change: Callable[[Program], Program]) -> Mutation:
-    """A change of a program on two devices, each of which runs two microbatches."""
-
     def mutate(_: Program) -> Program:
         program = every_stage(captured_two_layers(2, 8, 2), microbatches=2, **SMALL_BUCKETS)[pass_name]
         verify(program)
@@ -741,8 +699,6 @@ def factored(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Mutation:
 
 
 def in_parts(change: Callable[[fx.Graph], None], pass_name: str = "lower-devices") -> Mutation:
-    """A change of a program whose updates make products in parts."""
-
     def mutate(_: Program) -> Program:
         captured = captured_model(nn.Linear(40, 30), 2, 8, columns=40)
         program = every_stage(captured, min_factored_elements=0, part_elements=150)[pass_name]
@@ -760,7 +716,6 @@ def look_at_what_is_made_in_parts(graph: fx.Graph) -> None:
 
 
 def look_beside_a_bound(graph: fx.Graph, *, at_the_bounded: bool) -> None:
-    """Bounds what an update makes in parts, and has its norm taken before or after that."""
     update = first(graph, ops.update)
     wait = update.args[0]
     with graph.inserting_after(wait):
@@ -787,8 +742,6 @@ def return_an_earlier_gradient(graph: fx.Graph) -> None:
 
 
 def placed(pass_name: str, change: Callable[[fx.Graph], None]) -> Mutation:
-    """A change of a graph whose regions write their gradients into slots."""
-
     def mutate(_: Program) -> Program:
         program = PlaceGradients().run(run_up_to("outline-regions", two_buckets(), **CAPS))
         first_pass, last_pass = (PASS_NAMES.index(name) for name in ("replicate", pass_name))
@@ -807,7 +760,6 @@ def exchange_slots(graph: fx.Graph) -> None:
 
 
 def exchange_gradients(graph: fx.Graph, replicas: tuple[int | None, ...] = (None,)) -> None:
-    """The two gradients of bucket 0, which have one shape."""
     for replica in replicas:
         pack = next(n for n in targets(graph, ops.pack) if n.kwargs.get("replica") == replica)
         set_args(pack, pack.args[::-1])
@@ -823,8 +775,6 @@ def exchange_between_buckets(graph: fx.Graph) -> None:
 
 
 def whole(pass_name: str, change: Callable[[Program], None]) -> Mutation:
-    """A change of a program of an optimizer that steps by itself."""
-
     def mutate(_: Program) -> Program:
         program = whole_optimizer(pass_name)
         change(program)
@@ -880,7 +830,6 @@ def update_early(graph: fx.Graph) -> None:
 
 
 def insert_before_output(graph: fx.Graph, target: Any, like: fx.Node, *args: Any) -> None:
-    """A call, dead, that gives a value of another's type."""
     with graph.inserting_before(graph.output_node()):
         node = graph.create_node("get_attr" if isinstance(target, str) else "call_function", target, args)
     node.meta["val"] = like.meta["val"]
@@ -925,7 +874,6 @@ def write_slots_after_the_pack(graph: fx.Graph) -> None:
 
 
 def step_once_more(program: Program) -> None:
-    """The optimizer runs again when its parameters are on their way."""
     graph = program.graphs()[0]
     with graph.inserting_before(graph.output_node()):
         graph.node_copy(first(graph, ops.step_optimizer), lambda node: node)
@@ -948,7 +896,6 @@ def change_each(target: object, **kwargs: object) -> Callable[[Program], None]:
 
 
 def forget_to_receive(graph: fx.Graph) -> None:
-    """Replica 1 stores the reduced gradients of bucket 0 as its parameters."""
     for received in targets(graph, ops.recv):
         if bucket_of(received) == 0 and replica_of(received) in (None, 1):
             (wait,) = received.users
@@ -966,7 +913,6 @@ def send_gradients(program: Program) -> None:
 
 
 def send_another_buckets_parameters(program: Program) -> None:
-    """The optimizer's parameters of bucket 1 are sent as bucket 0's."""
     one, other = (node for node in targets(program.graphs()[0], ops.send) if node.kwargs["destination"] == 1)
     last = one if other < one else other
     last.append(one)
@@ -995,7 +941,6 @@ def note_as(graph: fx.Graph, node: fx.Node, change: Callable[[torch.Tensor], tor
 
 
 def noted(target: object, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[fx.Graph], None]:
-    """Only what is noted of a value changes."""
     return lambda graph: note_as(graph, first(graph, target), change)
 
 
@@ -1055,7 +1000,6 @@ def with_first_slot(bucket: Bucket, **changes: object) -> Bucket:
 
 
 def written(program: Program, name: str) -> Variable:
-    """The variable, as if the forward wrote it."""
     return dataclasses.replace(program.variables[name], synchronization=Synchronization.PER_REPLICA)
 
 
@@ -1077,7 +1021,6 @@ def factor_on_one_replica(graph: fx.Graph) -> None:
 
 
 def call_from_a_region(program: Program) -> Program:
-    """A region calls a region, which does not end."""
     body = program.regions["fwd_0"].graph_module.graph
     with body.inserting_before(body.output_node()):
         body.call_function(ops.call_region, (), {"region": "fwd_0", "gradients": {}})
@@ -1085,7 +1028,6 @@ def call_from_a_region(program: Program) -> Program:
 
 
 def write_an_argument(program: Program) -> Program:
-    """Inside of a region, where it is given a parameter."""
     graph = program.graphs()[0]
     calls = [node for node in graph.nodes if node.op == "call_module" or node.target is ops.call_region]
     call, place = next(
@@ -1165,7 +1107,6 @@ def give_back_a_view_of_reserved_memory(program: Program) -> None:
 
 
 def _in_reserved_memory(program: Program, graph: fx.Graph) -> set[str]:
-    """The results of calls that lie in reserved memory, by name."""
     found = set()
     for call in {next(iter(node.users)) for node in targets(graph, ops.reserved)}:
         body = program.regions[region_of(call)].graph_module.graph
@@ -1225,7 +1166,6 @@ def check_after_the_commit(_: Program) -> Program:
 
 
 def gather_losses(graph: fx.Graph, num: int, **options: Any) -> None:
-    """Hands the losses of so many replicas to the caller; those of a lowered graph are one."""
     output: Any = graph.output_node().args[0]
     for loss in (output["losses"] if isinstance(output, dict) else [output])[:num]:
         owner = {key: loss.args[0].kwargs[key] for key in ("replica",) if key in loss.args[0].kwargs}
@@ -1240,8 +1180,6 @@ def gather_in_two_ways(graph: fx.Graph) -> None:
 
 
 def checked(change: Callable[[fx.Graph], object]) -> Mutation:
-    """A change of a program that looks at what is finite."""
-
     def mutate(program: Program) -> Program:
         found = CheckFinite().run(program)
         verify(found)
@@ -1283,8 +1221,6 @@ def wait_on_one_side(graph: fx.Graph) -> None:
 
 
 def scaled(change: Callable[[fx.Graph], None]) -> Mutation:
-    """A change of the graph of a program whose loss is scaled."""
-
     def mutate(program: Program) -> Program:
         program = run_passes(program, [ShareParameters(), UnscaleGradients(), CheckFinite("skip")])
         verify(program)
@@ -1295,8 +1231,6 @@ def scaled(change: Callable[[fx.Graph], None]) -> Mutation:
 
 
 def accumulating(change: Callable[[fx.Graph], None]) -> Mutation:
-    """A change of the graph of a program that accumulates gradients."""
-
     def mutate(_: Program) -> Program:
         program = run_up_to("insert-update", two_buckets().evolve(accumulation=Accumulation.ADDS), **CAPS)
         verify(program)
@@ -1307,8 +1241,6 @@ def accumulating(change: Callable[[fx.Graph], None]) -> Mutation:
 
 
 def after_accumulation(change: Callable[[fx.Graph], None]) -> Mutation:
-    """A change of the graph of a program that takes accumulated gradients."""
-
     def mutate(_: Program) -> Program:
         program = run_up_to("insert-all-reduce", two_buckets().evolve(accumulation=Accumulation.ENDS), **CAPS)
         verify(program)
@@ -1325,14 +1257,11 @@ def accumulate_another_replica(graph: fx.Graph) -> None:
 
 
 def reduce_what_was_packed(graph: fx.Graph) -> None:
-    """The reduction takes a bucket without what was accumulated."""
     total = first(graph, ops.add_accumulated)
     total.replace_all_uses_with(total.args[0])  # type: ignore[arg-type]
 
 
 def clipped(change: Callable[[fx.Graph], None]) -> Mutation:
-    """A change of the graph of a program that clips gradients."""
-
     def mutate(program: Program) -> Program:
         program = run_passes(program, [ShareParameters(), ClipGradients(1.0)])
         verify(program)

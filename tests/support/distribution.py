@@ -48,8 +48,6 @@ def scope(nodeid: str) -> str:
 
 
 def longest_first(nodeids: Iterable[str]) -> list[int]:
-    """The positions of tests in the order in which they should start; of those that take equally long, as they are."""
-
     def rank(nodeid: str) -> int:
         return next((i for i, start in enumerate(_FIRST) if nodeid.startswith(start)), len(_FIRST))
 

@@ -94,13 +94,10 @@ class GoldenModel:
     uneven_on: int = 0
 
     def num_examples(self, num_devices: int) -> int:
-        """Two for each device, and two more if they are not to go round."""
         return 2 * num_devices + (2 if num_devices == self.uneven_on else 0)
 
 
 class Checkpointed(nn.Module):
-    """Two blocks, each in a checkpoint."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -114,8 +111,6 @@ class Checkpointed(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two normalized convolutions around a shortcut, which is a convolution where the shape changes."""
-
     def __init__(self, channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
@@ -152,8 +147,6 @@ class ResNet18(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A normalized convolution with GELU by tanh, another that works on images that are flattened then, and a classifier."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv1, self.norm = nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4)
@@ -187,7 +180,6 @@ def _bert() -> nn.Module:
 
 
 def _digits() -> nn.Module:
-    """The model of the example."""
     if "train_digits" not in sys.modules:
         spec = importlib.util.spec_from_file_location("train_digits", DIGITS)
         assert spec is not None and spec.loader is not None
@@ -298,7 +290,6 @@ def _devices(number: int) -> Any:
 def golden_program(
     name: str, num_devices: int, *, check_finite: bool = False, workers: Workers | None = None, placement: str = "auto"
 ) -> Program:
-    """A model's lowered program."""
     program = golden_program_before(name, num_devices, workers=workers)
     options = {"check_finite": check_finite, "over_workers": program.workers.are_several, "placement": placement}
     pipeline = default_pipeline(**MODELS[name].buckets, **options)  # type: ignore[arg-type]
@@ -321,7 +312,6 @@ def golden_program_before(name: str, num_devices: int, *, workers: Workers | Non
 
 
 def golden_texts() -> Iterator[tuple[str, str]]:
-    """The name of each file in tests/golden, and what is to be in it."""
     for name in MODELS:
         for num_devices in NUM_DEVICES:
             yield f"{name}-{num_devices}.txt", golden_program(name, num_devices).to_text(slots=True, sources=False)

@@ -16,7 +16,6 @@ from mirrorc.ir.program import ArgumentKind, Program, placeholders_of
 
 
 def gpus(*names: str) -> tuple[Device, ...]:
-    """Logical devices, whether there are such GPUs or not."""
     return tuple(Device(name, torch.device(name.partition("/")[0])) for name in names)
 
 

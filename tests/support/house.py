@@ -79,7 +79,6 @@ def name_tokens(source: Source) -> list[str]:
 
 
 def importers(library: list[Source]) -> Counter[str]:
-    """How many files of the library import each module of it."""
     counts: Counter[str] = Counter()
     modules = {module_name(source) for source in library}
     for source in library:

@@ -37,7 +37,6 @@ class Interrupter:
         self._raise: _Raise = interrupt
 
     def count(self, function: Callable[[], Any]) -> int:
-        """The number of places in a call, which runs undisturbed."""
         self.interrupted(function, -1)
         return self._num_places
 
@@ -81,14 +80,12 @@ class Interrupter:
 
 
 def interrupt(frame: FrameType) -> None:
-    """Does what Python does on Ctrl-C: calls the handler."""
     handler = signal.getsignal(signal.SIGINT)
     assert callable(handler), "a test that interrupts asks for python_handles_interrupts"
     handler(signal.SIGINT, frame)
 
 
 def fail(frame: FrameType) -> None:
-    """Fails as an operator does."""
     raise RuntimeError("a failure was put here")
 
 

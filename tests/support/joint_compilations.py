@@ -90,7 +90,6 @@ def _in_order(how: str) -> dict[str, Any]:
 
 
 def _arguments(how: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A model, and arguments of `mirrorc.compile`, that fail in the way that is asked for."""
     torch.manual_seed(0)
     model = Layer(3, 2)
     model.breaks = how == "capture"
@@ -138,8 +137,6 @@ def _arguments(how: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 class Interrupting:
-    """A path that interrupts who asks for it."""
-
     def __fspath__(self) -> str:
         raise KeyboardInterrupt("from the keyboard")
 

@@ -15,8 +15,6 @@ from mirrorc.runtime.devices import events, host_copies
 
 
 class LateEvent:
-    """`torch.cuda.Event`."""
-
     def __init__(self, gpu: LateGpu) -> None:
         self._gpu, self.has_happened = gpu, False
 

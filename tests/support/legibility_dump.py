@@ -53,7 +53,6 @@ def dumped_program(dump: Path | None = None) -> mirrorc.Program:
 
 
 def main() -> None:
-    """Prints or writes, as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path)
     folder = parser.parse_args().into

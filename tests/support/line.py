@@ -15,14 +15,12 @@ class Line(AllReduceAlgorithm):
     name: str = field(default="line", init=False)
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """See the base class."""
         total = traffic.own(0)
         for replica in range(1, traffic.num_replicas):
             total = traffic.add(traffic.send(total, replica), traffic.own(replica))
         return [total]
 
     def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """See the base class."""
         found = list(sums)
         for replica in reversed(range(traffic.num_replicas - 1)):
             found.append(traffic.send(found[-1], replica))

@@ -15,15 +15,12 @@ State = dict[str, torch.Tensor]
 
 
 class Training:
-    """A step with its model and optimizer, and a random stream of its own."""
-
     def __init__(self, make: Maker) -> None:
         torch.manual_seed(0)
         self.step, self.model, self.optimizer = make()
         self._random = torch.get_rng_state()
 
     def run(self, batch: Mapping[str, Any], call: Callable[[Callable[[], Any]], Any] = lambda run: run()) -> Any:
-        """Runs a step on its own random stream; ``call`` may disturb it."""
         torch.set_rng_state(self._random)
         settings = thread_settings()
         try:
@@ -35,7 +32,6 @@ class Training:
             assert found == settings, "whether gradients are enabled, and the number of threads"
 
     def state(self) -> State:
-        """A copy of all that a step may change, by name: parameters, buffers, the optimizer's state, the random stream."""
         found = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         for i, parameter in enumerate(self.model.parameters()):
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -45,7 +41,6 @@ class Training:
         return found
 
     def replicas(self) -> State:
-        """A copy of what each replica has of each variable."""
         return {
             f"{name} on {replica}": value.detach().clone()
             for name, variable in self.step.variables.items()
@@ -59,15 +54,12 @@ def thread_settings() -> tuple[bool, int]:
 
 
 class Lockstep:
-    """An undisturbed training and a disturbed one, which is checked after each step."""
-
     def __init__(self, make: Maker, batch: Mapping[str, Any]) -> None:
         self._batch = batch
         self.undisturbed, self.disturbed = Training(make), Training(make)
         self._before = self.undisturbed.state()
 
     def close(self) -> None:
-        """Ends the threads of both."""
         self.undisturbed.step.close()
         self.disturbed.step.close()
 
@@ -111,6 +103,5 @@ class Lockstep:
 
 
 def differences(found: State, expected: State) -> list[str]:
-    """The names of what differs by a bit, or is missing in one."""
     names = dict.fromkeys([*expected, *found])
     return [n for n in names if n not in found or n not in expected or not torch.equal(found[n], expected[n])]

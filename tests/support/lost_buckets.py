@@ -43,7 +43,6 @@ def _hold_back(step: Any, strike: Callable[[list[Any]], None], num_passing: int)
 
 @contextlib.contextmanager
 def _failing_update() -> Iterator[None]:
-    """A block in which the second update of a bucket fails on this worker."""
     real, num_made = FlatOptimizer.update, 0
 
     def update(self: FlatOptimizer, gradient: torch.Tensor) -> None:
@@ -68,7 +67,6 @@ def _until(is_so: Callable[[], bool]) -> None:
 
 
 def _said(use: Callable[[], Any]) -> str:
-    """The error of a use, with its class; "nothing" if there is none."""
     try:
         use()
     except (mirrorc.MirrorcError, ValueError) as error:

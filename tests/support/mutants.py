@@ -60,8 +60,6 @@ class Tally:
 
 @dataclass
 class Report:
-    """The tallies of all kinds, and how many valid programs were accepted."""
-
     tallies: dict[str, Tally] = field(default_factory=lambda: {name: Tally() for name in KINDS})
     valid: int = 0
 
@@ -70,7 +68,6 @@ class Report:
         return [line for tally in self.tallies.values() for line in (*tally.wrong, *tally.crashed)]
 
     def add(self, other: Report) -> None:
-        """Counts what another report has counted, too."""
         self.valid += other.valid
         for name, tally in self.tallies.items():
             more = other.tallies[name]
@@ -102,7 +99,6 @@ class Examiner:
         self._verifier.after_pass(self.subject.made_by, self.subject.before, program, 0.0)
 
     def examine(self, kind: Kind, place: int, tally: Tally) -> None:
-        """Tries a kind at one of its places."""
         mutant = copied_program(self.subject.program, kind.in_regions)
         changed = next(islice(kind.places(mutant), place, None))()
         mutant = changed if isinstance(changed, Program) else mutant
@@ -150,7 +146,6 @@ def sampled(count: int, limit: int, turn: int) -> Sequence[int]:
 
 
 def examine(subjects: Iterable[Subject], kinds: Iterable[Kind], limit: int, report: Report) -> None:
-    """Tries kinds in programs, at ``limit`` places each (0: at all), and adds to a report."""
     for turn, subject in enumerate(subjects):
         examiner = Examiner(subject)
         report.valid += 1
@@ -198,7 +193,6 @@ def _right(tally: Tally) -> int:
 
 
 def table(report: Report, examples: int = 3) -> str:
-    """The report as text, with some examples of what went wrong."""
     lines = ["Mutations that break a program", *_rows(report, False), "", "Mutations that keep its meaning"]
     lines += _rows(report, True)
     for name, tally in report.tallies.items():
@@ -241,7 +235,6 @@ def _examined(
 
 
 def main() -> int:
-    """Prints the table; 1 if anything was missed or falsely refused."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--places", type=int, default=_PLACES, help="places of a kind in the programs of a source")
     parser.add_argument(

@@ -20,15 +20,12 @@ Hook = Callable[[torch.optim.Optimizer, int], None]
 
 @dataclass
 class Trained:
-    """A model after training."""
-
     model: nn.Module
     optimizer: torch.optim.Optimizer
     losses: list[float]
 
 
 def loss_of(model: nn.Module, batch: Mapping[str, Any], loss_fn: Loss | None) -> torch.Tensor:
-    """The loss of a batch, as mirrorc's step means it."""
     arguments = dict(batch)
     if loss_fn is not None:
         target = arguments.pop("target")
@@ -40,7 +37,6 @@ def loss_of(model: nn.Module, batch: Mapping[str, Any], loss_fn: Loss | None) ->
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any], loss_fn: Loss | None = None
 ) -> float:
-    """One step on one device."""
     optimizer.zero_grad()
     loss = loss_of(model, batch, loss_fn)
     loss.backward()
@@ -56,7 +52,6 @@ def train_on_one_device(
     loss_fn: Loss | None = None,
     after_step: Hook | None = None,
 ) -> Trained:
-    """Trains a copy of the model on whole batches."""
     model = copy.deepcopy(model)
     optimizer = make_optimizer(model.parameters())
     losses = []
@@ -132,13 +127,10 @@ def train_shard_by_shard(
 
 
 def num_examples_in(batch: Mapping[str, Any]) -> int:
-    """How many examples a batch has."""
     return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor))
 
 
 def shard_of(batch: Mapping[str, Any], num_shards: int, place: int) -> dict[str, Any]:
-    """A shard of a batch, whose tensors may be in dicts."""
-
     def cut(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: cut(item) for key, item in value.items()}
@@ -162,7 +154,6 @@ def assert_mirrored(step: mirrorc.Step, model: nn.Module, num_devices: int) -> N
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest entry expected."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     if expected.numel() == 0:
         return 0.0
@@ -185,13 +176,11 @@ def assert_same_model(actual: nn.Module, expected: nn.Module, tolerance: float) 
 
 
 def assert_same_training(actual: Trained, expected: Trained, tolerance: float) -> None:
-    """Models and losses agree."""
     assert_same_losses(actual, expected, tolerance)
     assert_same_model(actual.model, expected.model, tolerance)
 
 
 def assert_same_losses(actual: Trained, expected: Trained, tolerance: float) -> None:
-    """Losses agree, relative to the largest."""
     assert len(actual.losses) == len(expected.losses)
     scale = max(abs(loss) for loss in expected.losses)
     errors = [abs(a - e) / scale for a, e in zip(actual.losses, expected.losses, strict=True)]
@@ -199,7 +188,6 @@ def assert_same_losses(actual: Trained, expected: Trained, tolerance: float) -> 
 
 
 def assert_same_bits(actual: Trained, expected: Trained) -> None:
-    """Models and losses are equal bit for bit."""
     assert actual.losses == expected.losses
     wanted = expected.model.state_dict()
     for name, value in actual.model.state_dict().items():
@@ -207,7 +195,6 @@ def assert_same_bits(actual: Trained, expected: Trained) -> None:
 
 
 def assert_same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer, tolerance: float) -> None:
-    """Two optimizers' state_dict() agree, entry by entry."""
     found, wanted = actual.state_dict(), expected.state_dict()
     assert found["param_groups"] == wanted["param_groups"]
     assert found["state"].keys() == wanted["state"].keys()
@@ -223,7 +210,6 @@ def assert_same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optim
 
 @contextmanager
 def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Checks that a block leaves model and optimizer as they are, bit for bit."""
     before = copy.deepcopy(model.state_dict())
     state_before = copy.deepcopy(optimizer.state_dict()) if optimizer is not None else None
     yield

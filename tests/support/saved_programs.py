@@ -28,8 +28,6 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class Noisy(nn.Module):
-    """Draws random numbers in other ways than dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(6)
@@ -65,7 +63,6 @@ def captured(name: str) -> Program:
 
 
 def on_devices(program: Program, num_devices: int) -> Program:
-    """The program for fewer devices, which have equal shards."""
     return program.evolve(
         devices=program.devices[:num_devices],
         shard_graphs=program.shard_graphs[:1],
@@ -91,7 +88,6 @@ def _shared(name: str, program: Program) -> Program:
 
 
 def _contents(program: Program) -> list[str]:
-    """What is in all graphs of a program: whatever a test could write to."""
     return [
         f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {sorted(node.meta)}"
         for graph in graphs_of(program)
@@ -115,12 +111,10 @@ HANDMADE: dict[str, Callable[[], Program]] = {
 
 
 def with_graph(graph: fx.Graph) -> Program:
-    """A program that is nothing but a mirrored graph."""
     return Program(Stage.UPDATED, parse_devices(1), {}, (), graph=graph)
 
 
 def one_call(target: Any, args: tuple[Any, ...] = (), kwargs: Any = None, **meta: Any) -> Program:
-    """A program of one argument, one call and its result."""
     graph = fx.Graph()
     graph.placeholder("x")
     node = graph.call_function(target, args, kwargs or {})
@@ -130,12 +124,10 @@ def one_call(target: Any, args: tuple[Any, ...] = (), kwargs: Any = None, **meta
 
 
 def called(program: Program) -> fx.Node:
-    """The call of `one_call`."""
     return list(program.mirrored_graph.nodes)[1]
 
 
 def reload(program: Program, directory: Path, name: str = "program.json") -> Program:
-    """The program, saved and loaded."""
     program.save(directory / name)
     return Program.load(directory / name)
 
@@ -178,7 +170,6 @@ def nodes_of(graph: fx.Graph) -> list[Any]:
 
 
 def graphs_of(program: Program) -> list[fx.Graph]:
-    """Every graph of a program."""
     return [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
 
 
@@ -197,7 +188,6 @@ def assert_same(found: Program, expected: Program) -> None:
 
 
 def _modules_of(program: Program) -> list[tuple[str, ...]]:
-    """Names and classes of a program's modules, in order."""
     regions = [
         (name, region.name, region.phase, type(region.graph_module).__name__)
         for name, region in program.regions.items()

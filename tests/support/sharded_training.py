@@ -20,7 +20,6 @@ State = dict[str, dict[str, list[float]]]
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> State:
-    """The whole state, by number of the parameter and by entry."""
     saved = optimizer.state_dict()["state"]
     return {
         str(number): {
@@ -31,8 +30,6 @@ def state_of(optimizer: torch.optim.Optimizer) -> State:
 
 
 class _Training:
-    """A worker's training, and what it has told."""
-
     def __init__(self, rank: int, given: dict[str, Any]) -> None:
         self.given, self.rank = given, rank
         self.model, self.optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=rank)
@@ -67,7 +64,6 @@ class _Training:
             parameter.requires_grad_(not is_frozen)
 
     def move(self) -> None:
-        """Gives a parameter other memory, so that buckets are laid out anew."""
         parameter = next(self.model.parameters())
         parameter.data = parameter.data.clone()
 

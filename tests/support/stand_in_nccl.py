@@ -22,8 +22,6 @@ _LONGEST_SECONDS = 120.0
 
 
 class Options:
-    """`ProcessGroupNCCL.Options`."""
-
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream, self._timeout = is_high_priority_stream, None
 
@@ -54,8 +52,6 @@ def nccl_on(gpu: LateGpu, num_workers: int) -> type:
             self.is_aborted.set()
 
     class Waited:
-        """A work, for which the current stream waits."""
-
         def __init__(self, event: LateEvent) -> None:
             self._event = event
 

@@ -37,7 +37,6 @@ class TinyModel:
     loss_fn: Loss | None
 
     def batches(self, num_examples: int, dtype: torch.dtype, steps: int = 5) -> list[Batch]:
-        """A batch for each step."""
         return [self.batch(num_examples, dtype, seed) for seed in range(steps)]
 
 
@@ -51,8 +50,6 @@ def randomized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class Mlp(nn.Module):
-    """Three linear layers, with dropout if asked for."""
-
     def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
         super().__init__()
         self.first = nn.Linear(6, width)
@@ -65,8 +62,6 @@ class Mlp(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Two convolutions and a classifier."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(1, 4, 3)
@@ -79,8 +74,6 @@ class ConvNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two normalized convolutions around a shortcut."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -94,8 +87,6 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, two residual blocks and a classifier."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1, bias=False)
@@ -118,12 +109,10 @@ def _seeded(make: Callable[[], nn.Module]) -> Callable[[torch.dtype], nn.Module]
 
 
 def make_mlp(dtype: torch.dtype = torch.float64, width: int = 16, dropout: float = 0.0) -> nn.Module:
-    """The MLP, the same each time."""
     return _seeded(lambda: Mlp(width, dropout))(dtype)
 
 
 def mlp_batch(num_examples: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
-    """Features and classes."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_examples, 6, generator=generator, dtype=dtype)
     return {"x": x, "target": torch.randint(3, (num_examples,), generator=generator)}

@@ -40,8 +40,6 @@ PASS_NAMES = (
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of a handmade program."""
-
     name: str
     shape: tuple[int, ...] = (4,)
     dtype: torch.dtype = torch.float32
@@ -52,8 +50,6 @@ TWO_WEIGHTS = (Weight("fc1.weight", (4, 2)), Weight("fc2.weight", (3,)))
 
 
 class _GraphBuilder:
-    """Adds nodes with fake values to a graph."""
-
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self.graph = fx.Graph()
         self.fake_mode = fake_mode
@@ -98,7 +94,6 @@ def handmade_graph(weights: Sequence[Weight], rows: int, *, buffer: bool, fake_m
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
 
 
@@ -136,12 +131,10 @@ def run_up_to(pass_name: str, program: Program, **options: Any) -> Program:
 
 
 def run_before(pass_name: str, program: Program, **options: Any) -> Program:
-    """The program as this pass of the core pipeline is given it."""
     return run_passes(program, core_pipeline(**options)[: PASS_NAMES.index(pass_name)])
 
 
 def every_stage(program: Program, **options: Any) -> dict[str, Program]:
-    """The program after each pass of the default pipeline, by name of the pass."""
     found = {}
     for compiler_pass in default_pipeline(**options):
         program = found[compiler_pass.name] = compiler_pass.run(program)
@@ -153,20 +146,16 @@ SMALL_BUCKETS = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
 
 
 def targets(graph: fx.Graph, *wanted: Any) -> list[fx.Node]:
-    """The nodes of a graph that call one of these."""
     return list(calls_to(graph, *wanted))
 
 
 def outputs(graph: fx.Graph) -> dict[str, Any]:
-    """The dict that a graph gives."""
     found = graph.output_node().args[0]
     assert isinstance(found, dict)
     return found
 
 
 class TwoLayers(nn.Module):
-    """A two-layer net."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc1 = nn.Linear(4, 6)

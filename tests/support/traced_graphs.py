@@ -10,8 +10,6 @@ aten = torch.ops.aten
 
 
 class Small(nn.Module):
-    """A frozen parameter, a buffer that forward writes, and a trained weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3))
@@ -24,7 +22,6 @@ class Small(nn.Module):
 
 
 def sine_of(rows: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """A graph of one sine, and its fake argument."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     y = graph.call_function(aten.sin.default, (x,))

@@ -22,8 +22,6 @@ def _step(model: nn.Module, **options: Any) -> Any:
 
 
 class Judge(nn.Module):
-    """The loss of a discriminator, which a generator does not train in."""
-
     def __init__(self, generator: nn.Module, discriminator: nn.Module) -> None:
         super().__init__()
         self.generator, self.discriminator = generator, discriminator
@@ -37,8 +35,6 @@ class Judge(nn.Module):
 
 
 class Forger(Judge):
-    """The loss of a generator, by which a discriminator is not trained."""
-
     def forward(self, noise: torch.Tensor) -> torch.Tensor:
         return functional.softplus(-self.discriminator(self.generator(noise))).mean()
 
@@ -61,7 +57,6 @@ def adversaries() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
 
 
 def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The batches of a worker, real examples and noise, of another size each."""
     stream = torch.Generator().manual_seed(rank)
     return [
         (torch.randn(2 + rank, 3, generator=stream).double(), torch.randn(2 + rank, 2, generator=stream).double())

@@ -108,7 +108,6 @@ def in_one_process(given: dict[str, Any]) -> tuple[list[float], dict[str, list[f
 
 
 def reference(given: dict[str, Any]) -> tuple[list[float], dict[str, list[float]]]:
-    """The losses and values of plain PyTorch, in one process, on the batches of all workers."""
     model, optimizer = made(given)
     losses = []
     for number, sizes in enumerate(given["batches"]):

@@ -60,8 +60,6 @@ class Rows(Table):
 
 
 class Tied(nn.Module):
-    """A table of which one layer is the transpose, and another table."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.other = nn.Embedding(30, 6), nn.Embedding(20, 6)
@@ -84,8 +82,6 @@ class Mlp(nn.Sequential):
 
 
 class Branching(Mlp):
-    """Goes another way for each example, by its values, which no graph does."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(torch.stack([row if row.sum().item() > 0 else -2 * row for row in x]))
 
@@ -109,8 +105,6 @@ class Random(nn.Sequential):
 
 
 class Checkpointed(nn.Module):
-    """A block that backward computes again, between two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(5, 12), nn.Linear(12, 4)
@@ -175,8 +169,6 @@ class Coupled(nn.Module):
 
 
 class Statistics(nn.Sequential):
-    """A normalization by the statistics of the batch."""
-
     def __init__(self) -> None:
         super().__init__(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 4))
 
@@ -230,14 +222,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def batch(step: int, worker: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The examples of one worker in one step."""
     generator = torch.Generator().manual_seed(1000 * step + worker)
     x = torch.randn(size, 5, dtype=torch.float64, generator=generator)
     return x, torch.randint(4, (size,), generator=generator)
 
 
 def whole(step: int, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The examples of all workers in one step."""
     parts = [batch(step, worker, size) for worker, size in enumerate(sizes)]
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
@@ -250,7 +240,6 @@ def made(model: str, optimizer: str, seed: int) -> tuple[nn.Module, torch.optim.
 
 
 def values_of(model: nn.Module) -> dict[str, list[float]]:
-    """What the model has, as it lies there, under the names of its `state_dict`, which is refused between two steps."""
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: value.detach().double().flatten().tolist() for name, value in own}
 
@@ -276,7 +265,6 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shaped(model: nn.Module, values: Mapping[str, list[float]]) -> dict[str, torch.Tensor]:
-    """Values of parameters as tensors of their shapes."""
     own = dict(model.named_parameters())
     return {name: torch.tensor(value, dtype=own[name].dtype).view_as(own[name]) for name, value in values.items()}
 
@@ -286,7 +274,6 @@ def _unsent(step: mirrorc.Step) -> dict[str, list[float]]:
 
 
 def save(step: mirrorc.Step, model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """Writes all that a later case needs to go on."""
     own = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "unsent": step.unsent_state()}
     torch.save(own, f"{given['saves']}/{step.rank}.pt")
 

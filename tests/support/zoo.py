@@ -26,7 +26,6 @@ BEGIN, END = "<!-- made by python tests/support/zoo_table.py -->", "<!-- end -->
 
 
 def models_of(family: str) -> list[ZooModel]:
-    """The entries of one file."""
     found: list[ZooModel] = importlib.import_module(family).MODELS
     return found
 

@@ -10,7 +10,6 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "snapshot_tests"
 
 
 def run_pytest(folder: Path, *options: str) -> tuple[int, str]:
-    """The exit status of pytest on a folder, run in it by a process of its own, and its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder), *options]
     done = subprocess.run(
@@ -21,7 +20,6 @@ def run_pytest(folder: Path, *options: str) -> tuple[int, str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the example."""
     return Path(shutil.copytree(EXAMPLE, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__")))
 
 

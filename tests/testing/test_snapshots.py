@@ -28,7 +28,6 @@ SNAPSHOT = Path("__snapshots__", "test_schedule", "test_a.mirror")
 
 
 def made(rows: int = 4) -> Program:
-    """The program of `TEST_FILE`."""
     weights = [Weight("fc1.weight", (rows, 20)), Weight("fc2.weight", (90,))]
     return every_stage(handmade(2, weights), **SMALL_BUCKETS)["lower-devices"]
 
@@ -44,12 +43,10 @@ class Folder:
         (self.pytester.path / "test_schedule.py").write_text(source, encoding="utf-8")
 
     def run(self, *options: str) -> tuple[int, str]:
-        """The exit status of pytest, and its output."""
         result = self.pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:randomly", *options)
         return int(result.ret), result.stdout.str() + result.stderr.str()
 
     def start(self, *options: str, seed: str = "0") -> tuple[int, str]:
-        """The same in a process of its own, whose hashes begin with a seed."""
         os.environ["PYTHONHASHSEED"] = seed
         result = self.pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
         return int(result.ret), result.stdout.str() + result.stderr.str()

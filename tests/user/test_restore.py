@@ -119,8 +119,6 @@ def test_a_failed_capture_leaves_the_model() -> None:
 
 
 class Careless(FrontEnd):
-    """Runs the model itself, changes whatever it finds, and fails."""
-
     name = "careless"
 
     def trace(self, stack: Any, call: TrainingCall, leaves: Any, decompositions: Any) -> Any:

@@ -24,7 +24,6 @@ steps = {"done": 0}
 
 
 def grow(value: Any) -> None:
-    """Changes any of `mutable_objects` in place."""
     changes: list[tuple[type, Callable[[Any], object]]] = [
         (deque, lambda own: own.append(2)),
         (array, lambda own: own.append(2)),
@@ -47,12 +46,10 @@ def grow(value: Any) -> None:
 
 
 class Log(list[Any]):
-    """A list of the user's."""
+    pass
 
 
 class Schedule:
-    """An object of the user's."""
-
     def __init__(self) -> None:
         self.k = 0
 
@@ -93,7 +90,6 @@ def mutable_objects() -> list[Any]:
 
 
 def text_of(value: Any) -> str:
-    """All that can change in a value."""
     if isinstance(value, torch.Generator):
         return str(value.get_state().tolist())
     if isinstance(value, random.Random | np.random.RandomState):
@@ -104,8 +100,6 @@ def text_of(value: Any) -> str:
 
 
 class Net(nn.Module):
-    """Calls a function in forward."""
-
     def __init__(self, does: Callable[[], object] = lambda: None, **table: Any) -> None:
         super().__init__()
         self.table, self.last = nn.Embedding(5, 4, **table), nn.Linear(4, 1)

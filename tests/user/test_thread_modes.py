@@ -16,15 +16,12 @@ import mirrorc
 
 
 class Doubles(TorchDispatchMode):
-    """Doubles what linear layers give."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         return 2 * found if func is torch.ops.aten.addmm.default else found
 
 
 def trained(mode: contextlib.AbstractContextManager[Any]) -> tuple[list[float], str, list[str]]:
-    """The losses of steps and an evaluation, each called within a mode, the program, and the warnings."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     x, y = torch.randn(6, 4), torch.randn(6, 4)

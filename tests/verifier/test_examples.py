@@ -18,7 +18,6 @@ from mirrorc.verifier.verifier import verify
 
 
 def ragged(*sizes: int) -> Program:
-    """A captured program with two examples on each replica that has any."""
     shards = tuple(0 if size else None for size in sizes)
     return handmade(len(sizes), buffer=True).evolve(shard_of_replica=shards, num_examples=sizes)
 

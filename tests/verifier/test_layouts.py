@@ -48,7 +48,6 @@ def changed(before: Program, change: Callable[[fx.Graph], None]) -> Program:
 
 
 def put(user: fx.Node, *memory_formats: torch.memory_format, target: Any = aten.clone.default, **options: Any) -> None:
-    """Copies of what an operator is given, each of the one before, in these formats."""
     given = user.args[0]
     assert isinstance(given, fx.Node)
     copy = given

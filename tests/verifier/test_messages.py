@@ -52,7 +52,6 @@ def test_the_message_names_the_rule_and_says_what_it_demands() -> None:
 
 
 def refusal(program: Program, before: Program | None = None) -> tuple[str, list[str]]:
-    """What is said of a program that is refused: the sentences, and the lines of the program below them."""
     with pytest.raises(VerifyError) as caught:
         verify(program, after="mine", before=before)
     said, _, shown = str(caught.value).partition("\n\n")
@@ -146,8 +145,6 @@ class ForgetsAnUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class ClipsGradients:
-    """Makes every gradient of the captured graph another expression, of the same type."""
-
     changes_dataflow: bool
     name: str = "clip-gradients"
     input_stage: Stage = Stage.CAPTURED

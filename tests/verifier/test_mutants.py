@@ -15,14 +15,12 @@ SMALL_MODEL, LARGE_MODELS = "mlp", ("conv", "resnet", "gpt2", "bert", "vit")
 
 
 def examine_model(name: str, number: int, report: Report) -> None:
-    """Tries mutants of two sources of a model: on 2 and 3 devices, one of them uneven, which one by turns."""
     sources = list(model_sources(name))
     chosen = [sources[number % 2], sources[3 - number % 2]]
     examine_some([s for source in chosen for s in source.subjects()], KINDS.values(), MODEL_QUOTA, report)
 
 
 def assert_told_apart(report: Report) -> None:
-    """What breaks a program was refused, what keeps its meaning was accepted, and no rule failed."""
     assert not report.wrong, "\n" + table(report)
     assert f"{report.valid} valid programs accepted" in table(report)
 

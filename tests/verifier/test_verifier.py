@@ -42,7 +42,6 @@ PASS_RULES = {name for name, rule in RULES.items() if rule.scope is Scope.PASS}
 
 
 def kind_of(rule: Rule) -> str:
-    """What a message says of a rule, as a pattern."""
     if rule.scope is Scope.PASS:
         return "on passes"
     return f"of stage {rule.since.name}( and later)?" if rule.since is not None else "of every stage"
@@ -50,7 +49,6 @@ def kind_of(rule: Rule) -> str:
 
 @functools.cache
 def valid(pass_name: str) -> Program:
-    """The program that cases break a copy of, after this pass; made and verified once."""
     program, before = (run_up_to(pass_name, two_buckets(), **CAPS) for _ in range(2))
     assert [len(bucket.slots) for bucket in program.buckets] == [2, 1]
     verify(program, before=before)
@@ -96,7 +94,6 @@ def test_every_rule_in_the_folder_is_registered() -> None:
 
 
 def _is_check(value: object) -> bool:
-    """Whether something is a public generator of violations of a program, and no part of one."""
     if not inspect.isgeneratorfunction(value) or value.__name__.startswith("_"):
         return False
     first = next(iter(inspect.signature(value).parameters), "")

@@ -48,8 +48,6 @@ class Fourier(nn.Module):
 
 
 class Mixer(nn.Module):
-    """An MLP over places and an MLP over channels."""
-
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(2, 6, 4, stride=4)

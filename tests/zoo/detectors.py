@@ -56,7 +56,6 @@ def corners(boxes: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Intersection over union of every box of one list with every box of the other."""
     one, other = corners(one)[..., :, None, :], corners(other)[..., None, :, :]
     shared = (
         (torch.minimum(one[..., 2:], other[..., 2:]) - torch.maximum(one[..., :2], other[..., :2]))

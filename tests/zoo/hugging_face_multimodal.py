@@ -35,7 +35,6 @@ LAYOUT: dict[str, Any] = {**ENCODER, "max_2d_position_embeddings": 1024}
 
 
 def pairs(num_examples: int, generator: torch.Generator) -> Batch:
-    """Pictures and sentences."""
     words = tokens(num_examples, generator)
     words[:, -1] = 2
     pixels = numbers(num_examples, generator, 3, 8, 8)

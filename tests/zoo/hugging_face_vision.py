@@ -111,7 +111,6 @@ def difference(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 def classifier(name: str, kind: str, size: int, *parts: dict[str, Any], **more: Any) -> ZooModel:
-    """An entry for a classifier of pictures."""
     ours = {key: more.pop(key) for key in ("couples", "run_by", "rung", "why", "narrow") if key in more}
     batch: BatchMaker = pictures(size)
     return ZooModel(name, hugging_face(f"{kind}ForImageClassification", *parts, **more), batch, **ours)

@@ -12,8 +12,6 @@ from zoo_models import CLASSES, WORDS, Batch, ZooModel, classes, numbers, tokens
 
 
 class MeanState(nn.Module):
-    """Classifies sequences by the mean of a recurrent layer's states."""
-
     def __init__(self, kind: Any, **options: Any) -> None:
         super().__init__()
         self.layer = kind(6, 8, batch_first=True, **options)
@@ -24,8 +22,6 @@ class MeanState(nn.Module):
 
 
 class Packed(nn.Module):
-    """Reads packed sequences."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words, self.layer = nn.Embedding(WORDS, 6), nn.GRU(6, 8, batch_first=True)

@@ -103,7 +103,6 @@ def test_the_selections_are_as_large_as_they_are_said_to_be() -> None:
 
 
 def _trained_in_plain_pytorch(entry: ZooModel, model: torch.nn.Module, batches: list[Batch]) -> Trained:
-    """Training on one device: on the whole batch, or shard by shard where something couples its examples."""
     if entry.couples:
         return train_shard_by_shard(model, SGD, batches, 2, entry.loss_fn)
     return train_on_one_device(model, SGD, batches, entry.loss_fn)

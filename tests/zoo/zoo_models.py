@@ -57,7 +57,6 @@ class ZooModel:
 
     @property
     def tolerance(self) -> float:
-        """How far losses, parameters and buffers may be from those of plain PyTorch, relative to the largest."""
         if self.dtype is torch.float32:
             return 1e-4
         if self.couples == BATCH_NORM:
@@ -88,22 +87,18 @@ class ZooModel:
 
 
 def tokens(num_examples: int, generator: torch.Generator, length: int = LENGTH) -> torch.Tensor:
-    """The words of sentences."""
     return torch.randint(SPECIAL, WORDS, (num_examples, length), generator=generator)
 
 
 def classes(num_examples: int, generator: torch.Generator) -> torch.Tensor:
-    """A class for each example."""
     return torch.randint(CLASSES, (num_examples,), generator=generator)
 
 
 def numbers(num_examples: int, generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Random numbers for each example."""
     return torch.randn(num_examples, *shape, generator=generator, dtype=torch.float64)
 
 
 def text(num_examples: int, generator: torch.Generator) -> Batch:
-    """Sentences whose words are to be predicted."""
     words = tokens(num_examples, generator)
     return {"input_ids": words, "labels": words}
 
@@ -116,7 +111,6 @@ def classified_text(num_examples: int, generator: torch.Generator) -> Batch:
 
 
 def translated(num_examples: int, generator: torch.Generator) -> Batch:
-    """Sentences, and what they are translated to."""
     return {"input_ids": tokens(num_examples, generator), "labels": tokens(num_examples, generator, 6)}
 
 
@@ -130,7 +124,6 @@ def pictures(size: int, key: str = "pixel_values", label: str = "labels") -> Bat
 
 
 def features(num_examples: int, generator: torch.Generator) -> Batch:
-    """Rows of six numbers, each of a class."""
     return {"x": numbers(num_examples, generator, 6), "target": classes(num_examples, generator)}
 
 

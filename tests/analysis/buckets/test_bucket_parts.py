@@ -15,13 +15,11 @@ aten = torch.ops.aten
 
 
 def reduced(num_devices: int = 2) -> Program:
-    """A program of one bucket of 16 elements, whose graph may be changed."""
     program = run_up_to("lower-collectives", handmade(num_devices, [Weight("w", (16,))]), link="copy")
     return program.evolve(graph=copied(program.mirrored_graph))
 
 
 def value(program: Program, target: Any, *args: Any) -> fx.Node:
-    """A value at the end of the graph."""
     return insert(program, program.mirrored_graph.output_node(), target, args)
 
 

@@ -18,7 +18,6 @@ PRODUCTS, BYTES = Machine(1.0, 0.0), Machine(0.0, 1.0)
 
 
 def called(target: Callable[..., Any], *args: Any) -> fx.Node:
-    """A node that calls an operator; shapes of tensors are lists."""
     graph, mode = fx.Graph(), FakeTensorMode()
     given: list[Any] = []
     with mode:

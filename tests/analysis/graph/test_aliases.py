@@ -87,7 +87,6 @@ NEW: tuple[tuple[Any, ...], ...] = (
 
 
 def called(target: Any, *args: Any) -> tuple[list[fx.Node], dict[int, fx.Node], Iterator[tuple[fx.Node, torch.Tensor]]]:
-    """An operator in a graph, and called: the arguments, by their memory too; the parts of its result, and what they are."""
     graph, given = fx.Graph(), {}
 
     def argument(value: Any) -> Any:
@@ -111,7 +110,6 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 def test_what_shares_the_memory_of_an_argument_is_said_to() -> None:
-    """As the tensors tell that the operators really give."""
     for target, *args in (*VIEWS, *MAY_GIVE_BACK):
         values, given, parts = called(target, *args)
         shared = {value: given[memory(tensor)] for value, tensor in parts if memory(tensor) in given}

@@ -22,8 +22,6 @@ class Value:
 
 
 class Values:
-    """What `by_elements` looks at; keeps all that is made."""
-
     def __init__(self) -> None:
         self.made_since: list[Value] = []
 

@@ -191,7 +191,7 @@ def test_what_cannot_be_made_again_is_refused_by_name() -> None:
 
 
 class Kind(torch.Tensor):
-    """A kind of tensor that does nothing of its own."""
+    pass
 
 
 @pytest.mark.slow

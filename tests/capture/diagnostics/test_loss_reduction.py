@@ -18,7 +18,6 @@ Loss = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def said(loss_fn: Loss, devices: int = 2, return_outputs: bool = False, **options: Any) -> list[str]:
-    """What the warnings of two steps say."""
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"loss_fn": loss_fn, "backend": "eager", "return_outputs": return_outputs, **options}

@@ -39,7 +39,6 @@ def batch(left_out: int = -100, per_example: tuple[int, ...] = (0, 0, 0, 0)) -> 
 
 
 def warned(model: nn.Module, *batches: dict[str, Any], num_devices: int = 2, **options: Any) -> tuple[list[str], str]:
-    """The warnings of a few steps, and the program's remarks on the loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

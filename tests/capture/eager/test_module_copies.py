@@ -12,8 +12,6 @@ from mirrorc.capture.model.transient_attributes import ReadBeforeAssignedError
 
 
 class Refers(nn.Module):
-    """Refers to its layers in several ways."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -32,7 +30,7 @@ class Refers(nn.Module):
         return layer
 
     def forward(self) -> None:
-        """Nothing."""
+        pass
 
 
 def tensors_of(module: nn.Module) -> dict[int, torch.Tensor]:

@@ -37,7 +37,6 @@ def chained(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def seen_while(gradients: RunGradients, number: int = 3) -> list[list[int]]:
-    """Which gradients are there whenever one more is."""
     found: list[list[int]] = []
     gradients.run(lambda: found.append([place for place in range(number) if gradients.has(place)]))
     return found
@@ -71,8 +70,6 @@ def test_one_that_forward_does_not_reach_is_known_to_have_none_at_once() -> None
 
 
 class WithinBackward(torch.autograd.Function):
-    """A factor by which backward comes in a backward of its own."""
-
     @staticmethod
     def forward(ctx: object, x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
         ctx.factors = factors  # type: ignore[attr-defined]

@@ -28,8 +28,6 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class CountingFrontEnd(DynamoFrontEnd):
-    """Counts the graphs that it traces."""
-
     name = "counting"
 
     def __init__(self) -> None:
@@ -55,7 +53,6 @@ def front_end() -> Iterator[CountingFrontEnd]:
 
 
 def captured_text(name: str) -> str:
-    """The lowered program of a captured step on two uneven shards, as text."""
     model, batch = make_mlp(), mlp_batch(5)
     call = flatten_call(["x"], (batch["x"],), {"target": batch["target"]})
     devices = parse_devices(["cpu:0", "cpu:1"])

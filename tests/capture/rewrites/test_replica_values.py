@@ -60,8 +60,6 @@ def test_graphs_say_how_many_rows_all_replicas_have() -> None:
 
 
 class Asking(nn.Linear):
-    """Asks for something that is made of the linear layer's result."""
-
     def __init__(self, ask: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(4, 3)
         self.ask = ask
@@ -107,7 +105,6 @@ def test_microbatches_are_refused() -> None:
 
 
 def of_worker(rank: int, rows: int) -> tuple[Program, str]:
-    """The program of one of two workers with two devices each, for so many examples, and its hash."""
     model = Meeting()
     options: dict[str, Any] = {"world": mirrorc.World(2, 2), "rank": rank, "backend": "eager", "progress": False}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -29,7 +29,6 @@ def test_mix_gives_63_bits(seed: int, stream: int) -> None:
 
 
 def random_graph(training: bool = True) -> tuple[fx.Graph, fx.Node]:
-    """Dropout, uniform noise and an operator that is not random."""
     graph, fake_mode = fx.Graph(), FakeTensorMode()
     with fake_mode:
         value = torch.empty(64, 8)

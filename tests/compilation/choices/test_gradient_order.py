@@ -28,8 +28,6 @@ OTHER = ("0.weight", "2.weight", "2.bias", "0.bias")
 
 
 class Words:
-    """Tells what the chief says, and keeps what it is told."""
-
     def __init__(self, chief: Sequence[str]) -> None:
         self.chief, self.told = chief, list[str]()
 
@@ -83,7 +81,6 @@ def put_into(order: ReadyOrder, program: Program, *, in_call: bool = True) -> Pr
 
 
 def taken(program: Program) -> tuple[str, ...]:
-    """The variables whose gradients are taken, in the order of the graph."""
     (graph,) = program.shard_graphs
     names = {node: name for name, node in graph.output_node().args[0]["gradients"].items()}  # type: ignore[union-attr, index, call-overload]
     assert list(names) == [node for node in graph.nodes if node in names], "the output lists them in program order"
@@ -91,7 +88,6 @@ def taken(program: Program) -> tuple[str, ...]:
 
 
 def listed(program: Program) -> tuple[str, ...]:
-    """The variables whose gradients the output lists, in its order."""
     return tuple(outputs(program.shard_graphs[0])["gradients"])
 
 

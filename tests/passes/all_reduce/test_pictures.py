@@ -72,6 +72,5 @@ def test_the_table_of_costs_is_what_graphs_cost() -> None:
 
 
 def _number(text: str, num_devices: int) -> float:
-    """The value of a formula of the page."""
     text = text.replace("\N{MINUS SIGN}", "-").removesuffix(" B").replace("2 (", "2*(").replace("2 L", "2*L")
     return float(eval(text, {"N": num_devices, "L": math.ceil(math.log2(num_devices))}))

@@ -13,7 +13,6 @@ MIXED = [Weight("a", rule=MUON), Weight("b")]
 
 
 def on_devices(*names: str, link: str | None = None) -> Program:
-    """A scheduled program with its devices exchanged, lowered: GPUs need not be there for it."""
     program = run_up_to("schedule-overlap", handmade(len(names), MIXED), **SMALL_BUCKETS)
     devices = tuple(Device(name, torch.device(name.split("/")[0])) for name in names)
     return LowerCollectives(link=link).run(program.evolve(devices=devices))
@@ -25,12 +24,10 @@ def links(program: Program) -> set[tuple[str, object]]:
 
 
 def all_links(reduction: str, parameters: str) -> set[tuple[str, object]]:
-    """What `links` finds where reductions have one link, and what sends parameters another: nothing is left a broadcast."""
     return {("all_reduce", reduction), ("send", parameters), ("recv", parameters)}
 
 
 def said(program: Program) -> str:
-    """The last remark, which is that of the pass."""
     return program.remarks[-1].text
 
 

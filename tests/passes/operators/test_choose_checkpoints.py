@@ -29,8 +29,6 @@ MASK = torch.ops.mirrorc.seeded_mask.default
 
 
 class Deep(nn.Module):
-    """Blocks with dropout and BatchNorm, of which some are in checkpoints of the model's own."""
-
     def __init__(self, num_blocks: int = 6, num_own: int = 0) -> None:
         super().__init__()
         self.num_own = num_own
@@ -47,7 +45,6 @@ class Deep(nn.Module):
 
 
 def bounded(program: Program, max_bytes: int) -> tuple[Program, Program]:
-    """The program with a choice, and what comes of it, verified."""
     chosen = run_passes(program, [ChooseCheckpoints(max_bytes)], [Verify()])
     return chosen, run_passes(chosen, [RecomputeCheckpoints()], [Verify()])
 
@@ -150,8 +147,6 @@ halved.register_autograd(lambda _, gradient: gradient / 2)
 
 
 class WithOperators(nn.Module):
-    """Calls an operator of a library in each block, whose result backward reads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
@@ -223,8 +218,6 @@ def test_random_models_keep_close_to_the_bound(seed: int) -> None:
 
 @dataclass(frozen=True)
 class Breaks:
-    """Chooses, recomputes, and changes something of a copy."""
-
     change: Callable[[fx.Graph], None]
     name: str = field(default="breaks", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)

@@ -42,8 +42,6 @@ def test_gelu_is_exact_where_it_is_small_too(value: float) -> None:
 
 
 class TwoGelus(nn.Module):
-    """One of each kind."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(3, 4), nn.Linear(4, 2)

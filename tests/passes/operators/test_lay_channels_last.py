@@ -27,8 +27,6 @@ aten = torch.ops.aten
 
 
 class Convolutions(nn.Module):
-    """Convolutions of a module and of a function, one weight used twice, BatchNorm and a skip between them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.twice = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, bias=False)
@@ -51,7 +49,6 @@ def captured(model: nn.Module, x: torch.Tensor) -> Program:
 
 
 def laid(model: nn.Module, x: torch.Tensor) -> fx.Graph:
-    """The graph that the pass gives for a model, verified."""
     return run_passes(captured(model, x), [LayChannelsLast()], [Verify()]).shard_graphs[0]
 
 
@@ -115,8 +112,6 @@ def test_only_compiled_cpu_code_gets_it() -> None:
 
 
 class PseudoLabels(nn.Module):
-    """One convolution, with and without gradient."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5)
@@ -128,8 +123,6 @@ class PseudoLabels(nn.Module):
 
 
 class WritesBetween(nn.Module):
-    """Its input is written between two convolutions of it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
@@ -143,8 +136,6 @@ class WritesBetween(nn.Module):
 
 
 class Flattens(nn.Module):
-    """A view of what a convolution gives, as in LeNet."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 4 * 4, 5)
@@ -154,8 +145,6 @@ class Flattens(nn.Module):
 
 
 class LooksAtStrides(nn.Module):
-    """Takes elements by where they lie."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(16, 5)
@@ -165,8 +154,6 @@ class LooksAtStrides(nn.Module):
 
 
 class DrawsLike(nn.Module):
-    """Random numbers in the shape of what a convolution gives, and dropout of it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.drop, self.head = nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Linear(4, 5)
@@ -240,8 +227,6 @@ def test_a_compiled_convolutional_net_trains_as_on_one_device() -> None:
 
 
 class GivesFeatures(nn.Module):
-    """Returns what a convolution gives beside the logits."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)

@@ -35,8 +35,6 @@ ALL = PadProducts(fewest_rows=1, fewest_elements=1)
 
 
 class Net(nn.Module):
-    """Products with a bias and without one, of odd sizes and of even ones."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.even, self.last = nn.Linear(6, 9), nn.Linear(9, 8), nn.Linear(8, 5, bias=False)
@@ -46,16 +44,12 @@ class Net(nn.Module):
 
 
 class Views(Net):
-    """Views of a product, some of which are none of a padded one."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
         return self.last(self.even(h.view(-1).view(x.shape[0], 9) + h.view(x.shape[0], 3, 3).flatten(1)))
 
 
 class Strided(Net):
-    """Takes elements of a product by where they lie."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.even(torch.as_strided(self.first(x), (x.shape[0], 9), (9, 1))))
 
@@ -69,8 +63,6 @@ class Own(Net):
 
 
 class Squares(Net):
-    """A product of a matrix with itself."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gram = torch.mm(self.first.weight, self.first.weight.T)
         return self.last(self.even(self.first(x) @ torch.mm(gram, gram)))
@@ -185,7 +177,6 @@ def test_only_compiled_gpu_code_gets_it() -> None:
 
 
 def padded_pipeline() -> list[Pass]:
-    """The default passes, with products of any size padded."""
     return [ALL if one.name == "pad-products" else one for one in default_pipeline(pads_products=True)]
 
 

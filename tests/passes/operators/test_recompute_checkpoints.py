@@ -26,8 +26,6 @@ MASK = torch.ops.mirrorc.seeded_mask.default
 
 
 class Blocks(nn.Module):
-    """Blocks of two products, each in a checkpoint, and a head."""
-
     def __init__(self, num_blocks: int = 2, **options: Any) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -59,13 +57,11 @@ def offloads(context: Any, target: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
 
 def recomputed(model: nn.Module) -> tuple[Program, Program]:
-    """The program before and after the pass, verified."""
     before = captured_model(model, 1)
     return before, run_passes(before, [RecomputeCheckpoints()], [Verify()])
 
 
 def parts(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes of forward and of backward."""
     graph = program.shard_graphs[0]
     nodes, first = list(graph.nodes), first_of_backward(program, graph)
     assert first is not None
@@ -73,7 +69,6 @@ def parts(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def read_by_backward(program: Program) -> list[fx.Node]:
-    """The values that forward computes and backward reads."""
     forward, backward = parts(program)
     return [node for node in forward if node.op == "call_function" and any(user in backward for user in node.users)]
 
@@ -214,8 +209,6 @@ def test_a_captured_program_keeps_its_checkpoints_in_a_file(tmp_path: Path) -> N
 
 @dataclass(frozen=True)
 class Breaks:
-    """Recomputes, and changes something of a copy."""
-
     change: Callable[[fx.Graph], None]
     name: str = field(default="breaks", init=False)
     input_stage: Stage = field(default=Stage.CAPTURED, init=False)

@@ -27,8 +27,6 @@ pytestmark = pytest.mark.usefixtures("decomposed")
 
 
 class Net(nn.Module):
-    """A function between two layers, or two convolutions, so that both take part in backward."""
-
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], *, is_of_images: bool = False) -> None:
         super().__init__()
         self.function = function
@@ -91,7 +89,6 @@ def captured(function: Callable[[torch.Tensor], torch.Tensor]) -> Program:
 
 
 def kept_by_forward(program: Program, *passes: RecomputeElementwise) -> list[torch.Tensor]:
-    """What forward hands to backward."""
     after = run_passes(program, [*passes, PlanBuckets(), OutlineRegions()], [Verify()])
     results: Any = after.regions["fwd_0"].graph_module.graph.output_node().args[0]
     return [node.meta["val"] for node in results]

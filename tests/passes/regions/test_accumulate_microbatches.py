@@ -16,13 +16,11 @@ PASS = AccumulateMicrobatches()
 
 
 def microbatched(num_devices: int = 2, rows: int = 13, microbatches: int = 3) -> dict[str, Program]:
-    """The programs after each pass, by its name; every gradient has a bucket of its own."""
     captured = captured_two_layers(num_devices, rows, microbatches)
     return every_stage(captured, microbatches=microbatches, **SMALL_BUCKETS)
 
 
 def factored(rows: int) -> dict[str, Program]:
-    """The same of a layer whose gradient stays factors."""
     captured = captured_model(nn.Linear(40, 30), 2, rows, columns=40, microbatches=3)
     return every_stage(captured, microbatches=3, min_factored_elements=0, **SMALL_BUCKETS)
 

@@ -35,8 +35,6 @@ class TwoLayers(nn.Module):
 
 
 class TwoTables(nn.Module):
-    """Two tables, looked up by the signs of the features; ``options`` are the second one's."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.one, self.two = nn.Embedding(50, 8), nn.Embedding(60, 8, **options)

@@ -87,7 +87,6 @@ def test_a_region_of_another_shard_shape_is_called_after_its_counterpart() -> No
 
 @pytest.mark.parametrize("program", [handmade(buffer=True), captured_two_layers()], ids=["handmade", "captured"])
 def test_calls_match_their_regions(program: Program) -> None:
-    """A call gives as many arguments as its region takes, of the same types, and uses every output once."""
     after = outlined(program)
     for call in targets(after.shard_graphs[0], ops.call_region):
         graph = after.regions[str(call.kwargs["region"])].graph_module.graph

@@ -70,8 +70,6 @@ def test_a_region_writes_its_gradient_and_gives_the_same_values() -> None:
 
 
 class Tied(nn.Module):
-    """A head with the weight of the table, whose rows the signs of the features look up."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.body = nn.Embedding(9, 6, padding_idx=1), nn.Linear(6, 6)

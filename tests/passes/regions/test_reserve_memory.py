@@ -32,8 +32,6 @@ def reserved(program: Program) -> list[fx.Node]:
 
 
 class Net(nn.Module):
-    """Backward reads two products, with and without a bias."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = nn.Linear(4, 7), nn.Linear(4, 7, bias=False), nn.Linear(7, 3)
@@ -43,7 +41,6 @@ class Net(nn.Module):
 
 
 def trained(num_devices: int, passes: list[Pass], backend: str = "eager", **options: Any) -> tuple[list[Any], Program]:
-    """Losses and parameters of three steps, on batches of seven, nine and seven examples; and the last program."""
     torch.manual_seed(0)
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

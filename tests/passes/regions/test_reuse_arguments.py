@@ -43,8 +43,6 @@ REUSING = ReuseArguments(min_bytes=0)
 
 
 class Tied(nn.Module):
-    """Logits are products with the embedding that they are made of."""
-
     def __init__(self, num_classes: int = 20) -> None:
         super().__init__()
         self.words = nn.Embedding(num_classes, 8)
@@ -67,7 +65,6 @@ def trained(
     accumulates: bool = False,
     **options: Any,
 ) -> tuple[list[torch.Tensor], Program]:
-    """Losses, parameters after two steps, and the program. Seven examples: shards and microbatches are uneven."""
     torch.manual_seed(0)
     model = Tied().to(dtype)
     x, target = torch.arange(7) % 5, torch.arange(7)
@@ -80,7 +77,6 @@ def trained(
 
 
 def written(program: Program) -> list[str]:
-    """The arguments that regions of a program write, without slots."""
     nodes = [node for region in program.regions.values() for node in region.graph_module.graph.nodes]
     return [str(node.args[0]) for node in nodes if node.name.startswith("reuse_")]
 
@@ -109,7 +105,6 @@ def test_not_a_bit_changes(num_devices: int, options: dict[str, Any]) -> None:
 
 
 def outlined() -> Program:
-    """A program as the pass gets it, in which backward reads logits that nothing else reads."""
     model = Tied()
     call = flatten_call(["x"], (torch.arange(4),), {"target": torch.arange(4)})
     groups = OptimizerGroups([torch.optim.SGD(model.parameters(), lr=0.1)])
@@ -122,7 +117,6 @@ def outlined() -> Program:
 
 
 def logits_of(program: Program) -> tuple[fx.Node, fx.Node, int]:
-    """The logits among backward's arguments: the call, what it is given, and where."""
     _, call = region_calls(program.shard_graphs[0])
     (place,) = (i for i in dying_places(program, call) if call.args[i].meta["val"].shape == (4, 20))  # type: ignore[union-attr]
     return call, call.args[place], place  # type: ignore[return-value]
@@ -163,8 +157,6 @@ def expanded(program: Program, call: fx.Node, given: fx.Node) -> None:
 
 
 def gives_more(make: Callable[[fx.Graph, fx.Node], fx.Node]) -> Callable[[Program, fx.Node, fx.Node], None]:
-    """Forward gives something else of the logits as well."""
-
     def change(program: Program, call: fx.Node, given: fx.Node) -> None:
         body = program.regions[region_of(given.args[0])].graph_module.graph  # type: ignore[arg-type]
         results: Any = body.output_node().args[0]

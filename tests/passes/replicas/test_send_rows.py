@@ -16,7 +16,6 @@ from mirrorc.verifier.verifier import Verify, verify
 
 
 def whole(num_devices: int, rows: int = 8, *, writes_rows: bool = True) -> Program:
-    """A program that broadcasts a whole table of 300 rows, of which each example looks up four."""
     captured = captured_model(LooksUp(), num_devices, rows)
     variables = {
         name: replace(one, update=replace(one.update, writes_rows=one.update.writes_rows and writes_rows))

@@ -18,7 +18,6 @@ ALL = SpreadCopies(min_elements=1, within_one_memory=True)
 def spread(
     num_devices: int, one: SpreadCopies = ALL, weights: list[Weight] = LARGE, placement: str = "central"
 ) -> tuple[Program, Program]:
-    """After the pass, and lowered."""
     before = every_stage(handmade(num_devices, weights), placement=placement, **SMALL_BUCKETS)["update-at-owner"]
     after = one.run(before)
     verify(after)

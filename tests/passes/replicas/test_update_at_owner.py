@@ -20,7 +20,6 @@ WEIGHTS = [Weight("a", (300,)), Weight("b", (200,)), Weight("c", (100,))]
 
 
 def scheduled(num_devices: int = 2, weights: list[Weight] = WEIGHTS, rule: str = "least-loaded") -> Program:
-    """A program whose buckets have owners to be, of one variable each."""
     placed = PlaceVariables(rule).run(run_up_to("plan-buckets", handmade(num_devices, weights), **SMALL_BUCKETS))
     pipeline = core_pipeline(**SMALL_BUCKETS)
     names = [one.name for one in pipeline]

@@ -90,7 +90,6 @@ def test_it_says_what_is_sent() -> None:
 
 
 def sending(rank: int, devices: int) -> Program:
-    """A program of one of two workers, of which one weight's gradient goes as factors and all else whole."""
     model = nn.Sequential(nn.Linear(4, 100, bias=False), nn.Tanh(), nn.Linear(100, 3))
     workers = dataclasses.replace(World(2, devices).worker(rank), sent_as_factors=("0.weight",), shards_optimizer=True)
     return captured_model(model, devices).evolve(workers=workers)

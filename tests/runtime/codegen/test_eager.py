@@ -39,7 +39,6 @@ def values_for(region: Region, generator: torch.Generator) -> list[torch.Tensor]
 
 
 def laid(value: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The elements of a tensor, in memory in another order of dimensions."""
     order = [dim for dim in order if dim < value.dim()]
     return value.permute(order).contiguous().permute([order.index(dim) for dim in range(value.dim())])
 

@@ -13,8 +13,6 @@ from mirrorc.runtime.profiling.clocks import Clock
 
 
 class Value:
-    """Something that can be watched."""
-
     def __init__(self, label: str) -> None:
         self.label = label
 

@@ -15,8 +15,6 @@ from mirrorc.runtime.codegen.backends import Backend, RegionFunction, register_b
 
 
 class InterpretingBackend(Backend):
-    """Runs regions with torch.fx's interpreter."""
-
     name = "interpreting"
 
     def __init__(self) -> None:

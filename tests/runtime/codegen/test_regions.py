@@ -19,7 +19,6 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def small_region() -> Region:
-    """softplus(x @ w) + full(2.0), and its sum."""
     graph, fake_mode = fx.Graph(), FakeTensorMode()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     product = graph.call_function(aten.mm.default, (x, w))
@@ -203,8 +202,6 @@ def test_eager_needs_no_decompositions() -> None:
 
 
 class FailsAtFirst(Backend):
-    """Compiles like the eager backend, but only on a second try."""
-
     name = "fails at first"
 
     def __init__(self, error: Exception) -> None:

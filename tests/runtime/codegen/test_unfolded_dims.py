@@ -55,14 +55,12 @@ class Builder:
 
 
 def attention(b: Builder) -> list[fx.Node]:
-    """Heads are folded into the batch, exchanged with the length, copied, and taken apart."""
     folded = b.call(aten.view.default, b.x, [b.heads, b.s1, 6])
     copied = b.call(aten.clone.default, b.call(aten.transpose.int, folded, 0, 1), **CONTIGUOUS)
     return [b.call(aten.view.default, copied, [b.s1, b.s0, 24])]
 
 
 def unfolded_views(b: Builder) -> list[fx.Node]:
-    """No copy: the fold is taken apart in a view of the same memory."""
     folded = b.call(aten.view.default, b.x, [b.heads, b.s1, 6])
     turned = b.call(aten.transpose.int, folded, 1, 2)
     return [b.call(aten.view.default, turned, [b.s0, 4, 6, b.s1])]
@@ -92,14 +90,12 @@ def test_dims_that_are_folded_and_taken_apart_are_permuted(make: Callable[[Build
 
 
 def copy_that_is_read_twice(b: Builder) -> list[fx.Node]:
-    """One copy stays one copy."""
     folded = b.call(aten.view.default, b.x, [b.heads, b.s1, 6])
     copied = b.call(aten.clone.default, b.call(aten.transpose.int, folded, 0, 1), **CONTIGUOUS)
     return [b.call(aten.view.default, copied, [b.s1, b.s0, 24]), b.call(aten.mul.Tensor, copied, 2.0)]
 
 
 def written(b: Builder) -> list[fx.Node]:
-    """What is written in between has another value later."""
     folded = b.call(aten.view.default, b.x, [b.heads, b.s1, 6])
     copied = b.call(aten.clone.default, b.call(aten.transpose.int, folded, 0, 1), **CONTIGUOUS)
     b.call(aten.mul_.Tensor, copied, 2.0)

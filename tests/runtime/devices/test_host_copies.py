@@ -18,7 +18,6 @@ from mirrorc.runtime.execution import executor, losses
 
 
 def train(gpu: LateGpu, copies: Any, num_steps: int, waits: bool) -> list[float]:
-    """What steps compute from a pinned batch that is filled anew after each."""
     batch, found = torch.zeros(4), []
 
     def step(own: torch.Tensor) -> None:

@@ -19,7 +19,6 @@ def pool_of(num_devices: int, num_threads: int = 1, timeout_seconds: float = PAT
 
 
 def threads_of(pool: DevicePool) -> list[threading.Thread]:
-    """The pool's threads, found as they see themselves."""
     return [thread for _, thread in pool.run([threading.current_thread] * len(pool.devices), lambda: None)]
 
 
@@ -177,8 +176,6 @@ def test_a_signal_right_before_a_wait_is_handled_soon(monkeypatch: pytest.Monkey
     outbox, before = pool._outbox, signal.signal(signal.SIGUSR1, signal.default_int_handler)
 
     class Deaf:
-        """A queue whose waits no signal ends."""
-
         def get(self, timeout: float) -> object:
             assert timeout <= 0.01
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])

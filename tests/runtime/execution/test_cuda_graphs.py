@@ -18,8 +18,6 @@ CPU = torch.device("cpu")
 
 
 class StandInGraph:
-    """`torch.cuda.CUDAGraph`, which needs a GPU."""
-
     def pool(self) -> tuple[int, int]:
         return (id(self), 0)
 

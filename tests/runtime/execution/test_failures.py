@@ -19,8 +19,6 @@ from mirrorc.runtime.execution.failures import explain_failure, note_if_torn
 
 
 class Opaque(Backend):
-    """Like compiled code: tracebacks end at the call of a region."""
-
     name = "opaque"
 
     def compile(self, graph_module: fx.GraphModule, name: str, num_threads: int) -> RegionFunction:
@@ -49,7 +47,6 @@ def opaque() -> Iterator[str]:
 
 
 def advice(backend: str, model: nn.Module, bad: torch.Tensor) -> str:
-    """What the error says after its state."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend=backend) as step,

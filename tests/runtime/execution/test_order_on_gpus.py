@@ -22,7 +22,6 @@ from mirrorc.runtime.state.variables.user_buffers import ShownBuffers
 
 
 def noting(patch: pytest.MonkeyPatch, owner: Any, name: str, done: list[str], word: str) -> None:
-    """Has each call of a function noted, in the order of all that are."""
     function: Callable[..., Any] = getattr(owner, name)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -34,7 +33,6 @@ def noting(patch: pytest.MonkeyPatch, owner: Any, name: str, done: list[str], wo
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What steps have done on the caller's streams, and which events were recorded and waited for."""
     found: list[str] = []
     noting(monkeypatch, executor, "record_event", found, "event")
     noting(monkeypatch, arguments, "wait_event", found, "devices wait")

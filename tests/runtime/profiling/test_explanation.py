@@ -53,13 +53,11 @@ def program_of(
 
 
 def called(graph: fx.Graph) -> list[fx.Node]:
-    """What a device calls."""
     silent = (ops.read, ops.slot, operator.getitem)
     return [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in silent]
 
 
 def is_awaited(pending: fx.Node, replica: int, launch: fx.Node, of: int) -> bool:
-    """Whether a device needs the launch of another, or its own, before its wait for ``pending`` can end."""
     if launch.kwargs.get("bucket") != pending.kwargs["bucket"]:
         return False
     if pending.target is ops.recv:
@@ -92,7 +90,6 @@ def recorded(program: Program, *durations: Durations, warms_up: bool = False, be
 
 
 def explained(program: Program, *durations: Durations) -> Explanation:
-    """One step, explained."""
     return explain_steps(program, [recorded(program, *durations)])
 
 
@@ -208,7 +205,6 @@ def test_figures_are_means_over_the_middle_third_of_steps_and_the_first_step_is_
 
 @pytest.fixture
 def ether() -> Iterator[str]:
-    """A link from outside of the package, which moves by itself."""
     register_link(Link("ether", moves_by_itself=True))
     yield "ether"
     unregister_link("ether")

@@ -67,7 +67,6 @@ def truth(program: Program) -> Simulation:
 
 
 def recorded(program: Program, *, warms_up: bool = False) -> RecordedStep:
-    """The step that the truth gives, as it would be recorded."""
     found = truth(program)
     calls = tuple(tuple(Call(c.node, round(c.start * 1e9), round(c.end * 1e9)) for c in own) for own in found.calls)
     return RecordedStep(warms_up, 0, tuple(own[0].start_ns for own in calls), calls)
@@ -111,7 +110,7 @@ def test_what_nobody_knows_is_not_foretold() -> None:
     costs = costs_of_steps(program, [recorded(program)], MACHINE, LINK)
 
     def exchange_otherwise() -> None:
-        """An operation between workers of which no costs are known."""
+        pass
 
     with pytest.raises(UnknownCostError, match="it is not known how long exchange_otherwise takes between workers"):
         costs.durations(program).flight_seconds(fx.Graph().call_function(exchange_otherwise, (), {"bucket": 0}))

@@ -34,7 +34,6 @@ PATIENT, IMPATIENT = 60.0, 0.05  # seconds; the latter only where nothing will c
 
 
 def counter() -> Callable[[], float]:
-    """A clock that is a nanosecond further each time; in seconds."""
     count = itertools.count()
     return lambda: next(count) * 1e-9
 
@@ -118,7 +117,6 @@ def test_without_a_clock_there_is_no_trace_of_marks() -> None:
 
 
 def recorder_with(num_devices: int) -> tuple[Recorder, fx.Node]:
-    """A recorder whose devices call one node each, and which shares one clock with them."""
     now, node = counter(), fx.Graph().call_function(double, (1,))
     recorder = Recorder([CountingClock(now) for _ in range(num_devices)], now)
     recorder.nodes = [[node]] * num_devices
@@ -271,8 +269,6 @@ class FakeGpu:
 
 
 class FakeEvent:
-    """An event of a `FakeGpu`; the host waits for it if asked to."""
-
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu, self.happens_ms = gpu, -1.0
         self._is_waited_for = False
@@ -374,7 +370,6 @@ def test_the_hosts_clock_goes_forward() -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All clocks are one, which counts."""
     now = counter()
     monkeypatch.setattr("mirrorc.compilation.step_compiler.clock_for", lambda device, seconds: CountingClock(now))
     monkeypatch.setattr("mirrorc.compilation.step_compiler.Recorder", lambda clocks: Recorder(clocks, now=now))
@@ -479,7 +474,6 @@ def test_calls_have_names() -> None:
 
 
 def lowered_broadcast(num_devices: int) -> RecordedStep:
-    """Each device reduces bucket 0, device 1 updates it, all get it from there."""
     calls = []
     for replica in range(num_devices):
         graph = fx.Graph()

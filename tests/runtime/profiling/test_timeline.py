@@ -29,7 +29,6 @@ _PROGRAMS: dict[int, Program] = {}
 
 
 def program_of(num_devices: int = 2) -> Program:
-    """A lowered program of two buckets."""
     if num_devices not in _PROGRAMS:
         _PROGRAMS[num_devices] = run_passes(handmade(num_devices), default_pipeline(**SMALL_BUCKETS))  # type: ignore[arg-type]
     return _PROGRAMS[num_devices]
@@ -41,7 +40,6 @@ def called(graph: fx.Graph) -> list[fx.Node]:
 
 
 def step_of(program: Program, begun_ns: int = 0, seed: int | None = None) -> RecordedStep:
-    """A step whose calls take 1000 ns each, or what a seed says, each device beginning 500 ns after the one before."""
     draw = random.Random(seed)
     calls, started = [], []
     for replica, module in enumerate(program.device_graphs.values()):
@@ -56,7 +54,6 @@ def step_of(program: Program, begun_ns: int = 0, seed: int | None = None) -> Rec
 
 
 def check(events: list[dict[str, Any]]) -> None:
-    """What a viewer needs: named tracks in order; slices of a track that are disjoint; flights that begin and end."""
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
     assert len(set(order.values())) == len(tracks) == len(set(tracks.values()))

@@ -20,7 +20,6 @@ DTYPES = (
 
 
 def flipped(tensor: torch.Tensor, byte: int, bit: int) -> None:
-    """Flips a bit in memory."""
     tensor.view(-1).view(torch.uint8)[byte] ^= 1 << bit
 
 

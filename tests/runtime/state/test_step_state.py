@@ -19,8 +19,6 @@ from mirrorc.runtime.state.optimizers import bucket_optimizers
 
 
 class Scaled(nn.Module):
-    """A linear layer, scaled by two buffers that no step writes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -32,7 +30,6 @@ class Scaled(nn.Module):
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, interrupted when it is called for the first time."""
     calls: list[None] = []
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -98,8 +95,6 @@ def test_gradients_of_tables_are_right_after_an_interrupt_before_a_step(monkeypa
 
 
 class NoText:
-    """A hyperparameter that cannot be shown."""
-
     def __repr__(self) -> str:
         raise RuntimeError("no text")
 
@@ -116,8 +111,6 @@ def test_hyperparameters_are_told_without_asking_them_for_a_text() -> None:
 
 
 class Normalized(nn.Module):
-    """Two layers, one of which tests freeze, so that buckets are planned anew."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)

@@ -94,7 +94,6 @@ def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     cases = {name: run(given) for name, given in (CASES | {"alone": ALONE}).items()}
     return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=200)
 

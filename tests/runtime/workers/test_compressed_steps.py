@@ -69,7 +69,6 @@ def run(given: dict[str, Any], port: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     cases = {name: run(given_to_workers(case), free_port()) for name, case in (CASES | {"three": THREE}).items()}
     cases["apart"] = run(given_to_workers(APART), free_port())
     cases["apart"][1]["train"] = given_to_workers(APART, compression="float16")

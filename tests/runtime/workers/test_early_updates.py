@@ -31,13 +31,11 @@ FAST = ("2 x 2, the chief", "dealt out, 2 x 1", "update")
 
 
 def each(size: int, **given: Any) -> list[Any]:
-    """How each of three processes runs a case of so many workers."""
     port = free_port()
     return [*({"variables": told(rank, size, port), **given} for rank in range(size)), *[None] * (3 - size)]
 
 
 def cases(folder: Any, strikes: str, given: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
-    """How each process runs each case in which a worker strikes."""
     found = {}
     for number, (name, own) in enumerate(given.items()):
         own_folder = folder / f"case-{number}"
@@ -94,7 +92,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 
 @pytest.fixture
 def failed_update(found: Mapping[str, Any]) -> list[Any]:
-    """What came of a failed update in each process."""
     own: list[Any] = found["update"]
     return own
 

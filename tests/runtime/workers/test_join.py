@@ -78,7 +78,6 @@ def run(given: dict[str, Any], num_processes: int = 3) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     cases = {name: run(given) for name, given in CASES.items()}
     for how in TWO:
         port = free_port()

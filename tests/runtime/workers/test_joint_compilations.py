@@ -41,7 +41,6 @@ FAILED = "failed in mirrorc.compile, which all workers call together: "
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     cases: dict[str, list[Any]] = {}
     for name, attempts in (ATTEMPTS | DIFFER).items():
         port = free_port()
@@ -50,7 +49,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 
 
 def of_each(found: Mapping[str, Any], case: str) -> list[tuple[Any, ...]]:
-    """What each worker has found of each attempt."""
     return list(zip(*(own["attempts"] for own in found[case]), strict=True))
 
 

@@ -172,7 +172,6 @@ FAST = (CASES | FAULTS).keys() - {*SLOW, *SELDOM}
 
 
 def run(given: dict[str, Any], port: int, num_processes: int = 3) -> list[Any]:
-    """How each of the processes runs a case."""
     size = len(given["devices"])
     own = [{"variables": told(rank, size, port), "train": given} for rank in range(size)]
     return [*own, *[None] * (num_processes - size)]
@@ -180,7 +179,6 @@ def run(given: dict[str, Any], port: int, num_processes: int = 3) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     cases = {name: run(given, free_port()) for name, given in (CASES | FAULTS).items()}
     cases["other model"][1]["train"] = {**FAULTS["other model"], "model": "table"}
     return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250, seldom=SELDOM)

@@ -74,7 +74,6 @@ FAST = ("groups", "factors, clipped and scaled", "checked")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     cases: dict[str, list[Any]] = {}
     for name, given in CASES.items():
         size, port = len(given["devices"]), free_port()

@@ -87,7 +87,6 @@ FROZEN = ("frozen", "frozen, dealt")
 
 
 def run(given: dict[str, Any], port: int, num_processes: int = 3) -> list[Any]:
-    """How each of the processes runs a case."""
     size = len(given["devices"])
     own = [{"variables": told(rank, size, port), "shard": given} for rank in range(size)]
     return [*own, *[None] * (num_processes - size)]
@@ -95,13 +94,11 @@ def run(given: dict[str, Any], port: int, num_processes: int = 3) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     cases = {name: run(given, free_port()) for name, given in CASES.items()}
     return LazyOutcomes(tmp_path_factory.mktemp, cases, FAST, limit_seconds=250)
 
 
 def reference(given: dict[str, Any], steps: Any) -> tuple[list[float], dict[str, list[float]], Any]:
-    """Losses, values and the optimizer's state of plain PyTorch, in one process, on the batches of all workers."""
     model, optimizer = made(given["model"], given.get("optimizer", "AdamW"), seed=0)
     bound, losses = given.get("options", {}).get("clip_grad_value"), []
     for number in steps:

@@ -105,7 +105,6 @@ def run(case: Mapping[str, Any], how: str = "train") -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     cases = {name: run(case) for name, case in (CASES | {"goes on": GOES_ON, "many": MANY}).items()}
     cases["leaves"] = run(LEAVES, "join")
     cases["one loads"] = run({**GOES_ON, "loads_unsent": [0]})

@@ -101,7 +101,6 @@ def run(case: Mapping[str, Any], **more: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     folder = str(tmp_path_factory.mktemp("states"))
     more = {"fails": FAILS, "many": MANY, "exact": EXACT, "at once": RESUMED}
     cases = {name: run(case) for name, case in (CASES | more).items()}
@@ -112,7 +111,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 
 
 def matrices_of(case: Mapping[str, Any]) -> list[str]:
-    """The parameters of whose gradients factors are sent."""
     model, optimizer = made("mlp", case.get("optimizer", "AdamW"), seed=0)
     options = {**asked(case), **options_of(case)}
     step = mirrorc.compile(
@@ -155,7 +153,6 @@ def simulated(case: Mapping[str, Any]) -> tuple[nn.Module, list[Gradients], Grad
 
 
 def _sent(parts: list[torch.Tensor], factors: Gradients, name: str) -> torch.Tensor:
-    """The sum of what workers send of one matrix each, which is taken from what they have."""
     base = torch.linalg.qr(sum(part @ factors[name] for part in parts)).Q
     rights = [part.T @ base for part in parts]
     for part, right in zip(parts, rights, strict=True):

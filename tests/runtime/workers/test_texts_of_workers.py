@@ -51,7 +51,6 @@ AT_RANDOM = ("draws", "draws, each size")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     cases: dict[str, list[dict[str, Any] | None]] = {}
     for name, given in CASES.items():
         size, port = len(given["devices"]), free_port()

@@ -29,14 +29,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """How each of two processes runs a case."""
     port, whole = free_port(), {"devices": [1, 1], "over_nccl": True, **given}
     return [{"variables": told(rank, 2, port), "train": whole} for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came of each case in each process."""
     return outcomes(tmp_path_factory.mktemp("gpus"), {name: run(given) for name, given in CASES.items()})
 
 
@@ -99,8 +97,6 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Any) -> None:
 
 
 class OnGpu:
-    """A tensor that gloo does not take."""
-
     def __init__(self, *values: float) -> None:
         self.values = torch.tensor(values)
 

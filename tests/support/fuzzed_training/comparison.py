@@ -15,8 +15,6 @@ FLOOR = 1e-6  # entries smaller than this are noise of additions in another orde
 
 @dataclass
 class Side:
-    """A model and what trains it: mirrorc's, or its plain twin."""
-
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedulers: list[Any]
@@ -42,7 +40,6 @@ class Side:
 
 
 def differences(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = TOLERANCE) -> list[str]:
-    """What differs between the states of two sides, in words."""
     found = [f"{name} is missing" for name in expected.keys() - actual.keys()]
     found += [f"there is a {name}" for name in actual.keys() - expected.keys()]
     for name in expected.keys() & actual.keys():
@@ -57,13 +54,11 @@ def differences(actual: dict[str, Any], expected: dict[str, Any], tolerance: flo
 
 
 def float_or(value: Any) -> Any:
-    """A number, for tensors of one element and numbers; anything else as it is."""
     is_number = isinstance(value, torch.Tensor) and value.numel() == 1
     return value.item() if is_number else value
 
 
 def is_close(actual: float, expected: float, tolerance: float = TOLERANCE) -> bool:
-    """Whether two losses agree."""
     return abs(actual - expected) <= tolerance * max(abs(expected), FLOOR)
 
 
@@ -87,7 +82,6 @@ class Snapshot:
         self._generator = torch.random.get_rng_state()
 
     def changes(self) -> list[str]:
-        """What is other than it was, in words."""
         now, found = self._side.state(), []
         for name in {**self._state, **now}:
             own, before = now.get(name), self._state.get(name)
@@ -99,6 +93,5 @@ class Snapshot:
         return found
 
     def assert_unchanged(self, after: str) -> None:
-        """Everything has the bits that it had."""
         found = self.changes()
         assert not found, "\n  ".join([f"{after} has changed something:", *found])

@@ -23,7 +23,6 @@ class Event:
     seed: int = 0
 
     def happen(self, pair: Pair) -> None:
-        """Does it to both sides."""
         EVENTS[self.name](pair, Random(self.seed))
 
 
@@ -32,23 +31,19 @@ EVENTS: dict[str, Handler] = {}
 
 
 def event(function: Handler) -> Handler:
-    """Registers a function as an event, by its name."""
     EVENTS[function.__name__] = function
     return function
 
 
 def normal(seed: int, like: torch.Tensor) -> torch.Tensor:
-    """Random numbers of a tensor's shape and dtype; the same for the same seed."""
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype) * 0.5
 
 
 def draw_seed(draw: Random) -> int:
-    """A seed for `normal`."""
     return draw.randrange(2**31)
 
 
 def draw_name(pair: Pair, draw: Random) -> str:
-    """The name of a parameter."""
     return draw.choice(list(pair.twin.parameters()))
 
 
@@ -59,13 +54,11 @@ def draw_held(pair: Pair, draw: Random) -> str | None:
 
 
 def state_of(side: Side, name: str) -> dict[str, object]:
-    """The state that a side's optimizer has for a parameter."""
     return side.optimizer.state[side.parameters()[name]]
 
 
 @event
 def step(pair: Pair, draw: Random) -> None:
-    """A step, mostly on batches of one size."""
     pair.train(draw_batch(pair, draw))
 
 
@@ -77,5 +70,4 @@ def draw_batch(pair: Pair, draw: Random) -> dict[str, object]:
 
 @event
 def step_without_examples(pair: Pair, draw: Random) -> None:
-    """A step that must be refused."""
     pair.must_refuse(make_batch(pair.twin.model, 0, draw_seed(draw)), "no examples")

@@ -39,7 +39,6 @@ _OURS = tuple(str(_ROOT / folder) for folder in ("mirrorc", "passes", "runtime")
 
 @event
 def fail_on_a_replica(pair: Pair, draw: Random) -> None:
-    """An operator fails on one replica, in forward or in backward."""
     batch, poison = draw_batch(pair, draw), draw.choice((2 * POISON, 2 * POISON_IN_BACKWARD))
     held = {id(p) for group in pair.twin.optimizer.param_groups for p in group["params"] if p.requires_grad}
     before = [p for name, p in pair.twin.parameters().items() if name.startswith(("trunk", "norm", "table"))]
@@ -52,7 +51,6 @@ def fail_on_a_replica(pair: Pair, draw: Random) -> None:
 
 @event
 def fail_an_assert(pair: Pair, draw: Random) -> None:
-    """An assert of forward is false on one replica."""
     batch = draw_batch(pair, draw)
     batch["x"][draw.randrange(len(batch["x"]))] = draw.choice((torch.inf, torch.nan))  # type: ignore[index,arg-type]
     if pair.twin.model.has["asserts"]:  # type: ignore[index,operator]
@@ -237,7 +235,6 @@ def interrupted_at(line: int, in_a_device: bool) -> Iterator[list[str]]:
 
 
 def draw_distribution(draw: Random) -> Distribution:
-    """A way to compile a step."""
     found = Distribution(
         num_devices=draw.choice((1, 2, 2, 3, 4)),
         link=draw.choice((None, None, "copy")),
@@ -256,5 +253,4 @@ def draw_distribution(draw: Random) -> Distribution:
 
 @event
 def compile_again(pair: Pair, draw: Random) -> None:
-    """Closes the step and makes another one, for other devices, links, passes and buckets."""
     pair.compile_again(draw_distribution(draw))

@@ -10,21 +10,18 @@ from fuzzed_training.pair import Pair
 
 @event
 def accumulate(pair: Pair, draw: Random) -> None:
-    """Keeps the gradients of one to three batches for the next step."""
     for _ in range(draw.randint(1, 3)):
         pair.accumulate(draw_batch(pair, draw))
 
 
 @event
 def accumulate_and_step(pair: Pair, draw: Random) -> None:
-    """The same, and the step that updates with them."""
     accumulate(pair, draw)
     pair.train(draw_batch(pair, draw))
 
 
 @event
 def drop_accumulated(pair: Pair, draw: Random) -> None:
-    """Drops what is kept by `zero_grad` of the step, the optimizer, the model or a part of the model."""
     how = draw.randrange(4)
     if how == 0:
         pair.drop_all_accumulated()
@@ -37,7 +34,6 @@ def drop_accumulated(pair: Pair, draw: Random) -> None:
 
 @event
 def evaluate(pair: Pair, draw: Random) -> None:
-    """Forward alone, in the modes that the modules have, or in eval mode."""
     batch, is_switched = draw_batch(pair, draw), draw.random() < 0.5
     modes = [{module: module.training for module in side.model.modules()} for side in pair.sides]
     for side in pair.sides if is_switched else ():

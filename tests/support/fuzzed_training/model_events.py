@@ -60,14 +60,12 @@ def write_through_data(pair: Pair, draw: Random) -> None:
 
 
 def _alike(side: Side) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-    """Two parameters of one shape, if there are such."""
     own = side.parameters()
     return own["hidden.bias"], own.get("trunk.bias", own.get("norm.weight"))
 
 
 @event
 def swap_data(pair: Pair, draw: Random) -> None:
-    """Two parameters of one shape exchange their memory."""
     for side in pair.sides:
         one, other = _alike(side)
         if one is not None and other is not None:
@@ -99,7 +97,6 @@ def _draw_buffer(pair: Pair, draw: Random) -> str:
 
 @event
 def load_model(pair: Pair, draw: Random) -> None:
-    """Loads other weights; every second time only some."""
     seed, is_whole = draw_seed(draw), draw.random() < 0.5
     for side in pair.sides:
         state = {
@@ -113,7 +110,6 @@ def load_model(pair: Pair, draw: Random) -> None:
 
 @event
 def load_model_by_assignment(pair: Pair, draw: Random) -> None:
-    """Replaces all parameters by others, which is refused."""
     before = [(side, _members(side.model)) for side in pair.sides]
     seed = draw_seed(draw)
     for side in pair.sides:
@@ -143,7 +139,6 @@ def _put_back(model: nn.Module, members: list[tuple[nn.Module, dict, dict, dict]
 
 @event
 def replace_member(pair: Pair, draw: Random) -> None:
-    """Replaces a parameter, a buffer or a module, which is refused."""
     seed, how = draw_seed(draw), draw.randrange(3)
     before = [(side, _members(side.model)) for side in pair.sides]
     for side in pair.sides:
@@ -202,7 +197,6 @@ def unfreeze_all(pair: Pair, draw: Random) -> None:
 
 @event
 def freeze_all(pair: Pair, draw: Random) -> None:
-    """Leaves nothing to train, which is refused."""
     before = [p.requires_grad for p in pair.twin.model.parameters()]
 
     def undo() -> None:
@@ -217,7 +211,6 @@ def freeze_all(pair: Pair, draw: Random) -> None:
 
 @event
 def change_mode(pair: Pair, draw: Random) -> None:
-    """Train or eval mode, of all modules or of one kind."""
     is_training, how = draw.random() < 0.5, draw.randrange(3)
     for side in pair.sides:
         modules = {0: side.model, 1: side.model.norm, 2: side.model.peak}
@@ -226,7 +219,6 @@ def change_mode(pair: Pair, draw: Random) -> None:
 
 @event
 def run_forward(pair: Pair, draw: Random) -> None:
-    """The user runs the model: in train mode this writes its statistics."""
     batch = draw_batch(pair, draw)
     batch.pop("target")
     has_grad = draw.random() < 0.5
@@ -237,7 +229,6 @@ def run_forward(pair: Pair, draw: Random) -> None:
 
 @event
 def copy_model(pair: Pair, draw: Random) -> None:
-    """Copies and saves the model and goes on with the original."""
     copied = copy.deepcopy(pair.mine.model)
     file = io.BytesIO()
     torch.save(pair.mine.model.state_dict(), file)
@@ -252,7 +243,6 @@ def copy_model(pair: Pair, draw: Random) -> None:
 
 @event
 def add_hook(pair: Pair, draw: Random) -> None:
-    """Adds a hook that changes a module's output, or removes all such hooks."""
     factor, is_added = draw.choice((0.5, 2.0)), draw.random() < 0.6
     for side in pair.sides:
         if is_added:
@@ -263,7 +253,6 @@ def add_hook(pair: Pair, draw: Random) -> None:
 
 @event
 def hook_a_gradient(pair: Pair, draw: Random) -> None:
-    """A hook on a gradient is refused."""
     name = draw_name(pair, draw)
     if not pair.twin.parameters()[name].requires_grad:
         return

@@ -34,7 +34,6 @@ SCALE = 1.0  # read by forward and written by events, as a training script's glo
 
 @torch.library.custom_op("mirrorc_fuzzing::fail_on_poison", mutates_args=())
 def fail_on_poison(hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Gives hidden; fails if x holds poison."""
     if x.abs().max() >= POISON:
         raise RuntimeError("poison in forward")
     return hidden.clone()
@@ -42,7 +41,6 @@ def fail_on_poison(hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("mirrorc_fuzzing::fail_on_poison_backward", mutates_args=())
 def fail_on_poison_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Gives the gradient; fails if x holds the lesser poison."""
     if x.abs().max() >= POISON_IN_BACKWARD:
         raise RuntimeError("poison in backward")
     return gradient.clone()
@@ -57,8 +55,6 @@ fail_on_poison.register_autograd(
 
 
 class Peak(nn.Module):
-    """Divides by the largest entry seen while training."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("peak", torch.ones((), dtype=torch.float64))
@@ -82,8 +78,6 @@ class FunctionalNorm(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Two or three linear layers with the features that a run asks for."""
-
     gain = 1.0
 
     def __init__(self, features: frozenset[str]) -> None:
@@ -143,7 +137,6 @@ class Tiny(nn.Module):
 
 
 def make_model(features: frozenset[str], seed: int) -> nn.Module:
-    """A model of a class of its own, the same for the same seed; no parameter is zero."""
     own_class = type("Tiny", (Tiny,), {})  # events write class attributes and methods
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -155,7 +148,6 @@ def make_model(features: frozenset[str], seed: int) -> nn.Module:
 
 
 def make_batch(model: Tiny, num_examples: int, seed: int, head: str = "a") -> dict[str, Any]:
-    """The arguments of a step."""
     generator = torch.Generator().manual_seed(seed)
     x, target = (torch.randn(num_examples, n, generator=generator, dtype=torch.float64) for n in (3, 2))
     batch: dict[str, Any] = {"x": x, "target": target}
@@ -167,8 +159,6 @@ def make_batch(model: Tiny, num_examples: int, seed: int, head: str = "a") -> di
 
 
 class LossObject:
-    """A callable object whose attributes are read."""
-
     def __init__(self) -> None:
         self.beta = 0.0
         self.options = {"power": 2}
@@ -178,8 +168,6 @@ class LossObject:
 
 
 class Teacher(nn.Module):
-    """A net of fixed numbers that is no part of the model."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.layer = frozen_layer(seed)
@@ -194,7 +182,6 @@ class Teacher(nn.Module):
 
 
 def frozen_layer(seed: int) -> nn.Linear:
-    """A layer that is not trained, the same for the same seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Linear(2, 2, dtype=torch.float64).requires_grad_(False)
@@ -212,8 +199,6 @@ class TaughtLoss:
 
 
 class LossModule(nn.Module):
-    """A loss with a buffer and an attribute."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("weight", torch.tensor([1.0, 0.5], dtype=torch.float64))

@@ -16,13 +16,11 @@ from fuzzed_training.pair import Pair
 
 @event
 def keep_states(pair: Pair, draw: Random) -> None:
-    """Saves both sides' model and optimizer, to be loaded later."""
     pair.kept = [copy.deepcopy((side.model.state_dict(), side.optimizer.state_dict())) for side in pair.sides]
 
 
 @event
 def load_kept_states(pair: Pair, draw: Random) -> None:
-    """Goes back to what was saved; every second time to the optimizer's alone, and through a file."""
     if pair.kept is None or not pair.has_the_groups_of(pair.kept[0][1]):
         return
     is_whole, is_saved = draw.random() < 0.5, draw.random() < 0.5
@@ -34,7 +32,6 @@ def load_kept_states(pair: Pair, draw: Random) -> None:
 
 @event
 def exchange_states(pair: Pair, draw: Random) -> None:
-    """Each side loads the other's state."""
     mine, plain = (copy.deepcopy(side.optimizer.state_dict()) for side in pair.sides)
     pair.mine.optimizer.load_state_dict(plain)
     pair.twin.optimizer.load_state_dict(mine)
@@ -54,7 +51,6 @@ def _tensors(side: Side, name: str) -> list[str]:
 
 @event
 def replace_state(pair: Pair, draw: Random) -> None:
-    """Replaces an entry of a parameter's state by another tensor."""
     name, seed = draw_held(pair, draw), draw_seed(draw)
     if name is None or not _tensors(pair.twin, name):
         return
@@ -66,7 +62,6 @@ def replace_state(pair: Pair, draw: Random) -> None:
 
 @event
 def replace_all_state(pair: Pair, draw: Random) -> None:
-    """Replaces the dict of a parameter's state by an equal one."""
     name = draw_held(pair, draw)
     if name is not None:
         for side in pair.sides:
@@ -75,7 +70,6 @@ def replace_all_state(pair: Pair, draw: Random) -> None:
 
 @event
 def write_state(pair: Pair, draw: Random) -> None:
-    """Writes into an entry of a parameter's state."""
     _write_state(pair, draw, is_counted=True)
 
 
@@ -98,7 +92,6 @@ def _write_state(pair: Pair, draw: Random, *, is_counted: bool) -> None:
 
 @event
 def replace_count(pair: Pair, draw: Random) -> None:
-    """Replaces or writes the step counts of one parameter, or of all."""
     name, count, how = draw_held(pair, draw), float(draw.randrange(1, 50)), draw.randrange(3)
     if name is None:
         return
@@ -124,7 +117,6 @@ def draw_is_one(count: float) -> bool:
 
 @event
 def clear_state(pair: Pair, draw: Random) -> None:
-    """Forgets the state of one parameter, in one of several ways, or of all."""
     name, how = draw_held(pair, draw), draw.randrange(4)
     if name is None:
         return
@@ -141,7 +133,6 @@ def clear_state(pair: Pair, draw: Random) -> None:
 
 @event
 def pop_momentum(pair: Pair, draw: Random) -> None:
-    """Takes one entry out of a parameter's state, where the optimizer can do without."""
     name = draw_held(pair, draw)
     if name is not None:
         for side in pair.sides:
@@ -207,7 +198,6 @@ def turn_on_amsgrad(pair: Pair, draw: Random) -> None:
 
 @event
 def add_the_rest(pair: Pair, draw: Random) -> None:
-    """Gives the optimizer the parameters that it does not hold yet, in a group of their own."""
     if pair.doubts:  # one of them may be put back
         return
     for side in pair.sides:
@@ -238,7 +228,6 @@ def move_between_groups(pair: Pair, draw: Random) -> None:
 
 @event
 def schedule(pair: Pair, draw: Random) -> None:
-    """Adds a scheduler, or lets those that there are go on by a step."""
     how = draw.randrange(6)
     for side in pair.sides:
         if how < 3 and not side.schedulers:

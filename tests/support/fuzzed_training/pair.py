@@ -36,7 +36,6 @@ class Doubt:
     undo: Callable[[], None]
 
     def matches(self, error: BaseException) -> bool:
-        """Whether this is the refusal that was expected."""
         return re.search(self.pattern, f"{type(error).__name__}: {error}") is not None
 
 
@@ -96,13 +95,11 @@ class Pair:
         )
 
     def compile_again(self, distribution: Distribution) -> None:
-        """Closes the step and makes another one, over the models and optimizers that there are now."""
         self.take_back_doubts()
         self.close()
         self._compile(distribution)
 
     def close(self) -> None:
-        """Ends the step."""
         self.step.close()
         self._trainer.close()
 
@@ -117,7 +114,6 @@ class Pair:
         return variable is not None and all(value.data_ptr() == own.data_ptr() for value in variable.values)
 
     def doubt(self, pattern: str, undo: Callable[[], None]) -> None:
-        """Says that the next step may refuse what an event has done."""
         self.doubts.append(Doubt(pattern, undo))
 
     def train(self, batch: Mapping[str, Any]) -> None:
@@ -128,15 +124,12 @@ class Pair:
         self.follow(batch, loss)
 
     def accumulate(self, batch: Mapping[str, Any]) -> None:
-        """Keeps the gradients of a batch on both sides."""
         self._follow("accumulate", batch, self._call("accumulate", batch))
 
     def evaluate(self, batch: Mapping[str, Any]) -> None:
-        """Compares the losses of a batch, by forward alone."""
         self._follow("evaluate", batch, self._call("evaluate", batch))
 
     def _call(self, what: str, batch: Mapping[str, Any]) -> float:
-        """Calls the step, or one of its methods, until nothing is refused any more; returns the loss."""
         while True:
             before, call = self.begin(None if what else batch), getattr(self.step, what or "__call__")
             try:
@@ -155,24 +148,20 @@ class Pair:
         return [name for name, p in names.items() if not p.requires_grad or name.startswith(unused)]
 
     def keeps_the_same(self) -> bool:
-        """Whether both sides have accumulated as many examples."""
         return self.step.num_accumulated == self._trainer.num_accumulated
 
     def drop_accumulated(self, side: Side, module: nn.Module | None = None) -> None:
-        """The user calls `zero_grad` of a side's model, or of a part of it."""
         module = side.model if module is None else module
         module.zero_grad()
         if side is self.twin:
             self._trainer.drop(list(module.parameters()))
 
     def drop_accumulated_by_optimizer(self, side: Side) -> None:
-        """The user calls `zero_grad` of a side's optimizer."""
         side.optimizer.zero_grad()
         if side is self.twin:
             self._trainer.drop([p for group in side.optimizer.param_groups for p in group["params"]])
 
     def drop_all_accumulated(self) -> None:
-        """Drops what is kept on both sides."""
         self.step.zero_grad()
         self._trainer.drop_all()
 
@@ -186,7 +175,6 @@ class Pair:
         return Snapshot(self.mine)
 
     def has_drawn(self) -> bool:
-        """Whether the last call has drawn from torch's generator."""
         return not torch.equal(self._generator, torch.random.get_rng_state())
 
     def follow(self, batch: Mapping[str, Any], loss: float | None = None) -> None:
@@ -221,7 +209,6 @@ class Pair:
         before.assert_unchanged("a refused call")
 
     def has_the_groups_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether the optimizers' groups are as long as those of a state_dict."""
         own = [len(group["params"]) for group in self.twin.optimizer.param_groups]
         return own == [len(group["params"]) for group in state["param_groups"]]
 
@@ -235,24 +222,20 @@ class Pair:
         self.take_back_doubts()
 
     def take_back_doubts(self) -> None:
-        """Undoes whatever a step may refuse."""
         for doubt in reversed(self.doubts):
             doubt.undo()
         self.doubts.clear()
 
     def check(self) -> None:
-        """Both sides agree."""
         found = self.differences()
         if not self.keeps_the_same():
             found.append(f"{self.step.num_accumulated} examples are kept, not {self._trainer.num_accumulated}")
         assert not found, "\n  ".join(["mirrorc and plain PyTorch differ:", *found])
 
     def differences(self) -> list[str]:
-        """What differs between the two sides, in words."""
         return differences(self.mine.state(), self.twin.state(), self._tolerance)
 
     def check_replicas(self) -> None:
-        """After a step, all replicas have the bits of the user's parameters."""
         own = self.mine.parameters()
         for name, variable in self.step.variables.items():
             if name in own:

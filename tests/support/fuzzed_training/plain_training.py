@@ -60,7 +60,6 @@ class PlainTraining:
         return loss
 
     def accumulate(self, batch: Mapping[str, Any], loss_fn: Loss) -> float:
-        """Keeps the gradients of one batch for the next step; returns its loss."""
         loss, own = self._run(batch, loss_fn), len(batch["target"])
         for parameter in self._held():
             if parameter.grad is not None:
@@ -71,26 +70,22 @@ class PlainTraining:
         return loss
 
     def evaluate(self, batch: Mapping[str, Any], loss_fn: Loss) -> float:
-        """The loss of one batch, by forward alone."""
         with torch.no_grad():
             return self._run(batch, loss_fn)
 
     def kept(self) -> Collection[nn.Parameter]:
-        """The parameters of which gradients are kept."""
         return self._kept
 
     def drop(self, parameters: Collection[nn.Parameter]) -> None:
-        """The user drops the gradients of parameters."""
         self._kept = {kept: value for kept, value in self._kept.items() if all(kept is not p for p in parameters)}
         if not self._kept:
             self.num_accumulated = 0
 
     def drop_all(self) -> None:
-        """All gradients that were kept are dropped."""
         self.drop(list(self._kept))
 
     def close(self) -> None:
-        """Nothing is to be ended."""
+        pass
 
     def _held(self) -> list[nn.Parameter]:
         return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))
@@ -104,7 +99,6 @@ class PlainTraining:
             torch.nn.utils.clip_grad_value_(own, bound)
 
     def _run(self, batch: Mapping[str, Any], loss_fn: Loss) -> float:
-        """Forward of all shards, and backward unless that is disabled; returns the loss of the batch."""
         buffers = dict(self._buffers())
         self._take_over(buffers)
         before = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -142,7 +136,6 @@ class PlainTraining:
         return 2 if any(isinstance(m, nn.BatchNorm1d | FunctionalNorm) and m.training for m in modules) else 1
 
     def _shards(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The batch of each replica that has examples."""
         return _split(batch, min(self.distribution.num_devices, len(batch["target"]) // self._fewest()))
 
     def _run_replica(
@@ -154,7 +147,6 @@ class PlainTraining:
         buffers: Mapping[str, torch.Tensor],
         own: Mapping[str, list[torch.Tensor]],
     ) -> float:
-        """Forward and backward of a shard, one part after the other; returns its part of the loss."""
         for name, buffer in buffers.items():
             buffer.copy_(own[name][replica])
         most = self.distribution.microbatches if torch.is_grad_enabled() else 1

@@ -12,7 +12,6 @@ from mirrorc.passes import ALGORITHMS
 
 
 def by_layers(gradients: Sequence[Gradient]) -> list[list[str]]:
-    """A plan of the user's own: a group for the parameters of each layer that have one dtype."""
     groups: dict[Any, list[str]] = {}
     for one in gradients:
         groups.setdefault((one.name.rpartition(".")[0], one.dtype), []).append(one.name)
@@ -20,7 +19,6 @@ def by_layers(gradients: Sequence[Gradient]) -> list[list[str]]:
 
 
 def smallest_first(gradient: Gradient) -> int:
-    """An order of the user's own."""
     return gradient.elements
 
 
@@ -65,7 +63,6 @@ class Plans:
         return {**sizes, "gradient_order": order, "all_reduce": algorithm, "placement": self.placement}
 
     def simpler(self) -> Iterator[Plans]:
-        """The same with one default more."""
         for one in fields(self):
             if getattr(self, one.name) != one.default:
                 yield replace(self, **{one.name: one.default})

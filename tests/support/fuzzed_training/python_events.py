@@ -15,7 +15,6 @@ from fuzzed_training.pair import Pair
 
 @event
 def change_loss_state(pair: Pair, draw: Random) -> None:
-    """Changes what the loss reads: a closure's dict or cell, a global, an object's attribute or dict, a module's buffer."""
     loss, value, how = pair.loss_fn, draw.choice((0.0, 0.1, 0.3)), draw.randrange(2)
     kind = pair.setting.loss
     if kind == "closure" and how == 0:
@@ -34,7 +33,6 @@ def change_loss_state(pair: Pair, draw: Random) -> None:
 
 @event
 def replace_teacher(pair: Pair, draw: Random) -> None:
-    """Puts another teacher, layer, parameter or buffer into the loss, or another state into the teacher."""
     how, seed = draw.randrange(5), draw_seed(draw)
     if pair.setting.loss != "teacher":
         return
@@ -55,7 +53,6 @@ def replace_teacher(pair: Pair, draw: Random) -> None:
 
 @event
 def hook_teacher(pair: Pair, draw: Random) -> None:
-    """Hooks a teacher or its layer, or takes all of its hooks away."""
     how, factor = draw.randrange(4), draw.choice((0.5, 1.5))
     if pair.setting.loss != "teacher":
         return
@@ -68,7 +65,6 @@ def hook_teacher(pair: Pair, draw: Random) -> None:
 
 @event
 def patch_teacher(pair: Pair, draw: Random) -> None:
-    """Replaces a method of the teacher's class, or gives the former one back."""
     name = draw.choice(("bent", "forward"))
     if pair.setting.loss != "teacher":
         return
@@ -81,7 +77,6 @@ def patch_teacher(pair: Pair, draw: Random) -> None:
 
 @event
 def change_scalar(pair: Pair, draw: Random) -> None:
-    """Changes plain attributes; the sign of a zero counts."""
     slope, sign = draw.choice((0.5, 1.0, 2)), draw.choice((0.0, -0.0))
     for side in pair.sides:
         side.model.slope, side.model.sign = slope, sign
@@ -89,7 +84,6 @@ def change_scalar(pair: Pair, draw: Random) -> None:
 
 @event
 def change_container(pair: Pair, draw: Random) -> None:
-    """Changes a dict, a list or an object that forward reads, or replaces a tuple."""
     how, value = draw.randrange(5), draw.choice((0.25, 0.75, 1.5))
     for side in pair.sides:
         model = side.model
@@ -117,7 +111,6 @@ def change_class_attribute(pair: Pair, draw: Random) -> None:
 
 @event
 def patch_forward(pair: Pair, draw: Random) -> None:
-    """Replaces forward of an instance, or gives the class's back."""
     how = draw.randrange(3)
     for side in pair.sides:
         own: Any = side.model.hidden
@@ -129,8 +122,6 @@ def patch_forward(pair: Pair, draw: Random) -> None:
 
 
 class _Doubled:
-    """A forward with twice the output."""
-
     def __init__(self, module: torch.nn.Linear) -> None:
         self._module = module
 
@@ -145,7 +136,6 @@ class _Halved(_Doubled):
 
 @event
 def patch_class(pair: Pair, draw: Random) -> None:
-    """Replaces forward of the model's class, or gives the former one back."""
     own_class: Any = type(pair.twin.model)
     if "forward" in vars(own_class):
         del own_class.forward
@@ -155,15 +145,12 @@ def patch_class(pair: Pair, draw: Random) -> None:
 
 @event
 def change_default_dtype_and_back(pair: Pair, draw: Random) -> None:
-    """Settings of torch that a script may touch between steps."""
     torch.set_default_dtype(torch.float64)
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(torch.get_num_threads())
 
 
 class _Branching(_Doubled):
-    """A forward that cannot be captured."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x) if x.sum() > 0 else x
 

@@ -22,15 +22,12 @@ class Repetition:
         self._step = step
 
     def step(self, batch: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor]) -> float:
-        """Trains on one batch; returns its loss."""
         return self._step(**batch).item()
 
     def accumulate(self, batch: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor]) -> float:
-        """Keeps the gradients of one batch; returns its loss."""
         return self._step.accumulate(**batch).item()
 
     def evaluate(self, batch: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor]) -> float:
-        """The loss of one batch, by forward alone."""
         return self._step.evaluate(**batch).item()
 
     @property
@@ -43,15 +40,13 @@ class Repetition:
         return norm
 
     def kept(self) -> Collection[nn.Parameter]:
-        """Not known: both sides refuse the same."""
         return ()
 
     def drop(self, parameters: Collection[nn.Parameter]) -> None:
-        """The step sees what the user drops."""
+        pass
 
     def drop_all(self) -> None:
         self._step.zero_grad()
 
     def close(self) -> None:
-        """Ends the step."""
         self._step.close()

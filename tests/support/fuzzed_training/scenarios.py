@@ -155,7 +155,6 @@ def _failure_of(scenario: Scenario) -> Exception | None:
 
 
 def _one_less(scenario: Scenario) -> Iterator[Scenario]:
-    """The same run without one of its events, one feature of its model, or one of its plans."""
     setting, events = scenario.setting, scenario.events
     for i in range(len(events)):
         yield replace(scenario, events=(*events[:i], *events[i + 1 :]))

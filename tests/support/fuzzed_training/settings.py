@@ -19,8 +19,6 @@ OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
 
 
 class Lion(torch.optim.Optimizer):
-    """An optimizer that is none of torch's."""
-
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "beta": 0.9})
 
@@ -77,7 +75,6 @@ class Distribution:
     plans: Plans = AS_THEY_ARE
 
     def compile(self, model: nn.Module, **options: Any) -> mirrorc.Step:
-        """A step over the model."""
         passes = default_pipeline(
             **self.plans.of_pipeline(self.bucket_bytes),
             link=self.link,

@@ -73,7 +73,6 @@ def _backward(pair: Pair, side: Side, batch: dict[str, Any]) -> None:
 
 @event
 def patch_step(pair: Pair, draw: Random) -> None:
-    """Wraps ``optimizer.step`` on the instance, or takes the wrapper away again."""
     for side in pair.sides:
         optimizer = side.optimizer
         if getattr(optimizer.step, "clamps", False) and not side.schedulers:
@@ -98,7 +97,6 @@ def _clamping(optimizer: torch.optim.Optimizer) -> Any:
 
 @event
 def hook_the_step(pair: Pair, draw: Random) -> None:
-    """A hook after each step that changes parameters; or all hooks are removed."""
     is_added = draw.random() < 0.6
     for side in pair.sides:
         if is_added:

@@ -21,7 +21,6 @@ aten = torch.ops.aten
 
 
 def region_bodies(program: Program) -> list[fx.Graph]:
-    """The graphs of all regions."""
     return [region.graph_module.graph for region in program.regions.values()]
 
 
@@ -30,7 +29,6 @@ def _results(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def is_slot(node: fx.Node) -> bool:
-    """Whether an argument of a region is a slot of a gradient."""
     return node.op == "placeholder" and str(node.target).startswith("slot_")
 
 

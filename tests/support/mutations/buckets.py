@@ -26,15 +26,12 @@ def _with_slot(program: Program, bucket: Bucket, place: int, **changes: Any) -> 
 
 
 def slots_of(program: Program) -> Iterator[tuple[Bucket, int, Slot]]:
-    """Every slot, with its bucket and its place there."""
     for bucket in program.buckets:
         for place, slot in enumerate(bucket.slots):
             yield bucket, place, slot
 
 
 def places_alike(bucket: Bucket) -> Iterator[tuple[int, int]]:
-    """Pairs of a bucket's slots of one type."""
-
     def kind(place: int) -> Any:
         return bucket.slots[place].shape, bucket.slots[place].strides
 

@@ -19,13 +19,11 @@ _BY_MEMORY = [0, 2, 3, 1]  # a permutation: dimensions of a value in channels-la
 
 
 def _layouts(program: Program) -> Iterator[fx.Node]:
-    """The operators that only lay out a floating-point value."""
     for graph in bodies(program):
         yield from (n for n in graph.nodes if is_layout_only(n) and n.meta["val"].is_floating_point())
 
 
 def _put(node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-    """An operator before a node, with its type."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(target, args, kwargs)
     given, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])

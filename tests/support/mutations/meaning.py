@@ -79,8 +79,6 @@ def _gathered(
 
 
 class _Values:
-    """Numbers the values of nodes."""
-
     def __init__(self, program: Program) -> None:
         self.program = program
         self.turned: dict[int, int] = {}  # of a transpose, what was transposed
@@ -141,7 +139,6 @@ class _Values:
 
 
 def _is_laid_out(node: fx.Node) -> bool:
-    """Whether a node copies a value into another memory format and does no more."""
     return node.target in (aten.contiguous.default, aten._to_copy.default) and set(node.kwargs) <= {"memory_format"}
 
 

@@ -31,7 +31,6 @@ from mutations.table import Edit, breaks, keeps
 
 
 def _packs_by_replica(program: Program) -> list[dict[int, fx.Node]]:
-    """The packs of each replica that packs gradients, by bucket; of buckets that are not cut."""
     found = []
     for timeline in timelines(program):
         packs = [node for node in timeline if node.target is ops.pack and node.args]
@@ -40,7 +39,6 @@ def _packs_by_replica(program: Program) -> list[dict[int, fx.Node]]:
 
 
 def _whole_buckets(program: Program) -> list[Bucket]:
-    """The buckets that are not cut."""
     return [bucket for bucket in program.buckets if not bucket.is_cut]
 
 

@@ -28,7 +28,6 @@ class Body:
 
 
 def copied_program(program: Program, in_regions: bool = False) -> Program:
-    """A program with graphs of its own; with regions of its own, too, if they are to be changed."""
     graph = copied(program.graph) if program.graph is not None else None
     devices = {name: Body(copied(module.graph)) for name, module in program.device_graphs.items()}
     for name, body in devices.items():
@@ -44,12 +43,10 @@ def copied_program(program: Program, in_regions: bool = False) -> Program:
 
 
 def call_graphs(program: Program) -> list[fx.Graph]:
-    """The graphs of region calls."""
     return program.graphs() if program.stage >= Stage.OUTLINED else []
 
 
 def bodies(program: Program) -> list[fx.Graph]:
-    """The graphs of operators: of regions, or captured ones."""
     captured = list(program.shard_graphs) if program.stage is Stage.CAPTURED else []
     return captured + [region.graph_module.graph for region in program.regions.values()]
 
@@ -65,13 +62,11 @@ def timelines(program: Program) -> Iterator[list[fx.Node]]:
 
 
 def placed_nodes(program: Program, *targets: Any) -> Iterator[fx.Node]:
-    """The nodes outside of regions that call one of these."""
     for graph in program.graphs():
         yield from calls_to(graph, *targets)
 
 
 def region_calls(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The calls of regions."""
     return [node for node in nodes if is_region_call(node)]
 
 
@@ -91,14 +86,12 @@ def read_variable(program: Program, node: fx.Node) -> str:
 
 
 def variables_read(program: Program, nodes: Iterable[fx.Node]) -> dict[fx.Node, set[str]]:
-    """The region calls, each with the variables that it reads, itself or through a view that it was given."""
     return {
         call: {read_variable(program, given) for given in call.all_input_nodes} - {""} for call in region_calls(nodes)
     }
 
 
 def kind_of(value: Any) -> Any:
-    """The type of a (fake) value, as something to compare."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, ops.Pending):
@@ -107,7 +100,6 @@ def kind_of(value: Any) -> Any:
 
 
 def type_of(node: fx.Node) -> Any:
-    """The type that is noted of a node."""
     return kind_of(node.meta.get("val"))
 
 
@@ -118,13 +110,11 @@ def is_value(node: fx.Node) -> bool:
 
 
 def next_like(node: fx.Node, others: Iterable[fx.Node]) -> fx.Node | None:
-    """The next of some nodes that has the type of this one, coming back to the first after the last."""
     alike = [other for other in others if other is not node and type_of(other) == type_of(node)]
     return next((other for other in alike if node < other), alike[0] if alike else None)
 
 
 def pairs_alike(things: Iterable[Thing], key: Callable[[Thing], Any]) -> Iterator[tuple[Thing, Thing]]:
-    """Each thing with the next that has the same key."""
     last: dict[Any, Thing] = {}
     for thing in things:
         if key(thing) in last:
@@ -133,23 +123,19 @@ def pairs_alike(things: Iterable[Thing], key: Callable[[Thing], Any]) -> Iterato
 
 
 def with_argument(node: fx.Node, place: int, value: Any) -> None:
-    """Gives a node another argument at one place."""
     node.args = (*node.args[:place], value, *node.args[place + 1 :])
 
 
 def with_keywords(node: fx.Node, **kwargs: Any) -> None:
-    """Changes some of a node's keywords."""
     node.kwargs = {**node.kwargs, **kwargs}
 
 
 def repeat(node: fx.Node) -> fx.Node:
-    """The same call once more, right after."""
     with node.graph.inserting_after(node):
         return node.graph.node_copy(node)
 
 
 def repeat_at_the_end(node: fx.Node) -> None:
-    """The same call once more, as the last."""
     with node.graph.inserting_before(node.graph.output_node()):
         node.graph.node_copy(node)
 
@@ -163,7 +149,6 @@ def with_commits(program: Program, target: Any) -> Iterator[tuple[fx.Node, fx.No
 
 
 def dropped(program: Program, target: Any) -> Iterator[Callable[[], object]]:
-    """For each node that calls this and that nobody uses, the edit that drops it."""
     for node in placed_nodes(program, target):
         yield partial(node.graph.erase_node, node)
 
@@ -194,7 +179,6 @@ def all_of_packs_is_used(program: Program) -> bool:
 
 
 def with_bucket(program: Program, index: int, **changes: Any) -> Program:
-    """A program with a changed bucket in its table."""
     buckets: list[Bucket] = list(program.buckets)
     buckets[index] = replace(buckets[index], **changes)
     return program.evolve(buckets=tuple(buckets))

@@ -108,7 +108,6 @@ class Source:
 
 
 def model_sources(name: str) -> Iterator[Source]:
-    """A tiny model on two and three devices, with shards of one size and of two; captured once for all of them."""
     captured = _captured(MODELS[name])
     large, small = captured.shard_graphs
     num_bytes = sum(v.dtype.itemsize * torch.Size(v.shape).numel() for v in captured.variables.values() if v.update)
@@ -123,7 +122,6 @@ def model_sources(name: str) -> Iterator[Source]:
 
 
 def _captured(tiny: TinyModel) -> Program:
-    """Five examples on two devices."""
     model = tiny.make(torch.float32)
     call = flatten_call([], (), tiny.batch(5, torch.float32, 0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -146,8 +144,6 @@ class Branching(nn.Sequential):
 
 
 class Products(nn.Module):
-    """Matrix products whose gradients need variables that the optimizer may have got already: later regions read them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList([torch.randn(4, 4) for _ in range(3)])
@@ -160,8 +156,6 @@ class Products(nn.Module):
 
 
 class Tables(nn.Module):
-    """Gradients of tables, one of which has a padding row."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Embedding(9, 4), nn.Embedding(9, 4, padding_idx=3)
@@ -433,7 +427,6 @@ def handmade_sources(num_devices: Sequence[int] = (2, 3)) -> Iterator[Source]:
 
 
 def all_sources() -> Iterator[Source]:
-    """Handmade programs, then models."""
     yield from handmade_sources()
     for name in MODELS:
         yield from model_sources(name)

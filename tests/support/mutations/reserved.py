@@ -17,7 +17,6 @@ from mutations.table import Edit, breaks
 
 
 def _reserved(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Memory that is reserved, and the call to which it is given."""
     for graph in call_graphs(program):
         for node in calls_to(graph, ops.reserved):
             yield node, next(iter(node.users))

@@ -20,7 +20,6 @@ aten = torch.ops.aten
 
 
 def _reuses(program: Program) -> Iterator[fx.Node]:
-    """The writes of regions into arguments that die there."""
     for body in region_bodies(program):
         for node in body.find_nodes(op="call_function", target=aten.copy_.default):
             written: Any = node.args[0]

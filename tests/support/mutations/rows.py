@@ -16,7 +16,6 @@ from mutations.table import Edit, breaks
 
 
 def _sums(timeline: list[fx.Node]) -> list[fx.Node]:
-    """What a device has gathered."""
     return [node for node in timeline if node.target is ops.wait and node.all_input_nodes[0].target is ops.all_gather]
 
 

@@ -17,7 +17,6 @@ from mutations.table import Edit, breaks
 
 
 def _operations(graph: fx.Graph) -> list[str]:
-    """What a graph does, whatever its values are called and in whatever order."""
     return sorted(f"{n.target} {n.kwargs} {kind_of(n.meta.get('val'))}" for n in graph.nodes)
 
 

@@ -37,7 +37,6 @@ def _buckets_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def _erase(node: fx.Node) -> None:
-    """Removes a node and what uses it."""
     for user in list(node.users):
         _erase(user)
     node.graph.erase_node(node)

@@ -32,7 +32,6 @@ _USED_BY_NOBODY = (ops.wait, ops.update, ops.store, ops.send, ops.step_optimizer
 
 
 def _lines(program: Program) -> list[list[fx.Node]]:
-    """The nodes of each replica, or of each captured graph, in order."""
     return [[n for n in shard.nodes if n.op != "output"] for shard in program.shard_graphs] + list(timelines(program))
 
 

@@ -21,7 +21,6 @@ View = Callable[[fx.Node], fx.Node]
 
 
 def _written(program: Program, node: fx.Node) -> set[str]:
-    """The variables that a node writes."""
     if node.target is ops.write:
         return {str(node.kwargs["variable"])}
     if node.target not in ops.UPDATES:
@@ -51,7 +50,6 @@ def _declared(value: fx.Node) -> fx.Node:
 
 
 def _part(value: fx.Node) -> fx.Node:
-    """A part of what an operator with several results gives."""
     return _applied(_applied(_applied(value, aten.unsqueeze.default, 0), aten.split.Tensor, 1), operator.getitem, 0)
 
 
@@ -60,7 +58,6 @@ def _part_of_a_part(value: fx.Node) -> fx.Node:
 
 
 def _undeclared(value: fx.Node) -> fx.Node:
-    """A view by an operator whose declaration says nothing of it."""
     return _applied(value, aten._unsafe_view.default, _shape(value))
 
 
@@ -73,7 +70,6 @@ VIEWS: tuple[View, ...] = (_declared, _part, _part_of_a_part, _undeclared, _give
 
 
 def _use(value: fx.Node, user_goes_after: fx.Node) -> None:
-    """Something that is computed of a value."""
     noted = value.meta["val"]
     with value.graph.inserting_after(max(value, user_goes_after)):
         value.graph.call_function(aten.neg.default, (value,)).meta["val"] = noted

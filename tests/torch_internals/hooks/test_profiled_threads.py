@@ -13,7 +13,6 @@ from mirrorc.torch_internals import seen_by_profiler
 
 
 def in_a_thread(*jobs: Callable[[], Any]) -> list[Any]:
-    """What the jobs give, one after the other in one new thread; the exception of one that fails."""
     given: list[Any] = []
 
     def run() -> None:

@@ -59,8 +59,6 @@ FAST_DTYPES = {torch.float32, torch.bfloat16, torch.int64}
 
 
 class Given(nn.Module):
-    """Applies a function to a tensor and a number."""
-
     def __init__(self, body: Body, t: float) -> None:
         super().__init__()
         self.body, self.given = body, {"t": t}

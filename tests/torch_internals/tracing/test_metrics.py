@@ -15,7 +15,6 @@ from mirrorc.torch_internals.tracing.metrics import guards_not_timed, metrics_if
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What Dynamo tells while the test runs."""
     found: list[object] = []
     monkeypatch.setattr(utils.get_metrics_context(), "_on_exit", lambda *given: found.append(given))
     return found
@@ -23,7 +22,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @pytest.fixture
 def reader() -> Iterator[None]:
-    """A handler of torch's structured trace."""
     handler = logging.NullHandler()
     trace_log.addHandler(handler)
     yield

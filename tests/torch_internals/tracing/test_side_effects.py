@@ -26,12 +26,10 @@ class Config:
 
 
 class OwnDict(dict[str, Any]):
-    """A dict of the user's."""
+    pass
 
 
 class Does(nn.Module):
-    """Does something in forward, as a function of itself and a tensor."""
-
     def __init__(self, does: Callable[[Any, torch.Tensor], object]) -> None:
         super().__init__()
         self.layer, self.does = nn.Linear(3, 3), does

@@ -21,8 +21,6 @@ seen: list[torch.Tensor] = []
 
 
 class Store:
-    """Where users keep activations, and numbers that a loss reads."""
-
     def __init__(self) -> None:
         self.items: list[Any] = [1.0]
         self.table: dict[str, Any] = {"inner": []}
@@ -40,12 +38,10 @@ class Store:
 
 
 class Other(Store):
-    """Of another type."""
+    pass
 
 
 class Net(nn.Module):
-    """A model with a block in a list, and a Store."""
-
     everything: ClassVar[list[torch.Tensor]] = []
 
     def __init__(self, does: Callable[[Any, torch.Tensor], object] = lambda net, x: None) -> None:

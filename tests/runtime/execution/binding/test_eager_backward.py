@@ -19,14 +19,6 @@ aten = torch.ops.aten
 
 
 class Backward:
-    """A backward that makes gradients in an order, and notes when.
-
-    Args:
-        order: their places.
-        events: where everything is noted.
-        fails_after: it raises an error after so many.
-    """
-
     def __init__(self, order: list[int], events: list[str], may_wait: bool = True, fails_after: int = 100) -> None:
         self.order, self.events, self.may_wait, self.fails_after = order, events, may_wait, fails_after
         self.has_ended, self.there = False, set[int]()
@@ -47,8 +39,6 @@ class Backward:
 
 
 class Call:
-    """Runs of plain PyTorch, of which this is all there is."""
-
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
 
@@ -63,7 +53,6 @@ def function_of(
     waits_behind: int = -1,
     raises_at: int = -1,
 ) -> GraphFunction:
-    """A function that takes gradients in several calls, in this order."""
     graph = fx.Graph()
     given = [graph.placeholder(name) for name in ("token", "tangent")]
     nodes: dict[fx.Node, tuple[int, ...]] = {}

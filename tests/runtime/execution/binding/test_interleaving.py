@@ -103,8 +103,6 @@ def test_which_programs_can_be_interleaved() -> None:
 
 
 class Small(nn.Module):
-    """Linear layers, dropout and an embedding whose gradient may be left as factors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.body, self.drop = nn.Embedding(30, 8), nn.Linear(8, 6), nn.Dropout(0.5)
@@ -117,7 +115,6 @@ class Small(nn.Module):
 def trained(
     monkeypatch: pytest.MonkeyPatch, longest_seconds: float, num_devices: int
 ) -> tuple[nn.Module, list[float], bool]:
-    """A trained model, its losses, and whether its last steps were interleaved."""
     monkeypatch.setattr(interleaving, "LONGEST_SECONDS", longest_seconds)
     torch.manual_seed(0)
     model = Small()

@@ -16,7 +16,6 @@ from mirrorc.runtime.state.shares import pieces, product_pieces
 
 
 def trained(**options: Any) -> list[Any]:
-    """Norms, skipped steps and parameters of four steps, of which the third is not finite."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(3000, 50), nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 3))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)

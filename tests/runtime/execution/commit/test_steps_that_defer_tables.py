@@ -20,8 +20,6 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Lookup(nn.Module):
-    """A table, and a parameter whose gradient is infinite at zero."""
-
     def __init__(self, width: int, root: float = 1.0) -> None:
         super().__init__()
         self.table = nn.Embedding(4000, width)
@@ -32,7 +30,6 @@ class Lookup(nn.Module):
 
 
 def trained(optimizer: str, **options: Any) -> list[torch.Tensor]:
-    """Norms and parameters of four steps, of which the third is not finite if that is checked."""
     torch.manual_seed(0)
     net = Lookup(50)
     results: list[torch.Tensor] = []

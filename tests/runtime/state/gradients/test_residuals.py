@@ -29,7 +29,6 @@ def program_of(*names: str, **options: Any) -> Program:
 
 
 def step(unsent: UnsentGradients, program: Program, scale: float = 1.0, gradient: float = 1.0) -> None:
-    """A step up to its end, that sends nothing of a gradient of equal elements."""
     unsent.fit(program)
     unsent.begin(program, scale)
     for bucket in program.buckets:

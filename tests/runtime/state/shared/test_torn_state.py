@@ -18,7 +18,6 @@ WHAT = "bucket 0 of 2 was updated"
 
 
 def torn(kind: Any = torch.optim.AdamW) -> tuple[nn.Module, torch.optim.Optimizer, TornState, Any]:
-    """A model and an optimizer after a step, torn by another, and the checkpoint of both."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = kind(model.parameters(), lr=0.1)
     model(torch.ones(4, 3)).sum().backward()

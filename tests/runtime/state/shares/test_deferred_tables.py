@@ -61,7 +61,6 @@ def buckets_of(
 
 
 def deferred_of(buckets: list[FactoredBucket]) -> list[DeferredTable]:
-    """Makes the shares of all replicas, except for the tables that are deferred, which it returns."""
     deferred: list[DeferredTable] = []
     visit = Visit(lambda part: None, defer=lambda *piece: deferred.append(DeferredTable(*piece)))  # type: ignore[arg-type]
     for replica in range(len(buckets)):

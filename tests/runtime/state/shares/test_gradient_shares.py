@@ -28,7 +28,6 @@ RULE = UpdateRule("AdamW group 0", 0)
 
 
 def bucket_of(shapes: Sequence[tuple[int, int]]) -> Bucket:
-    """A bucket of matrices, aligned as `PlanBuckets` does."""
     slots, offset = [], 0
     for i, shape in enumerate(shapes):
         slots.append(Slot(f"w{i}", shape, (shape[1], 1), offset, shape[0] * shape[1]))

@@ -22,7 +22,6 @@ COUNTS = [(1, 2, 1, 4, 2, 1, 0, 1, 3), (1, 1, 0, 1, 2, 0)]  # of two workers wit
 
 
 def factors(counts: tuple[int, ...], places: tuple[int, ...]) -> list[Any]:
-    """The factors of a replica: of a product and of a table, with so many rows in each part."""
     lefts = [(torch.randn(n, 3, dtype=F64).t(), torch.randn(n, 5, dtype=F64)) for n in counts]
     rows = [(torch.randn(n, 2, dtype=F64), torch.arange(n)) for n in places]
     return [lefts, rows]

@@ -67,7 +67,6 @@ def run(kind: str, given: dict[str, Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What came of each case in each process."""
     cases = {name: run("train", given) for name, given in (CASES | AGAIN | FAULTS).items()}
     cases |= {name: run("join", given) for name, given in JOINS.items()}
     cases |= {name: run("calls", given) for name, given in ACCUMULATES.items()}

@@ -22,8 +22,6 @@ class Plain:
 
 @dataclass
 class Record:
-    """An object whose text shortens a long tensor."""
-
     value: Any
     names: set[str] = field(default_factory=lambda: {"one", "two", "three"})
 
@@ -39,7 +37,6 @@ def long_tensor(number: float) -> torch.Tensor:
 
 
 def told(value: Any) -> dict[str, str]:
-    """What tells a value in the state of an optimizer over one parameter."""
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.state[parameter]["kept"] = value

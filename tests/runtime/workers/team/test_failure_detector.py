@@ -18,8 +18,6 @@ from mirrorc.runtime.workers.team.failure_detector import Failure, Watcher
 
 
 class Told:
-    """What a watcher has told."""
-
     def __init__(self, store: distributed.Store, rank: int, num_workers: int = 3) -> None:
         self.failures: list[Failure] = []
         self.has_come = threading.Event()

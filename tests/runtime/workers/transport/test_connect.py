@@ -24,11 +24,9 @@ class StoppingStore:
         self._num_answers, self._goes_on = num_answers, threading.Event()
 
     def set(self, key: str, value: str) -> None:
-        """Answers, until the host is stopped."""
         self._answer()
 
     def check(self, keys: list[str]) -> bool:
-        """Whether a worker has come: the other one does not."""
         self._answer()
         return keys[0].endswith("0")
 
@@ -55,18 +53,14 @@ def test_a_store_that_stops_while_workers_wait_in_it_is_lost(
 
 
 class ComingStore:
-    """A store in which the other worker comes when it was asked for some times."""
-
     def __init__(self) -> None:
         self.set: Any = lambda key, value: None
         self.num_asked = 0
 
     def check(self, keys: list[str]) -> bool:
-        """Whether a worker has come."""
         return keys[0].endswith("0") or self.num_asked == 3
 
     def may_wait_on(self) -> bool:
-        """Whether to wait as long again."""
         self.num_asked += 1
         return True
 

@@ -21,7 +21,7 @@ class Endless:
     was_let_go = threading.Event()
 
     def cut(self) -> None:
-        """Ends nothing."""
+        pass
 
     def __del__(self) -> None:
         self.goes_on.wait(60)
