@@ -1,4 +1,4 @@
-"""Gives each example of a batch the same random numbers, so that a batch and its shards can be compared."""
+"""Equal random numbers for each example, so that a batch and its shards can be compared."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DRAWS = (
 class EqualDraws:
     """Replaces random numbers by the first example's of the first run, for every example of all runs.
 
-    Draws correspond by their order. Means over examples stay such, although the values are no longer independent.
+    Draws correspond by their order. Means over examples stay such.
 
     Attributes:
         unequal: operators whose draws could not be replaced.
@@ -55,7 +55,6 @@ class EqualDraws:
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:
-        """A context for one run."""
         self._place = 0
         with replaced_operators(self._replace):
             yield

@@ -44,11 +44,7 @@ class Evaluation:
         self._draws = EqualDraws()
 
     def run(self, leaves: Sequence[torch.Tensor], *, by_running_statistics: bool = False) -> Evaluated:
-        """Loss and gradients of a batch, on request with BatchNorm's running statistics.
-
-        Raises:
-            ValueError: there is no loss.
-        """
+        """Loss and gradients of a batch, on request with BatchNorm's running statistics."""
         copies = [leaf.to(self._device, copy=True) for leaf in leaves]  # forward may write them
         observed = ObservedCalls(by_running_statistics)
         with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Notes the functions of torch that couple the examples of a batch, in the evaluation of a loss."""
+"""Notes calls that couple the examples of a batch in the evaluation of a loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class ObservedCalls:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context for the calls."""
         observed = self
 
         class Watch(TorchFunctionMode):
@@ -60,7 +59,7 @@ _BATCH_NORMS = {F.batch_norm: inspect.signature(F.batch_norm)}
 
 
 def _use_running_statistics(arguments: dict[str, Any]) -> None:
-    """Changes the arguments of a BatchNorm; without running statistics, it gets constant ones."""
+    """Without running statistics, a BatchNorm gets constant ones."""
     x = arguments["input"]
     arguments["training"] = False
     if arguments["running_mean"] is None:

@@ -34,7 +34,7 @@ class PerReplica:
 
 
 class Replicated:
-    """A value for every replica, whole; made by `replicated`."""
+    """A value that every replica gets whole."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -63,10 +63,7 @@ class Leaf:
 
 
 class Constant:
-    """An argument other than a tensor. Programs are specialized on its value, or on its identity if it has no hash.
-
-    ``path`` is its name, and has no part in comparisons.
-    """
+    """An argument other than a tensor: programs are specialized on its value, or on its identity if it has no hash."""
 
     def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
@@ -89,11 +86,10 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of one step: tensors, plain values, and the structure of both.
+    """The arguments of one step.
 
     Attributes:
-        plain: strings, numbers, None and lists of them, by name. A graph depends only on those that Python reads during the
-            trace.
+        plain: strings, numbers, None and lists of them, by name. A graph depends only on those read during the trace.
     """
 
     leaves: tuple[Leaf, ...]
@@ -105,7 +101,7 @@ def flatten_call(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[st
     """Flattens the arguments of a call; ``names`` are those of the positional parameters.
 
     Raises:
-        TypeError, ValueError: an argument cannot be rebuilt from shards; names it and the remedy.
+        TypeError, ValueError: an argument cannot be rebuilt from shards.
     """
     leaves: list[Leaf] = []
     plain: dict[str, Any] = {}
@@ -131,7 +127,6 @@ _PLAIN = frozenset({str, bytes, bool, int, float, type(None)})
 
 
 def _is_plain(value: Any) -> bool:
-    """Subclasses are not plain."""
     kind = type(value)
     if kind is list or kind is tuple:
         return all(type(item) in _PLAIN or _is_plain(item) for item in value)
@@ -171,7 +166,7 @@ def _plain_leaf(value: Any, path: str, plain: dict[str, Any]) -> Structure:
 
 
 def _with_shared_nan(value: Any) -> Any:
-    """The value with one object for all nan in tuples: guards compare tuples, and identical objects are equal."""
+    """Makes all nan in tuples one object: guards compare tuples, and identical objects are equal."""
     if type(value) is float and value != value and math.copysign(1.0, value) > 0:
         return math.nan
     if type(value) is not tuple:
@@ -181,7 +176,6 @@ def _with_shared_nan(value: Any) -> Any:
 
 
 def _refuse_tensor_kinds(tensor: torch.Tensor, path: str) -> None:
-    """Refuses tensor subclasses and tensors with attributes: shards are plain tensors."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested:
         raise TypeError(
             f"argument {path!r} is a {type(tensor).__qualname__}, a kind of tensor of its own, and a step gives forward plain "
@@ -222,10 +216,7 @@ Rebuild = Callable[[Structure, Sequence[Any], Mapping[str, Any]], tuple[list[Any
 
 
 def rebuilding(structure: Structure) -> Rebuild:
-    """A function of structure, tensors and plain values that rebuilds a call's arguments; runs under the tracer.
-
-    It is generated code: tracing a generic walk would take as long as a small model.
-    """
+    """Generates code that rebuilds a call's arguments: tracing a generic walk would take as long as a small model."""
     positional, keyword = structure
     args = ", ".join(_code_of(child, f"structure[0][{i}]") for i, child in enumerate(positional))
     kwargs = ", ".join(f"{key!r}: {_code_of(child, f'structure[1][{i}][1]')}" for i, (key, child) in enumerate(keyword))
@@ -243,7 +234,7 @@ def _code_of(child: Structure, place: str) -> str:
 
 
 def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any]) -> Any:
-    """Rebuilds one argument. It does not read plain values: the tracer shall see the reads of the user's code alone."""
+    """Rebuilds one argument, without reads of plain values: the tracer shall see those of the user's code alone."""
     kind = structure[0]
     if kind == "leaf":
         return leaves[structure[1]]
@@ -258,7 +249,6 @@ def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any
 
 
 def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> Any:
-    """A step's output of packed sequences, if replicas gave values or lengths separately."""
     if not isinstance(values, PerReplica):
         return put_together("packed sequence", detail, [values, torch.cat(lengths.values)])
     each_lengths = lengths.values if isinstance(lengths, PerReplica) else [lengths] * len(values.values)
@@ -268,7 +258,7 @@ def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> A
 
 
 def paths_of_containers(structure: Structure, names: Sequence[str]) -> list[str]:
-    """The names of the containers of a whole call, in the order of `rebuilding`."""
+    """The names of a call's containers, in the order of `rebuilding`."""
     positional, keyword = structure
     named = [(names[i] if i < len(names) else f"args[{i}]", child) for i, child in enumerate(positional)]
     return [path for name, child in (*named, *keyword) for path in _paths_within(child, name)]

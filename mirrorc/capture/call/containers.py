@@ -18,10 +18,7 @@ from mirrorc.user.slots import slots_of
 
 
 class Parts(NamedTuple):
-    """The parts of a container: its kind, a hashable detail for its reconstruction, and paths and values of its children.
-
-    The last ``num_attributes`` children are attributes.
-    """
+    """The kind of a container, a hashable detail, and its children with their paths; the last ones are attributes."""
 
     kind: str
     detail: tuple[Any, ...]
@@ -33,7 +30,7 @@ def take_apart(value: Any, path: str) -> Parts | None:
     """The parts of a container at ``path``; None for any other value.
 
     Raises:
-        TypeError: a container that cannot be rebuilt; names it.
+        TypeError: a container that cannot be rebuilt.
     """
     if isinstance(value, PackedSequence | PaddedSequences):
         values, lengths, is_sorted = parts_of(value)
@@ -54,11 +51,7 @@ def take_apart(value: Any, path: str) -> Parts | None:
 
 
 def take_object_apart(value: Any, path: str) -> Parts:
-    """The attributes of an object as parts.
-
-    Raises:
-        TypeError: its class is based on one written in C.
-    """
+    """The attributes of an object as parts; a TypeError if its class is based on one written in C."""
     cls = type(value)
     if _if_made(object, cls) != "object":
         raise TypeError(f"{path!r} is a {cls.__qualname__}, whose class is based on one written in C")
@@ -132,7 +125,7 @@ _WITH_ATTRIBUTES = ("kind of tuple", "kind of list", "kind of dict", "kind of Or
 
 @functools.lru_cache(maxsize=256)
 def _kind_of(cls: type) -> str:
-    """The rebuilder for containers of a class: "" for no container, "refused" if impossible."""
+    """The kind of a class: "" for no container, "refused" if it cannot be rebuilt."""
     plain = {dict: "dict", list: "list", tuple: "tuple", types.MappingProxyType: "mappingproxy", deque: "deque"}
     if cls in plain or cls is defaultdict:
         return plain.get(cls, "defaultdict")
@@ -148,7 +141,6 @@ def _kind_of(cls: type) -> str:
 
 
 def _if_made(base: Any, cls: type) -> str:
-    """The kind of a class, or "refused" if another class written in C lies between it and ``base``."""
     try:
         base.__new__(cls)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The Python numbers that change from step to step, which become inputs of programs where they can."""
+"""Python numbers that change from step to step and become inputs of programs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ logger = logging.getLogger(__name__)
 class ChangingNumbers:
     """The numbers that a step has seen change, by the expressions that read them.
 
-    A number is a constant of the first program that reads it. From its second value on, it is an input of the programs that are
-    captured then. One that is used where only a number can stand has a program for each value, as a string has.
-
-    Args:
-        can_be_inputs: if not, all numbers are constants.
+    A number is a constant of its first program, and an input from its second value on. Where only a number can stand, each
+    value has its program.
 
     Attributes:
         can_be_drawn: whether numbers that forward draws at random may be inputs; they are never constants.
@@ -29,12 +26,11 @@ class ChangingNumbers:
 
     @property
     def inputs(self) -> frozenset[str]:
-        """The expressions of the numbers that are to be inputs."""
         return frozenset(self._names - self._given_up.keys()) if self._can_be_inputs else frozenset()
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """A block in which there are no inputs."""
+        """A block without inputs."""
         before, self._can_be_inputs = self._can_be_inputs, False
         try:
             yield
@@ -42,16 +38,14 @@ class ChangingNumbers:
             self._can_be_inputs = before
 
     def add(self, names: Iterable[str]) -> None:
-        """Notes that the numbers of these expressions have changed."""
         self._names.update(names)
 
     def give_up(self, names: Collection[str], why: str, words: Sequence[str] = ()) -> None:
-        """Notes that these numbers can be no inputs; ``words`` are the users' names for them."""
+        """Makes these numbers constants; ``words`` are the users' names for them."""
         logger.info("%s: constant in each program, because %s", ", ".join(sorted(names)), why)
         for name in names:
             self._given_up.setdefault(name, f"{' and '.join(words)}: {why}" if words else why)
 
     @property
     def reasons(self) -> list[str]:
-        """The reasons why some numbers stay constants."""
         return list(dict.fromkeys(self._given_up.values()))

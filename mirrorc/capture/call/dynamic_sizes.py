@@ -1,4 +1,4 @@
-"""Tracks the sizes of arguments that change from call to call and become symbols."""
+"""Tracks the argument sizes that change from call to call and become symbols."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ class _Seen:
     is_symbolic: bool = False
 
     def add(self, sizes: Iterable[int], *, spares_larger: bool | None = None) -> None:
-        """Notes the sizes of a call that needs a program.
-
-        ``spares_larger``: whether the first other number of examples is spared even if larger; None for other dimensions.
-        """
+        """``spares_larger``: the first other number of examples is spared even if larger; None for other dimensions."""
         new = {size for size in sizes if size >= FEWEST_SYMBOLIC} - self.sizes - self.spared
         if self.is_symbolic or not new:
             return
@@ -46,14 +43,12 @@ class _Seen:
 class ChangingSizes:
     """The dimensions of arguments with changing sizes, by kind of call.
 
-    A size is a number in the first program. At its second value, the dimension becomes a symbol of later programs. Sizes of
-    0 and 1 do not count, nor does one shorter batch. Where the number of examples alone changes, two values do not count,
-    in either order: a resumed training may begin with its last batch, and must have the programs, and the bits, of an
-    uninterrupted one.
+    A dimension becomes a symbol at its second size. Sizes of 0 and 1 do not count, nor does one shorter batch. Where the number
+    of examples alone changes, two values do not count: a resumed training may begin with its last batch, and needs the bits of
+    an uninterrupted one.
 
     Args:
-        dynamic: None as above; True for symbols in the first program; False for dimensions marked by
-            `torch._dynamo.mark_dynamic` alone.
+        dynamic: None as above; True for symbols at once; False for `torch._dynamo.mark_dynamic` alone.
     """
 
     def __init__(self, *, dynamic: bool | None) -> None:
@@ -63,10 +58,6 @@ class ChangingSizes:
         self._num_programs: dict[Hashable, int] = {}
 
     def symbolic_dims(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> SymbolicDims:
-        """The symbolic dimensions of a call's tensors in the program that it needs; empty for none.
-
-        Calls with a shard of one example are separate: its size is always a number.
-        """
         key = _kind(call, purpose)
         if (key, has_one_example) in self._refusals:
             return ()
@@ -90,7 +81,7 @@ class ChangingSizes:
             _warn_of_marked(leaf.path, dim, min(marked))
 
     def note_program(self, call: Call, purpose: Hashable) -> None:
-        """Counts a program with symbols that was compiled for such calls; gives up after too many."""
+        """Counts a program with symbols; gives up after too many."""
         key = _kind(call, purpose)
         self._num_programs[key] = self._num_programs.get(key, 0) + 1
         if self._num_programs[key] >= _MOST_PROGRAMS:
@@ -99,17 +90,16 @@ class ChangingSizes:
             self.give_up(call, purpose, why, has_one_example=True)
 
     def give_up(self, call: Call, purpose: Hashable, why: str, *, has_one_example: bool = False) -> None:
-        """Makes the sizes of such calls numbers from now on."""
         logger.info("sizes of arguments are numbers in each program: %s", why)
         self._refusals.setdefault((_kind(call, purpose), has_one_example), why)
 
     def why_not(self, call: Call, purpose: Hashable, *, has_one_example: bool = False) -> str:
-        """The reason for which sizes of such calls cannot be symbols; empty if they can."""
+        """The reason against symbols in such calls; empty without one."""
         return self._refusals.get((_kind(call, purpose), has_one_example), "")
 
 
 def without_numbers_of_examples(call: Call, dims: SymbolicDims) -> SymbolicDims:
-    """Symbolic dimensions without those along which a batch is split; empty if no others remain."""
+    """Symbolic dimensions without those of the batch."""
     if not dims:
         return ()
     return _unless_empty(

@@ -13,13 +13,9 @@ from mirrorc.capture.call.training_call import TrainingCall, beside_loss, loss_i
 
 
 class EvaluationCall(TrainingCall):
-    """A module whose forward gives a pair of loss and outputs; traced without gradients.
+    """A forward that returns loss and outputs, traced without gradients.
 
-    There is a loss if the call has a target for ``loss_fn``, or if a model without ``loss_fn`` returns a scalar loss;
-    otherwise an empty tensor takes its place. Outputs are None if there is a loss and nobody wants them.
-
-    Attributes:
-        needs_loss: whether the call has a target.
+    An empty tensor stands for a missing loss, and None for outputs that nobody wants.
     """
 
     trains = False

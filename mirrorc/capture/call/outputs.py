@@ -1,4 +1,4 @@
-"""The outputs of a step beside its loss: their containers, and how the replicas' parts make each tensor."""
+"""The outputs of a step beside its loss."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ class Outputs:
     _types: Mapping[str, tuple[torch.Size, torch.dtype]]
 
     def of_step(self, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
-        """The outputs of a step, from those of replicas by name; parts that stay apart are a list."""
         return rebuild(self._structure, [self._value(leaf, gathered, loss, call) for leaf in self._leaves], {})
 
     def of_no_examples(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The outputs of a worker without examples, by name: no rows, zero sums, and NaN for means."""
+        """The outputs of a worker without examples: no rows, zero sums, and NaN for means."""
         outputs = {}
         for name, (shape, dtype) in self._types.items():
             if self.ways[name] == "concatenated":
@@ -70,14 +69,10 @@ def outputs_of(
     """The outputs of a program, from those of its graphs for shards of several sizes.
 
     A tensor lies along the batch if its first dimension is always the number of examples. One size may coincide with
-    another dimension, so a trace of another size is compared.
+    another dimension, so ``other``, a trace of another size, is compared.
 
     Args:
         sizes: the number of examples of each graph, then that of ``other``.
-        other: the outputs for a shard of another size; None if unknown.
-
-    Raises:
-        CaptureError: shards of different sizes give outputs that differ in more than sizes.
     """
     each = [*traced, *([other] if other is not None else [])]
     first = each[0]
@@ -154,7 +149,7 @@ def _way(
 
 
 def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> Leaf:
-    """The leaf for shards of all sizes. A constant that follows the size is a PerReplica."""
+    """A constant that follows the size of shards is a PerReplica."""
     first = places[0]
     if first.kind is not LeafKind.CONSTANT or all(is_same_constant(first.value, place.value) for place in places[1:]):
         return first

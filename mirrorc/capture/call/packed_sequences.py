@@ -18,9 +18,9 @@ class PaddedSequences:
     """Stands for a PackedSequence in a trace. Recurrent modules take it as a tensor, whose dimensions they ask for.
 
     Args:
-        values: [batch, time, ...], zeros behind the ends of sequences. The time may be longer than the longest of them.
+        values: [batch, time, ...], zeros behind the ends of sequences; perhaps longer than the longest one.
         lengths: [batch], int64, checked.
-        is_sorted: whether the longest sequence comes first, and none has an index.
+        is_sorted: the longest sequence comes first.
     """
 
     def __init__(self, values: torch.Tensor, lengths: torch.Tensor, is_sorted: bool) -> None:
@@ -33,48 +33,38 @@ class PaddedSequences:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """That of the values."""
         return self.values.device
 
     def dim(self) -> int:
-        """The number of dimensions of the values."""
         return self.values.dim()
 
     def size(self, dim: int) -> int:
-        """The number of sequences, whether they are thought of as first or second, or the number of features."""
         return self.values.size(0) if dim in (0, 1) else self.values.size(dim)
 
     def to(self, *args: Any, **kwargs: Any) -> PaddedSequences:
-        """The same sequences in another type, or on another device."""
         return self.of(self.values.to(*args, **kwargs))
 
     def of(self, values: torch.Tensor) -> PaddedSequences:
-        """Sequences of the same lengths, of other values [batch, time, ...]."""
         return PaddedSequences(values, self.lengths, self.is_sorted)
 
     @property
     def data(self) -> torch.Tensor:
-        """Refused."""
         _refuse_parts()
 
     @property
     def batch_sizes(self) -> torch.Tensor:
-        """Refused."""
         _refuse_parts()
 
     @property
     def sorted_indices(self) -> torch.Tensor:
-        """Refused."""
         _refuse_parts()
 
     @property
     def unsorted_indices(self) -> torch.Tensor:
-        """Refused."""
         _refuse_parts()
 
     def __iter__(self) -> NoReturn:
@@ -86,10 +76,9 @@ def _refuse_parts() -> NoReturn:
 
 
 def parts_of(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The parts that make sequences again: values [batch, time, ...], lengths [batch], and a flag for sorted ones.
+    """Values [batch, time, ...], lengths [batch], and a flag for sorted ones.
 
-    The values can be split. The time of packed sequences is rounded up, by a quarter at most, so that batches of many
-    lengths have few shapes.
+    The time is rounded up, by a quarter at most, so that batches of many lengths have few shapes.
     """
     if isinstance(sequences, PaddedSequences):
         return sequences.values, sequences.lengths, sequences.is_sorted
@@ -100,7 +89,7 @@ def parts_of(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Tensor,
 
 
 def made_again(values: torch.Tensor, lengths: torch.Tensor, is_sorted: bool) -> PackedSequence | PaddedSequences:
-    """Sequences of the parts that `parts_of` gives: packed ones, or under the tracer what stands for them."""
+    """Sequences of these parts: packed ones, or under the tracer padded ones."""
     if torch.compiler.is_dynamo_compiling():
         return PaddedSequences(values, lengths, is_sorted)
     return pack_padded_sequence(values, lengths.cpu(), batch_first=True, enforce_sorted=is_sorted)
@@ -133,7 +122,6 @@ def _pad(
 
 
 def _filled(values: torch.Tensor, lengths: torch.Tensor, value: float) -> torch.Tensor:
-    """Values [batch, time, ...] with another value behind the ends of sequences."""
     time = torch.arange(values.size(1), device=values.device)
     beyond = time >= lengths.to(values.device).unsqueeze(1)
     return values.masked_fill(beyond.reshape(beyond.shape + (1,) * (values.dim() - 2)), value)

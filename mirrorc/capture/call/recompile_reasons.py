@@ -17,10 +17,7 @@ _MOST_CHARACTERS = 40  # of one value
 
 @dataclass(frozen=True)
 class CallKind:
-    """The facts about a call's arguments for the specialization of programs, by argument name.
-
-    Tensors are those of the first replica, as shape, strides and dtype.
-    """
+    """The facts about a call's arguments for the specialization of programs, by argument name."""
 
     tensors: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
     constants: dict[str, str]
@@ -28,14 +25,12 @@ class CallKind:
 
     @classmethod
     def of(cls, call: Call, types: ShardTypes) -> CallKind:
-        """The kind of a call with these tensor types on the first replica."""
         constants = {constant.path: _shown(constant.value) for constant in _constants_of(call.structure)}
         plain = {name: _shown(value) for name, value in call.plain.items()}
         return cls(dict(zip((leaf.path for leaf in call.leaves), types, strict=True)), constants, plain)
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """The shapes of the tensors, in order."""
         return tuple(shape for shape, _, _ in self.tensors.values())
 
     def without(self, unread: Set[str]) -> CallKind:

@@ -42,8 +42,7 @@ def graphs_to_capture(
 ) -> tuple[list[ShardTypes], tuple[tuple[int, ...], ...]]:
     """The distinct types to capture graphs for; and for each replica, the indices of its graphs.
 
-    Types that differ in symbolic sizes alone share a graph. A worker without examples captures a graph for its plan of
-    buckets only.
+    Types that differ in symbolic sizes alone share a graph.
     """
     types_of = list(types_run(shards, call, devices))
     kind_of = {types: _kind(types, symbolic) for types_of_replica in types_of for types in types_of_replica}
@@ -58,7 +57,6 @@ def graphs_to_capture(
 
 
 def _kind(types: ShardTypes, symbolic: SymbolicDims) -> Any:
-    """A key without symbolic sizes."""
     if not symbolic:
         return types
     return tuple(
@@ -74,13 +72,11 @@ FEWEST_SYMBOLIC = 2
 
 
 def mark_symbolic_dims(tensors: Sequence[torch.Tensor], symbolic: SymbolicDims) -> None:
-    """Makes the tracer use symbols for these dimensions."""
     for tensor, dims in zip(tensors, symbolic, strict=False):
         mark_symbolic(tensor, [dim for dim in sorted(dims) if tensor.shape[dim] >= FEWEST_SYMBOLIC])
 
 
 def examples_of(types: ShardTypes, device: torch.device) -> list[torch.Tensor]:
-    """Uninitialized tensors of these types."""
     return [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in types]
 
 
@@ -102,11 +98,7 @@ def data_of(shards: Shards, call: Call, devices: Sequence[Device]) -> list[list[
 def leaves_of(
     distinct: Sequence[ShardTypes], data: Sequence[Sequence[torch.Tensor]] | None, device: torch.device, model_name: str
 ) -> list[Sequence[torch.Tensor]]:
-    """For each of these types, its first example in the data; without data, uninitialized tensors.
-
-    Raises:
-        CaptureError: the data has none of a type.
-    """
+    """For each of these types, its first example in the data; without data, uninitialized tensors."""
     if data is None:
         return [examples_of(types, device) for types in distinct]
     first = {shard_types(part, device): part for part in reversed(data)}
@@ -140,7 +132,6 @@ def _stand_in_types(types: ShardTypes, call: Call) -> ShardTypes:
 
 
 def grown_examples(types: ShardTypes, call: Call, device: torch.device) -> list[torch.Tensor]:
-    """Uninitialized tensors like those of a shard with one more example."""
     return examples_of(grown_types(types, call), device)
 
 

@@ -18,7 +18,6 @@ class Shards:
     """A split batch.
 
     Attributes:
-        tensors: each replica's, in order of the call's leaves.
         num_examples: of each replica, 0 for the last ones of a small batch.
         microbatches: the sizes of each replica's; empty if all run their shards at once.
         rows_elsewhere: the rows that other workers gather; None until they report.
@@ -31,17 +30,14 @@ class Shards:
 
     @property
     def fewest_examples(self) -> int:
-        """The size of the smallest shard or microbatch; may be 0."""
         return min([*self.num_examples, *(size for sizes in self.microbatches for size in sizes)])
 
     @property
     def have_one_example(self) -> bool:
-        """Tests for a shard, or one of its microbatches, with a single example."""
         return 1 in self.num_examples or any(1 in sizes for sizes in self.microbatches)
 
     @property
     def have_unequal_parts(self) -> bool:
-        """Tests for microbatches of a shard that differ in size."""
         return any(len(set(sizes)) > 1 for sizes in self.microbatches)
 
     def by_microbatch(self, call: Call) -> Shards:
@@ -68,11 +64,6 @@ def split_call(
     Args:
         fewest: examples of a shard or microbatch, if there are as many. Beside a `PerReplica`, shards ignore it.
         microbatches: the number of parts of a shard, if it has enough examples.
-        may_be_empty: accept a batch without examples.
-
-    Raises:
-        ValueError: no tensor to split, tensors that disagree on dim 0, no examples, a tensor that requires a gradient, or
-            one that is sparse, nested, quantized or without values.
     """
     sizes = shard_sizes(call, num_replicas, fewest, may_be_empty=may_be_empty)
     columns: list[Sequence[torch.Tensor]] = []
@@ -89,9 +80,9 @@ def split_call(
 
 
 def shard_sizes(call: Call, num_replicas: int, fewest: int = 1, *, may_be_empty: bool = False) -> tuple[int, ...]:
-    """The sizes of the shards of `split_call`, with its arguments and errors.
+    """The sizes of the shards of `split_call`, with its errors.
 
-    A run of consecutive shards, joined and split again among as many replicas, gives the same shards.
+    Consecutive shards, joined and split again among as many replicas, stay the same.
     """
     for leaf in call.leaves:
         tensors = leaf.per_replica if leaf.tensor is None else (leaf.tensor,)

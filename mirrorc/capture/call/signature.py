@@ -15,12 +15,7 @@ from mirrorc.torch_internals import forward_signature
 
 
 class Signature:
-    """Checks and flattens the arguments of a step's calls, and splits their tensors.
-
-    Args:
-        loss_fn: takes the keyword argument ``target``; None if the model returns the loss.
-        are_several: whether there are several workers, so that some may have no examples in training.
-    """
+    """Checks and flattens the arguments of a step's calls, and splits their tensors."""
 
     def __init__(
         self,
@@ -39,13 +34,7 @@ class Signature:
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool = True) -> tuple[Call, Shards]:
-        """The flattened arguments of a call, and the shards of their tensors. An evaluation (not ``trains``) needs no
-        target.
-
-        Raises:
-            TypeError: forward does not take these arguments, or the target is missing.
-            ValueError: see `mirrorc.capture.call.shards.split_call`.
-        """
+        """The flattened arguments of a call, and its shards. An evaluation needs no target."""
         if trains and self._takes_target and "target" not in kwargs:
             raise TypeError(
                 "target is missing: with a loss_fn, call step(x, target=y); y is what the loss_fn gets second"

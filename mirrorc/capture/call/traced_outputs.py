@@ -1,4 +1,4 @@
-"""Reads the outputs of forward and loss: containers, and the tensors that the graph gives for them."""
+"""Reads the outputs of forward and loss in a trace."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _noted = threading.local()
 
 @contextlib.contextmanager
 def noted_marks() -> Iterator[list[torch.Tensor]]:
-    """A block of plain PyTorch in this thread; gives the results of `summed` in it, each in memory of its own."""
+    """Gives the results of `summed` in a block of plain PyTorch in this thread, each in memory of its own."""
     before, _noted.marked = getattr(_noted, "marked", None), []
     try:
         yield _noted.marked
@@ -57,8 +57,6 @@ def noted_marks() -> Iterator[list[torch.Tensor]]:
 
 
 class LeafKind(enum.Enum):
-    """The source of a leaf of the outputs."""
-
     GATHERED = enum.auto()  # made of the replicas' parts
     LOSS = enum.auto()
     ARGUMENT = enum.auto()  # an argument of the call, which forward returns as it is
@@ -87,16 +85,7 @@ class TracedOutputs:
 def read_outputs(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], model_name: str
 ) -> TracedOutputs:
-    """Reads the outputs of a training call; the graph then gives the loss and the tensors directly, detached.
-
-    Args:
-        traced: the trace of a `mirrorc.capture.call.training_call.TrainingCall` that keeps its outputs.
-        module: the traced module.
-        leaves: its example tensors.
-
-    Raises:
-        CaptureError: a step cannot rebuild an output; names it and the remedy.
-    """
+    """Reads the outputs of a training call; the graph then gives the loss and the tensors directly, detached."""
     try:
         results, stand_ins = results_with_stand_ins(traced, leaves)
         again, others = results_with_stand_ins(traced, leaves)
@@ -131,7 +120,6 @@ def memory_of_inputs(graph: fx.Graph) -> set[int]:
 
 
 def remove_marks(traced: fx.GraphModule) -> None:
-    """Removes the calls of `summed` from a graph."""
     for node in list(traced.graph.find_nodes(op="call_function", target=summed)):
         node.replace_all_uses_with(node.all_input_nodes[0])
         traced.graph.erase_node(node)
@@ -147,7 +135,6 @@ _KEEPS_MARK = frozenset(
 
 
 def _marked(traced: fx.GraphModule, gathered: Mapping[str, fx.Node], model_name: str) -> frozenset[str]:
-    """The names of the marked outputs; refuses marks without effect."""
     marks = set(traced.graph.find_nodes(op="call_function", target=summed))
     names = frozenset(name for name, node in gathered.items() if _behind_conversions(node) in marks)
     for name, node in gathered.items() if marks else ():
@@ -200,15 +187,14 @@ _OF_PYTHON = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.Me
 
 
 class UnreadableOutputError(MirrorcError):
-    """Forward or the loss returns an object that no step can rebuild. The text continues the model's name."""
+    """An output that no step can rebuild. The text continues the model's name."""
 
 
 class OutputReader:
     """Flattens outputs to a structure and its leaves.
 
     Attributes:
-        leaves: in order of the structure.
-        gathered: the values among them that replicas compute, by name.
+        gathered: the leaves that replicas compute, by name.
     """
 
     def __init__(self, loss: torch.Tensor, arguments: Sequence[torch.Tensor]) -> None:
@@ -218,12 +204,10 @@ class OutputReader:
         self._arguments = {id(argument): i for i, argument in enumerate(arguments)}
 
     def leaf(self, path: str, kind: LeafKind, value: Any = None) -> Structure:
-        """Adds a leaf."""
         self.leaves.append(Leaf(path, kind, value))
         return ("leaf", len(self.leaves) - 1)
 
     def tensor_leaf(self, tensor: torch.Tensor, path: str) -> Structure:
-        """Adds a leaf for a tensor: the loss, an argument, a constant, or a value that replicas compute."""
         if tensor is self._loss:
             return self.leaf(path, LeafKind.LOSS)
         if id(tensor) in self._arguments:
@@ -242,11 +226,7 @@ class OutputReader:
         raise NotImplementedError
 
     def parts(self, value: Any, path: str) -> Parts:
-        """The parts of a container or an object.
-
-        Raises:
-            UnreadableOutputError: it cannot be rebuilt, or contains itself.
-        """
+        """The parts of a container or an object; refused if it contains itself."""
         if len(path) > _LONGEST_PATH:
             self.refuse("a container that holds itself", path[:40] + "...")
         try:
@@ -255,7 +235,6 @@ class OutputReader:
             self.refuse(f"a {type(value).__qualname__}", path)
 
     def refuse(self, kind: str, path: str) -> NoReturn:
-        """Raises an `UnreadableOutputError`."""
         raise UnreadableOutputError(
             f"returns {kind}, as {path!r}, which a step cannot make again of what the replicas give. Remedy: return the tensors "
             "in it, in a tuple, a dict or a dataclass; or compile without return_outputs"

@@ -16,17 +16,14 @@ from mirrorc.torch_internals import forward_signature
 class TrainingCall(nn.Module):
     """A module whose forward computes the loss from a flat list of tensors, for the tracer.
 
-    The loss is the result of the model or of ``loss_fn``, its item or attribute ``loss``, or the first item of a tuple or
-    list. If outputs are kept, forward returns a pair of loss and outputs: the model's, or a pair of these and the rest of
-    the result of ``loss_fn``.
+    The loss is the result of the model or of ``loss_fn``, its item or attribute ``loss``, or its first item. If outputs are
+    kept, forward also returns the model's, with the rest of the result of ``loss_fn``.
 
     Attributes:
-        trains: whether it is traced with gradients.
-        plain: `mirrorc.capture.call.arguments.Call.plain`; replaced by another call's before guards are asked.
+        plain: see `Call.plain`; replaced by another call's before guards are asked.
         numbers: candidates for inputs of the graph.
         trained_elsewhere: the ids of the parameters that open steps train.
         data: the tensors of all shards or microbatches, if a front end needs data.
-        drawn: the numbers that forward and loss draw from Python's random.
     """
 
     trains = True

@@ -1,4 +1,4 @@
-"""Errors for models outside of the reach of captures, with remedies."""
+"""Errors for models that cannot be captured, with remedies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from mirrorc.torch_internals import JointGraph, failing_node, traced_frames, use
 
 
 class LoneExampleError(CaptureError):
-    """An operator of torch takes no shard of one example, because it normalizes by statistics over the examples."""
+    """An operator of torch takes no shard of one example: it normalizes by statistics over the examples."""
 
 
 class UnreadableError(CaptureError):
-    """A tracer cannot follow Python, or a branch depends on data; plain PyTorch runs it with the meaning of a step.
-
-    ``why`` continues "cannot capture" and the model's name.
-    """
+    """Python that a tracer cannot follow, and plain PyTorch can. ``why`` continues "cannot capture" and the model's name."""
 
     def __init__(self, refusal: str, why: str) -> None:
         super().__init__(f"{refusal} Or leave forward and backward to plain PyTorch, with capture='autograd'.")
@@ -31,11 +28,11 @@ class UnreadableError(CaptureError):
 
 
 class HooksMissingError(CaptureError):
-    """Forward would install hooks of Hugging Face for hidden states and attentions, which cannot be traced."""
+    """Forward would install Hugging Face's hooks for hidden states and attentions, which cannot be traced."""
 
 
 def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
-    """The tracer's exception as a `CaptureError` with the user's line or module, and the shapes of a shard's tensors."""
+    """The tracer's exception as a `CaptureError` with the user's line or module."""
     where, subject = _place(error)
     text = str(error).lower()
     raised = _RAISED.search(str(error))
@@ -75,7 +72,7 @@ def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = 
 
 
 def _place(error: Exception) -> tuple[str, str]:
-    """The place of the tracer's failure, as a continuation of the model's name, and its name in a remedy."""
+    """The place of the failure, as a continuation of the model's name, and its name in a remedy."""
     frames, traced = user_frames(error), traced_frames(error)
     recorded = "" if frames else last_users_line(str(error))  # after tracing, the line stands in the message
     line = f" at {recorded}" if recorded else ""
@@ -131,18 +128,13 @@ def _reason(text: str) -> str:
 
 
 def check_loss(traced: fx.GraphModule, model_name: str) -> None:
-    """Refuses a loss other than a scalar tensor that depends on parameters."""
     values = traced.graph.output_node().args[0]
     first = values[0] if isinstance(values, tuple | list) and values else None
     check_trained_loss(first.meta.get("example_value") if isinstance(first, fx.Node) else None, model_name)
 
 
 def check_trained_loss(loss: Any, model_name: str) -> torch.Tensor:
-    """The loss, checked.
-
-    Raises:
-        CaptureError: it is no scalar tensor that depends on parameters.
-    """
+    """The loss, refused unless it is a scalar tensor that depends on parameters."""
     loss = _checked_loss(loss, model_name)
     if not loss.requires_grad:
         raise CaptureError(
@@ -153,7 +145,6 @@ def check_trained_loss(loss: Any, model_name: str) -> torch.Tensor:
 
 
 def check_evaluated_loss(loss: Any, model_name: str, *, is_from_loss_function: bool) -> None:
-    """Refuses the loss of an evaluation unless it is one floating-point number."""
     checked = _checked_loss(loss, model_name)
     if checked.dim() and not is_from_loss_function:
         raise CaptureError(

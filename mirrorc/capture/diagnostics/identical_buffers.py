@@ -1,4 +1,4 @@
-"""Finds buffers that all replicas write alike: vectors of spectral norms, and statistics over all replicas."""
+"""Buffers that all replicas write alike: vectors of spectral norms, and statistics over all replicas."""
 
 from __future__ import annotations
 
@@ -22,18 +22,14 @@ def vectors_of_spectral_norms(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tests for two runs that iterated a vector of length one to the same value, but for rounding."""
+    """Tests for vectors of length one that are equal but for rounding."""
     return torch.allclose(
         first, second.to(first.device), rtol=0.0, atol=torch.finfo(first.dtype).eps ** 0.5, equal_nan=True
     )
 
 
 def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Iterable[str]) -> dict[str, int]:
-    """The vectors among ``vectors`` computed from variables, or values of all replicas, alone: equal on all replicas.
-
-    Returns:
-        for each, a hash of its computation, equal in graphs with the same one.
-    """
+    """The ``vectors`` computed from variables, or values of all replicas, alone, with a hash of each computation."""
     alike = writes.keys() & set(vectors)
     while True:
         is_same: dict[fx.Node, bool] = {}  # whether a value is made of variables that are the same everywhere
@@ -53,11 +49,7 @@ def written_alike(graph: fx.Graph, writes: Mapping[str, fx.Node], vectors: Itera
 
 
 def iterated_alike(name: str, alike: Sequence[Mapping[str, int]]) -> bool:
-    """Tests that all captured graphs, each with its `written_alike`, write a buffer to one value.
-
-    Raises:
-        CaptureError: they compute it from variables alone, but in different ways.
-    """
+    """Tests that all captured graphs, each with its `written_alike`, write a buffer to one value."""
     ways = {hashes.get(name) for hashes in alike}
     if len(ways) > 1 and None not in ways:
         raise CaptureError(

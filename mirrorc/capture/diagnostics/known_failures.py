@@ -16,7 +16,7 @@ class KnownFailure:
         words: the exception's text contains one of them, in any case.
         line: a word of the user's line.
         file: a name of a file among the frames.
-        runs_as_pytorch: whether plain PyTorch runs it with the meaning of a step.
+        runs_as_pytorch: plain PyTorch runs it with the meaning of a step.
     """
 
     reason: str
@@ -27,7 +27,6 @@ class KnownFailure:
     runs_as_pytorch: bool = False
 
     def fits(self, text: str, frames: Sequence[traceback.FrameSummary]) -> bool:
-        """Tests for the cause of a failure in these frames, outermost first."""
         if not any(word in text.lower() for word in self.words):
             return False
         has_file = any(frame.filename.endswith(self.file) for frame in frames) or not self.file
@@ -189,5 +188,4 @@ _KNOWN = (
 
 
 def known_failure(text: str, frames: Sequence[traceback.FrameSummary]) -> KnownFailure | None:
-    """The first known failure that fits an exception's text and frames; or None."""
     return next((failure for failure in _KNOWN if failure.fits(text, frames)), None)

@@ -1,4 +1,4 @@
-"""Finds losses of torch that contradict ``loss_reduction``: sums taken for means, and the other way round."""
+"""Losses of torch that contradict ``loss_reduction``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reduction:
 
 
 def reductions_of(traced: fx.GraphModule) -> tuple[Reduction, ...]:
-    """The reductions of torch's losses over the batch, among the summands of a loss, the first output of a graph.
+    """The reductions of torch's losses over the batch, among the summands of the graph's first output.
 
     Multiplied or divided terms are left out: they may be a mean made of a sum.
     """
@@ -98,7 +98,6 @@ def _is_of_the_batch(node: fx.Node) -> bool:
 def notes_on_reductions(
     reductions: Sequence[Reduction], loss_reduction: str, num_devices: int, model_name: str
 ) -> tuple[Note, ...]:
-    """A warning for each summand of the loss that contradicts ``loss_reduction``."""
     notes = []
     for reduction in reductions:
         if (reduction.kind == _SUM) == (loss_reduction == "sum"):

@@ -17,7 +17,6 @@ _SCALES = 3  # the place of scale_grad_by_freq among the operands of all of them
 
 
 def notes_on_counted_lookups(graph: fx.Graph, model_name: str) -> tuple[Note, ...]:
-    """A warning for each lookup with ``scale_grad_by_freq=True`` in a graph of ATen operators."""
     notes: dict[Note, None] = {}
     for node in graph.nodes:
         if node.target in _LOOKUPS and len(node.args) > _SCALES and node.args[_SCALES] is True:

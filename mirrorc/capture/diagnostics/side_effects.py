@@ -1,4 +1,4 @@
-"""Reports effects of forward and loss in Python that a captured step does not repeat."""
+"""Effects of forward and loss in Python that a captured step does not repeat."""
 
 from __future__ import annotations
 
@@ -38,18 +38,14 @@ class Note:
 def dropped_effects(
     traced: fx.GraphModule, text: str, model_name: str, again: Callable[[], fx.GraphModule]
 ) -> tuple[Note, ...]:
-    """Notes on changes of Python objects in a trace, and on prints.
+    """Notes on changes of Python objects in a trace, and on prints; changes of state are refused.
 
-    A change of an object with reads is state, except if a trace after it gives the same graph without it: libraries cache
+    A change of an object that is read is state, except if a trace after it gives the same graph without it: libraries cache
     facts. A change also counts as read if the next trace gives another graph.
 
     Args:
         text: the graph as the tracer gave it.
         again: traces the same call once more.
-
-    Raises:
-        UnreadableError: it assigns an attribute of a module without reading the former value.
-        CaptureError: it changes state, so steps would differ.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
     _refuse_draws(effects.draws, effects.kept_draws, model_name)
@@ -68,10 +64,7 @@ def dropped_effects(
 
 
 def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
-    """Notes on containers among the arguments that lose items in a trace; other changes are refused.
-
-    Replicas get containers of their own, so a change would be lost.
-    """
+    """Notes on containers among the arguments that lose items in a trace; other changes, lost with the copies, are refused."""
     effects = python_effects_of(traced)
     paths = call.containers()
     notes: list[Note] = []
@@ -174,7 +167,6 @@ def _refuse_state(write: PythonWrite, is_read: bool, model_name: str) -> None:
 
 
 def _reads_of(write: PythonWrite, part: str) -> tuple[str, ...]:
-    """Prefixes of the expressions that read a part of an object, or of its class."""
     of_class = f"dict(type({write.source}).__dict__)[{part[1:]!r}]" if part.startswith(".") else write.source + part
     return write.source + part, of_class
 

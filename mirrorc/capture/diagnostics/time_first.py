@@ -27,10 +27,7 @@ _METHODS = {
 
 
 def leaves_with_time_first(graph: fx.Graph) -> tuple[int, ...]:
-    """The tensor arguments with the time of a recurrent layer in dim 0.
-
-    The search follows only operations with the dim 0 of their operand: products, embeddings, functions of single elements.
-    """
+    """The tensor arguments with the time of a recurrent layer in dim 0, as far as operations keep dim 0."""
     origins = dict.fromkeys(_origin(node.args[0]) for node in _scans(graph))
     return tuple(leaf for leaf in origins if leaf is not None)
 
@@ -65,7 +62,6 @@ def _dim(cat: fx.Node) -> Any:
 
 
 def refuse_split_time(leaves: Sequence[Leaf], with_time_first: Sequence[int], model_name: str) -> None:
-    """Refuses to split the time of a recurrent layer."""
     for index in with_time_first:
         leaf = leaves[index]
         if leaf.split:

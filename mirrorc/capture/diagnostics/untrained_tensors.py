@@ -1,4 +1,4 @@
-"""Reports tensors with a gradient in plain PyTorch and none in a step, because no module of the step holds them."""
+"""Tensors with a gradient in plain PyTorch and none in a step, because no module of the step holds them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add
 def untrained_tensors(
     traced: fx.GraphModule, module: TrainingCall, leaves: Sequence[torch.Tensor], model_name: str
 ) -> tuple[Note, ...]:
-    """A note on tensors with a gradient outside of the module and of all steps.
-
-    Raises:
-        CaptureError: one of them has a grad_fn, so backward would go on to other tensors.
-    """
+    """A note on tensors with a gradient outside of the module and of all steps; those with a grad_fn are refused."""
     untrained = [(n, t) for n, t in outside_tensors(traced, leaves) if t.requires_grad and _leads_to_output(n)]
     untrained = [pair for pair in untrained if id(pair[1]) not in module.trained_elsewhere]
     if not untrained:
@@ -85,7 +81,6 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _memory(node: Any) -> int | None:
-    """A key of the memory of a node's value; None without such memory."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return storage_key(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 

@@ -1,4 +1,4 @@
-"""Finds losses with a mean over weights of classes, or over counted targets, instead of examples."""
+"""Losses with a mean over weights of classes, or over counted targets, instead of examples."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ class WeightedMean:
 
     Attributes:
         is_weighted: whether it divides by weights of classes.
-        ignore_index: the value of ignored targets.
-        line: the user's; empty if unknown.
         leaf: the index of the targets' tensor argument; None if unknown.
     """
 
@@ -44,7 +42,6 @@ class WeightedMean:
 
 
 def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> WeightedMean | None:
-    """The averaging of a call; None for other functions and reductions."""
     try:
         signature = _SIGNATURES.get(function)
     except TypeError:  # not hashable

@@ -1,4 +1,4 @@
-"""The substitute for `torch.rand` in a trace of a forward that branches on random numbers: they are drawn before the step."""
+"""A substitute for `torch.rand` where forward branches on random numbers: they are drawn before the step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class DrawnScalarDecides(_Scalar):
         return self.answer
 
     def item(self) -> bool:
-        """The answer."""
         return self.answer
 
     def __eq__(self, other: object) -> bool:
@@ -54,19 +53,17 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
 
 
 class DrawnScalar(_Scalar):
-    """Stands for a random tensor of one element in a trace, which is compared only.
+    """A random tensor of one element in a trace, which is compared only.
 
     Args:
         number: its value, of 0 to 1.
-        shape: that of the tensor.
-        dtype: that of the tensor, float32 or float64.
+        dtype: float32 or float64.
     """
 
     def __init__(self, number: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.number, self.shape, self.dtype = number, shape, dtype
 
     def item(self) -> float:
-        """The value."""
         return self.number
 
     def __bool__(self) -> bool:
@@ -77,10 +74,7 @@ class DrawnScalar(_Scalar):
     __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
 
     def _rounded(self, other: float) -> float:
-        """A number as this tensor has it, where that can matter.
-
-        With 24 significant bits for float32: a product with 2**29 + 1 leaves no place for others.
-        """
+        """Rounds a number to 24 significant bits for float32: a product with 2**29 + 1 leaves no place for others."""
         if self.dtype == torch.float64 or not 0.0 < other < 1.0:
             return other
         if other <= 2.0**-150:

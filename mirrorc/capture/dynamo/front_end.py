@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class DynamoFrontEnd(FrontEnd):
-    """Captures the whole call without a graph break, or gives the reason for which it cannot."""
+    """Captures the whole call without a graph break."""
 
     name = "dynamo"
 
@@ -119,7 +119,6 @@ class DynamoFrontEnd(FrontEnd):
         outputs: TracedOutputs,
         notes: tuple[Note, ...],
     ) -> Traced:
-        """The loss is one of the outputs."""
         model_name, names = type(call.model).__name__, [*outputs.types]
         values: Any = traced.graph.output_node().args[0]
         losses = values[: len(values) - len(names)]
@@ -148,7 +147,6 @@ class DynamoFrontEnd(FrontEnd):
         )
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-        """Reads a trace of the call that serves no other purpose."""
         try:
             with quiet_fake_tensors():
                 traced = _trace(call, leaves)
@@ -207,10 +205,7 @@ def _refuse_returned_numbers(traced: fx.GraphModule, outputs: TracedOutputs | No
 
 
 def _copy_aliased_loss(graph: fx.Graph) -> None:
-    """Copies a loss that aliases a parameter: the step updates the parameter before it returns the loss.
-
-    torch.compile would give such a loss by a view of the parameter.
-    """
+    """Copies a loss that aliases a parameter: the step updates the parameter before it returns the loss."""
     output = graph.output_node()
     loss = output.args[0][0]  # type: ignore[index]
     assert isinstance(loss, fx.Node)
@@ -223,10 +218,7 @@ def _copy_aliased_loss(graph: fx.Graph) -> None:
 
 
 class _Explained:
-    """A block in which the tracer's errors become short ones; the log has them whole (level DEBUG).
-
-    A class, because a generator would add frames to the user's traceback.
-    """
+    """A block that shortens the tracer's errors; no generator, which would add frames to the user's traceback."""
 
     def __init__(self, model_name: str, leaves: Sequence[torch.Tensor]) -> None:
         self._model_name, self._leaves, self._quiet = model_name, leaves, quiet_fake_tensors()

@@ -53,7 +53,6 @@ def _run(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Any, ...]:
-    """Runs layers on a tensor, or on padded sequences, which stay such."""
     options = (has_biases, num_layers, dropout if train else 0.0, bidirectional)
     if isinstance(inputs, PaddedSequences):
         values, *last = _run_layers(kind, inputs.values.transpose(0, 1), inputs.lengths, states, parameters, *options)

@@ -1,4 +1,4 @@
-"""A substitute for the function by which speech models of Hugging Face mask random spans (SpecAugment)."""
+"""A substitute for the masking of random spans (SpecAugment) in Hugging Face's speech models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def masked_spans(
         min_masks: of a row.
 
     Returns:
-        [rows, places], bool: the masked places. Spans of a row begin at different places, all choices equally likely.
+        [rows, places], bool: the masked places. Spans of a row begin at different places.
     """
     rows, places = shape
     if mask_length < 1:

@@ -1,4 +1,4 @@
-"""A substitute for `torch.nn.SyncBatchNorm`: statistics over the whole batch, by sums over all replicas."""
+"""A substitute for `torch.nn.SyncBatchNorm`, with statistics over the whole batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ONE_VALUE = "a SyncBatchNorm in train mode needs more than one value per channe
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """`torch.nn.SyncBatchNorm.forward`; statistics that are not read from buffers are those of the whole batch."""
+    """Replaces `SyncBatchNorm.forward`; statistics that are not read from buffers are those of the whole batch."""
     self._check_input_dim(input)
     self._check_non_zero_input_channels(input)
     if not self.training and self.running_mean is not None:
@@ -56,6 +56,6 @@ def buffers_of_synchronized_norms(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def synchronizes(root: nn.Module) -> bool:
-    """Tests for a synchronized norm of a module with statistics from the batch, as in train mode."""
+    """Tests for a synchronized norm with statistics from the batch, as in train mode."""
     norms = (module for module in root.modules() if isinstance(module, nn.SyncBatchNorm))
     return any(norm.training or norm.running_mean is None for norm in norms)

@@ -26,9 +26,7 @@ from mirrorc.errors import CaptureError, ExecutionError
 
 
 class OpaqueCall:
-    """Runs forward and backward of a training call, for several replicas at the same time.
-
-    Each forward runs on a `ModuleCopy`, with the modules' attributes at that time; backward releases it.
+    """Runs forward and backward of a training call, for several replicas at the same time, each on a `ModuleCopy`.
 
     Attributes:
         parameters, buffers: the variables of the call, each once, by its first name there.
@@ -49,7 +47,7 @@ class OpaqueCall:
     # What the operators run
 
     def begin_step(self, used: UsedParameters) -> None:
-        """Called before the runs of a step, which note their parameters there."""
+        """Sets where the runs of a step note their parameters."""
         self._used = used
 
     def forward(
@@ -75,11 +73,7 @@ class OpaqueCall:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The loss if there is one, the written buffers, and the outputs.
-
-        Raises:
-            ExecutionError: as of `forward`.
-        """
+        """The loss if there is one, the written buffers, and the outputs."""
         run = self._checked_run(seed, leaves, parameters, buffers)
         self.let_go(run)
         loss = [run.loss.detach().reshape(()).clone()] if self.recorded.loss_dtype is not None else []
@@ -112,7 +106,6 @@ class OpaqueCall:
         ]
 
     def backward(self, token: torch.Tensor, tangent: torch.Tensor) -> RunGradients:
-        """The gradients of a run, for a backward with this tangent."""
         run = self._runs[token]
         if isinstance(run, Run):
             run = self._runs[token] = self.gradients_of(run, tangent, self.recorded.late)
@@ -142,8 +135,7 @@ class OpaqueCall:
 
         Raises:
             CaptureError: a first run reads a passing attribute of the user's modules.
-            ExecutionError: forward assigns an attribute that is not passing, reads a passing one before its assignment, or
-                draws random numbers without a stream.
+            ExecutionError: forward assigns other attributes, reads passing ones too early, or draws without a stream.
             UnreadableOutputError: a step cannot rebuild an output.
         """
         try:
@@ -178,7 +170,6 @@ class OpaqueCall:
         return run
 
     def gradients_of(self, run: Run, tangent: torch.Tensor, late: Set[int] = frozenset()) -> RunGradients:
-        """The gradients of a run, before its backward; see `RunGradients`."""
         return RunGradients(run, functools.partial(self._run_backward, run, tangent), late, self._model_name)
 
     def _run_backward(self, run: Run, tangent: torch.Tensor) -> None:

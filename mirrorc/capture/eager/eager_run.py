@@ -26,14 +26,12 @@ class ThreadModes:
 
     @classmethod
     def now(cls) -> ThreadModes:
-        """Those of this thread."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
         return cls(autocast, torch.is_autocast_cache_enabled(), torch.get_default_device())
 
     @contextlib.contextmanager
     def entered(self, *, trains: bool) -> Iterator[None]:
-        """A block in which this thread has them, and gradients in training."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(trains))
             for kind, dtype in self.autocast:
@@ -73,16 +71,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The facts of first runs, taken by the graph of a step for all others.
+    """The facts of first runs, taken by the graph of a step for all others. Variables are referred to by index.
 
     Attributes:
         loss_dtype: None for an evaluation without a loss.
-        gradients: the indices of the trainable parameters, in the order of backward.
-        written: the indices of written buffers.
-        draws: whether random numbers are drawn.
-        late: the indices of parameters with gradients in several parts, or outside of the graph of the loss.
+        gradients: the trainable parameters, in the order of backward.
+        late: parameters with gradients in several parts, or outside of the graph of the loss.
         passing: the attributes with an assignment before each read.
-        alike: the indices of the buffers with one value in all runs of a step.
+        alike: the buffers with one value in all runs of a step.
     """
 
     loss_dtype: torch.dtype | None
@@ -96,7 +92,6 @@ class Recorded:
 
     @property
     def outputs_of_graph(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of each output beside the loss."""
         return list(self.outputs.types.values()) if self.outputs is not None else []
 
 

@@ -43,8 +43,7 @@ class AutogradFrontEnd(FrontEnd):
     """Captures a step as operators that run forward and backward as plain PyTorch.
 
     One operator runs forward, and one takes each gradient, in the order of backward: so backward can be cut between
-    buckets. Runs on the data of all shards tell this order, the written buffers, and the use of random numbers. A deviation
-    of a later run is an error of its step, except for other parameters in another order.
+    buckets. Runs on the data of all shards tell this order, the written buffers, and the use of random numbers.
     """
 
     name = "autograd"
@@ -97,8 +96,8 @@ class AutogradFrontEnd(FrontEnd):
 class HeldCall:
     """Guards that hold the call of a graph's operators.
 
-    Each run reads Python's current state. Plain arguments and numbers of modules are watched even so, because the
-    parameters in use may follow from them.
+    Each run reads Python's current state. Plain arguments and numbers of modules are watched because the parameters in use may
+    follow from them.
     """
 
     numbers: tuple[int | float, ...] = ()
@@ -137,11 +136,7 @@ class HeldCall:
 
 
 class _Graph:
-    """Builds a graph of the operators.
-
-    Attributes:
-        number: the call's, by which the operators refer to it.
-    """
+    """Builds a graph of the operators, which refer to their call by ``number``."""
 
     def __init__(self, call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> None:
         self.call, self.graph = call, fx.Graph()
@@ -196,7 +191,6 @@ class _Graph:
         )
 
     def writes_and_outputs(self, nodes: Sequence[fx.Node]) -> dict[str, dict[str, fx.Node]]:
-        """The arguments of `joint` for written buffers and outputs, in this order."""
         names, recorded = [*self.call.buffers], self.call.recorded
         written = nodes[: len(recorded.written)]
         outputs = recorded.outputs.types if recorded.outputs is not None else ()

@@ -1,4 +1,4 @@
-"""Copies of a user's modules that have their own Python objects, and the tensors of one replica."""
+"""Copies of a user's modules for one replica."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ _DEEPEST = 8
 class ModuleCopy:
     """A structural copy of a module and its submodules, to run in one thread while others run theirs.
 
-    The copies have the classes and attributes of the originals, and own tables of parameters, buffers and submodules.
-    Shared objects stay shared. References to copied modules become references to the copies: in attributes, bound methods,
-    `functools.partial`, lists, tuples and dicts. Modules of TorchScript are copied as torch copies them.
-
-    Attributes:
-        root: the copy. It can be run after `load`.
+    The copies share objects with the originals, except tables of parameters, buffers and submodules. References to copied
+    modules become references to the copies: in attributes, bound methods, `functools.partial`, lists, tuples and dicts.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -95,7 +91,6 @@ class ModuleCopy:
             return self.root(*args)
 
     def unload(self) -> None:
-        """Releases tensors."""
         self._loaded = []
         for script in self._scripts:
             script.unload()
@@ -111,10 +106,7 @@ class ModuleCopy:
         return [attribute for attribute in assigned if attribute not in self._passing]
 
     def replaced(self) -> str | None:
-        """A parameter, buffer or submodule that was replaced, added or deleted since `load`; or None.
-
-        Of modules of TorchScript, any changed attribute.
-        """
+        """A parameter, buffer or submodule (of TorchScript, any attribute) that was changed since `load`; or None."""
         for (_, attributes), loaded in zip(self._pairs, self._loaded, strict=True):
             for table, before in zip(_TABLES, loaded[1:], strict=True):
                 now = attributes.get(table, {})

@@ -1,4 +1,4 @@
-"""A replica's own stream of random numbers for code that draws from the generators of the process."""
+"""A replica's stream of random numbers for code that draws from the generators of the process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ class ReplicaStream:
 
     @contextlib.contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """A block that draws from the stream, and restores the generators; one such block runs at a time.
-
-        Raises:
-            ExecutionError: other blocks have held the generators for an hour.
-        """
+        """A block that draws from the stream, and restores the generators; one such block runs at a time."""
         with contextlib.ExitStack() as stack:
             for device in self._devices:
                 if not lock_of(device).acquire(timeout=_LONGEST_WAIT_SECONDS):
@@ -49,7 +45,6 @@ class ReplicaStream:
 
 
 def generator_states(devices: list[torch.device]) -> list[torch.Tensor]:
-    """The states of the process's generators for these devices."""
     with STATES_LOCK:
         return [torch.get_rng_state() if d.type == "cpu" else torch.cuda.get_rng_state(d) for d in devices]
 

@@ -1,4 +1,4 @@
-"""Reads the outputs of a run of plain PyTorch: containers, tensors, and constants."""
+"""Reads the outputs of a run of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -31,15 +31,7 @@ def read_run(
     variables: Mapping[int, torch.Tensor],
     marked: Sequence[torch.Tensor],
 ) -> RunOutputs:
-    """Reads the outputs of a run.
-
-    Args:
-        variables: the user's parameters and buffers, by the ids of the run's.
-        marked: the results of `mirrorc.summed` in the run.
-
-    Raises:
-        UnreadableOutputError: a step cannot rebuild an output.
-    """
+    """``variables``: the user's, by the ids of the run's. ``marked``: the results of `mirrorc.summed` in the run."""
     reader = _RunReader(loss, arguments, variables)
     structure = reader.read(outputs, "outputs")
     marks = {storage_key(tensor) for tensor in marked}
@@ -60,10 +52,7 @@ def read_run(
 
 
 def difference(outputs: TracedOutputs, recorded: TracedOutputs) -> str:
-    """The name of the first output in which two runs on shards of one shape differ; empty if they agree.
-
-    Values of tensors may differ.
-    """
+    """The name of the first output in which two runs on shards of one shape differ; empty if they agree."""
     for leaf, other in zip(outputs.leaves, recorded.leaves, strict=False):
         is_other_value = leaf.kind is not LeafKind.CONSTANT and leaf.value != other.value
         if leaf.path != other.path or leaf.kind is not other.kind or is_other_value:
@@ -81,11 +70,7 @@ def difference(outputs: TracedOutputs, recorded: TracedOutputs) -> str:
 
 
 class _RunReader(OutputReader):
-    """Reads the outputs of a run.
-
-    Attributes:
-        memory: the storages of its variables.
-    """
+    """``memory``: the storages of the run's variables."""
 
     gathered: dict[str, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""Refuses effects of a run of plain PyTorch on objects that replicas share."""
+"""Refuses effects of a run on objects that replicas share."""
 
 from __future__ import annotations
 
@@ -98,6 +98,5 @@ def _buffers_of(module: Any) -> list[torch.Tensor]:
 
 
 def have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Compares the bits of two tensors of a type."""
     bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
     return torch.equal(*bits)

@@ -1,4 +1,4 @@
-"""The gradients of a run of plain PyTorch, one after the other as its backward makes them."""
+"""The gradients of a run, one after the other as its backward makes them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ class RunGradients:
 
     A gradient is complete when torch calls the post-accumulate hook of its parameter. A parameter outside of the graph of
     the loss has none, except from a backward within backward: known at the end of backward only.
-
-    Args:
-        late: the indices of parameters whose complete gradients may get further parts.
 
     Attributes:
         came: the indices of parameters in the order of their gradients; twice for two parts.

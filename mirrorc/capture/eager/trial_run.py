@@ -47,8 +47,6 @@ class FirstRuns:
     """The facts of first runs.
 
     Attributes:
-        written_inputs: see `mirrorc.torch_internals.JointGraph`.
-        notes: warnings to give, once.
         vectors: those of spectral norms after forward, by their indices among the buffers.
     """
 
@@ -65,17 +63,13 @@ def first_runs(
     leaves: Sequence[torch.Tensor],
     model_name: str,
 ) -> FirstRuns:
-    """Runs forward, and in training backward, on copies of all tensors, once for each part of the batch.
+    """Runs a training call on copies of all tensors, once for each part of the batch.
 
-    A write or draw of one run counts for all. Any trainable parameter may get a gradient in a later run. Generators of
-    random numbers are restored.
+    A write or draw of one run counts for all. Any trainable parameter may get a gradient in a later run.
 
     Args:
         parts: the data of all shards or microbatches.
         leaves: one of these, for the types of outputs.
-
-    Raises:
-        CaptureError: a run fails, or has effects that a step cannot have.
     """
     passing: set[Attribute] = set()
     with _explained(model_name), refused_effects(call, model_name):
@@ -202,10 +196,7 @@ def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> to
 def _written(
     run: Run, opaque: OpaqueCall, before: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """The written inputs other than buffers, and the indices of the written buffers.
-
-    A write shows in the version of a tensor, or through ``.data`` or numpy in its bits alone.
-    """
+    """The written inputs other than buffers, and the written buffers; a write through ``.data`` or numpy shows in bits alone."""
     leaves, buffers = before
     parameters = [value.detach() for value in opaque.parameters.values()]
 
@@ -247,11 +238,6 @@ def _explained(model_name: str) -> Iterator[None]:
 
 
 def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str) -> tuple[Note, ...]:
-    """A note on reached parameters that neither model nor loss holds.
-
-    Raises:
-        CaptureError: one of them is the model's, reached past its modules.
-    """
     besides = note_reach(run)
     name = reached_otherwise(besides, opaque.parameters)
     if name is not None:

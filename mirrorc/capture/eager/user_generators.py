@@ -31,7 +31,6 @@ class HeldGenerators:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """The block."""
         with self._torchs:
             yield
 
@@ -47,7 +46,6 @@ class HeldGenerators:
         return next(changed, None)
 
     def put_back(self) -> None:
-        """Restores the states of all generators."""
         for (_, (_, write)), before in zip(self._generators, self._before, strict=True):
             write(before)
         for generator, state in self._torchs.drawn.values():

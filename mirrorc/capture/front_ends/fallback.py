@@ -24,7 +24,6 @@ class Climbed(Generic[T]):
     failed: tuple[tuple[FrontEnd, str], ...]
 
     def remarks(self, model_name: str) -> list[str]:
-        """Remarks of the program on the failed front ends."""
         return [
             f"captured with capture={self.front_end.name!r}, because {failed.name!r} cannot capture {model_name}{why}"
             for failed, why in self.failed
@@ -47,8 +46,8 @@ class Climbed(Generic[T]):
 class Ladder:
     """Front ends, those of the fastest programs first.
 
-    The first leaves unreadable Python and branches on data to the others, but refuses models for their meaning, such as a
-    loss that is no scalar. Refusals of the others pass to the next.
+    The first leaves unreadable Python and branches on data to the others, but refuses models for their meaning. Refusals of the
+    others pass to the next.
     """
 
     def __init__(self, front_ends: Sequence[FrontEnd]) -> None:
@@ -60,15 +59,10 @@ class Ladder:
 
     @property
     def first(self) -> Ladder:
-        """The first front end alone."""
         return Ladder(self._front_ends[:1])
 
     def climb(self, attempt: Callable[[FrontEnd], T]) -> Climbed[T]:
-        """The result of the first front end that can capture a model.
-
-        Raises:
-            CaptureError: none can, with the errors of the first and the last; or the model is refused for its meaning.
-        """
+        """The result of the first front end that can capture a model; the errors of the first and the last if none can."""
         errors: list[tuple[FrontEnd, CaptureError]] = []
         for front_end in self._front_ends:
             try:
@@ -107,9 +101,5 @@ _OWN_FOLDER = Path(__file__).parents[2]
 
 
 def ladder_named(name: object) -> Ladder:
-    """The front ends of ``capture=``: all for "auto".
-
-    Raises:
-        ValueError: unknown name; lists the known ones.
-    """
+    """The front ends of ``capture=``: all for "auto"."""
     return Ladder(rungs() if isinstance(name, str) and name == AUTO else [front_end_named(name)])

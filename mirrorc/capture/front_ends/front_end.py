@@ -1,4 +1,4 @@
-"""The interface and the registry of front ends: tracers of a model and its loss to one graph of forward and backward."""
+"""The interface and the registry of front ends."""
 
 from __future__ import annotations
 
@@ -30,15 +30,9 @@ class Traced:
 
     Attributes:
         joint: one functional graph of forward, loss and backward, in operators of ATen.
-        guards: on the Python state behind the graph.
         notes: warnings to give, once.
-        outputs: those beside the loss, if the call keeps them.
         remarks: for readers of the program.
         alike: the paths of further buffers with one value on all replicas.
-        weighted_means: the losses with a mean over targets instead of examples.
-        reductions: those of torch's losses among the summands of the loss.
-        leaves_with_time_first: the arguments with the time of a recurrent layer in dim 0.
-        leaves_with_offsets: the offsets of bags of an embedding.
     """
 
     joint: JointGraph
@@ -60,7 +54,7 @@ class FrontEnd(ABC):
 
     Attributes:
         words: how steps run the capture, as a continuation after a colon.
-        needs_data: whether it needs the data of all shards (`TrainingCall.data`) instead of tensors of any values.
+        needs_data: it runs the data of all shards instead of tensors of any values.
     """
 
     name: ClassVar[str]
@@ -77,8 +71,7 @@ class FrontEnd(ABC):
     ) -> Traced:
         """Traces a call to one functional graph, with guards on all reads of Python state.
 
-        The graph of an `evaluation_call.EvaluationCall` is forward alone, with ``loss``, if there is one, among its
-        outputs. Gradients are off for it, and otherwise on.
+        The graph of an `EvaluationCall` is forward alone, with ``loss``, if there is one, among its outputs.
 
         Args:
             stack: keeps contexts open until the graph is restructured.
@@ -101,11 +94,7 @@ _rungs: list[FrontEnd] = []
 
 
 def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
-    """Registers a front end by its name; as a rung, "auto" tries it after earlier ones.
-
-    Raises:
-        ValueError: another front end has this name.
-    """
+    """Registers a front end by its name; as a rung, "auto" tries it after earlier ones."""
     if front_end.name in _front_ends:
         raise ValueError(f"there is a front end {front_end.name!r} already: give this one another name")
     _front_ends[front_end.name] = front_end
@@ -114,23 +103,17 @@ def register_front_end(front_end: FrontEnd, *, is_rung: bool = False) -> None:
 
 
 def unregister_front_end(name: str) -> None:
-    """Removes a front end, so that its name is free again."""
     front_end = _front_ends.pop(name)
     if front_end in _rungs:
         _rungs.remove(front_end)
 
 
 def rungs() -> list[FrontEnd]:
-    """The front ends of "auto", in order."""
     return list(_rungs)
 
 
 def front_end_named(name: object) -> FrontEnd:
-    """The front end of this name; for "auto", the first one that is tried.
-
-    Raises:
-        ValueError: unknown name; lists the known ones.
-    """
+    """The front end of this name; for "auto", the first one that is tried."""
     if isinstance(name, str) and name == AUTO:
         return rungs()[0]
     front_end = _front_ends.get(name) if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""The guards of a front end: checks on the Python state behind its graph."""
+"""Checks on the Python state behind a graph."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Protocol
 class Guards(Protocol):
     """Watches all Python state in a trace beyond the key of its specialization.
 
-    The key (`compilation.specializer`) lacks strings and numbers among the arguments, which a call puts into
-    `TrainingCall.plain`. Guards run in the caller's thread before every step, so they must take microseconds.
+    Guards run in the caller's thread before every step, so they must take microseconds.
     """
 
     @property
@@ -31,7 +30,7 @@ class Guards(Protocol):
         """Tests that a trace would read the same state."""
 
     def broken(self) -> str:
-        """The change, in a few words with its line; for messages, after `hold` was false."""
+        """The change, in a few words with its line, after `hold` was false."""
 
 
 class AllGuards:

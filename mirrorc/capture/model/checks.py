@@ -11,13 +11,7 @@ from mirrorc.torch_internals import is_script_module, object_within
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model that cannot be captured.
-
-    Raises:
-        TypeError: not a module.
-        ValueError: parameters without memory or shape, or none to train; another library's data-parallel training; or a
-            module of TorchScript without copies.
-    """
+    """Refuses a model that cannot be trained, by a TypeError or a ValueError."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")
     wrappers = _loaded(

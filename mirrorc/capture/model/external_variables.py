@@ -1,7 +1,4 @@
-"""Makes variables of tensors in reach of forward or the loss, but outside of model and loss.
-
-Examples: a discriminator in the closure of a generator's loss, a teacher in a global.
-"""
+"""Makes variables of tensors outside of model and loss: a discriminator in a closure of the loss, a teacher in a global."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ _PLACE = "mirrorc_outside"  # where a traced module has them
 def take_outside_variables(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor]
 ) -> dict[str, ReadVariable]:
-    """Has a traced graph read the tensors of such modules like its own buffers; gives the variables by their names.
-
-    They get no gradient, as parameters that the optimizer does not hold.
-    """
+    """Has a traced graph read the tensors of such modules like its own buffers, without gradients; gives them by name."""
     home = leaves[0].device if leaves else None
     variables = [
         variable
@@ -81,7 +75,7 @@ class OutsideNames:
         return names
 
     def counters_of(self, outside: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
-        """The counters of forwards of normalization layers, by the names of the statistics: each with its name."""
+        """The counters of forwards of normalization layers, each with its name, by the names of the statistics."""
         counters = {name: self._counters.get(id(tensor), lambda: None)() for name, tensor in outside.items()}
         return {
             name: (self._known[id(counter)][1], counter) for name, counter in counters.items() if counter is not None

@@ -1,4 +1,4 @@
-"""The user's model as a step sees it: its variables by name, and the Python state of its captured graph."""
+"""A model's variables by name, and the Python state of its captured graph."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ class ModelState:
     """The variables of a model and its loss, and a fingerprint of the plain Python state behind their graph.
 
     Attributes:
-        tensors: parameters and buffers, by name of their variable: the first name in the model, with the prefix
-            ``loss_fn.`` for those of a loss module.
-        names: the variable for each name in `training_call.TrainingCall`; several names for tied weights.
-        outside: names the other variables of forward or the loss.
+        tensors: by name of their variable, the first name in the model; those of a loss module begin with ``loss_fn.``.
+        names: the variable for each name in `TrainingCall`; several names for tied weights.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -83,7 +81,6 @@ class ModelState:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters among the variables."""
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def modes(self) -> str:

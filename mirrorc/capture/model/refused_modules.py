@@ -25,7 +25,6 @@ def _refuse_scripts(root: nn.Module, model_name: str) -> None:
 
 
 def refuse_modules(root: nn.Module, model_name: str) -> None:
-    """Refuses modules that cannot be captured in their current mode."""
     _refuse_scripts(root, model_name)
     for path, module in root.named_modules():
         name = path.removeprefix("model.")

@@ -1,4 +1,4 @@
-"""Attributes of modules with an assignment before each read of a forward, so their values need not last."""
+"""Attributes of modules that forward assigns before each read, so that their values need not last."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class AssignedAttributeError(ExecutionError):
 
     @classmethod
     def of(cls, name: str, attributes: Sequence[Attribute] = ()) -> AssignedAttributeError:
-        """An error with the attribute's name."""
         text = (
             f"forward assigns the attribute {name!r} of a module, which would not last: write buffers in place "
             "(self.x.add_(1), self.x.copy_(value)), pass what changes as an argument, and use local variables for what need "
@@ -49,7 +48,6 @@ class ReadBeforeAssignedError(ExecutionError):
 
     @classmethod
     def of(cls, name: str) -> ReadBeforeAssignedError:
-        """An error with the attribute's name."""
         text = (
             f"forward reads the attribute {name!r} of a module, which it assigns as well, so that what one call leaves there "
             "counts in the next one, and in a step such a value does not last: write buffers in place (self.x.add_(1), "
@@ -59,8 +57,6 @@ class ReadBeforeAssignedError(ExecutionError):
 
 
 class _PassingAttribute:
-    """An attribute that can be read only after its assignment."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -121,11 +117,7 @@ def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
 
 
 def watching_class(kind: type, names: Set[str], attribute: type[_PassingAttribute] = _PassingAttribute) -> type:
-    """A subclass of a module's class (or of its earlier watching class) with these names readable only after their
-    assignment.
-
-    Without names, the class itself.
-    """
+    """A subclass of a module's class with these names readable only after their assignment; without names, the class itself."""
     watched: Set[str] = getattr(kind, _WATCHED, frozenset())
     if names == watched:
         return kind

@@ -1,4 +1,4 @@
-"""From a model and a batch's shapes to a captured program, ready for the passes."""
+"""Captures a model, for the shapes of a batch, as a program."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ class CapturedProgram:
         outside: variables of modules outside of model and loss.
         differences: sentences on the differences between a step on this batch and one device.
         notes: warnings to give, once.
-        outputs: those beside the loss, if kept.
-        sizes: of its graphs, if they have symbols.
+        outputs, sizes: None without outputs beside the loss, or without symbols.
     """
 
     program: Program
@@ -78,7 +77,7 @@ class CapturedProgram:
 
     @property
     def loss_dtype(self) -> torch.dtype | None:
-        """The dtype of the loss; None for an evaluation, whose graphs return none."""
+        """None for an evaluation."""
         output: Any = self.program.shard_graphs[0].output_node().args[0]
         return output["loss"].meta["val"].dtype if self.program.trains else None
 
@@ -107,7 +106,6 @@ def capture_program(
     Args:
         front_end: None for the first one of "auto".
         symbolic: the symbolic dimensions of the tensors.
-        workers: exchange values on the model's request.
 
     Raises:
         SizesGivenUp: these cannot be symbolic.
@@ -231,7 +229,6 @@ def _capture_each(
 
 
 def _check_agreement(captured: Sequence[CapturedGraph], model_name: str) -> None:
-    """Checks that the graphs of all shard shapes make the same gradients and draw random numbers in the same places."""
     first, *others = captured
     for other in others:
         if list(first.traced.guards.draws) != list(other.traced.guards.draws):
@@ -304,7 +301,7 @@ def _unique(names: list[str]) -> list[str]:
 
 
 def _refuse_added(captured: CapturedGraph, added: Mapping[str, str]) -> None:
-    """Refuses variables added to the model: memory and updates exist for the first ones alone."""
+    """Memory and updates exist for the first variables alone."""
     for node in calls_to(captured.graph, ops.read):
         if node.kwargs["variable"] in added:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Brings the graph of forward, loss and backward, or of forward alone, into the form that passes take."""
+"""Brings a traced graph into the form that passes take."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class CapturedGraph:
         sparse: the parameters with sparse gradients in torch.
         sizes: its symbols; None if all sizes are numbers.
         size_keys: the meanings of its arguments of the kind SIZE, in order.
-        alike: see `written_alike`.
     """
 
     graph: fx.Graph
@@ -56,12 +55,10 @@ class CapturedGraph:
 
     @property
     def trains(self) -> bool:
-        """Tests for a graph with backward."""
         return any(argument.kind is ArgumentKind.LOSS_WEIGHT for argument in self.arguments)
 
     @property
     def numbers(self) -> tuple[NumberInput, ...]:
-        """The Python numbers among its arguments."""
         return self.traced.joint.numbers
 
 
@@ -110,10 +107,7 @@ def restructure(
 
 
 def _symbolic_numbers(joint: JointGraph, values: dict[fx.Node, Any]) -> list[Any]:
-    """The keys of numbers that the graph computes of sizes: all symbols, then operands.
-
-    ``values`` gets the key for each node of such a number, or the number itself if it is constant.
-    """
+    """The keys of numbers that the graph computes of sizes, symbols first; ``values`` gets the key of each such node."""
     if joint.sizes is None:
         return []
     for node in joint.graph_module.graph.nodes:
@@ -133,10 +127,7 @@ def _add_arguments(
     values: dict[fx.Node, Any],
     sizes: Sequence[Any],
 ) -> tuple[list[Argument], fx.Node, dict[Any, fx.Node]]:
-    """Adds the placeholders: of the batch, sizes, numbers, the loss's weight and, last, the seed.
-
-    Gives the arguments, the placeholder of the seed, and those of sizes.
-    """
+    """Adds the placeholders; gives the arguments, the placeholder of the seed (the last), and those of sizes."""
     arguments: list[Argument] = []
     nodes_of = {leaf: node for node, leaf in joint.leaf_of.items()}
     for leaf, name in enumerate(leaf_names):
@@ -294,10 +285,7 @@ def _outputs(
 
 
 def _without_idle_transpositions(node: fx.Node) -> fx.Node:
-    """Skips transpositions that cancel each other: autograd transposes gradients of weights twice.
-
-    Returns the earliest value of the same shape and strides.
-    """
+    """The earliest value of the same shape and strides: autograd transposes gradients of weights twice."""
     same, wanted = node, node.meta["val"]
     while node.target in TRANSPOSITIONS:
         source = node.args[0]
@@ -315,10 +303,7 @@ def _remove_dead_code(graph: fx.Graph) -> None:
 
 
 def _separate_gradients(graph: fx.Graph) -> None:
-    """Makes each gradient a separate value, because buckets are summed in place.
-
-    Otherwise the terms of a sum share a gradient, and a gradient may be an operand of another one.
-    """
+    """Makes each gradient a separate value, as buckets are summed in place; terms of a sum share a gradient otherwise."""
     output: Any = graph.output_node().args[0]
     counts = Counter([output["loss"], *output["writes"].values(), *output["gradients"].values()])
     gradients: dict[str, fx.Node] = {}

@@ -15,8 +15,7 @@ from mirrorc.ir.nodes import calls_to
 def with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
     """Renames different constants of one name, to names outside of ``taken``.
 
-    Constants with the size of a shard, such as ``torch.tensor(len(x))``, differ. So do two equal tensors of the user: he
-    may write one of them later.
+    Two equal tensors of the user differ, too: one of them may be written later.
     """
     known: dict[str, torch.Tensor] = {}
     named = []

@@ -1,4 +1,4 @@
-"""Finds the number of rows that all replicas of all workers gather together, a constant of each graph."""
+"""The number of rows that all replicas of all workers gather together, a constant of each graph."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ class GatheredRows:
 
     The first guess: rows are proportional to examples if they are a multiple of them, and otherwise equal on all replicas.
     The rows in the captured graphs then replace it, separately for each type of value. Until other workers report, each
-    device there is taken to gather as many as one here. A worker without examples gathers none; its graph, for no replica,
-    has the number of the others.
+    device there is taken to gather as many as one here.
 
     Args:
         runs: for each replica, its graphs, of which the first counts.
-        elsewhere: the rows of the other workers, once reported.
     """
 
     def __init__(
@@ -66,11 +64,7 @@ class GatheredRows:
         return rows_of_all
 
     def settled(self, capture_all: Callable[[], list[CapturedGraph]], model_name: str) -> list[CapturedGraph]:
-        """Captures until the graphs agree with the rows that they gather, mostly once.
-
-        Raises:
-            CaptureError: they never do, or a replica gathers values of one type twice with different totals.
-        """
+        """Captures until the graphs agree with the rows that they gather, mostly once."""
         for _ in range(_MOST_CAPTURES):
             captured = capture_all()
             if self._learn(captured, model_name):
@@ -82,7 +76,7 @@ class GatheredRows:
         )
 
     def _learn(self, captured: Sequence[CapturedGraph], model_name: str) -> bool:
-        """Notes the rows that graphs gather; gives whether the graphs agree with them."""
+        """Notes the rows that graphs gather; tells if the graphs agree with them."""
         met = [meetings_of_rows(graph.graph) for graph in captured]
         stands_in = [0] if self._elsewhere is not None else []  # the graph of a worker without examples
         shards = self._shards or stands_in

@@ -16,16 +16,7 @@ from mirrorc.torch_internals import NumbersGivenUp, is_drawn, is_users_file
 def captured_with_numbers(
     numbers: ChangingNumbers, capture_all: Callable[[], list[CapturedGraph]], model: str
 ) -> list[CapturedGraph]:
-    """Captures all graphs; a number that cannot be an input of one graph is a constant of all.
-
-    Args:
-        numbers: those that are to be inputs; notes the ones that cannot be.
-        capture_all: captures the graph of each kind of shard.
-        model: the name of the model.
-
-    Raises:
-        CaptureError: a number that is drawn at random cannot be an input; or the error of ``capture_all``.
-    """
+    """Captures the graph of each kind of shard; a number that cannot be an input of one graph is a constant of all."""
     while True:
         inputs = numbers.inputs
         try:
@@ -61,8 +52,7 @@ def _no_constant(error: NumbersGivenUp, model: str) -> CaptureError:
 def with_numbers_of_each(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
     """Gives the graphs of one replica's microbatches arguments for numbers that Python computes otherwise for each size.
 
-    All graphs have the arguments of all, and each uses its own. The numbers of a replica are those of all graphs, one graph
-    after the other.
+    All graphs have the arguments of all, one graph after the other, and each uses its own.
     """
     expressions = zip(*([number.expression for number in graph.numbers] for graph in captured), strict=True)
     apart = {index for index, of_graphs in enumerate(expressions) if len(set(of_graphs)) > 1}
@@ -72,7 +62,6 @@ def with_numbers_of_each(captured: Sequence[CapturedGraph]) -> list[CapturedGrap
 
 
 def _with_numbers(captured: CapturedGraph, place: int, num_graphs: int, apart: Collection[int]) -> CapturedGraph:
-    """A graph with arguments for the numbers of all graphs that differ, of which it takes those at its place."""
     arguments: list[Argument] = []
     taken = {argument.name for argument in captured.arguments}
     for argument, first in zip(captured.arguments, captured.graph.find_nodes(op="placeholder"), strict=True):

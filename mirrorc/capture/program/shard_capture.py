@@ -36,9 +36,6 @@ def capture(
         leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
         variable_names: the variable for each name of a parameter or buffer; several names for tied weights.
         trained: the variables that the optimizer updates.
-
-    Raises:
-        CaptureError: with the user's line, the reason and a remedy.
     """
     with tracing(call) as stack:
         traced = front_end.trace(stack, call, leaves, decompositions)
@@ -65,6 +62,5 @@ def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names
 
 
 def outputs_for(front_end: FrontEnd, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
-    """The outputs of a step on shards of another size; None if unknown."""
     with tracing(call):
         return front_end.trace_outputs(call, leaves)

@@ -1,4 +1,4 @@
-"""Gives the graphs of a program the same arguments for symbolic sizes, and computes their values in a call."""
+"""Arguments for symbolic sizes, and their values in a call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from mirrorc.torch_internals import SizesGivenUp, SizesOfArguments
 
 def with_equal_sizes(captured: Sequence[CapturedGraph]) -> list[CapturedGraph]:
     """Gives all graphs the same arguments for sizes; an unneeded one has no value.
-
-    Each graph has symbols of its own, so a name may stand for different sizes.
 
     Raises:
         SizesGivenUp: replicas gather rows, of which each graph has the total.
@@ -63,7 +61,6 @@ class SymbolicSizes:
         graphs: the symbols of each graph, and the keys of its numbers.
         shard_of_replica: the graph of each replica; None without examples.
         microbatches: the sizes of each replica's, all with one graph; empty for whole shards.
-        are_split: of each argument.
     """
 
     graphs: tuple[tuple[SizesOfArguments | None, tuple[Any, ...]], ...]
@@ -73,7 +70,6 @@ class SymbolicSizes:
 
     @property
     def are_there(self) -> bool:
-        """Tests for any symbols."""
         return any(sizes is not None and sizes.symbols for sizes, _ in self.graphs)
 
     def of_shards(self, shards: Shards) -> list[tuple[int | float, ...]] | None:

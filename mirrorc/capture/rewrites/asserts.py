@@ -20,11 +20,7 @@ _IDLE = ("profiler", "aten::_assert_tensor_metadata", "aten::sym_constrain_range
 
 
 def keep_asserts(graph: fx.Graph, tangent: fx.Node | None, model_name: str) -> None:
-    """Turns each assert on a tensor into a `mirrorc.ir.ops.check`, which no pass removes.
-
-    Raises:
-        CaptureError: an assert of backward, or another operator that is called only for its effect.
-    """
+    """Turns each assert on a tensor into a `mirrorc.ir.ops.check`, which no pass removes."""
     first_backward = min(tangent.users, default=None) if tangent is not None else None
     for node in list(graph.nodes):
         if not is_compute(node) or node.users or not _has_effect(node.target):

@@ -13,11 +13,7 @@ from mirrorc.torch_internals import checkpoint_tag
 
 
 def note_checkpoints(values: Mapping[fx.Node, fx.Node], model_name: str) -> None:
-    """Notes at each operator of a graph the checkpoint of its counterpart, a key of ``values``, in the joint graph.
-
-    Raises:
-        CaptureError: a policy moves results elsewhere.
-    """
+    """Copies the checkpoint of each operator of the joint graph to its counterpart in ``values``."""
     numbers: dict[int, int] = {}
     for joint_node, node in values.items():
         if node.op != "call_function":

@@ -34,10 +34,7 @@ _ASKED_BY: dict[Any, str] = {
 
 
 def keep_replica_values(graph: fx.Graph) -> list[Argument]:
-    """Turns exchanges between replicas into operations of the IR, numbered in program order, and replica numbers into
-    arguments.
-
-    An exchanged value among the graph's results is copied, so a region gives it.
+    """Turns exchanges between replicas into numbered operations of the IR, and replica numbers into arguments.
 
     Returns:
         The added arguments, whose placeholders come last, in this order.
@@ -139,7 +136,6 @@ def _say(node: fx.Node) -> str:
 
 
 def refuse_over_workers(program: Program) -> None:
-    """Refuses exchanges between replicas of several workers with GPUs."""
     if not program.meets_workers or not any(device.is_asynchronous for device in program.devices):
         return
     met = next((node for graph in program.shard_graphs for node in calls_to(graph, *ops.MEETINGS)), None)

@@ -22,8 +22,7 @@ aten = torch.ops.aten
 def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
     """Replaces each random operation of a graph by one that draws from a stream of ``seed``; returns their number.
 
-    Dropout becomes a mask and a product. Every other random operation of ATen becomes an operator of the same schema that
-    runs it under the seed.
+    Dropout becomes a mask and a product, any other an operator of the same schema that runs it under the seed.
     """
     stream = 0
     for node in list(graph.nodes):
@@ -39,7 +38,6 @@ def seed_random_ops(graph: fx.Graph, seed: fx.Node) -> int:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Tests for a node that draws random numbers."""
     target: Any = node.target
     if node.op != "call_function" or not is_operator(target):
         return False
@@ -87,11 +85,6 @@ def _draw(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int, keep: floa
 
 
 def _follow(graph: fx.Graph, changed: set[fx.Node]) -> None:
-    """Infers the types of all values anew that depend on the layout of these.
-
-    Raises:
-        CaptureError: an operator addresses elements by their position in memory.
-    """
     if not changed:
         return
     for node in graph.nodes:

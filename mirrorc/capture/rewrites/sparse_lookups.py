@@ -23,11 +23,7 @@ def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], 
     """Makes lookups with ``sparse=True`` in a tracer's graph lookups with dense gradients.
 
     Returns:
-        The paths of the parameters with sparse lookups only; others have dense gradients in torch, too. See
-        `rows_of_lookups`.
-
-    Raises:
-        CaptureError: torch would refuse the lookup, or its table is no parameter.
+        The paths of the parameters with sparse lookups only; others have dense gradients in torch, too.
     """
     sparse: set[str] = set()
     dense: set[str] = set()
@@ -122,11 +118,9 @@ def _gradient_of_bags(
     per_sample_weights: torch.Tensor | None,
     padding_idx: int = -1,
 ) -> Any:
-    """The gradient of a table of bags as that of an embedding: rows that are added up at indices.
+    """The gradient of a table of bags as added rows, because torch's is as large as the table.
 
-    Torch's backward of an ``embedding_bag`` gives a gradient as large as the table. In modes "sum" and "mean", the row for
-    an index is the gradient of its bag, times its weight, over the size of the bag. Other modes, and scaling by frequency,
-    are left to torch.
+    In modes "sum" and "mean", the row for an index is the gradient of its bag, times its weight, over the size of the bag.
     """
     if mode == _MAX or scale_grad_by_freq:
         return NotImplemented
@@ -147,10 +141,7 @@ BAGS_AS_ROWS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten._embedding_bag_
 def rows_of_lookups(graph: fx.Graph, looked_up: frozenset[str], model_name: str) -> frozenset[str]:
     """The parameters with sparse gradients in torch: those among ``looked_up`` without other summands.
 
-    Several lookups in one table become one, of the rows and indices of all, in their order, in the output of the graph.
-
-    Raises:
-        CaptureError: the lookups of one table have different padding rows.
+    Several lookups in one table become one, of the rows and indices of all, in the output of the graph.
     """
     output: Any = graph.output_node().args[0]
     gradients, sparse = dict(output["gradients"]), set()

@@ -1,4 +1,4 @@
-"""Makes operators that address elements by their position in memory independent of the memory around their arguments."""
+"""Makes operators that address memory by position independent of the memory around their arguments."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ def confine_strided_reads(graph: fx.Graph) -> None:
 
     The memory around a shard or the result of a region differs from that of the trace. A view is replaced by its base.
     Operators choose the layouts of their results, so the argument must be contiguous, unless it is the user's memory.
-
-    Raises:
-        CaptureError: an operator addresses elements outside of its argument, or the argument is not contiguous.
     """
     for node in [node for node in graph.nodes if node.target in BY_POSITION]:
         names = [argument.name for argument in schema_of(node.target).arguments]
@@ -68,7 +65,6 @@ def _same_memory(node: fx.Node) -> fx.Node | None:
 
 
 def _holds(node: fx.Node, first: int, last: int) -> bool:
-    """Tests that these positions in memory hold elements of a value, at any offset."""
     value = node.meta["val"]
     is_laid = is_dense(value) if node.op == "placeholder" or node.target is ops.read else value.is_contiguous()
     start = value.storage_offset()

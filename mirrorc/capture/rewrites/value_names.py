@@ -19,9 +19,8 @@ from mirrorc.torch_internals import bare_name, is_operator
 def with_stable_names(graph: fx.Graph, arguments: Sequence[Argument]) -> fx.Graph:
     """A copy whose values are named after module and operator: ``encoder_fc1_addmm``, and ``d_encoder_fc1_mm`` in backward.
 
-    A value computed outside of modules is named after the latest module among its sources: ``torch.relu(self.fc1(x))`` is
-    ``fc1_relu``. Values of equal names are numbered. Names are the same in every process, and a change of one module, or of
-    its users, does not change the names in other modules.
+    A value computed outside of modules is named after the latest module among its sources. A change of one module does not
+    change the names in others.
     """
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -65,12 +64,7 @@ def _numbered(base: str, counts: Counter[str]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """The module, variable or argument that names a value: that of its latest operand.
-
-    Attributes:
-        since: the position of its first use; -1 for arguments.
-        is_owned: whether it is a variable. A module does not name values after its own variables.
-    """
+    """The module, variable or argument that names a value; ``since`` is the position of its first use, -1 for arguments."""
 
     name: str = ""
     since: int = -1
@@ -78,7 +72,7 @@ class _Place:
 
 
 class _Places:
-    """Finds the place of each value of a graph; must be asked in the order of the graph."""
+    """Must be asked in the order of the graph."""
 
     def __init__(self, graph: fx.Graph, arguments: Sequence[Argument]) -> None:
         self._tangents = placeholders_of(graph, arguments, ArgumentKind.LOSS_WEIGHT)
@@ -94,7 +88,6 @@ class _Places:
         return node in self._backward
 
     def of(self, node: fx.Node) -> str:
-        """The name of the value's place; all operands must have been asked for before."""
         if node in self._tangents or any(source in self._backward for source in node.all_input_nodes):
             self._backward.add(node)
         place = self._known[node] = self._place(node)
