@@ -1,4 +1,4 @@
-"""`compile`: a step from the user's options. The file is long because it documents each option."""
+"""`compile`: a step from the user's options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: ``mirrorc show``, ``opt``, ``diff`` and ``verify`` for saved programs; ``mirrorc --help`` explains them."""
+"""The command line: ``mirrorc show``, ``opt``, ``diff`` and ``verify`` for saved programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=N
 
 
 def _import_modules(names: list[str] | None) -> list[str] | None:
-    """Imports what ``--import`` names, before the command runs."""
     for name in names or ():
         _search_this_folder()
         try:
@@ -51,7 +50,7 @@ def _blamed_on(option: str) -> Iterator[None]:
 
 
 def _search_this_folder() -> None:
-    """Lets modules be imported from the working folder, as a script in that folder could."""
+    """Scripts in the working folder can import from there, too."""
     if "" not in sys.path:
         sys.path.insert(0, "")
 
@@ -205,7 +204,6 @@ def _complain(reason: Exception | str) -> None:
 
 
 def main() -> None:
-    """The entry point of the ``mirrorc`` command."""
     app()
 
 

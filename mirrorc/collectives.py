@@ -13,10 +13,10 @@ _OPS = ("sum", "mean")
 
 
 def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """The sum, or the mean, of a value over all replicas that have examples; for use in a model or a loss.
+    """Sums or averages a value over all replicas that have examples; for use in a model or a loss.
 
     Gradients flow through it: that of a replica's value is the sum of the gradients that all replicas' losses have for the
-    result. In plain PyTorch, where there is one replica, it gives a copy of the value.
+    result. In plain PyTorch there is one replica, and the result is a copy of the value.
 
     Args:
         value: of numbers; of one shape on all replicas, so one that does not follow the number of examples.
@@ -43,15 +43,15 @@ def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def all_gather(value: torch.Tensor) -> torch.Tensor:
-    """The values of all replicas that have examples, one after the other along dim 0; for use in a model or a loss.
+    """Concatenates the values of all replicas that have examples along dim 0; for use in a model or a loss.
 
-    Rows are in the order of replicas, so that those of values which follow the examples are in the order of the batch. Gradients
-    flow through it: that of a replica's value is the sum of the gradients that all replicas' losses have for its rows. In plain
-    PyTorch, where there is one replica, it gives a copy of the value.
+    Rows are in the order of replicas, so rows of examples are in the order of the batch. Gradients flow through it: that of
+    a replica's value is the sum of the gradients that all replicas' losses have for its rows. In plain PyTorch there is one
+    replica, and the result is a copy of the value.
 
     Args:
-        value: with one dimension or more. Replicas may have other numbers of rows, as where shards are uneven; all else of its
-            shape, and its dtype, is the same on all.
+        value: with one dimension or more. Replicas may have different numbers of rows, as where shards are uneven; the rest
+            of its shape, and its dtype, is the same on all.
 
     Returns:
         A contiguous tensor of the value's dtype, in memory of its own; the same bits on all replicas.
@@ -67,7 +67,7 @@ def all_gather(value: torch.Tensor) -> torch.Tensor:
 
 
 def replica_id() -> torch.Tensor:
-    """The place of the replica that runs among those that have examples, a scalar of int64; 0 in plain PyTorch.
+    """The place of the running replica among those that have examples, a scalar of int64; 0 in plain PyTorch.
 
     It is a tensor, because replicas share one graph: compute with it, or compare it (``torch.where``); Python cannot read it.
     """

@@ -1,6 +1,4 @@
-"""Compressed messages of gradients between workers, for ``compression=`` of `mirrorc.compile`: a part, or a payload of
-one's own.
-"""
+"""Compressed messages of gradients between workers: the largest elements, or a user-defined payload."""
 
 from __future__ import annotations
 
@@ -41,12 +39,7 @@ class TopK:
 
 
 class Collectives:
-    """Blocking collectives over all workers, for `Payload.exchange`.
-
-    Args:
-        group: launches them.
-        num_workers: the number of participants.
-    """
+    """Blocking collectives over all workers, for `Payload.exchange`."""
 
     def __init__(self, group: Any, num_workers: int) -> None:
         self._group, self._num_workers = group, num_workers
@@ -145,7 +138,7 @@ _payloads: dict[str, Payload] = {}
 
 
 def noted(payload: Payload) -> str:
-    """Registers a payload and returns its text in programs of this process, for `payload_named`."""
+    """Registers a payload and returns its text in programs of this process."""
     text = " ".join(repr(payload).split())  # on one line
     _payloads[text] = payload
     return text

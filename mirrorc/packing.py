@@ -129,15 +129,7 @@ PLANS: Mapping[str, Callable[..., Any]] = {plan.__name__: plan for plan in (ByBy
 
 
 def check_caps(cap_mb: Any, first_mb: Any, names: tuple[str, str]) -> None:
-    """Refuses invalid caps.
-
-    Args:
-        cap_mb, first_mb: the caps, in MiB.
-        names: the user's names for them.
-
-    Raises:
-        ValueError: names the cap and the allowed values.
-    """
+    """Refuses invalid caps, in MiB; ``names`` are the user's names for them."""
     for name, value, least in zip(
         names, (cap_mb, first_mb), ("0 for one bucket", "math.inf for no bound"), strict=True
     ):
@@ -175,11 +167,7 @@ def may_cut(packing: Any) -> bool:
 
 
 def check_order(gradient_order: Any) -> None:
-    """Refuses an invalid order of gradients.
-
-    Raises:
-        TypeError, ValueError: names it and the allowed values.
-    """
+    """Refuses an invalid order of gradients."""
     allowed = "say 'ready', as backward makes them, 'reversed', or give a key function of a mirrorc.packing.Gradient"
     if isinstance(gradient_order, str) and gradient_order not in ORDERS:
         raise ValueError(f"gradient_order is {gradient_order!r}: {allowed}")
@@ -279,10 +267,7 @@ def _is_list(value: Any) -> bool:
 
 
 def equal_ranges(num_elements: int, number: int) -> list[tuple[int, int]]:
-    """Cuts elements into consecutive ranges [start, stop) of equal length; the last has the remainder.
-
-    Of fewer elements than ranges, each has one.
-    """
+    """Cuts elements into at most ``number`` ranges [start, stop) of equal length; the last has the remainder."""
     size = max(1, num_elements // number)
     starts = [i * size for i in range(min(number, num_elements))]
     return list(zip(starts, [*starts[1:], num_elements], strict=True))

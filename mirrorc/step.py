@@ -157,13 +157,12 @@ class Step(StepReports):
         A worker at the end of its block takes part in the training calls of the others, without examples and without a forward,
         until all have come there. It makes the same updates, with hyperparameters from a worker in its loop. Its own schedulers
         stand still, and its optimizer's groups end with the hyperparameters from the end of its loop. It waits for the others
-        as long as their heartbeats come. In a process on its own, the block does nothing.
-
-        An exception in the block ends the next call of the other workers.
+        as long as their heartbeats come. An exception in the block ends the next call of the other workers. In a process on its
+        own, the block does nothing.
 
         Raises:
-            ExecutionError: at the beginning, if it is inside of another one, also of another step's; by calls of other steps
-                over workers inside of it, see `mirrorc.join`; at the end, if this worker has never called the step.
+            ExecutionError: at the beginning, inside of another such block; by calls of other steps over workers inside of it,
+                see `mirrorc.join`; at the end, if this worker has never called the step.
             CommunicationError: at the end, if another worker fails; the update under way was not made.
         """
         return until_all_have_left(self.joined())
@@ -313,7 +312,7 @@ class Step(StepReports):
         return Purpose.END_OF_ACCUMULATION if self._state.accumulated.num_calls else Purpose.STEP
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], purpose: Callable[[], Purpose]) -> Any:
-        """Makes a training call; its purpose is asked for when no other call runs."""
+        """The purpose is asked for when no other call runs."""
         refuse_to_run(self._options.program_workers, self._options.cluster)
         self._coordinator.begin_call()
         return self._exclusively(lambda: self._training.run(args, kwargs, purpose()))

@@ -1,4 +1,4 @@
-"""The shard of one worker, of a batch that all workers have whole."""
+"""This worker's shard of a batch that all workers have whole."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ _T = TypeVar("_T")
 
 
 def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, process_group: Any = None) -> _T:
-    """The shard of this worker, of a batch that every worker has whole; with a step, use `Step.shard_batch`.
+    """Cuts this worker's shard of a batch that every worker has whole; with a step, use `Step.shard_batch`.
 
-    The batch is cut along dim 0 among the replicas of all workers, in the order of ranks, into parts whose sizes differ by at
-    most one, as a step in one process would cut it among as many devices. A worker gets the parts of its replicas, put
-    together. Of a batch too small for all replicas, the last workers get tensors without examples, which a step takes. The rank
-    is that of `mirrorc.cluster.find_place`; nothing is communicated.
+    The batch is cut along dim 0 among the replicas of all workers, in the order of ranks, as a step in one process would cut
+    it among as many devices. Sizes differ by at most one. Of a batch too small for all replicas, the last workers get tensors
+    without examples, which a step takes. The rank is that of `mirrorc.cluster.find_place`; nothing is communicated.
 
     Args:
-        batch: a tensor, or nested containers of tensors with equally many examples in dim 0. `mirrorc.replicated` values, tensors
-            without dimensions and other objects stay as they are. A `mirrorc.PerReplica` has a value for each replica of all
-            workers; this worker's stay.
+        batch: a tensor, or nested containers of tensors with equally many examples in dim 0. `mirrorc.replicated` values,
+            tensors without dimensions and other objects stay as they are. A `mirrorc.PerReplica` has a value for each replica
+            of all workers; this worker's stay.
         devices_per_worker: the number of devices of each worker; a sequence of numbers if they differ.
         process_group: as for `mirrorc.compile`.
 
@@ -35,21 +34,15 @@ def shard_batch(batch: _T, *, devices_per_worker: int | Sequence[int] = 1, proce
         The same containers of views of the tensors; in a process on its own, the batch itself.
 
     Raises:
-        TypeError, ValueError: tensors disagree on dim 0, or the batch cannot be split for another reason; a worker would
-            have none of its packed sequences; or the description of the workers is wrong. All workers raise alike.
+        TypeError, ValueError: tensors disagree on dim 0, the batch cannot be split, a worker would have none of its packed
+            sequences, or the description of the workers is wrong. All workers raise alike.
     """
     place = find_place(process_group)
     return part_of_worker(batch, World(place.num_workers, devices_per_worker).worker(place.rank))
 
 
 def part_of_worker(batch: _T, workers: Workers, fewest: int = 1) -> _T:
-    """The shard of one worker, see `shard_batch`.
-
-    Args:
-        batch: the whole batch.
-        workers: all workers, and the rank of this one.
-        fewest: the number of examples that each replica should have, if the batch has as many.
-    """
+    """See `shard_batch`; ``fewest`` examples for each replica, if the batch has as many."""
     if not workers.are_several:
         return batch
     call = flatten_call(["batch"], (batch,), {})
@@ -74,7 +67,7 @@ def _part(leaf: Leaf, sizes: Sequence[int], workers: Workers) -> Any:
 
 
 def _refuse_sequences_of_none(structure: Structure, sizes: Sequence[int], workers: Workers) -> None:
-    """Refuses a worker without any packed sequence, on all workers alike: torch packs no empty batch."""
+    """All workers raise alike: torch packs no empty batch."""
     ends = list(itertools.accumulate(workers.devices_per_worker))
     numbers = [sum(sizes[end - number : end]) for end, number in zip(ends, workers.devices_per_worker, strict=True)]
     if not all(numbers) and _has_packed(structure):

@@ -20,11 +20,7 @@ class ExclusiveCalls:
     """Runs one call of a step at a time, also among other steps over the same variables.
 
     Args:
-        guard: handles Ctrl-C during a call.
         callers: the owner of the running call, shared by the steps over the same variables.
-
-    Attributes:
-        is_closed: whether the step is closed.
     """
 
     def __init__(self, guard: InterruptGuard, callers: Callers) -> None:
@@ -39,10 +35,7 @@ class ExclusiveCalls:
 
         An interrupt may come between any two calls of Python. So acquire and release are one operation each, within the
         ``try``, and the ``finally`` runs with interrupts deferred.
-
-        Args:
-            function: the call.
-            end_threads: runs at the end of the call if the step was closed meanwhile.
+        ``end_threads`` runs at the end of the call if the step was closed meanwhile.
 
         Raises:
             ExecutionError: another call runs, the step is closed, or this is another process.

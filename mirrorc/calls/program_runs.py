@@ -19,13 +19,11 @@ class ProgramRuns:
     """Runs programs whose variables are laid out, one at a time.
 
     Args:
-        options: the options of the step.
-        num_threads: the number of threads of each device.
+        num_threads: of each device.
         step_seconds: the longest time of a step on the devices.
-        interrupts: stops a run at Ctrl-C, unless it is committed.
 
     Attributes:
-        pool: the threads; None before the first run.
+        pool: None before the first run.
         last: the program of the last call, or of `prepare`; None before.
         last_update: the last one of a call that updates.
     """
@@ -38,16 +36,10 @@ class ProgramRuns:
         self.last_update: Executor | None = None
 
     def note_prepared(self, executor: Executor) -> None:
-        """Takes a program without a run for the last one."""
         self.last = self.last_update = executor
 
     def run(self, compiled: Specialization, shards: Shards, coordinator: Coordinator) -> torch.Tensor | None:
         """Runs a program; a run that fails before its commit leaves the random number generators as they were.
-
-        Args:
-            compiled: the program, with its guards.
-            shards: the examples of each replica.
-            coordinator: of the workers that run it together.
 
         Returns:
             The loss of all workers' examples; None for an evaluation without a loss.
@@ -102,6 +94,5 @@ class ProgramRuns:
             self.last.interrupt()
 
     def close(self) -> None:
-        """Ends the threads."""
         if self.pool is not None:
             self.pool.close()

@@ -80,13 +80,13 @@ class StepReports(ABC):
         return self.rank == 0
 
     def shard_batch(self, batch: _T) -> _T:
-        """The shard of this worker, of a batch that every worker has whole.
+        """Cuts this worker's shard of a batch that every worker has whole.
 
         The calls ``step(step.shard_batch(x), target=step.shard_batch(y))`` of all workers equal a call with the whole batch in
-        one process over the devices of all workers: each replica has the same examples. So it is for a batch too small for all
-        replicas, or too small for the two examples that a BatchNorm needs in each. If torch refuses single examples for another
+        one process over the devices of all workers: each replica has the same examples. This also holds for a batch too small
+        for all replicas, or for the two examples that a BatchNorm needs in each. If torch refuses single examples for another
         reason (``F.batch_norm`` with ``training=True``), each worker cuts its shard by itself. Buffers may differ from those of
-        one process after a batch that leaves a replica without examples: workers go on from the mean.
+        one process after a batch that leaves a replica without examples.
 
         Args:
             batch: arguments, result and errors are those of `mirrorc.shard_batch`.

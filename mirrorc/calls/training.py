@@ -28,15 +28,7 @@ from mirrorc.user.thread_modes import CallersModes
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """A call with the program for it.
-
-    Attributes:
-        specialization: the program, with its guards.
-        call: the arguments.
-        shards: the examples of each replica.
-        purpose: of the call.
-        is_stale: whether the user has changed the optimizer's state since the last step.
-    """
+    """A call with the program for it; ``is_stale`` if the user has changed the optimizer's state since the last step."""
 
     specialization: Specialization
     call: Call
@@ -50,19 +42,6 @@ class CompiledCall:
 
 
 class TrainingCalls:
-    """Runs the training calls of a step, one at a time.
-
-    Args:
-        signature: splits the arguments of a call.
-        state: the state of the step.
-        specializer: compiles calls, and looks compiled programs up.
-        coordinator: meets the other workers.
-        runs: runs programs.
-        lock: of the step's calls.
-        habits: warns of habits of a training loop without effect.
-        modes: warns of modes of the caller's thread.
-    """
-
     def __init__(
         self,
         signature: Signature,
@@ -109,9 +88,6 @@ class TrainingCalls:
     def take_part(self, coordinator: TeamCoordinator) -> bool:
         """Runs one call of the other workers without examples, after this worker has left its loop.
 
-        Args:
-            coordinator: of the workers.
-
         Returns:
             False if all workers have left their loops, and there was no call.
 
@@ -144,7 +120,7 @@ class TrainingCalls:
         return CompiledCall(specialization, call, shards, purpose, is_stale)
 
     def _agree(self, compiled: CompiledCall) -> Purpose | None:
-        """Meets the other workers; returns the purpose to compile for anew, None if all programs go together."""
+        """Returns the purpose to compile for anew; None if all workers' programs go together."""
         call, shards = compiled.call, compiled.shards
         self._coordinator.note_call(call)
         revision = self._coordinator.agree(compiled.executor, shards.num_examples, is_stale=compiled.is_stale)
@@ -155,7 +131,7 @@ class TrainingCalls:
         return Purpose.of_training(revision.accumulation)
 
     def _execute(self, compiled: CompiledCall) -> Any:
-        """Runs a call that all workers have begun."""
+        """All workers have begun the call."""
         executor = compiled.executor
         self._habits.look_for_gradients(are_used=self._state.optimizers.user_steps.have_written)
         self._state.take_over(executor.program, is_stale=compiled.is_stale)

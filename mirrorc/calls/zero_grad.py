@@ -13,10 +13,7 @@ from mirrorc.runtime.state.gradients.accumulated_gradients import AccumulatedGra
 class ZeroableGradients:
     """Accumulated gradients of a step, dropped by the ``zero_grad`` of optimizer and model.
 
-    Args:
-        accumulated: the gradients.
-        tensors: the model's parameters and buffers, by name of their variable.
-        calls: the lock of the step; during a call nothing is dropped, whatever the optimizer's hooks do.
+    During a call of the step nothing is dropped, whatever the optimizer's hooks do.
     """
 
     def __init__(
@@ -34,6 +31,5 @@ class ZeroableGradients:
         return next((name for name, tensor in self._tensors.items() if id(tensor) in ids and name in names), None)
 
     def drop(self, ids: Collection[int]) -> None:
-        """Drops the gradients of the parameters with these ids."""
         if not self._calls.is_any_running:
             self._accumulated.drop({name for name, tensor in self._tensors.items() if id(tensor) in ids})

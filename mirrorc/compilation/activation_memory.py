@@ -27,17 +27,16 @@ _Compiled = TypeVar("_Compiled")
 class BoundedPrograms(Generic[_Compiled]):
     """Search for a program of a call that keeps its activations within a bound on each device.
 
-    The pass predicts memory from the captured graph. The true size is known only when the regions are compiled. So the
-    program that keeps everything comes first. While a program takes too much, the next one aims lower by the error.
+    The pass predicts memory from the captured graph; the true size is known only when the regions are compiled.
+    So the program that keeps everything comes first. While a program takes too much, the next one aims lower by the error.
 
     Args:
         bound: bytes as an int, or a part of the peak of the program that keeps everything.
-        most_before: the largest such peak of earlier calls. The part is of the larger of the two, as a short last batch
-            has too few activations for a bound of its own.
+        most_before: the largest such peak of earlier calls, as a short last batch has too few activations for a bound.
         lowered: runs passes on the captured program.
 
     Attributes:
-        most: the peak of the program that keeps everything, or of earlier calls, if that is larger; set by `find`.
+        most: the larger of ``most_before`` and the peak of the program that keeps everything; set by `find`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class BoundedPrograms(Generic[_Compiled]):
 
         Raises:
             CaptureError: no pass sees the values that forward keeps.
-            PassError: no program keeps within the bound; names the least peak and its values.
+            PassError: no program keeps within the bound.
         """
         self._refuse_opaque()
         program, compiled, report = self._made(pipeline, None, ())

@@ -35,12 +35,10 @@ class Purpose(enum.Enum):
 
     @property
     def accumulation(self) -> Accumulation:
-        """The treatment of the gradients of several calls."""
         adds, ends = self is Purpose.ACCUMULATION, self is Purpose.END_OF_ACCUMULATION
         return Accumulation.ADDS if adds else Accumulation.ENDS if ends else Accumulation.NONE
 
     def passes_of(self, pipeline: Sequence[Pass]) -> list[Pass]:
-        """The passes of a step's pipeline for this purpose."""
         if self is Purpose.EVALUATION:
             return for_evaluation(pipeline)
         return for_accumulation(pipeline) if self is Purpose.ACCUMULATION else list(pipeline)
@@ -52,7 +50,6 @@ class Purpose(enum.Enum):
 
 
 def states_of(state: StepState) -> dict[Purpose, ProgramState]:
-    """The state of the programs of each purpose."""
     states: dict[Purpose, ProgramState] = {
         Purpose.ACCUMULATION: AccumulationState(state),
         Purpose.EVALUATION: EvaluationState(state),

@@ -11,15 +11,13 @@ from mirrorc.messages.source_lines import users_stack_level
 
 
 class CaptureWarnings:
-    """Warnings of a step, without repetition."""
-
     def __init__(self, num_devices: int) -> None:
         self._num_devices, self._has_told_differences = num_devices, False
         self._noted: set[Note] = set()
         self._has_told_ladder = False
 
     def warn_of_differences(self, differences: Sequence[str]) -> None:
-        """Warns, once, of a difference from a step on one device: the loss is no mean over examples."""
+        """Warns of a difference from a step on one device: the loss is no mean over examples."""
         if differences and not self._has_told_differences:
             self._has_told_differences = True
             warnings.warn(
@@ -30,13 +28,12 @@ class CaptureWarnings:
             )
 
     def warn_of_ladder(self, text: str) -> None:
-        """Warns, once, of a fallback to another front end; an empty text is no warning."""
+        """Warns of a fallback to another front end; an empty text is no warning."""
         if text and not self._has_told_ladder:
             self._has_told_ladder = True
             warnings.warn(text, stacklevel=users_stack_level())
 
     def warn_of_notes(self, notes: Sequence[Note]) -> None:
-        """Gives each warning once, at the user's line."""
         for note in notes:
             if note not in self._noted:
                 self._noted.add(note)

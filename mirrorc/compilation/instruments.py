@@ -16,12 +16,7 @@ from mirrorc.verifier.verifier import Verify
 def instruments_for(
     passes: Sequence[Pass], dump: Path | None, print_after: Collection[str], print_after_all: bool
 ) -> list[Instrument]:
-    """The instruments in their order: dumps and prints precede the verifier, to show a broken program.
-
-    Args:
-        dump: the directory for dumps and reproducers. None: no dumps, and reproducers go to a temporary folder.
-        print_after: names of passes.
-    """
+    """Dumps and prints precede the verifier, to show a broken program."""
     sinks = dump_sinks(dump)
     found: list[Instrument] = [DumpFiles(sinks)] if sinks else []
     if print_after or print_after_all:

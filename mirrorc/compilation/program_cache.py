@@ -1,7 +1,4 @@
-"""LRU cache of the compiled programs of a step.
-
-The file is long because storage, look-up and the warning about recompilations share their data.
-"""
+"""LRU cache of the compiled programs of a step."""
 
 from __future__ import annotations
 
@@ -59,15 +56,12 @@ _MOST_CHARACTERS = 40  # of one value
 
 @dataclass(frozen=True, eq=False)
 class _Compiled:
-    """The call of one of the first compilations."""
-
     key: Key
     kind: CallKind
     attributes: Mapping[str, tuple[type, Any]]
 
 
 def _changing_attributes(each: Sequence[Mapping[str, tuple[type, Any]]]) -> str:
-    """The changing plain attributes of the model, with some of their values; may be empty."""
     told = []
     for path in dict.fromkeys(path for attributes in each for path in attributes):
         values = list(dict.fromkeys(attributes.get(path) for attributes in each))
@@ -93,9 +87,7 @@ class Specialization:
 
     Attributes:
         guards: test that a trace would read the same, with the plain values of `training_call`.
-        training_call: the captured module.
         plain: the plain values at capture.
-        outputs: the form of the outputs that steps return beside the loss.
         shard_of_replica: the captured graph of each replica.
         loss_dtype: None for an evaluation.
         sizes: the symbolic sizes of each graph, if any.
@@ -130,7 +122,7 @@ class Specialization:
         return [of_graphs[shard or 0] for shard in self.shard_of_replica]  # absent replicas read none
 
     def trained(self, loss: torch.Tensor, call: Call, shards: Shards) -> Any:
-        """The result of a finished training step: its loss, and the outputs if they are kept."""
+        """The result of a finished training step: its loss, with the outputs if they are kept."""
         if self.outputs is None:
             return loss
         try:
@@ -145,7 +137,7 @@ class Specialization:
             ) from error
 
     def evaluated(self, call: Call, shards: Shards, *, wants_outputs: bool) -> Any:
-        """The result of a finished evaluation: its loss, with the outputs if they are wanted; without a loss, the outputs."""
+        """The result of a finished evaluation; without a loss, the outputs alone."""
         assert self.outputs is not None, "an evaluation gathers what it gives"
         try:
             gathered = self.executor.outputs.take(shards.num_examples)
@@ -172,10 +164,10 @@ class Specialization:
 
 
 class Specializations:
-    """An LRU cache of specializations. Those of one key differ in their guards.
+    """An LRU cache of specializations; those of one key differ in their guards.
 
     Args:
-        what: the word for the compiled thing in messages.
+        subject: the word for the compiled thing in messages.
         has_numbers_as_sizes: each size has its own program, for lack of a request for symbols.
     """
 
@@ -277,7 +269,7 @@ class Specializations:
         return dropped
 
     def what_is_new(self, key: Key) -> str:
-        """The new parts of a key, compared with the nearest keys."""
+        """The parts of a key that differ from the nearest key, in words."""
         if not self._by_key:
             return "the first call"
         parts = ("structure of the arguments", "shape", *_OTHER_PARTS)
@@ -308,7 +300,6 @@ class Specializations:
         return iter([one.executor for own in self._by_key.values() for one in own])
 
     def _warn_of_many(self, first: list[_Compiled], reasons: Sequence[str]) -> None:
-        """Warns, once, after many compilations, and names the changing parts."""
         if len(first) < _MANY_COMPILATIONS:
             return
         self._first = None

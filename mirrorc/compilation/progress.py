@@ -25,13 +25,10 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Progress(Instrument):
-    """Progress of a compilation. A thread writes it to standard error and ends with the compilation.
+    """Progress of a compilation, written to standard error by a thread.
 
     An interrupt may arrive between any two Python calls. So setting `is_over` suffices: the thread polls it ten times a
-    second and removes its line. There is no line beside a live display of rich or a bar of tqdm.
-
-    Attributes:
-        is_over: the compilation has ended, in any way.
+    second and removes its line.
     """
 
     def __init__(self, what: str, *, is_shown: bool) -> None:
@@ -44,7 +41,6 @@ class Progress(Instrument):
         self._thread = threading.Thread(target=self._say, name="mirrorc progress", daemon=True) if is_heard else None
 
     def begin(self) -> None:
-        """Starts the clock."""
         if self._thread is not None:
             self._thread.start()
 
@@ -53,15 +49,13 @@ class Progress(Instrument):
         self._phase, self._num_done, self._num_all = phase, 0, num_all
 
     def advance(self) -> None:
-        """Counts a finished step."""
         self._num_done += 1
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """As `Instrument` has it."""
         self.advance()
 
     def end(self) -> None:
-        """Removes the line and joins the thread; set `is_over` before."""
+        """Removes the line and joins the thread."""
         self.is_over = True
         self._ended.set()
         if self._thread is not None and self._thread.ident is not None:
@@ -94,7 +88,7 @@ class Progress(Instrument):
 
 
 def free_terminal() -> IO[str] | None:
-    """Standard error if it is a terminal without another live line; else None."""
+    """Standard error if it is a terminal without another live line, of rich or tqdm; else None."""
     stream: Any = sys.stderr
     if (
         isinstance(stream, FileProxy) or isinstance(sys.stdout, FileProxy) or _has_bars()

@@ -40,12 +40,10 @@ class Specializer:
     """The compiled programs of a step, by kind of call.
 
     Args:
-        model: the user's model, with the state of its graph.
-        state: shared by all specializations.
         num_threads: of each device.
         interrupts: holds back Ctrl-C during the check of Dynamo's guards, as Dynamo takes an error in a guard for a
             change.
-        team: the workers of the training; None for a process on its own.
+        team: None for a process on its own.
     """
 
     def __init__(
@@ -76,8 +74,7 @@ class Specializer:
         """The specialization of a call and the shards to run it on; compiles on a miss.
 
         If torch refuses a shard of one example, the batch is split among fewer replicas.
-
-        ``is_stale``: the user changed the optimizer's state, and the buckets must hold it. An evaluation ignores it.
+        ``is_stale``: the user changed the optimizer's state, and the buckets must hold it.
         """
         with self._autocast():
             return self._found_or_compiled(call, shards, is_stale, purpose)
@@ -181,7 +178,7 @@ class Specializer:
         return why_sizes_are_numbers(self._options)
 
     def _note_changes(self, kept: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose) -> Key:
-        """Notes the changed numbers; returns the key without them."""
+        """Returns the key without the changed numbers."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
         self._numbers.add([*freed, *kept.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key
@@ -201,7 +198,6 @@ class Specializer:
 
     @property
     def num_programs(self) -> int:
-        """The number of compiled programs."""
         return sum(map(len, self._kept.values()))
 
     def release(self) -> None:

@@ -1,7 +1,4 @@
-"""Compilation of a step for one call: capture, passes, regions, executor.
-
-The file is long because it has all of these phases.
-"""
+"""Compilation of a step for one call: capture, passes, regions, executor."""
 
 from __future__ import annotations
 
@@ -64,14 +61,10 @@ class StepCompiler:
     """The compiler from a call to an executor.
 
     Args:
-        model: the user's model, with the state of its graph.
         state: shared by all programs of the step.
         num_threads: of each device.
         numbers: the changed Python numbers.
-        team: the workers of the training; None for a process on its own.
-
-    Attributes:
-        states: the program state of each purpose.
+        team: None for a process on its own.
     """
 
     def __init__(
@@ -137,7 +130,7 @@ class StepCompiler:
             progress.end()
 
     def _move_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Moves the model's tensors to replica 0's device and makes them dense; returns them with their old data."""
+        """Makes the model's tensors dense on replica 0's device; returns those moved, with their old data."""
         moved = []
         for tensor in self._model.tensors.values():
             data = tensor.data.to(self._home)
@@ -187,7 +180,7 @@ class StepCompiler:
     def _captured(
         self, call: Call, shards: Shards, progress: Progress, purpose: Purpose, symbolic: SymbolicDims, on_sizes: str
     ) -> tuple[TrainingCall | EvaluationCall, CapturedProgram]:
-        """The captured program and its traced module; adds the program's variables to the step's state."""
+        """Adds the program's variables to the step's state."""
         progress.enter("capture")
         ladder = (
             self._options.ladder.first if symbolic else self._options.ladder
@@ -232,7 +225,7 @@ class StepCompiler:
     def _lowered_and_compiled(
         self, captured: CapturedProgram, progress: Progress, purpose: Purpose, times: list[float]
     ) -> tuple[Program, list[dict[str, RegionFunction]]]:
-        """The lowered program and its compiled regions; appends the finish time of each to ``times``."""
+        """Appends the finish time of each phase to ``times``."""
         bound = self._options.activation_memory
         given, pipeline = self._prepared(captured, progress, purpose)
         if bound is None or not purpose.trains:
@@ -314,7 +307,6 @@ class StepCompiler:
         self._state.keep_only({name for program in programs for name in program.variables})
 
     def _check_memory(self, captured: CapturedProgram) -> None:
-        """Refuses tensors that share memory with variables in memory of their own."""
         variables = captured.program.variables.values()
         moving = {v.name for v in variables if v.update or v.synchronization is Synchronization.PER_REPLICA}
         constants = {self._model.attribute_of(tensor, name): tensor for name, tensor in captured.constants.items()}
@@ -322,11 +314,7 @@ class StepCompiler:
 
 
 def _refuse_counted_rows(program: Program) -> None:
-    """Gives up symbols in a program whose workers send rows.
-
-    Raises:
-        SizesGivenUp: names the variable.
-    """
+    """Raises `SizesGivenUp` for a program whose workers send rows."""
     for name, variable in program.variables.items():
         if variable.update is not None and variable.update.takes_rows:
             raise SizesGivenUp(
@@ -335,11 +323,6 @@ def _refuse_counted_rows(program: Program) -> None:
 
 
 def _refuse_rows(program: Program) -> None:
-    """Refuses to accumulate gradients that optimizers take as rows.
-
-    Raises:
-        ValueError: names the variable and the remedy.
-    """
     for name, variable in program.variables.items():
         if variable.update is not None and variable.update.takes_rows:
             raise ValueError(

@@ -17,7 +17,7 @@ _LIBRARY = torch.library.Library("mirrorc", "FRAGMENT")
 class UsedParameters:
     """Parameters that the backwards of a step have used in one process, and common buffer writes of its forwards.
 
-    A parameter used by one replica has a zero gradient on the others; an unused one has no gradient and gets no update.
+    A parameter used by one replica has a zero gradient on the others; an unused one gets no update.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,11 @@ class UsedParameters:
         self._lock = threading.Lock()
 
     def note(self, used: torch.Tensor) -> None:
-        """Records a user's parameter that got a gradient in a backward."""
         with self._lock:
             self._used.add(id(used))
 
     def first_value(self, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The new value of a user's buffer in the first forward of the step; ``value`` in that forward."""
+        """A buffer's new value from the first forward of the step; ``value`` in that forward."""
         with self._lock:
             return self._written.setdefault(id(buffer), value)
 
@@ -44,24 +43,17 @@ class OpaqueBackward(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """The backward has succeeded, so all gradients are there."""
+        """All gradients are there."""
 
     @property
     def may_wait(self) -> bool:
-        """Work during the backward may wait for other replicas; False if it holds a resource that they need."""
+        """False if the backward holds a resource that other replicas need."""
 
     def has(self, place: int) -> bool:
         """The gradient of a parameter is available."""
 
     def run(self, on_gradient: Callable[[], object] = lambda: None) -> None:
-        """Runs it, once.
-
-        Args:
-            on_gradient: called in this thread, within backward, after each gradient.
-
-        Raises:
-            BaseException: an error of backward, or of ``on_gradient``, which ends it.
-        """
+        """Runs it, once; calls ``on_gradient`` in this thread after each gradient, and raises its error."""
 
 
 class OpaqueRuns(Protocol):
@@ -100,7 +92,7 @@ _lock = threading.Lock()
 
 
 def register_call(call: OpaqueRuns) -> int:
-    """Registers a call for as long as it is referenced; returns the lowest free number."""
+    """Holds a weak reference; returns the lowest free number."""
     with _lock:
         number = next(number for number in itertools.count() if number not in _calls)
         _calls[number] = call
@@ -115,7 +107,6 @@ class OpaqueSteps:
         self._numbers = sorted({cast("int", node.args[0]) for node in nodes})
 
     def begin(self) -> UsedParameters:
-        """Called before each step; returns the record for its backwards."""
         used = UsedParameters()
         for number in self._numbers:
             _call_of(number).begin_step(used)

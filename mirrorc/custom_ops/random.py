@@ -35,7 +35,7 @@ def mix(seed: int, stream: int) -> int:
 
 
 def seed_of_microbatch(seed: torch.Tensor, index: int) -> torch.Tensor:
-    """The seed of a replica's microbatch, by a stream beyond those of any program's operations."""
+    """Uses a stream beyond those of any program's operations."""
     return torch.tensor(mix(int(seed), 2**32 + index), dtype=torch.int64)
 
 
@@ -100,7 +100,7 @@ def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def lock_of(device: torch.device) -> threading.Lock:
-    """The lock of a device's global generator; operators on other devices do not wait for it."""
+    """The lock of a device's global generator."""
     return _generator_locks.setdefault(device, threading.Lock())
 
 

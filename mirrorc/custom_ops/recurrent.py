@@ -20,7 +20,7 @@ _RECORDED = {"lstm": 20, "gru": 8, "rnn_tanh": 3, "rnn_relu": 3}
 
 @dataclass(frozen=True)
 class _Run:
-    """A forward, as autograd has recorded it: its results, and the input, first states and parameters."""
+    """A forward, as autograd has recorded it; ``leaves`` are its input, first states and parameters."""
 
     results: Sequence[torch.Tensor]
     leaves: Sequence[torch.Tensor]

@@ -29,7 +29,7 @@ def gathering(rows_of_all: RowsOfAll) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nobody_answers(error: Exception) -> Iterator[None]:
-    """Marks plain PyTorch code as one of several replicas; it raises ``error`` if it asks the others."""
+    """Has plain PyTorch code of one replica raise ``error`` if it asks the others."""
     token = _error.set(error)
     try:
         yield
@@ -79,7 +79,6 @@ def _gradient_of_own_rows(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _register(schema: str, alone: Any, fake: Any, gradient: Any = None, keep: Any = None) -> Any:
-    """Defines an operator: its result in plain PyTorch, in a trace, and in backward."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, alone, "CompositeExplicitAutograd")

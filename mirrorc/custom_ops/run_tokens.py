@@ -12,14 +12,13 @@ _Record = TypeVar("_Record")
 
 
 class RunTokens(Generic[_Record]):
-    """Records by token, an int64 scalar on the CPU. A record lives as long as its token, so a step that fails drops it."""
+    """Records by token, an int64 scalar on the CPU; a record lives as long as its token."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
         self._numbers = itertools.count()
 
     def add(self, record: _Record) -> torch.Tensor:
-        """Keeps a record; returns its token."""
         number = next(self._numbers)
         token = torch.tensor(number, dtype=torch.int64)
         self._records[number] = record

@@ -1,4 +1,4 @@
-"""Operator that checks the lengths of sequences as packing does."""
+"""An operator that checks the lengths of sequences as packing does."""
 
 from __future__ import annotations
 

@@ -18,12 +18,8 @@ from mirrorc.pipeline.pipeline_text import parse_passes
 def checked_all_reduce(request: Request) -> AllReduceAlgorithm | None:
     """The algorithm for sums over devices; None for the link's own.
 
-    Args:
-        request: the arguments of `mirrorc.compile`.
-
     Raises:
-        TypeError, ValueError: it is no algorithm, or does not fit these devices or another option; says why, and the
-            remedy.
+        TypeError, ValueError: it is no algorithm, or does not fit these devices or another option.
     """
     workers, devices, asked = request.workers, request.devices, request.asked
     algorithm = algorithm_of(asked["all_reduce"])

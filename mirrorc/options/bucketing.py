@@ -1,4 +1,4 @@
-"""Options for the pass 'plan-buckets', from the checked arguments that group gradients."""
+"""Options for the pass 'plan-buckets', from the arguments that group gradients."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def with_default_cap(
 ) -> dict[str, Any]:
     """The options of `checked_packing`, with `mirrorc.packing.CAP_BETWEEN_HOSTS_MB` as the default cap between hosts.
 
-    It applies to CPUs, to plans by bytes, and if ``asked``, the arguments of `mirrorc.compile`, gives no cap. Other
-    devices keep the default of `mirrorc.packing.ByBytes`, which suits their links.
+    It applies to CPUs, and to plans by bytes. Other devices keep the default of `mirrorc.packing.ByBytes`.
     """
     is_open = asked["bucket_cap_mb"] is None and not {"bucket_cap_mb", "packing"} & planned.keys()
     are_cpus = all(device.torch_device.type == "cpu" for device in devices)

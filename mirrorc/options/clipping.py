@@ -76,11 +76,7 @@ def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups)
 
 
 def check_bounds_of_groups(pipeline: Sequence[Pass], groups: OptimizerGroups) -> None:
-    """Refuses bounds per group after the optimizers' groups have changed.
-
-    Raises:
-        ValueError: a group was added or removed since the step was made.
-    """
+    """Refuses bounds per group after the optimizers' groups have changed."""
     given = next((getattr(one, "max_norm", None) for one in pipeline if one.name == "clip-gradients"), None)
     if isinstance(given, tuple) and len(given) != len(groups):
         who = "optimizers have" if len(groups.optimizers) > 1 else "optimizer has"
@@ -106,11 +102,8 @@ def _bound(value: Any) -> ClipGradNorm | None:
 def told_norms(told: dict[str, torch.Tensor], program: Program, num_groups: int, *, is_skipped: bool) -> Any:
     """The value of `Step.grad_norm`; None if the step measures no norm.
 
-    Args:
-        told: the measured numbers of the last step, or of one before it.
-        program: the last step's.
-        num_groups: of the optimizers.
-        is_skipped: the step was skipped: it has measured nothing, and its norms are NaN.
+    ``told`` are the measured numbers of the last step, or of one before it. A skipped step has measured nothing: its
+    norms are NaN.
     """
     if is_skipped:
         device = program.devices[0].torch_device

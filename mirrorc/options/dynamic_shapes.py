@@ -19,18 +19,12 @@ def why_sizes_are_numbers(options: StepOptions) -> str:
 
 
 def sends_whole(options: StepOptions) -> bool:
-    """Tests for workers that send gradients whole although they could choose: programs with symbols do not know the
-    rows of factors.
-    """
+    """Tests for workers that send gradients whole because programs with symbols do not know the rows of factors."""
     return options.program_workers.are_several and options.exchange == "auto" and options.dynamic is not False
 
 
 def check_dynamic(options: StepOptions) -> None:
-    """Refuses symbols together with options that need numbers.
-
-    Raises:
-        ValueError: names the reason and the remedy.
-    """
+    """Refuses symbols together with options that need numbers."""
     why = why_sizes_are_numbers(options) if options.dynamic else ""
     if why:
         raise ValueError(

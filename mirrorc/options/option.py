@@ -22,7 +22,6 @@ class Request:
 
     Attributes:
         asked: the arguments by name.
-        workers: of the step.
         devices: of this worker.
         pipeline: the passes for the arguments, once they are known.
     """
@@ -52,7 +51,6 @@ class Exclusion:
         beside: another option, or a phrase such as "over several workers".
         why: the reason; a function of the request returns "" for none. A text holds for every request with the other
             option.
-        remedy: the way out.
         needs_pipeline: the reason depends on the passes of the request.
     """
 
@@ -117,12 +115,7 @@ class Option:
         return not (hasattr(value, "is_enabled") and not value.is_enabled())
 
     def check_kind(self, value: Any) -> None:
-        """Refuses values of another kind.
-
-        Raises:
-            TypeError: the type is wrong; names the option, the value, and the allowed values.
-            ValueError: a text or a number is not allowed; names the same.
-        """
+        """Raises TypeError for a value of another type, and ValueError for a text or number that is not allowed."""
         if self.texts and isinstance(value, str):
             is_taken = value in self.texts
         elif self.kinds is not None and not any(_is_of(value, kind) for kind in self.kinds):
@@ -139,12 +132,7 @@ class Option:
 
 
 class Options:
-    """The table of options.
-
-    Args:
-        records: those of the package.
-        withdrawn: the successors of former options, by name.
-    """
+    """The table of options; ``withdrawn`` has the successors of former options, by name."""
 
     def __init__(self, records: Sequence[Option], withdrawn: Mapping[str, str]) -> None:
         self._records = {record.name: record for record in records}
@@ -159,7 +147,6 @@ class Options:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The values for "not asked for", by name."""
         return {option.name: option.default for option in self}
 
     def declare(self, option: Option) -> None:
@@ -193,16 +180,12 @@ class Options:
         return {**asked, **outside, **declared}
 
     def check_kinds(self, asked: Mapping[str, Any]) -> None:
-        """Refuses values outside of their options' kinds, see `Option.check_kind`."""
+        """Refuses values outside of their options' kinds."""
         for option in self:
             option.check_kind(asked[option.name])
 
     def check_passes(self, request: Request) -> None:
-        """Refuses options without their passes because of ``passes=`` or ``disable_passes=``.
-
-        Raises:
-            ValueError: names the option, the pass and the remedy.
-        """
+        """Refuses options without their passes because of ``passes=`` or ``disable_passes=``."""
         passes, disabled = request["passes"], request["disable_passes"]
         for option in self:
             value = request[option.name]
@@ -222,11 +205,7 @@ class Options:
                 )
 
     def check_exclusions(self, request: Request) -> None:
-        """Refuses options that exclude another one, the devices, or several workers.
-
-        Raises:
-            ValueError: names the option, the reason and the remedy.
-        """
+        """Refuses options that exclude another one, the devices, or several workers."""
         has_pipeline = bool(request.pipeline)
         for option in self:
             value = request[option.name]

@@ -21,11 +21,8 @@ REST = "*"
 def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dict[str, Any]:
     """The arguments of `mirrorc.passes.default_pipeline` that place parameters.
 
-    Args:
-        devices: of this worker.
-
     Raises:
-        ValueError: there is no such parameter or device; names it and the remedy.
+        ValueError: there is no such parameter or device.
     """
     if placement == "auto":
         return {}
@@ -33,7 +30,7 @@ def placing(model: ModelState, devices: Sequence[Device], placement: Any) -> dic
 
 
 def _named(placement: Mapping[str, str | torch.device], model: ModelState, devices: Sequence[Device]) -> dict[str, Any]:
-    """The rule and the owners of a dict; tied parameters have several names."""
+    """Tied parameters have several names."""
     known = [device.name for device in devices]
     owners: dict[str, str] = {}
     for name, given in placement.items():
@@ -71,14 +68,7 @@ def _device_name(given: Any) -> Any:
 
 
 def check_owned_names(pipeline: Sequence[Pass], known: Collection[str]) -> None:
-    """Refuses a pipeline whose pass 'place-variables' names an unknown variable; one that a call leaves out is known.
-
-    Args:
-        known: the names of the step's parameters, and of the variables of the present program.
-
-    Raises:
-        PassError: names the variable.
-    """
+    """Raises PassError if 'place-variables' names none of the ``known`` variables of step and program."""
     for name in (name for one in pipeline if isinstance(one, PlaceVariables) for name, _ in one.owners):
         if name not in known:
             raise PassError(f"pass 'place-variables' names {name!r}, which is no variable of the step")

@@ -61,11 +61,7 @@ LONGEST_WAIT_SECONDS = 365 * 24 * 3600.0
 
 
 def check_loss_function(loss_fn: Any) -> None:
-    """Refuses a class in place of an object of it.
-
-    Raises:
-        TypeError: names the class and the remedy.
-    """
+    """Refuses a class in place of an object of it."""
     if isinstance(loss_fn, type):
         raise TypeError(
             f"loss_fn is the class {loss_fn.__name__}: give an object of it, loss_fn={loss_fn.__name__}(), or a function "
@@ -74,7 +70,7 @@ def check_loss_function(loss_fn: Any) -> None:
 
 
 def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[Pass]) -> str:
-    """A remark for a program whose replicas are to be compared but have one copy of everything; else empty."""
+    """A remark for a program whose replicas have one copy of everything to compare; else empty."""
     if len(devices) == 1:
         why = "there is one device"
     elif any(isinstance(one, ShareParameters) for one in pipeline) and not why_memory_is_not_shared(devices):
@@ -85,11 +81,7 @@ def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[
 
 
 def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
-    """The directory for dumps: the option, else the environment variable MIRRORC_DUMP, else None.
-
-    Raises:
-        ValueError: it is no directory, and none can be made there.
-    """
+    """The directory for dumps: the option, else the environment variable MIRRORC_DUMP, else None."""
     if dump is None:
         chosen = os.environ.get("MIRRORC_DUMP")
         return checked_directory("MIRRORC_DUMP", chosen) if chosen else None
@@ -97,11 +89,7 @@ def dump_directory(dump: str | os.PathLike[str] | None) -> Path | None:
 
 
 def checked_directory(option: str, path: str | os.PathLike[str]) -> Path:
-    """The path of a directory that exists or can be made.
-
-    Raises:
-        ValueError: a file is in its place, or in that of a parent; names the option.
-    """
+    """Raises ValueError if a file is in place of the directory, or of a parent."""
     directory = Path(path)
     existing = next((place for place in (directory, *directory.parents) if place.exists()), None)
     if existing is not None and not existing.is_dir():

@@ -24,7 +24,6 @@ def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list
     """The passes of a step, and remarks on the arguments.
 
     Args:
-        request: the arguments of `mirrorc.compile`.
         parameters: of `mirrorc.passes.default_pipeline`, unless the user gives a pipeline.
 
     Raises:
@@ -50,15 +49,7 @@ def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list
 def check_whole(
     pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device], asked: Mapping[str, Any]
 ) -> None:
-    """Refuses a pipeline that cannot make a step of any model, judged by its list alone.
-
-    Args:
-        devices: of this worker.
-        asked: the arguments of `mirrorc.compile`, by name, for the message.
-
-    Raises:
-        PassError: names the missing or misplaced pass and the remedy.
-    """
+    """Raises PassError for a pipeline that cannot make a step of any model, judged by its list alone."""
     try:
         check_order(pipeline)
         for name, why in _missing(pipeline, workers, devices):
@@ -69,7 +60,7 @@ def check_whole(
 
 
 def _missing(pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device]) -> Iterator[tuple[str, str]]:
-    """The missing passes with reasons; none beside passes from outside, which may do their work."""
+    """Passes from outside may do the work of any missing one."""
     if not all(type(one) in PASSES.values() for one in pipeline):
         return
     names = [one.name for one in pipeline]

@@ -458,11 +458,7 @@ OPTIONS = Options(
 
 
 def checked_arguments(asked: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `mirrorc.compile`, checked by kind, with declared options and ``communication_options``.
-
-    Args:
-        asked: the arguments by name.
-        declared: those that are no parameters of `mirrorc.compile`.
+    """The arguments of `mirrorc.compile`, checked by kind, with those of declared options and ``communication_options``.
 
     Raises:
         TypeError, ValueError: an argument is no option, or its value is not allowed; names it and the remedy.

@@ -67,10 +67,6 @@ class CommunicationOptions:
 def with_communication_options(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `mirrorc.compile`, with those of its ``communication_options``.
 
-    Args:
-        asked: the arguments, by name.
-        defaults: of all options.
-
     Raises:
         TypeError: they are no `CommunicationOptions`.
         ValueError: one of their arguments is given, too.

@@ -15,11 +15,7 @@ from mirrorc.messages.wording import counted
 
 
 def workers_of(world: World | None, rank: int | None) -> Workers:
-    """The workers of a world as worker ``rank`` sees them; without a world, a process on its own.
-
-    Raises:
-        ValueError: there is no such worker.
-    """
+    """The workers of a world as worker ``rank`` sees them; without a world, a process on its own."""
     if world is None:
         if rank is not None:
             raise ValueError(f"rank is {rank}, but there is no world=: give rank only with a mirrorc.World")
@@ -55,11 +51,7 @@ def joined_workers(compilation: Round, devices: Sequence[Device], timeout_second
 
 
 def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device] | None) -> tuple[Device, ...]:
-    """The devices of the compiled worker; as many as its world says, if ``devices`` is None.
-
-    Raises:
-        ValueError: the world says another number, or a device is impossible.
-    """
+    """The devices of the compiled worker; as many as its world says, if ``devices`` is None."""
     if not workers.devices_per_worker:
         return parse_devices(devices)
     number = workers.devices_per_worker[workers.rank]
@@ -73,15 +65,7 @@ def worker_devices(workers: Workers, devices: int | Sequence[str | torch.device]
 
 
 def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable_passes: Sequence[str]) -> None:
-    """Refuses several devices on one of several workers unless they share their parameters.
-
-    Args:
-        workers: from `workers_of`.
-        devices: of this worker.
-
-    Raises:
-        ValueError: names the reason and the remedy.
-    """
+    """Refuses several devices on one of several workers unless they share their parameters."""
     if not workers.are_several:
         return
     if len(devices) > 1 and (why := why_memory_is_not_shared(devices)):
@@ -98,11 +82,7 @@ def check_devices_of_worker(workers: Workers, devices: Sequence[Device], disable
 
 
 def refuse_to_run(workers: Workers, cluster: Cluster | None) -> None:
-    """Refuses a call of a step that was compiled for a world; ``cluster`` has the joined workers.
-
-    Raises:
-        ExecutionError: names the purpose of such a step.
-    """
+    """Refuses a call of a step that was compiled for a world; ``cluster`` has the joined workers."""
     if workers.devices_per_worker and cluster is None:
         raise ExecutionError(
             f"this step was compiled for worker {workers.rank} of a world of {workers.num_workers}, which is for reading: "

@@ -1,4 +1,4 @@
-"""Refuses variables that share memory, and warns of other references to it: a step moves variables to memory of its own."""
+"""Aliased tensors, refused or warned of: a step moves variables to memory of its own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from mirrorc.torch_internals import is_dense, num_users
 
 
 def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses two tensors with common elements if one of them is moved, or copied for each replica.
-
-    A write to one of them would no longer show in the other. ``tensors`` has each object once.
-    """
+    """Refuses two tensors with common elements if one of them is moved, or copied for each replica."""
     spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if _has_memory(tensor))
     reaching: list[tuple[str, int, int, str]] = []
     for span in spans:
@@ -42,10 +39,7 @@ def refuse_memory_of_processes(tensors: Mapping[str, torch.Tensor], moving: Coll
 
 
 def warn_of_holders(moving: Mapping[str, torch.Tensor], tensors: Collection[torch.Tensor]) -> None:
-    """Warns of other references to the memory of moving tensors, which do not follow the move.
-
-    References of ``tensors``, all parameters and buffers, are expected.
-    """
+    """Warns of references to the memory of moving tensors, other than those of ``tensors``."""
     memory = {name: tensor.untyped_storage() for name, tensor in moving.items()}
     bases = (tensor if tensor._base is None else tensor._base for tensor in tensors)
     known = {id(tensor): tensor for tensor in (*tensors, *bases) if _has_memory(tensor)}  # a view refers to its base

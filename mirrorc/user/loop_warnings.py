@@ -1,4 +1,4 @@
-"""Warns of calls without effect beside a compiled step: clipping, the optimizer's own step, the user's gradients."""
+"""Warnings of calls without effect beside a compiled step: clipping, the optimizer's own step, the user's gradients."""
 
 from __future__ import annotations
 
@@ -27,18 +27,14 @@ class PendingGradients(Protocol):
         """The name of the first of these parameters (by id) with a gradient; or None."""
         ...
 
-    def drop(self, ids: Collection[int]) -> None:
-        """Drops the gradients of these parameters (by id)."""
-        ...
+    def drop(self, ids: Collection[int]) -> None: ...
 
 
 class GradientHabits:
     """Warns once of each habit of a training loop without effect after a compiled step.
 
-    Gradients of other parameters than those of ``groups`` are left alone, as ``zero_grad`` leaves them.
-
     Attributes:
-        has_trained: whether the step has run; before, nothing is warned of.
+        has_trained: the step has run; before, nothing is warned of.
         pending: the gradients of `Step.accumulate` since the last update.
     """
 
@@ -54,7 +50,7 @@ class GradientHabits:
         observe_zero_grad(_tell_of_zeroed)
 
     def refuse_gradients_of_others(self) -> None:
-        """Called before an update: it would leave out accumulated gradients of another step."""
+        """An update would leave out accumulated gradients of another step."""
         ids = {id(p) for group in self._groups.hyperparameters for p in group["params"]}
         if self._first_of_others(ids) is not None:
             gc.collect()  # gradients of unreachable steps do not count
@@ -67,15 +63,12 @@ class GradientHabits:
             )
 
     def _first_of_others(self, ids: Collection[int]) -> str | None:
-        """Names the first of the parameters with these ids of which another step has kept a gradient."""
+        """The name of the first of these parameters that has an accumulated gradient of another step."""
         names = (other.pending.first_of(ids) for other in list(_watching) if other is not self)
         return next((name for name in names if name is not None), None)
 
     def look_for_gradients(self, *, are_used: bool) -> None:
-        """Called before a step, which drops gradients of a backward of the user's.
-
-        ``are_used``: by an optimizer's step.
-        """
+        """Called before a step, which drops gradients of the user's backward, unless they ``are_used`` by an optimizer's step."""
         groups = self._groups.hyperparameters
         self._with_gradients = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._with_gradients and not are_used:
@@ -87,14 +80,14 @@ class GradientHabits:
             )
 
     def note_step(self) -> None:
-        """Called after a step: clears the gradients of the optimizer's parameters."""
+        """Clears the gradients of the optimizer's parameters after a step."""
         for parameter in self._with_gradients:
             parameter.grad = None
         self._with_gradients = []
         self.has_trained = True
 
     def warn_of_idle_step(self) -> bool:
-        """Called after a step of the optimizer that the user made and that found no gradients; returns whether a step has run."""
+        """Called after the user's ``optimizer.step()`` without gradients; returns whether a step has run."""
         if self.pending.has_any:
             self._warn(
                 "kept",
@@ -127,7 +120,6 @@ class GradientHabits:
             warnings.warn(message, stacklevel=users_stack_level())
 
     def close(self) -> None:
-        """Ends the watching: the user trains the model in another way from now on."""
         _watching.discard(self)
 
 

@@ -20,8 +20,8 @@ from mirrorc.user.optimizer_kinds import check_gradient_of, is_elementwise, is_f
 class OptimizerGroups:
     """The user's optimizers, with all groups numbered together.
 
-    The groups of the first optimizer come first, then those of the next one. A group added later gets the next number, so a
-    number always means the same group.
+    The groups of the first optimizer come first. A group added later gets the next number, so a number always means the same
+    group.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -35,13 +35,12 @@ class OptimizerGroups:
         self._numbered += [place for place in places if place not in known]
 
     def __len__(self) -> int:
-        """The number of groups."""
         if len(self._numbered) != sum(len(optimizer.param_groups) for optimizer in self.optimizers):
             self._number_groups()
         return len(self._numbered)
 
     def fused(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of the groups whose float32 parameters torch's fused kernels update on devices of a type."""
+        """The numbers of the groups whose float32 parameters torch's fused kernels update on such devices."""
         held = [(number, *self[number]) for number in range(len(self))]
         return tuple(
             n
@@ -67,11 +66,11 @@ class OptimizerGroups:
 
     @property
     def hyperparameters(self) -> Iterator[dict[str, Any]]:
-        """The optimizers' own groups, in the optimizers' order."""
+        """The optimizers' groups, in the optimizers' order."""
         return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def are_elementwise(self) -> tuple[bool, ...]:
-        """For each optimizer, whether it may run on whole buckets.
+        """For each optimizer, tests that it may run on whole buckets.
 
         Hooks of one of several optimizers may read the parameters of all: then each runs by itself, in order.
         """
@@ -80,7 +79,7 @@ class OptimizerGroups:
         return tuple(is_elementwise(optimizer) for optimizer in self.optimizers)
 
     def write_rows(self) -> tuple[bool, ...]:
-        """For each group, whether a step writes only the rows of tables that their sparse gradients have.
+        """For each group, tests that a step writes only the rows of tables that their sparse gradients have.
 
         Hooks of one of several optimizers may write the tables of all.
         """
@@ -88,7 +87,6 @@ class OptimizerGroups:
         return tuple(are_torchs and writes_rows(*self[number]) for number in range(len(self)))
 
     def structure(self) -> tuple[Any, ...]:
-        """A key of the program: the parameters of each group, and whether each optimizer is element-wise."""
         each = (tuple(tuple(id(p) for p in group["params"]) for group in o.param_groups) for o in self.optimizers)
         return (*each, self.are_elementwise())
 
@@ -174,7 +172,7 @@ def update_rules(
 
     Args:
         sparse: names of those with sparse gradients.
-        may_be_unused: whether some may have no gradient in a step.
+        may_be_unused: some may have no gradient in a step.
 
     Raises:
         ValueError: an optimizer of torch's refuses a sparse gradient, or a dense one.
@@ -244,7 +242,6 @@ def _text_of_tensor(value: torch.Tensor) -> str:
 
 
 def check_capturable(groups: OptimizerGroups, variables: Mapping[str, Variable]) -> None:
-    """Refuses optimizers whose updates cannot be captured in a CUDA graph."""
     remedy = "use Adam, AdamW or SGD with fused=True, or compile with cuda_graphs=False"
     for name, variable in variables.items():
         rule = variable.update

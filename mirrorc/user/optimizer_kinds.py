@@ -1,4 +1,4 @@
-"""Inspects an optimizer of the user's: whether it is element-wise, its required state, its kernels."""
+"""Facts about the user's optimizers: element-wise updates, required state, kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def required_state(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) 
 
 
 def state_switches(groups: Iterable[Mapping[str, Any]]) -> list[tuple[bool, bool, bool]]:
-    """For each group, whether the hyperparameters are off that require more state."""
+    """For each group, the hyperparameters that require more state and are off."""
     return [(not g.get("amsgrad"), not g.get("centered"), not g.get("momentum")) for g in groups]
 
 

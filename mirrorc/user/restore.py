@@ -1,4 +1,4 @@
-"""Restores models and the objects that they hold after a block."""
+"""Restoration of models and the objects that they hold after a block."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _first_failure(actions: Iterable[Callable[[], object]]) -> Exception | None:
 
 
 class _SavedMemory:
-    """A tensor's memory, shape, strides and dtype; also undoes a resize."""
+    """Memory, shape, strides and dtype; also undoes a resize."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._original = tensor, tensor.data
@@ -102,7 +102,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _SavedValue:
-    """The value of a tensor and its place in memory, each restored only if changed."""
+    """Value and place in memory are each restored only if changed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._memory, self._value = tensor, _SavedMemory(tensor), tensor.detach().clone()
@@ -168,11 +168,7 @@ class _SavedTensor:
 
 
 class _HeldObjects:
-    """Objects that a root holds, directly or through one another, each visited once.
-
-    Attributes:
-        actions: restore them.
-    """
+    """Objects that a root holds, directly or through one another, each visited once."""
 
     def __init__(self, root: object) -> None:
         self.actions: list[Callable[[], object]] = []

@@ -1,4 +1,4 @@
-"""Warns of modes of the caller's thread that devices' threads do not have."""
+"""Warnings of modes of the caller's thread that devices' threads do not have."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from mirrorc.torch_internals import dispatch_modes, has_hooks_on_saved_tensors
 
 
 class CallersModes:
-    """Checks the caller's thread before each call of a step; warns once of each kind of mode."""
-
     def __init__(self) -> None:
         self._warned: set[str] = set()
 

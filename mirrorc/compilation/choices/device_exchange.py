@@ -32,9 +32,9 @@ class Gatherable:
 def with_gathered(program: Program, options: StepOptions) -> Program:
     """Notes the gradients that devices gather as factors, with a remark on the bytes of both forms.
 
-    In shared memory, devices read each other's factors and make shares of gradients instead. Owners of parameters get
-    whole sums. So do all devices under an algorithm that the user names, unless the user asks for factors. With
-    ``exchange="auto"``, the form with fewer bytes wins.
+    In shared memory, devices read each other's factors and make shares of gradients instead.
+    Owners of parameters get whole sums, as do all devices under an algorithm that the user names.
+    With ``exchange="auto"``, the form with fewer bytes wins.
     """
     factoring = next((entry for entry in options.pipeline if isinstance(entry, FactorGradients)), None)
     if program.workers.are_several or not program.trains or program.accumulation is not Accumulation.NONE:
@@ -82,7 +82,6 @@ def _why_all_is_whole(program: Program, options: StepOptions, factoring: FactorG
 
 
 def _all_whole(program: Program, options: StepOptions, why: str) -> Program:
-    """A program that gathers rows of tables alone, with a remark if the user asked for something else."""
     rows = [name for name, variable in program.variables.items() if variable.update and variable.update.takes_rows]
     if options.exchange == "factors" and not rows:
         return program.with_remarks(_no_effect(options, why))

@@ -36,9 +36,7 @@ class Figures:
 def chosen(
     candidates: Sequence[Candidate], everyone: Sequence[Figures], workers: Workers, exchange: Exchange
 ) -> tuple[tuple[str, ...], str]:
-    """The variables with gradients to send as factors, and a remark on the reason, alike on all workers.
-
-    The remark is empty without a choice.
+    """The variables with gradients to send as factors, and a remark on the reason; alike on all workers.
 
     Args:
         candidates: alike on all workers, but for their numbers of rows.
@@ -122,15 +120,7 @@ def _rows(gradient: Candidate, everyone: Sequence[Figures]) -> list[int]:
 def exchange_remark(
     senders: str, why: str, direction: str, bytes_of: Mapping[str, tuple[float, float]], as_factors: Collection[str]
 ) -> str:
-    """A remark on the form of gradients.
-
-    Args:
-        senders: the parties, such as "workers".
-        why: the reason of the choice.
-        direction: the scope of the bytes, such as "to each device".
-        bytes_of: the bytes of the factors and of the whole sum of each candidate.
-        as_factors: the gradients sent as factors.
-    """
+    """``bytes_of`` has the bytes of the factors and of the whole sum of each candidate."""
     sizes = [
         f"{name} {'as factors' if name in as_factors else 'whole'} ({' against '.join(size_text(round(n)) for n in pair)})"
         for name, pair in bytes_of.items()

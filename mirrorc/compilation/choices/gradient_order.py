@@ -22,8 +22,7 @@ class ReadyOrder(JointChoice):
     """The chief's order of gradients.
 
     Workers need the same buckets, but their own orders may differ. An eager backward depends on the values of examples,
-    and a graph on their number: with one example, attention may have other operators. So the chief's first program
-    decides.
+    and a graph on their number: with one example, attention may have other operators.
     """
 
     subject = "the order of gradients"
@@ -37,7 +36,7 @@ class ReadyOrder(JointChoice):
         return program.trains and self._options.program_workers.are_several
 
     def observe(self, program: Program) -> None:
-        """Notes the order of the first program alone: other workers may wait for it, whatever front end captured it."""
+        """Other workers may wait for the first program, whatever front end captured it."""
         self._first = self._first or tuple(_gradients(program.shard_graphs[0]))
 
     def propose(self) -> str:
@@ -53,8 +52,7 @@ class ReadyOrder(JointChoice):
         """A captured program with its gradients in this order.
 
         Variables missing from the order were frozen in the chief's proposal. Their gradients follow, sorted by name:
-        all other facts of a program may differ between workers. Of numbered layers the last comes first, as in
-        backward.
+        all other facts of a program may differ between workers.
         """
         if not self.concerns(program):
             return program

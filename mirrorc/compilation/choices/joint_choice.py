@@ -12,14 +12,13 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class JointChoice(ABC):
-    """A joint choice of all workers, made in the first training call, and kept.
+    """A joint choice of all workers, made in the first training call.
 
-    A worker compiles for its own batches alone. So each makes a proposal from its captured programs, and decides by the
-    proposals of all. Before the first call its own proposal decides, to compile early. It compiles again if the joint
-    decision differs.
+    Each worker makes a proposal from its captured programs, and decides by the proposals of all. Before the first call its
+    own proposal decides, to compile early. It compiles again if the joint decision differs.
 
     Args:
-        team: the workers of the training; None for planned workers, where the first proposal counts.
+        team: None for planned workers, where the first proposal counts.
     """
 
     subject: ClassVar[str]
@@ -41,7 +40,7 @@ class JointChoice(ABC):
 
     @abstractmethod
     def propose(self) -> str:
-        """Makes the text of this worker's proposal."""
+        """The text of this worker's proposal."""
 
     @abstractmethod
     def decide(self, proposals: Sequence[str]) -> None:
@@ -57,14 +56,10 @@ class JointChoice(ABC):
 
     @abstractmethod
     def noted_in(self, program: Program) -> Program:
-        """Notes the present decision in a captured program."""
+        """The captured program with the present decision."""
 
     def consider(self, program: Program, *, in_call: bool) -> None:
-        """Observes a captured program and decides, with all workers in a training call, else alone.
-
-        Raises:
-            CommunicationError: as `decide`.
-        """
+        """Observes a captured program and decides, with all workers in a training call, else alone."""
         if self._is_final or not self.concerns(program):
             return
         if self._sent is None:
@@ -76,11 +71,7 @@ class JointChoice(ABC):
             self._is_final = self._team is None
 
     def settle(self) -> None:
-        """Exchanges proposals and decides, once. It blocks until all workers come, so all must be in a training call.
-
-        Raises:
-            CommunicationError: as `decide`.
-        """
+        """Exchanges proposals and decides, once; blocks until all workers come."""
         if self._is_final or self._team is None:
             return
         self._sent = self.propose() if self._sent is None else self._sent

@@ -15,8 +15,6 @@ _WITHDRAWN = ("bucket_cap_mb", "first_bucket_mb")  # sizes that earlier versions
 
 
 class ExchangeState:
-    """State of the exchange of one step."""
-
     def __init__(self, exchange: ExchangeChoice, options: StepOptions) -> None:
         self._exchange = exchange
         self._devices = list(options.program_workers.devices_per_worker) or [len(options.devices)]

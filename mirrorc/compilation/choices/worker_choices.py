@@ -13,12 +13,7 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class WorkerChoices:
-    """All joint choices of a step, in the order of their exchange.
-
-    Args:
-        num_threads: of each device.
-        team: the workers of the training; None for a process on its own and for planned workers.
-    """
+    """All joint choices of a step, in the order of their exchange."""
 
     def __init__(self, options: StepOptions, num_threads: int, team: Team | None) -> None:
         self.exchange = ExchangeChoice(options, num_threads, team)
@@ -27,7 +22,7 @@ class WorkerChoices:
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Enters a training call, in which workers can exchange proposals; a process alone has no connection to open."""
+        """Enters a training call, in which workers can exchange proposals."""
         self._in_call = self._has_team
         try:
             yield
@@ -49,11 +44,7 @@ class WorkerChoices:
         return all(choice.applies_to(program) for choice in self._choices)
 
     def put_into(self, program: Program) -> Program:
-        """A captured program with all decisions; open ones are made now.
-
-        Raises:
-            CommunicationError: as `settle`.
-        """
+        """A captured program with all decisions; open ones are made now. Raises as `settle`."""
         for choice in self._choices:
             choice.consider(program, in_call=self._in_call)
             program = choice.noted_in(program)

@@ -33,12 +33,8 @@ _AS_IF_ALIKE = "; taken as if all workers had as many examples as this one"
 class ExchangeChoice(JointChoice):
     """The form of each gradient: its sum, or its factors.
 
-    The batch sizes of the first call decide. It may accumulate gradients and send nothing: another worker may make
-    another kind of call, as only the exchange of all workers shows.
-
-    Args:
-        num_threads: of each device.
-        team: as for `JointChoice`.
+    The batch sizes of the first call decide. It may accumulate gradients and send nothing, as another worker may make
+    another kind of call.
     """
 
     subject = "factors"
@@ -61,7 +57,7 @@ class ExchangeChoice(JointChoice):
         return not self._is_final and self._sent is None
 
     def load(self, names: tuple[str, ...]) -> None:
-        """Takes the choice of an earlier run instead of a measurement; before the workers choose."""
+        """Takes the choice of an earlier run instead of a measurement."""
         assert self.is_open, "what all have chosen stays"
         self._loaded = names
 
@@ -119,7 +115,7 @@ class ExchangeChoice(JointChoice):
         return program.with_remarks(self._remark + ("" if self._is_joint else _AS_IF_ALIKE))
 
     def _names_for(self, program: Program) -> tuple[str, ...]:
-        """The variables with gradients to send as factors; accumulated gradients are whole."""
+        """Accumulated gradients are whole."""
         is_sent = self.concerns(program) and program.accumulation is Accumulation.NONE
         return (*(self._names if is_sent else ()), *self._rows_of(program))
 

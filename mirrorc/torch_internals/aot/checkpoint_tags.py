@@ -10,9 +10,7 @@ _KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def checkpoint_tag(node: fx.Node) -> tuple[int, bool] | None:
-    """The number of an operator's checkpoint, and the policy's choice to keep the result.
-
-    None for an operator outside of all checkpoints. A checkpoint without ``context_fn`` keeps no result.
+    """The number of an operator's checkpoint, and the policy's choice to keep the result; None outside of all checkpoints.
 
     Raises:
         ValueError: the policy asks for something else; the text names it.

@@ -1,4 +1,4 @@
-"""Removal of effect tokens, with which AOTAutograd orders operators with side effects, from a joint graph."""
+"""Removal of AOTAutograd's effect tokens, which order operators with side effects."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ def kept_checks_of_linalg() -> Iterator[None]:
 
 
 def remove_effect_tokens(graph_module: fx.GraphModule) -> None:
-    """Replaces calls with tokens by plain calls; checks of ``torch.linalg`` results become asserts.
-
-    Args:
-        graph_module: a joint graph with descriptors of inputs and outputs in ``meta["desc"]``; it is changed.
-    """
+    """Replaces calls with tokens by plain calls; checks of ``torch.linalg`` results become asserts."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._higher_order_ops.effects import with_effects
 

@@ -33,11 +33,10 @@ class JointGraph:
     Attributes:
         leaf_of: placeholder to index of the tensor argument.
         number_of: placeholder to index of its Python number, a scalar tensor.
-        numbers: the user's words for these numbers.
         variable_of: placeholder (or get_attr node) to name of the parameter, buffer or constant.
         seed: the placeholder of the replica's seed, if an operator takes it.
         tangent: the placeholder of the loss's gradient; None without backward.
-        loss: the node of the loss; None without backward, where it is an output.
+        loss: None without backward, where it is an output.
         outputs: nodes of the step's other results by name.
         gradients: parameter name to its gradient's node or None.
         buffer_writes: buffer name to the node of its new value.
@@ -45,7 +44,7 @@ class JointGraph:
             a value with a gradient.
         looked_up: parameters with only lookups for sparse gradients, set by the front end.
         outside: variables outside of model and loss by name in ``variable_of``, set by the front end.
-        sizes: its symbols; None if all sizes are numbers.
+        sizes: None if all sizes are numbers.
     """
 
     graph_module: fx.GraphModule

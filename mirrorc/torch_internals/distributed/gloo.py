@@ -26,11 +26,9 @@ _opening = threading.Lock()  # a group's listener is the one opened under this l
 class GlooGroup:
     """A group of workers outside of torch's registry, free of other code's collectives.
 
-    Workers connect over the interfaces in the environment variable ``GLOO_SOCKET_IFNAME``, or else the one towards the
-    store.
-
     One thread at a time launches collectives, in the same order on all workers.
     Each returns a work; its ``wait()`` blocks, deaf to signals, until success, failure or timeout.
+    The interfaces are those of ``GLOO_SOCKET_IFNAME``, or else the one towards the store.
 
     Args:
         store: the workers' meeting point, with keys for this group alone.
@@ -72,19 +70,15 @@ class GlooGroup:
         return self._group._allgather_base(_as_bytes(into), _as_bytes(tensor))
 
     def all_to_all(self, parts: torch.Tensor, into: torch.Tensor) -> Any:
-        """Sends each worker its part of a 1-D tensor, and gathers received parts in ``into``, by rank.
-
-        All parts have one length.
-        """
+        """Sends each worker its part of a 1-D tensor, and gathers received parts by rank; all have one length."""
         return self._group.alltoall_base(_as_bytes(into), _as_bytes(parts), [], [])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
-        """Copies the tensor of worker ``root`` into those of the others."""
         return self._group.broadcast(tensor, root)
 
     @property
     def is_broken(self) -> bool:
-        """Tests for a connection closed by another worker, also between collectives; without ``/proc``, always False."""
+        """Tests for a connection closed by another worker; without ``/proc``, always False."""
         return is_any_closed(self._connected)
 
     def let_go(self) -> None:
@@ -100,8 +94,7 @@ class GlooGroup:
     def cut(self) -> None:
         """Ends all collectives, here and on the other workers, with an error; idempotent.
 
-        It closes the connections, as a work cannot be cancelled and deleting the group waits for its works.
-        Listeners stay open, as gloo ends the process without them.
+        A work cannot be cancelled, so connections are closed. Listeners stay open, as gloo ends the process without them.
         """
         sockets = open_sockets()
         for number, inode in self._connected.items():
@@ -117,7 +110,6 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: float) -> Any:
-    """Opens the listeners at these places, or at torch's place without any."""
     options = kind._Options()
     options._devices = [kind.create_device(**place) for place in places] or [kind.create_default_device()]
     options._timeout = timedelta(seconds=timeout_seconds)
@@ -125,11 +117,10 @@ def _options(kind: Any, places: Sequence[Mapping[str, str]], timeout_seconds: fl
 
 
 def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
-    """The interfaces of the environment, or this machine's address towards the store.
+    """Interfaces of the environment, or this machine's address towards the store.
 
     Torch takes the address of the machine's name, often a loopback address.
     The store's own machine may do so, too, and then takes its address towards another worker.
-    A store without a host leaves the choice to torch.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     store.set(f"address/{rank}", "" if names else _address_towards(_host(store)))
@@ -144,7 +135,6 @@ def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
 
 
 def _host(store: Any) -> str:
-    """The host of a store of torch; empty for a store without connections."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))

@@ -23,13 +23,9 @@ _WITHOUT_ENDING_THE_PROCESS = {  # torch's threads end it for a late worker or a
 class NcclGroup:
     """A group of workers with a GPU each, outside of torch's registry, free of other code's collectives.
 
-    One thread at a time launches collectives, in the same order on all workers.
-    It must run on the stream of the operand, as NCCL waits for the current stream.
+    One thread at a time launches collectives, in the same order on all workers, on the operand's stream.
     Each returns a work; its ``wait()`` blocks the host until the end or a cut.
-    Only a group with one member was tried on a GPU; tests substitute streams and NCCL.
-
-    Args:
-        store: the workers' meeting point, with keys for this group alone.
+    Only a group with one member was tried on a GPU.
 
     Raises:
         RuntimeError: the workers did not connect, or this build of torch has no NCCL. The first meeting has no timeout.
@@ -65,7 +61,7 @@ class NcclGroup:
     def cut(self) -> None:
         """Ends everything that runs here with an error, even waits for absent workers; idempotent.
 
-        The other workers get no message; they cut their groups when they hear of the failure.
+        The other workers get no message.
         """
         if self.is_cut:
             return
@@ -82,17 +78,13 @@ class NcclGroup:
 
 
 class _Work:
-    """A launched collective. Torch's work keeps the operand alive."""
+    """Torch's work keeps the operand alive."""
 
     def __init__(self, group: NcclGroup, work: Any, end: Any) -> None:
         self._group, self._work, self._end = group, work, end
 
     def wait(self) -> None:
-        """Blocks until the result is there.
-
-        Raises:
-            RuntimeError: the group was cut, so there may be no result, or the GPU has failed.
-        """
+        """Raises RuntimeError if the group was cut, as there may be no result."""
         self._end.synchronize()
         if self._group.is_cut:  # an aborted collective ends like any other
             raise RuntimeError("the connection to the other workers is closed")

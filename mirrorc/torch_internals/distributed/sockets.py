@@ -29,10 +29,7 @@ def connections_since(before: Mapping[int, int], port: int) -> dict[int, int]:
 
 
 def is_any_closed(sockets: Mapping[int, int]) -> bool:
-    """Tests for a connection closed by either side; reads nothing.
-
-    The cost depends on these sockets alone, not on the number of open files.
-    """
+    """Tests for a connection closed by either side; the cost depends on these sockets alone."""
     return any(not _is_there(number, inode) or _is_closed(number) for number, inode in sockets.items())
 
 

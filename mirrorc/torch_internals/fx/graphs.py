@@ -29,7 +29,7 @@ def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_n
 
 @contextlib.contextmanager
 def lazy_graph_modules() -> Iterator[None]:
-    """Makes torch's tracers use lazy graph modules, of which each trace makes three or more."""
+    """Makes torch's tracers use lazy graph modules."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     with _use_lazy_graph_module(True):
@@ -49,8 +49,7 @@ def add_node(
 ) -> fx.Node:
     """Works like `Graph.create_node` in a third of the time, without a search for symbolic sizes.
 
-    All sizes must be numbers.
-    An ``is_valid`` name comes from a node of another graph, and is only made unique.
+    All sizes must be numbers. An ``is_valid`` name comes from a node of another graph, and is only made unique.
     """
     names = graph._graph_namespace
     if is_valid and name not in names._used_names and not name[-1].isdigit():
@@ -69,12 +68,7 @@ def add_node(
 def traced_on_fake_tensors(
     function: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
 ) -> fx.Graph:
-    """Traces a function's operators into a graph with a placeholder for each argument.
-
-    Args:
-        values: fake arguments of one fake mode, which the graph's values share.
-        decompositions: for operators that the graph must not have.
-    """
+    """Traces a function's operators; ``values`` are of one fake mode, which the graph's values share."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with values[0].fake_mode:

@@ -37,12 +37,10 @@ def with_overload(target: Any) -> Any:
 
 
 def schema_of(target: Any) -> Any:
-    """An operator's schema: ``name`` with namespace, ``overload_name``, ``arguments`` and ``returns``."""
     return target._schema
 
 
 def writes_argument(target: Any) -> bool:
-    """Tests for a declared in-place write."""
     return bool(target._schema.is_mutable)
 
 
@@ -61,24 +59,22 @@ def lazily_negative(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies each source into its target in one call: on GPUs one kernel, half the time for small tensors."""
+    """Copies in one call: on GPUs one kernel, half the time for small tensors."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def scale_each(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies each tensor by a 0-d one, in place, in one call."""
+    """Multiplies each tensor by a 0-d one, in place."""
     if targets:
         torch._foreach_mul_(targets, factor)
 
 
 def subtract_each(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[torch.Tensor]:
-    """Each tensor minus its number, in one call."""
     return list(torch._foreach_sub(list(tensors), list(numbers))) if tensors else []
 
 
 def norms_of_each(
     tensors: list[torch.Tensor], norm_type: float = 2.0, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Each tensor's norm in one call, computed in ``dtype`` or the tensor's dtype."""
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype)) if tensors else []

@@ -18,13 +18,10 @@ _observer: list[Observer] = []
 
 
 def observe_clipping(observer: Observer) -> None:
-    """Registers an observer of the calls of all `CLIPPING` functions.
+    """Calls ``observer`` with the function's name and parameters before all `CLIPPING`; it replaces an earlier observer.
 
     The functions stay the same objects, as user code may have imported them earlier.
     Each is a wrapper that calls the content of a closure cell, which is replaced.
-
-    Args:
-        observer: called before clipping with the function's name and parameters; replaces an earlier observer.
     """
     _observer[:] = [observer]
     for name in CLIPPING:
@@ -34,7 +31,7 @@ def observe_clipping(observer: Observer) -> None:
 
 
 def _cell_of(function: Any) -> CellType | None:
-    """The closure cell of a wrapper in torch; None if torch has changed its wrappers."""
+    """None if torch has changed its wrappers."""
     if not isinstance(function, FunctionType) or "func" not in function.__code__.co_freevars:
         return None
     cells: Sequence[CellType] = function.__closure__ or ()

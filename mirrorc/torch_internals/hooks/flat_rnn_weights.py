@@ -12,9 +12,9 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def renew_recurrent_weights(layer: nn.RNNBase) -> None:
-    """Updates a recurrent layer's list of parameters, as torch does in a call.
+    """Updates a recurrent layer's list of parameters, as torch does in a call; the memory stays in place.
 
-    Computed weights, such as those of a parametrization, are left to the call. The memory stays in place, also on GPUs.
+    Computed weights, such as those of a parametrization, are left to the call.
     """
     names = layer._flat_weights_names
     if all(name in layer._parameters for name in names):
@@ -29,11 +29,7 @@ def weights_for_cudnn(
 ) -> Sequence[torch.Tensor]:
     """Copies of weights in one piece of GPU memory, which spares cuDNN's warning; on the CPU, the weights themselves.
 
-    See `torch.nn.RNNBase.flatten_parameters`.
-
-    Args:
-        weights: of all layers and directions.
-        kind: the name of torch's function, such as ``"lstm"``.
+    ``kind`` is the name of torch's function, such as ``"lstm"``.
     """
     if not weights[0].is_cuda or not all(map(torch.backends.cudnn.is_acceptable, weights)):
         return weights

@@ -20,7 +20,6 @@ def seen_by_profiler(job: Callable[[], Any]) -> Callable[[], Any]:
     """Wraps a job for another thread, so that the calling thread's profiler sees it.
 
     The calling thread must wait for the end of the job, which may run once.
-    Versions of torch without the needed functions do not profile the job.
     """
     functions = _functions()
     if functions is None:

@@ -19,12 +19,10 @@ def _native(module: nn.Module) -> Any:
 
 
 def is_script_module(module: nn.Module) -> bool:
-    """Tests for a scripted or traced module, the outermost or an inner one."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
-    """The signature of a module's forward, also of a module traced by TorchScript."""
     if not is_script_module(module):
         return inspect.signature(module.forward)
     _, *arguments = _native(module)._get_method("forward").schema.arguments
@@ -52,11 +50,7 @@ def _attribute_names(part: nn.Module) -> list[str]:
 
 
 def _compiled_anew(original: nn.Module) -> nn.Module:
-    """A deep copy would share code, in which TorchScript stores optimizations from the first runs of any module of the
-    class.
-
-    Later runs use them, whatever the settings are.
-    """
+    """A deep copy would share code, in which TorchScript stores optimizations from the first runs of any copy."""
     written = io.BytesIO()
     torch.jit.save(original, written)
     return torch.jit.load(io.BytesIO(written.getvalue()))
@@ -66,7 +60,7 @@ class ScriptCopy:
     """A copy of an outermost TorchScript module for one thread, while others run theirs.
 
     Attributes:
-        module: the copy, which can run after `load`.
+        module: can run after `load`.
         pairs: each module within the original, itself included, and its copy.
     """
 
@@ -109,7 +103,7 @@ class ScriptCopy:
 
 
 def _shown(value: Any) -> tuple[Any, ...] | None:
-    """A key that is equal for unchanged values while the first lives; None if the value may hold an object."""
+    """Equal for unchanged values while the first lives; None if the value may hold an object."""
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), value._version, value.shape
     if isinstance(value, dict):

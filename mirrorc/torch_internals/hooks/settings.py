@@ -36,7 +36,7 @@ def trace_artifact(name: str, text: str) -> None:
 
 
 def adagrad_is_fused_on_gpus() -> bool:
-    """Tests for a fused Adagrad on CUDA: torch 2.13 has it, 2.11 refuses ``fused=True`` for parameters there."""
+    """Torch 2.13 has it; 2.11 refuses ``fused=True`` for parameters there."""
     return "cuda_unsupported=True" not in inspect.getsource(torch.optim.Adagrad)
 
 
@@ -46,11 +46,7 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 class UncountedHook:
-    """An optimizer step hook that leaves the step unchanged and is not counted by `has_step_hooks`.
-
-    Args:
-        function: called with the optimizer.
-    """
+    """An optimizer step hook that leaves the step unchanged; `has_step_hooks` does not count it."""
 
     def __init__(self, function: Callable[[torch.optim.Optimizer], None]) -> None:
         self._function = function
@@ -77,14 +73,13 @@ def _counts_any(hooks: Mapping[int, object]) -> bool:
 
 
 def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tests for support of step hooks, which a class without ``Optimizer.__init__`` lacks."""
+    """A class without ``Optimizer.__init__`` lacks them."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
-    """The step of a torch class without torch's wrappers: profiler marks, hooks, no gradients.
+    """The step of a torch class without torch's wrappers, which take longer than the update of a small bucket.
 
-    The wrappers take longer than the update of a small bucket.
     Callers must disable gradients and ensure that there are no hooks.
     """
     step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(kind.step)
@@ -103,8 +98,7 @@ def takes_divisor(kind: type[torch.optim.Optimizer]) -> bool:
 def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
     """A fused step within it divides the gradients by a number, and writes the quotients back.
 
-    Fused optimizers read a float32 scalar ``grad_scale`` on their device, as for torch's `GradScaler`.
-    Steps of other implementations refuse it.
+    Fused optimizers read a float32 scalar ``grad_scale``, as for torch's `GradScaler`; other implementations refuse it.
     """
     optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32)  # type: ignore[attr-defined]
     try:
@@ -131,7 +125,6 @@ def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _is_torchs_own(function: Any) -> bool:
-    """Tests that a function and all that it wraps come from torch's files."""
     while function is not None:
         code = getattr(function, "__code__", None)
         if code is None or not code.co_filename.startswith(torch.__path__[0]):
@@ -141,13 +134,13 @@ def _is_torchs_own(function: Any) -> bool:
 
 
 def hook_tables(module: nn.Module) -> list[Mapping[Any, Any]]:
-    """A module's own dicts of forward and backward hooks, not copies."""
+    """A module's dicts of forward and backward hooks, not copies."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(module, name) for name in names]
 
 
 def global_hook_tables() -> list[Mapping[Any, Any]]:
-    """Torch's own dicts of hooks for all modules, not copies."""
+    """Torch's dicts of hooks for all modules, not copies."""
     from torch.nn.modules import module
 
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -15,12 +15,9 @@ _observer: list[Observer] = []
 
 
 def observe_zero_grad(observer: Observer) -> None:
-    """Registers an observer of `torch.optim.Optimizer.zero_grad` and `torch.nn.Module.zero_grad`.
+    """Calls ``observer`` with the parameters after a ``zero_grad`` of torch; it replaces an earlier observer.
 
     A subclass's ``zero_grad`` is observed only if it calls the base class's.
-
-    Args:
-        observer: called afterwards with the parameters of the dropped gradients; replaces an earlier observer.
     """
     _observer[:] = [observer]
     for kind, parameters_of in ((torch.optim.Optimizer, _of_optimizer), (nn.Module, _of_module)):

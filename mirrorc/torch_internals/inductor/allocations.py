@@ -23,7 +23,6 @@ class _NoKernel:
 def inductor_wrapper(compiled: Any) -> tuple[ast.FunctionDef, dict[str, Any]]:
     """The Python function ``call(self, args)`` of `compile_with_inductor`'s result, and a namespace for fake tensors.
 
-    The function allocates memory and calls kernels.
     Kernels of the namespace compute nothing; its functions for allocations and views are torch's. Nothing is compiled.
 
     Raises:
@@ -67,18 +66,14 @@ def num_users(storage: torch.UntypedStorage) -> int:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number that is equal for live tensors, real or fake, with shared memory."""
+    """Equal for live tensors, real or fake, with shared memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def peak_allocation(action: Callable[[], object], given: Sequence[torch.Tensor]) -> int:
-    """The most bytes of tensors that torch's operators allocate during an action.
+    """The most bytes of tensors that torch's operators allocate during an action, which is called once.
 
-    Memory within an operator does not count.
-
-    Args:
-        action: called once.
-        given: older tensors, which do not count.
+    Memory within an operator, and that of the older tensors ``given``, does not count.
     """
     known = {storage_key(tensor) for tensor in given}
     holders: dict[int, int] = {}

@@ -19,11 +19,8 @@ _unfinished: contextvars.ContextVar[list[Callable[[], None]] | None] = contextva
 def kernels_compiled_together() -> Iterator[None]:
     """Postpones `compile_with_inductor`'s waits for the C++ compiler to the end of the context.
 
-    More regions are lowered meanwhile. Compiled regions must not be called before the end.
+    Compiled regions must not be called before the end, which raises Inductor's error for a kernel.
     A failure, such as a lack of memory, clears Inductor's loaded kernels, so that later requests can succeed.
-
-    Raises:
-        Exception: at the end, Inductor's error for a kernel.
     """
     _let_waits_be_put_off()
     waits: list[Callable[[], None]] = []
@@ -44,14 +41,12 @@ def kernels_compiled_together() -> Iterator[None]:
 
 
 def forget_loaded_kernels() -> None:
-    """Makes Inductor load or compile every kernel anew. Functions in use stay."""
     from torch._inductor.utils import clear_inductor_caches
 
     clear_inductor_caches()
 
 
 def forget_instructions() -> None:
-    """Makes Inductor try the processor's vector instructions again."""
     from torch._inductor import cpu_vec_isa
 
     kinds = [cpu_vec_isa.VecISA]
@@ -86,7 +81,6 @@ def prepare_cpp_compiler() -> None:
     """Starts, in threads, Inductor's work before the first kernel of a process, while capture goes on.
 
     The slow part tries vector instructions: each trial compiles a file (cached) and loads it in a new process.
-    A query for the instructions waits for all trials.
     Errors are ignored here, as compiling a kernel raises them again.
     """
     _let_instructions_be_tried_together()
@@ -112,10 +106,7 @@ def _let_instructions_be_tried_together() -> None:
 
 
 def _instructions_tried(process: int) -> threading.Event:
-    """The event's first request in a process starts the trials.
-
-    A forked child needs a new event, as it lacks its parent's threads.
-    """
+    """A forked child needs a new event, as it lacks its parent's threads."""
     with _preparing:
         if process not in _prepared:
             _prepared.clear()
@@ -148,7 +139,6 @@ def _try_instructions() -> threading.Event:
 
 
 def _started(job: Callable[[], Any]) -> threading.Thread:
-    """The job runs in a daemon thread with the settings of the calling thread."""
     context = contextvars.copy_context()  # Inductor's settings are context variables
 
     def run() -> None:

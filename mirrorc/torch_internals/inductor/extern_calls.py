@@ -1,4 +1,4 @@
-"""Direct calls of torch functions in Inductor's code for mirrorc's operators that write an argument."""
+"""Direct calls of torch functions in Inductor's code."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 def call_directly(operator: Any, call: str) -> None:
     """Has Inductor write a call in place of an operator with a Python kernel.
 
-    This saves some microseconds of the dispatcher's way into Python and back. Inductor's C++ code still calls the
-    operator.
+    This saves some microseconds of the dispatcher's way into Python and back.
 
     Args:
         operator: takes tensors alone, writes the first, and returns nothing.
@@ -21,8 +20,6 @@ def call_directly(operator: Any, call: str) -> None:
     from torch._inductor.virtualized import V
 
     class DirectCall(ir.ExternKernel):
-        """Inductor's node for the call."""
-
         def __init__(self, arguments: list[Any]) -> None:
             inputs = self.unwrap_storage([self.realize_input(argument) for argument in arguments])
             super().__init__(None, ir.NoneLayout(device=arguments[0].get_device()), inputs, op_overload=operator)

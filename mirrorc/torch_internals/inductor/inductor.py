@@ -40,7 +40,7 @@ _EXPANDED_LATE = (
 
 
 def pools_maxima(target: Any) -> bool:
-    """Tests for the pooling operator of Inductor's decompositions, which returns each maximum's place in its window."""
+    """Tests for the pooling operator of Inductor's decompositions, which returns places in windows."""
     return str(target._schema.name) == "prims::_low_memory_max_pool_with_offsets"
 
 
@@ -50,7 +50,6 @@ def tells_places_of_maxima(target: Any) -> bool:
 
 
 def _expand(graph: fx.Graph) -> None:
-    """Decomposes the operators that passes needed whole."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
@@ -72,14 +71,9 @@ def _apply(decomposition: Callable[..., Any], constants: Any, keywords: Mapping[
 def compile_with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], num_threads: int
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compiles a functional ATen graph, or loads it from Inductor's cache; outputs keep the graph's strides.
+    """Compiles a functional ATen graph, which it changes; outputs keep the graph's strides.
 
     The result maps a list, which it empties, to a sequence of outputs.
-
-    Args:
-        graph_module: the graph; it is changed.
-        example_inputs: fake tensors with the arguments' shapes and strides.
-        num_threads: the most threads of a compiled CPU loop.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -141,8 +135,7 @@ _LARGER = 16
 def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
     """Adds guards that keep sizes small where a loop is now too short for several threads.
 
-    Inductor decides on parallel CPU loops by the sizes at compilation.
-    Loops may become 16 times as long as the shortest parallel loop, which costs little.
+    Inductor decides on parallel CPU loops by the sizes at compilation. Loops may become 16 times as long.
     """
     from torch._inductor import config
 
@@ -160,10 +153,7 @@ def keep_small_loops_small(graph: fx.Graph, num_threads: int) -> None:
 
 @contextlib.contextmanager
 def _room_for_symbols(fake_mode: Any) -> Iterator[None]:
-    """Without an environment of symbolic sizes in the fake mode, Inductor does not use its cache.
-
-    The environment stays empty, because the mode was created with plain sizes.
-    """
+    """Without an environment of symbolic sizes in the fake mode, Inductor does not use its cache."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     if fake_mode is None or fake_mode.shape_env is not None:

@@ -49,13 +49,9 @@ class Generators:
 
 
 class DrawnNumbers:
-    """The random numbers of a trace, in order.
-
-    Args:
-        module: the traced module; guards and graphs read the numbers in its list ``drawn``.
+    """The random numbers of a trace, in order; guards and graphs read them from the module's list ``drawn``.
 
     Attributes:
-        calls: the draws: functions with their arguments.
         before: the generators before the trace.
         after: the generators after the last draws.
     """
@@ -70,7 +66,7 @@ class DrawnNumbers:
     def draw(
         self, attempt: object, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, Any]:
-        """Draws a number, and returns its place and value; each attempt of the tracer repeats the same numbers."""
+        """Draws a number; returns its place and value. Each attempt of the tracer repeats the same numbers."""
         from torch._guards import TracingContext
 
         if attempt is not self._attempt:
@@ -97,7 +93,7 @@ class DrawnNumbers:
 
 @contextlib.contextmanager
 def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]:
-    """In Dynamo's traces of this thread, single draws of Python or numpy are inputs; the generators are restored."""
+    """In Dynamo's traces of this thread, single draws of Python or numpy are inputs; generators are restored."""
     from torch._dynamo.source import AttrSource, GetItemSource, LocalSource
     from torch._dynamo.variables import misc, user_defined
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
@@ -105,7 +101,7 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
     drawn, draw = DrawnNumbers(module), user_defined.call_random_fn
 
     def taken(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """The input for a draw; None for another call."""
+        """None if the call is no draw."""
         if not trace.is_here or not _is_one_draw(function, args, kwargs):
             return None
         constants = tuple(arg.as_python_constant() for arg in args)

@@ -31,7 +31,6 @@ class NumbersGivenUp(Exception):
 
     Attributes:
         names: the expressions of the numbers.
-        why: the reason in a few words.
         words: the users' names, where known.
         stack: where known, the frames of a number's random draw, outermost first.
     """
@@ -51,7 +50,6 @@ def is_ordinary(value: Any) -> bool:
 
 
 def attribute_source(path: Sequence[str], name: str) -> str:
-    """Dynamo's expression for an attribute of the module at a path in the traced module."""
     return "".join(("L['self']", *(f"._modules[{part!r}]" for part in path), f".{name}"))
 
 
@@ -77,7 +75,6 @@ class HostNumber(NamedTuple):
 
 
 def computed(function: Callable[..., Any], args: Sequence[Any], numbers: Sequence[Number]) -> Any:
-    """The function's result, with numbers in place of slots."""
     return function(*(numbers[arg.place] if isinstance(arg, Slot) else arg for arg in args))
 
 
@@ -85,7 +82,6 @@ class HostNumbers:
     """The numbers of a trace, in Python's order.
 
     Attributes:
-        numbers: the reads and computations.
         values: their latest values.
         taken: the indices of the graph's inputs.
     """
@@ -98,7 +94,6 @@ class HostNumbers:
         self._conditions: list[Any] = []
 
     def add(self, number: HostNumber, value: Number, symbol: Any) -> int:
-        """Adds a number with its value in the trace and Dynamo's symbol; returns its index."""
         self.numbers.append(number)
         self.values.append(value)
         self._symbols.append(symbol)
@@ -155,11 +150,7 @@ class HostNumbers:
 
 
 def _holds(expr: Any, value_of: Mapping[Any, Number]) -> bool:
-    """Evaluates all of a guard, to find unsupported parts.
-
-    Raises:
-        NotImplementedError: it compares more than constants and numbers with symbols.
-    """
+    """Evaluates all of a guard, to find unsupported parts."""
     if expr in (True, False):
         return bool(expr)
     if isinstance(expr, sympy.Not | sympy.And | sympy.Or):

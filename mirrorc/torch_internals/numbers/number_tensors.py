@@ -1,10 +1,8 @@
 """Replacement of a Dynamo graph's Python numbers by buffers of its module, with PyTorch's type promotion of a number.
 
-A float times an integer tensor has the default dtype; a float times a 32-bit scalar has 32 bits.
-So the 64-bit tensor of a number is converted where it would change the dtype.
-
+The 64-bit tensor of a number is converted where it would change the result's dtype.
 torch's own pass (`torch.fx.passes._tensorify_python_scalars`) takes only floats in ``+ - * /`` and comparisons.
-It computes ``t * 0.1 * 3.0`` in another order, and compares a 32-bit scalar in 64 bits.
+It computes ``t * 0.1 * 3.0`` in another order.
 """
 
 from __future__ import annotations
@@ -41,8 +39,6 @@ _FULL = frozenset(["full", "full_like", "new_full", "tensor", "scalar_tensor", "
 
 def take_numbers_as_tensors(traced: fx.GraphModule, trace: NumberTrace) -> HostNumbers | None:
     """Replaces a graph's numbers by buffers; returns the numbers on the host, None without any.
-
-    The graph's inputs stay; number inputs lose their users.
 
     Raises:
         NumbersGivenUp: a use allows only a number.
@@ -91,11 +87,7 @@ class _Unsupported(Exception):
 
 
 class _Call:
-    """A call of a torch function or method with numbers among its arguments.
-
-    Args:
-        operands: for each number, its 64-bit scalar and a value.
-    """
+    """A call with numbers among its arguments; ``operands`` has each number's 64-bit scalar and value."""
 
     def __init__(self, node: fx.Node, operands: Mapping[fx.Node, tuple[fx.Node, int | float]]) -> None:
         if node.op == "call_method" and node.target == "__rpow__":
@@ -112,11 +104,6 @@ class _Call:
         self.name = _AUGMENTED.get(name, name.strip("_")) if is_known else ""
 
     def give_tensors(self) -> None:
-        """Puts tensors in place of the numbers.
-
-        Raises:
-            _Unsupported: the function takes no tensor there.
-        """
         node = self.node
         args, in_containers = (*node.args, *node.kwargs.values()), list[fx.Node]()
         fx.node.map_arg([arg for arg in args if not isinstance(arg, fx.Node)], in_containers.append)
@@ -213,7 +200,6 @@ class _Call:
         return self._converted(number, wanted)
 
     def _converted(self, arg: Any, dtype: torch.dtype) -> Any:
-        """Other arguments stay as they are."""
         if not self._is_number(arg):
             return arg
         tensor = self._operands[arg][0]
@@ -246,7 +232,6 @@ def _run(node: fx.Node) -> Any:
 
 
 def _example(node: Any) -> Any:
-    """A constant is its own example."""
     return node.meta["example_value"] if isinstance(node, fx.Node) else node
 
 

@@ -1,7 +1,7 @@
 """Dynamo traces with chosen Python numbers as inputs, and a record of Python's computations for the host.
 
 Dynamo computes with symbols as with real numbers, and would round ``t * 0.1 * 3.0`` differently.
-Here each result is a new symbol with a value computed by Python, and guards compare such values alone.
+Here each result is a new symbol with a value computed by Python.
 """
 
 from __future__ import annotations
@@ -38,11 +38,8 @@ _MATH = (
 class NumberTrace:
     """The numbers of one trace, which runs in this thread.
 
-    Args:
-        names: the expressions of numbers to take as inputs.
-
     Attributes:
-        inputs: the numbers on the host.
+        names: the expressions of numbers to take as inputs.
         index_of: the graph's number nodes, and their indices in ``inputs``.
         flags: nodes of bools computed from numbers.
         given_up: the reason, if a number ended the trace.
@@ -61,7 +58,6 @@ class NumberTrace:
 
     @property
     def is_here(self) -> bool:
-        """The trace belongs to the current thread."""
         return threading.get_ident() == self._thread
 
     def take(self, tx: Any, source: Any, value: Number) -> Any:
@@ -151,11 +147,7 @@ class NumberTrace:
 
 @contextlib.contextmanager
 def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
-    """In Dynamo's traces of this thread, ordinary numbers at these expressions are graph inputs.
-
-    Args:
-        names: as Dynamo writes them, see `mirrorc.torch_internals.DynamoGuards.names`.
-    """
+    """In Dynamo's traces of this thread, ordinary numbers at these expressions are graph inputs."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables.builder import VariableBuilder, install_guard
     from torch._dynamo.variables.tensor import SymNodeVariable
@@ -189,7 +181,6 @@ def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
 
 
 def _function_of_math(trace: NumberTrace, name: str) -> Callable[..., Any]:
-    """A replacement of a function of ``math`` that maps symbols to symbols."""
     host = getattr(math, name)
     otherwise = getattr(torch, f"_sym_{name}", host)
 

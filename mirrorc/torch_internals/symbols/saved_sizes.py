@@ -1,4 +1,4 @@
-"""Symbolic sizes as texts, and new environments of symbols for them, as for a program from a file."""
+"""Symbolic sizes as texts, and environments of symbols for them, as in saved programs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _LEAST = 2  # sizes of 0 and 1 are numbers
 
 @dataclass(frozen=True)
 class SizeSymbol:
-    """A symbol of an environment.
+    """A symbol of an environment, such as ``s0``.
 
     Attributes:
-        name: such as ``s0``.
         value: its value at capture.
         least: the smallest size of its range.
     """
@@ -31,10 +30,7 @@ class SizeSymbol:
 
 
 def symbols_of_environment(environment: Any) -> tuple[SizeSymbol, ...]:
-    """An environment's symbols for sizes of at least 2, in order; none without an environment.
-
-    Other symbols are of computed Python numbers, or of sizes that became numbers.
-    """
+    """An environment's symbols for sizes of at least 2, in order; none without an environment."""
     if environment is None:
         return ()
     values = getattr(environment, "backed_var_to_val", None)
@@ -55,10 +51,7 @@ def _number_in(name: str) -> int | None:
 
 
 class SavedSizes:
-    """An environment with given symbols, and sizes in it.
-
-    Attributes:
-        fake_mode: makes fake tensors with such sizes.
+    """An environment with these symbols, and sizes in it.
 
     Raises:
         ValueError: torch cannot make these symbols.
@@ -96,7 +89,7 @@ class SavedSizes:
             raise ValueError(f"{text!r:.60} is no size") from error
 
     def text(self, size: Size) -> str:
-        """A size, from an environment with the same symbols, as a text: ``Add(FloorDiv(s0, 2), 1)``.
+        """A size as a text: ``Add(FloorDiv(s0, 2), 1)``.
 
         Raises:
             ValueError: the size's computation has no such text.

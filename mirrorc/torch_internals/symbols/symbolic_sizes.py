@@ -1,4 +1,4 @@
-"""Symbolic sizes: Dynamo's symbols for sizes of arguments, computations with them, and torch's guards on them."""
+"""Symbolic sizes: Dynamo's symbols for sizes of arguments, computations with them, and guards on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 
 def dims_marked_by_user(tensor: torch.Tensor) -> frozenset[int]:
-    """Dimensions with the user's `torch._dynamo.mark_dynamic` or ``maybe_mark_dynamic``."""
     names = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
     marked = {int(dim) for name in names for dim in getattr(tensor, name, None) or ()}
     return frozenset(dim % tensor.dim() for dim in marked if tensor.dim())
@@ -86,7 +85,6 @@ def sizes_key(sizes: Sequence[Size]) -> tuple[Any, ...]:
 
 
 def size_of_key(key: Any, fake_mode: Any) -> Size:
-    """The size of a key, in the fake mode's environment."""
     if isinstance(key, int):
         return key
     environment = fake_mode.shape_env
@@ -95,7 +93,7 @@ def size_of_key(key: Any, fake_mode: Any) -> Size:
 
 
 def text_of_size(size: Size) -> str:
-    """The printed form of a size: ``8``, ``s0``, ``2*s0``, ``(s1 - 1)*s0``."""
+    """The printed form of a size: ``8``, ``s0``, ``2*s0``."""
     key = size_key(size)
     if isinstance(key, int):
         return str(key)
@@ -128,7 +126,7 @@ def num_elements_now(tensor: torch.Tensor) -> int:
 
 
 def num_bytes_now(value: Any) -> int:
-    """The bytes of a value's elements at capture; 0 for a non-tensor."""
+    """0 for a non-tensor."""
     return num_elements_now(value) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
@@ -137,7 +135,7 @@ def storage_bytes_now(tensor: torch.Tensor) -> int:
 
 
 def symbols_in(value: Any) -> frozenset[Any]:
-    """The symbols in a number, or in the sizes and strides of one or several tensors."""
+    """The symbols in a number, or in the sizes and strides of tensors."""
     if isinstance(value, list | tuple):
         return frozenset().union(*map(symbols_in, value)) if value else frozenset()
     if isinstance(value, torch.Tensor):
@@ -148,7 +146,7 @@ def symbols_in(value: Any) -> frozenset[Any]:
 
 
 def raw_symbols(value: Any) -> list[Any]:
-    """Symbolic numbers in a node's arguments, which are on no device."""
+    """Symbolic numbers in a node's arguments."""
     if isinstance(value, _NUMBERS):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -157,9 +155,6 @@ def raw_symbols(value: Any) -> list[Any]:
 
 class SizesOfArguments:
     """The symbols of a graph: their places in arguments, computations with them, and guards on them.
-
-    Args:
-        leaves: the fake tensors of the arguments; None for an unused one.
 
     Raises:
         SizesGivenUp: torch has a guard on other values than sizes of these arguments.
@@ -204,11 +199,7 @@ class SizesOfArguments:
         return key
 
     def check_symbols(self, value: Any) -> None:
-        """Refuses symbols of data-dependent sizes, such as the number of nonzero elements.
-
-        Raises:
-            SizesGivenUp: the value has one.
-        """
+        """Raises `SizesGivenUp` for data-dependent sizes, such as the number of nonzero elements."""
         others = symbols_in(value) - self._places.keys()
         if others:
             raise SizesGivenUp(f"the size {sorted(map(str, others))[0]} follows from the values of tensors")
@@ -256,7 +247,6 @@ class SizesOfArguments:
         return made
 
     def _guards(self) -> Iterator[str]:
-        """Python expressions for torch's guards and the ranges of sizes."""
         environment = self._fake_mode.shape_env
         for symbol in self._places:
             known = environment.var_to_range.get(symbol)

@@ -1,4 +1,4 @@
-"""Inputs of a traced graph: parameters and buffers come from the module, whatever path forward read them by."""
+"""Inputs of a traced graph; parameters and buffers come from the module, however forward reached them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ class ReadVariable(NamedTuple):
     Attributes:
         words: the user's name for it; empty if no expression reads it.
         root: the module through which it is reached; None for a lone parameter.
-        root_words: the user's name for ``root``.
         counter: for a statistic that forwards write without a new version, the buffer that counts these writes.
-        counter_words: the user's name for ``counter``.
     """
 
     tensor: torch.Tensor
@@ -44,11 +42,9 @@ class ReadVariable(NamedTuple):
 
 
 def read_variables_from_module(traced: fx.GraphModule) -> None:
-    """Has a graph of Dynamo's export take its module's parameters and buffers from the module.
+    """Has Dynamo's graph take parameters and buffers from its module.
 
-    Dynamo's graph evaluates the expression by which forward reached a tensor.
-    Outside of the module (a list of parameters, a closure), it would bypass joint export's stand-ins and yield
-    constants.
+    Forward's own expression may lead outside of the module, such as into a closure, and bypass joint export's stand-ins.
     """
     codegen: Any = traced.graph._codegen
     read: Any = _ModulesTensors(codegen.dynamo_bytecode_flatten, traced)
@@ -56,7 +52,7 @@ def read_variables_from_module(traced: fx.GraphModule) -> None:
 
 
 def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> list[OutsideTensor]:
-    """Tensors of `mirrorc.torch_internals.trace_full_graph`'s graph that are neither ``leaves`` nor the module's."""
+    """The graph's tensors that are neither ``leaves`` nor the module's."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     known = {*map(id, leaves), *read.own}
@@ -65,7 +61,7 @@ def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> l
 
 
 def own_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[fx.Node, str]:
-    """Placeholders of the tensors of `mirrorc.torch_internals.trace_full_graph`'s module, with their first names."""
+    """Placeholders of the module's tensors, with their first names."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     found = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
@@ -74,11 +70,7 @@ def own_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dic
 
 
 def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """The user's expressions for tensors, compared by identity; empty for a tensor that no expression reads.
-
-    Args:
-        names: the guarded expressions, from ``L['self']`` or globals ``G``.
-    """
+    """The user's expressions for tensors; empty for a tensor that no expression reads."""
     scope = scope_of_guards(module)
     by_id: dict[int, str] = {}
     for name in sorted(names, key=len):
@@ -93,11 +85,7 @@ def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[t
 def outside_variables(
     traced: fx.GraphModule, module: nn.Module, leaves: Sequence[torch.Tensor], names: Collection[str]
 ) -> list[ReadVariable]:
-    """Parameters and module buffers among `outside_tensors`, in the graph's order.
-
-    Args:
-        names: the guarded expressions, from ``L['self']`` or globals ``G``.
-    """
+    """Parameters and module buffers among `outside_tensors`, in the graph's order."""
     wanted = {id(tensor): tensor for _, tensor in outside_tensors(traced, leaves)}
     if not wanted:
         return []
@@ -125,11 +113,7 @@ def outside_variables(
 
 
 def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Has a graph of Dynamo's export read detached views of tensors as buffers, which joint export can write.
-
-    Returns:
-        The names of the buffers, under ``place``.
-    """
+    """Registers detached views as buffers, which joint export can write; returns their names."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
     holder = nn.Module()
@@ -141,13 +125,6 @@ def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch
 
 
 class _ModulesTensors:
-    """Replacement of Dynamo's function that gives a graph its inputs.
-
-    Attributes:
-        input_processor: torch reads this attribute of the function.
-        own: by identity, each parameter and buffer of the module, and its first name.
-    """
-
     def __init__(self, read: Any, module: fx.GraphModule) -> None:
         self.input_processor = read.input_processor
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -166,7 +143,7 @@ class _ModulesTensors:
 
 
 def _admit(values: Sequence[Any]) -> None:
-    """Has the active fake mode take outside tensors; torch 2.11 lacks the setting here."""
+    """Torch 2.11 lacks the setting here."""
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode()

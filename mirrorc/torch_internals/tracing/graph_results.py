@@ -24,7 +24,6 @@ class StandIns:
         return given
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
-        """The value that a tensor stands for; None for another tensor."""
         found = (node for own, node in self._known if own() is tensor and isinstance(node, fx.Node))
         return next(found, None)
 
@@ -42,8 +41,6 @@ def results_with_stand_ins(traced: fx.GraphModule, leaves: Sequence[torch.Tensor
     """The result of the traced forward, with a stand-in tensor for each value of the graph.
 
     No code of the user runs: torch.compile's code assembles the objects, without forward's side effects.
-    Older objects, and tensors that were passed or read, are the very same, except results of no operator, such as
-    ``x.T``.
 
     Raises:
         RuntimeError, NotImplementedError, TypeError: the result has Python numbers or arrays made from values.
@@ -56,7 +53,7 @@ def results_with_stand_ins(traced: fx.GraphModule, leaves: Sequence[torch.Tensor
 
 
 def give_values(traced: fx.GraphModule, values: Sequence[fx.Node]) -> None:
-    """Has a graph of Dynamo's export return a tuple of values in place of the user's objects."""
+    """Has the graph return a tuple of values in place of the user's objects."""
     codegen: Any = traced.graph._codegen
     module: Any = traced
     traced.graph.output_node().args = (tuple(values),)

@@ -27,10 +27,9 @@ _LEFT_OUT = ("GLOBAL_STATE", "SHAPE_ENV", "TORCH_FUNCTION_STATE")  # number of t
 class DynamoGuards:
     """Checks that a call of a module would still be traced to the same graph.
 
-    Excluded, because other code watches them: arguments, parameters and buffers of submodules, hooks of submodules,
-    torch's modes.
-    Added to Dynamo's guards: identities of outside tensors, hooks of outside modules, methods of the classes in use,
-    the sign of zeros (-0.0 == 0.0), and `os.environ` if it was read.
+    Other code watches arguments, parameters and buffers of submodules, hooks of submodules, and torch's modes.
+    Dynamo lacks guards on identities of outside tensors, hooks of outside modules, methods of the classes in use, the sign
+    of zeros, and `os.environ`.
 
     Attributes:
         names: the guarded expressions, from ``L['self']`` or globals ``G``.
@@ -68,7 +67,6 @@ class DynamoGuards:
         self._constants = {name: v for name, v in values.items() if type(v) in (int, float) and name not in taken}
 
     def hold(self) -> bool:
-        """Checks the guards; the caller's thread may have gradients on or off."""
         if torch.is_grad_enabled() is not self._has_gradients:
             with torch.set_grad_enabled(self._has_gradients):
                 return self.hold()
@@ -97,7 +95,6 @@ class DynamoGuards:
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
-        """The graph's number inputs, as `hold` read them."""
         return tuple(self.inputs.values[i] for i in self.inputs.taken) if self.inputs is not None else ()
 
     def number_inputs(self) -> tuple[NumberInput, ...]:
@@ -126,7 +123,7 @@ class DynamoGuards:
         return source_words(name, self._scope).name
 
     def broken(self) -> str:
-        """The change that breaks a guard, in a few words."""
+        """The change that breaks a guard, in the user's words."""
         if not self._methods.hold():
             return self._methods.broken()
         if self._environment not in (None, os.environ):
@@ -160,7 +157,7 @@ def _has_zero(value: Any) -> bool:
 
 
 def traced_globals(module: nn.Module) -> dict[str, Any]:
-    """The globals of the function that Dynamo traces for a call of a module; Dynamo adds names to them."""
+    """The globals of the traced function; Dynamo adds names to them."""
     from torch._dynamo.convert_frame import get_traced_fn
 
     names: dict[str, Any] = get_traced_fn(module)[0].__globals__
@@ -169,7 +166,7 @@ def traced_globals(module: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def captured_output() -> Iterator[list[Any]]:
-    """Keeps the output of Dynamo's export, which guards are built from; export itself drops it."""
+    """Keeps the output of Dynamo's export, which guards are built from."""
     from torch._dynamo import functional_export
 
     capture: Callable[..., Any] = functional_export.fullgraph_capture
@@ -190,7 +187,7 @@ def captured_output() -> Iterator[list[Any]]:
 def guarded_results() -> Iterator[None]:
     """Has Dynamo guard returned Python values that forward never looks at, such as a string argument.
 
-    Dynamo leaves them unguarded, because its code reads them anew in each call. mirrorc keeps the values.
+    mirrorc keeps the values; Dynamo's own code reads them anew in each call.
     """
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -212,7 +209,7 @@ def guarded_results() -> Iterator[None]:
 def build_guards(
     output: Any, module: nn.Module, inputs: HostNumbers | None = None, drawn: DrawnNumbers | None = None
 ) -> DynamoGuards:
-    """The guards of a captured call of ``module``.
+    """The guards of a captured call.
 
     Raises:
         GuardsChange: a guard fails at once, so its value changes with each read.

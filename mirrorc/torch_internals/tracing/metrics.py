@@ -14,8 +14,7 @@ from mirrorc.torch_internals.hooks.settings import is_structured_trace_on
 def metrics_if_heard() -> Iterator[None]:
     """Has Dynamo report metrics only into a structured trace.
 
-    A trace and its guards write a report of all settings each, which takes as long as making the guards.
-    Torch 2.11 would log an error because functions are among the settings.
+    The reports take as long as making the guards. Torch 2.11 would log an error because functions are among the settings.
     """
     from torch._dynamo.utils import get_metrics_context
 

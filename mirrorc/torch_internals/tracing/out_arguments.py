@@ -1,4 +1,4 @@
-"""Identity of ``out=`` arguments and results under Dynamo, as in Python."""
+"""Identity of ``out=`` arguments and results under Dynamo."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 def given_results() -> Iterator[None]:
     """In traces of this thread, torch functions return the very tensor of ``out=``.
 
-    Dynamo returns another variable with the same memory.
-    ``self.u = torch.mul(a, b, out=self.u)`` would seem to assign an attribute.
+    Dynamo returns another variable, so ``self.u = torch.mul(a, b, out=self.u)`` would seem to assign an attribute.
     """
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable

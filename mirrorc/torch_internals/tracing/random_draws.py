@@ -41,7 +41,7 @@ def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
 
 @contextlib.contextmanager
 def observed_kept_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
-    """Frames, outermost first, of calls of cached random functions in traces of this thread.
+    """Frames of calls of cached random functions in traces of this thread, outermost first.
 
     The tracer ignores ``functools.cache`` and ``lru_cache``.
     """

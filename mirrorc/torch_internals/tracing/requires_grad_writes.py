@@ -14,7 +14,6 @@ import torch
 def made_leaves() -> Iterator[None]:
     """Traces of this thread may set ``requires_grad`` to True on computed values.
 
-    Reads see the flag, also on values computed from this one.
     The graph stays the same, as backward goes from the loss to parameters alone.
     Refused are values older than the trace, their possible aliases, and values with a gradient function.
     """

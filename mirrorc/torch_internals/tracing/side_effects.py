@@ -1,4 +1,4 @@
-"""A traced forward's side effects on Python objects, and its prints and logs; no graph has them."""
+"""Side effects of a traced forward that no graph has: writes to Python objects, prints and logs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PythonWrite:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Makes the change for a while; `can_be_applied` must hold."""
+        """Makes the change for a while."""
         before = dict(self.owner.__dict__) if self.values else {}
         held: Any = None
         if self.items is not MISSING:
@@ -115,9 +115,8 @@ class PythonCall:
     """A call of ``print``, a warning or a log.
 
     Attributes:
-        stack: the frames of the call, outermost first.
         has_run: it ran in the trace; unknown arguments prevent that.
-        repeats: each step without mirrorc would repeat it: not if it is switched off or shown once.
+        repeats: plain PyTorch would repeat it in each step.
     """
 
     name: str
@@ -128,12 +127,10 @@ class PythonCall:
 
 @dataclass
 class PythonEffects:
-    """Side effects of one trace.
+    """Side effects of one trace; stacks are outermost first.
 
     Attributes:
-        writes: changes to objects older than the trace.
-        draws: frames of draws from Python's module ``random``, outermost first.
-        kept_draws: likewise for calls of functions that cache their draws.
+        kept_draws: calls of functions that cache their draws.
         changed_arguments: changed containers of arguments, which were made anew for the trace.
     """
 
@@ -214,7 +211,7 @@ def observed_effects(
 
 
 def _logger(args: Sequence[Any]) -> Any:
-    """The logger itself, without a trace of its lookup; None if the name is no constant."""
+    """None if the name is no constant."""
     from torch._dynamo.variables.misc import LoggingLoggerVariable
 
     if not all(arg.is_python_constant() for arg in args):
@@ -223,7 +220,6 @@ def _logger(args: Sequence[Any]) -> Any:
 
 
 def _warn(message: Any, category: Any = None, *_: Any, **__: Any) -> None:
-    """Warns at the traced line."""
     from torch._guards import TracingContext
 
     frame = TracingContext.extract_stack()[-1]
@@ -236,7 +232,7 @@ def _level(name: str) -> int:
 
 
 def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeats: bool) -> PythonCall:
-    """Calls a function in the trace if its arguments are known; tensors are fake."""
+    """Unknown arguments prevent the call; tensors are fake."""
     from torch._guards import TracingContext
 
     stack, has_run = list(TracingContext.extract_stack()), False
@@ -248,11 +244,7 @@ def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeat
 
 
 def _value_of(variable: Any) -> Any:
-    """A constant, a formatted text, or a fake tensor.
-
-    Raises:
-        Exception: the variable has no value in the trace.
-    """
+    """Raises for a variable without a value in the trace."""
     if hasattr(variable, "realize"):
         variable = variable.realize()
     if hasattr(variable, "format_string"):

@@ -1,4 +1,4 @@
-"""The user's words for an expression of Dynamo: ``acts``, in a forward hook of module '0'."""
+"""The user's words for Dynamo's expressions, such as ``acts`` in a forward hook of module '0'."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SourceWords(NamedTuple):
     """The user's words for an expression.
 
     Attributes:
-        name: the name in the user's code with its suffix: ``model.blocks.0.scale``, ``acts[0]``.
+        name: the name in the user's code: ``model.blocks.0.scale``, ``acts[0]``.
         place: the scope of the name, such as ``a forward hook of module '0'``; empty for a global name.
     """
 
@@ -42,7 +42,6 @@ def source_words(expression: str, scope: Mapping[str, Any]) -> SourceWords:
     """The words for an expression that reads an object, or for a condition on objects.
 
     Args:
-        expression: as Dynamo writes it, from globals ``G`` or ``L['self']``, which has ``model`` and ``loss_fn``.
         scope: the namespace of the expression; none of its functions is called.
     """
     reader = _Reader(scope)
@@ -74,7 +73,6 @@ class _Reader(ast.NodeTransformer):
         return ast.Name(name or getattr(self._value(node), "__name__", "the step"))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Drops Dynamo's own functions, which compare an object, a type or a key."""
         called = node.func.id if isinstance(node.func, ast.Name) else ""
         if called == "___dict_contains":
             return ast.Compare(self.visit(node.args[0]), [ast.In()], [self.visit(node.args[1])])
@@ -209,7 +207,6 @@ class _Reader(ast.NodeTransformer):
 
 
 def _code_of(function: Any) -> Any:
-    """An object without code gets the code of `_nothing`."""
     if isinstance(function, functools.partial):
         function = function.func
     if not hasattr(function, "__code__"):

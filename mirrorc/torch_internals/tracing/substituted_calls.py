@@ -1,4 +1,4 @@
-"""Substitution of torch's functions by mirrorc's under Dynamo, and isinstance() of mirrorc's objects."""
+"""Substitution of torch's functions under Dynamo, and isinstance() of mirrorc's objects."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Traces of this thread enter replacements of torch's functions.
-
-    Args:
-        functions: for each function or method of torch, the Python function to trace, with the same arguments.
-    """
+    """Traces of this thread enter these Python functions in place of torch's."""
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -52,8 +48,7 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
 def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[None]:
     """Traces of this thread call these Python functions with constants, such as classes, and do not enter them.
 
-    Args:
-        functions: each returns a constant, or a function to enter at its call.
+    Each returns a constant, or a function to enter at its call.
     """
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import UserFunctionVariable
@@ -95,10 +90,9 @@ def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def asked_for_class(kind: type) -> Iterator[None]:
-    """In traces of this thread, isinstance() uses the ``__class__`` of objects of ``kind``, as in Python.
+    """In traces of this thread, isinstance() uses the ``__class__`` of objects of ``kind``, and attributes come from ``kind``.
 
-    Dynamo uses it only for a single class, and the class of the methods elsewhere.
-    Attributes come from the class itself, as in Python; Dynamo would search ``__class__``, too.
+    Python does so; Dynamo uses ``__class__`` for a single class only, and searches it for attributes.
     """
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 

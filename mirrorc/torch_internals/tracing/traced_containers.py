@@ -28,8 +28,7 @@ class ChangedContainer(NamedTuple):
 
     Attributes:
         position: the number of containers made before it.
-        stack: the frames of the last change, outermost first; empty if unknown.
-        only_loses: its one change is a loss of items.
+        stack: outermost first; empty if unknown.
     """
 
     position: int
@@ -42,7 +41,7 @@ def made_container(output: Any, variable: Any) -> MadeContainer:
 
 
 def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[ChangedContainer]:
-    """Containers that were changed in the attempt with these side effects, which is about to end."""
+    """Containers that were changed in the attempt with these side effects."""
     found = []
     recorded = getattr(effects, "mutation_user_stacks", {})
     of_this_attempt = [container for container in made if container.output.side_effects is effects]
@@ -58,7 +57,7 @@ def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[Chan
 
 
 def _without_defaults(variable: Any, before: Sequence[Any] | None, items: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Items without those that a read has added to a defaultdict and would add again."""
+    """Drops items that a read has added to a defaultdict and would add again."""
     factory = _realized(getattr(variable, "default_factory", None))
     if before is None or items is None:
         return items
@@ -82,7 +81,6 @@ def _is_default(variable: Any, make: type) -> bool:
 
 
 def _is_part(items: Sequence[Any] | None, of: Sequence[Any] | None) -> bool:
-    """Tests for a subsequence."""
     if items is None or of is None:
         return False
     others = iter(of)

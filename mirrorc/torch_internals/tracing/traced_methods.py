@@ -14,8 +14,6 @@ _FROM_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: attributes of other classes cannot
 
 @dataclass(frozen=True, eq=False)
 class _Method:
-    """The lookup of a name: a traced function, a wrapper of one, or nothing that hides one."""
-
     owner: type
     name: str
     found: Any
@@ -57,7 +55,7 @@ class TracedMethods:
                 self._entries[owner, name] = _looked_up(owner, name)
 
     def _enter_functions(self, functions: Iterable[FunctionType]) -> bool:
-        """The result is False if none was traced."""
+        """False if none was traced."""
         traced = [function for function in functions if function.__code__ in self._traced]
         for function in traced:
             if id(function) not in self._functions:
@@ -102,7 +100,6 @@ def _owners(kind: type, name: str, traced_in: Sequence[type]) -> Sequence[type]:
 
 
 def _functions_in(value: Any, depth: int = 4) -> Iterator[FunctionType]:
-    """The attribute's function and the functions that it wraps."""
     if depth == 0:
         return
     if (
@@ -142,7 +139,6 @@ def _content(cell: CellType) -> Any:
 
 
 def _looked_up(kind: type, name: str) -> Any:
-    """Lookup without descriptors."""
     for base in kind.__mro__:
         found = base.__dict__.get(name, _ABSENT)
         if found is not _ABSENT:

@@ -1,7 +1,4 @@
-"""Graph capture with Dynamo and AOTAutograd, and the user's line for a failure.
-
-A trace and its export need each other's settings, hence one long file.
-"""
+"""Graph capture with Dynamo and AOTAutograd, and the user's line for a failure."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ from mirrorc.torch_internals.tracing.source_names import source_words
 def kept_tracing_state() -> Iterator[None]:
     """Restores tracing state after Ctrl-C, which may interrupt torch's own cleanup.
 
-    A stale tracing context makes all later traces fail. Anomaly detection slows all later training.
+    A stale tracing context makes all later traces fail.
     """
     is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     with torch._guards.tracing(None):
@@ -71,12 +68,9 @@ def trace_full_graph(
 ) -> fx.GraphModule:
     """Traces ``module(*leaves)`` into one graph of torch functions; Dynamo's errors propagate.
 
-    The parameters of the module's forward must be ``self`` and ``leaves``, see `guards_of`.
-
     Args:
         leaves: the tensor arguments; dimensions marked by `mark_symbolic` get symbols.
-        makes_arguments: forward's function that makes containers of its arguments, see
-            `PythonEffects.changed_arguments`.
+        makes_arguments: forward's function that makes containers of its arguments.
         numbers: the expressions of Python numbers to take as graph inputs.
         guards_results: guard returned Python values that forward never looks at.
         takes_draws: take draws of Python's random generator as inputs, read from the module's list ``drawn``.
@@ -131,7 +125,7 @@ def trace_full_graph(
 
 
 def _add_builtins(traced: fx.GraphModule) -> None:
-    """Torch 2.11 leaves builtins out of the names for Dynamo's code, which calls ``type``."""
+    """Torch 2.11 leaves builtins out of the names for Dynamo's code."""
     replays: tuple[Any, ...] = (traced._dynamo_bytecode_flatten, traced._dynamo_bytecode_unflatten)
     for replay in replays:
         replay.f_globals = {**vars(builtins), **replay.f_globals}
@@ -152,13 +146,12 @@ def _dynamos_options() -> dict[str, Any]:
 
 
 def guards_of(traced: fx.GraphModule) -> DynamoGuards:
-    """Guards on Python reads in forward, besides its arguments, for a result of `trace_full_graph`."""
+    """Guards on Python reads in forward, besides its arguments."""
     guards: DynamoGuards = traced.meta["mirrorc_guards"]
     return guards
 
 
 def python_effects_of(traced: fx.GraphModule) -> PythonEffects:
-    """Side effects on Python objects, and prints, for a result of `trace_full_graph`."""
     effects: PythonEffects = traced.meta["mirrorc_effects"]
     return effects
 
@@ -194,7 +187,7 @@ def export_forward_graph(
     decompositions: Mapping[Any, Callable[..., Any]],
     outputs: Sequence[str],
 ) -> JointGraph:
-    """The functional graph of a result of `trace_full_graph`, traced without gradients."""
+    """The functional graph of a result of `trace_full_graph`, without gradients."""
     with torch.no_grad():
         joint, found = _exported(stack, traced, leaves, decompositions)
     joint.outputs = dict(zip(outputs, found, strict=True))
@@ -207,7 +200,7 @@ def _exported(
     leaves: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[JointGraph, list[fx.Node]]:
-    """Backward is left out if gradients are off. The nodes are the outputs, in order."""
+    """Without gradients, backward is left out."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -257,11 +250,7 @@ def _note_mutation(joint: JointGraph, node: fx.Node, mutated: Any, has_gradient:
 
 
 def _with_symbols(traced: fx.GraphModule) -> dict[int, torch.Tensor]:
-    """Joint export with real tensors would drop the symbols of the trace's fake ones.
-
-    Raises:
-        SizesGivenUp: a returned number is computed from sizes.
-    """
+    """Joint export with real tensors would drop the symbols of the trace's fake ones."""
     results: Any = traced.graph.output_node().args[0]
     if any(isinstance(node, fx.Node) and is_symbolic(node.meta.get("example_value")) for node in results):
         raise SizesGivenUp("forward returns a number that is computed of sizes")
@@ -277,12 +266,12 @@ def traced_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The user's frames in which the tracer failed, outermost first, without torch, Python and mirrorc."""
+    """The user's frames among `traced_frames`."""
     return [frame for frame in traced_frames(error) if is_users_file(frame.filename)]
 
 
 def failing_node(error: BaseException) -> fx.Node | None:
-    """The node that failed on fake tensors, with its module in its meta; None for a failure elsewhere."""
+    """The node that failed on fake tensors; None for a failure elsewhere."""
     found, traced = None, error.__traceback__
     while traced is not None:
         nodes = [value for value in traced.tb_frame.f_locals.values() if isinstance(value, fx.Node)]

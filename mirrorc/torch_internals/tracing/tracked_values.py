@@ -43,7 +43,7 @@ def _items_of(variable: Any) -> dict[Any, Any] | None:
 
 
 def attribute_of(real: Any, key: str) -> Any:
-    """The attribute of an object or its class; `MISSING` if there is none."""
+    """`MISSING` if there is none."""
     own = getattr(real, "__dict__", {})
     return own[key] if key in own else getattr(real, key, MISSING)
 
@@ -72,7 +72,7 @@ def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
 
 
 def _written_in_place(variable: Any) -> str:
-    """The source of the tensor that in-place operators have returned, as ``x += 1`` returns x."""
+    """The source of the tensor that in-place operators return: ``x += 1`` returns x."""
     from torch._dynamo.variables import TensorVariable
 
     if not isinstance(variable, TensorVariable):
@@ -132,11 +132,7 @@ def stand_in(variable: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
-    """The items of a container's variable: a list, or a dict for a kind of dict; `MISSING` if unknown.
-
-    Args:
-        variable: of the plain container, see `content_of`.
-    """
+    """The items of a plain container's variable: a list, or a dict for a kind of dict; `MISSING` if unknown."""
     items = getattr(variable, "items", None)
     if isinstance(items, list) and isinstance(real, list | tuple | deque):
         held = [stand_in(item, scope) for item in items]
@@ -151,7 +147,7 @@ def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def replace_items(real: Any, items: Iterable[Any]) -> None:
-    """Replaces the items of a container without the user's methods; ``items`` is a dict for a kind of dict."""
+    """Bypasses the user's methods; ``items`` is a dict for a kind of dict."""
     base: Any = next(base for base in (list, deque, OrderedDict, dict, set) if isinstance(real, base))
     base.clear(real)
     if isinstance(items, dict):
@@ -164,6 +160,5 @@ def replace_items(real: Any, items: Iterable[Any]) -> None:
 
 
 def _tensor_like(example: torch.Tensor) -> torch.Tensor:
-    """The tensor takes next to no memory."""
     one = torch.zeros((), dtype=example.dtype, device=example.device)
     return one.expand(tuple(int(size) for size in example.shape)).requires_grad_(example.requires_grad)
