@@ -173,34 +173,24 @@ def default_pipeline(
     """The passes that `mirrorc.compile` runs, in order.
 
     Args:
-        bucket_cap_mb: the cap of a bucket in MiB: a gradient that would exceed it opens the next bucket. 0 for one
-            bucket.
-        first_bucket_mb: the cap of the first bucket, smaller to begin communication early.
-        packing: another plan of `mirrorc.packing`, in place of these caps.
-        gradient_order: see `PlanBuckets`.
-        link: the name of the link; None for the choice of `LowerCollectives`.
-        all_reduce: see `mirrorc.passes.all_reduce`; None for the link's own.
-        min_factored_elements: smaller gradients are never left as factors, see `FactorGradients`.
-        part_elements: the most elements of a part of a product, see `UpdateInParts`.
-        gelu_by_sigmoid, channels_last, recomputes, reuses_arguments, reserves_memory: add `DecomposeGelu`,
-            `LayChannelsLast`, `RecomputeElementwise`, `ReuseArguments` and `ReserveMemory`; `mirrorc.compile` adds
-            those that are faster with its backend and devices.
-        pads_products: add `PadProducts`; for GPUs.
-        chooses_checkpoints: add `ChooseCheckpoints`; `mirrorc.compile` sets the bound for each program.
-        microbatches: the number of parts of a shard, as captured, see `AccumulateMicrobatches`.
-        max_grad_norm, grad_norm_type, max_grad_value: bounds of the gradients, see `ClipGradients`.
-        scales_loss: the loss is multiplied by a scale, see `UnscaleGradients`; non-finite gradients skip the update.
+        bucket_cap_mb, first_bucket_mb, packing, gradient_order: the bucket plan, see `PlanBuckets`.
+        link: None for the choice of `LowerCollectives`.
+        all_reduce: None for the link's own sums.
+        min_factored_elements: see `FactorGradients`.
+        part_elements: see `UpdateInParts`.
+        gelu_by_sigmoid, channels_last, pads_products, recomputes, chooses_checkpoints, reuses_arguments,
+            reserves_memory: add `DecomposeGelu`, `LayChannelsLast`, `PadProducts`, `RecomputeElementwise`,
+            `ChooseCheckpoints`, `ReuseArguments` and `ReserveMemory`.
+        microbatches: the number of parts of a shard, as captured.
+        max_grad_norm, grad_norm_type, max_grad_value: see `ClipGradients`.
+        scales_loss: add `UnscaleGradients`; non-finite gradients skip the update.
         fused_groups: the optimizers' groups that torch's fused kernels update, by number, see `ScaleInUpdates`.
-        check_finite: losses and gradients must be finite, see `CheckFinite`; else "skip" skips the update, True raises
-            an error.
-        over_workers: add up buckets over several workers, see `ReduceOverWorkers`.
+        check_finite: add `CheckFinite`; "skip" skips the update, True raises an error.
+        over_workers: add `ReduceOverWorkers`.
         early_update: update each bucket as soon as its own sum is there, unless all sums are needed before.
-        compression: the dtype of workers' sums, see `CompressExchange`; their largest elements, see `SendLargest`; or a
-            payload from outside of the package, see `SendPayload`; None for the buckets' dtype.
-        shard_optimizer: each worker updates a part of each bucket, see `ShardOptimizer`.
-        placement: "auto" and "shared" keep parameters once for devices with shared memory, see `ShareParameters`;
-            "mirrored" has a copy on each device; another rule gives each parameter an owner, see `PlaceVariables`.
-        owners: the owners of named variables, see `PlaceVariables`.
+        compression: for `CompressExchange`, `SendLargest` or `SendPayload`; None sends whole sums.
+        placement: "auto" and "shared" add `ShareParameters`; "mirrored" has a copy on each device; another rule gives
+            each parameter an owner, see `PlaceVariables`.
     """
     clips = max_grad_norm is not None or max_grad_value is not None
     needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
@@ -247,7 +237,6 @@ def default_pipeline(
 
 
 def compressing(compression: str | TopK | Payload | None) -> list[WorkerCompression]:
-    """The compression pass, if any."""
     if isinstance(compression, TopK):
         return [SendLargest(**asdict(compression))]
     if isinstance(compression, Payload):
@@ -257,9 +246,7 @@ def compressing(compression: str | TopK | Payload | None) -> list[WorkerCompress
 
 
 def told_of_sharing(passes: Sequence[Pass]) -> list[Pass]:
-    """The passes, after setting the open fields of each `FactorGradients`: whether the pipeline has `ShareParameters`,
-    and its algorithm for whole gradients.
-    """
+    """The passes, with the open fields of each `FactorGradients` set from the rest of the pipeline."""
     told: dict[str, Any] = {}
     if not any(isinstance(compiler_pass, ShareParameters) for compiler_pass in passes):
         told["parameters_are_shared"] = False
@@ -269,5 +256,4 @@ def told_of_sharing(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def _untold(one: FactorGradients, told: dict[str, Any]) -> dict[str, Any]:
-    """The known facts that the pass leaves to the pipeline."""
     return {name: value for name, value in told.items() if getattr(one, name) is None}

@@ -1,4 +1,4 @@
-"""The algorithms that make a sum over devices of messages, one file each; `ALGORITHMS` lists them."""
+"""All-reduce algorithms, one file each; `ALGORITHMS` lists them."""
 
 from __future__ import annotations
 

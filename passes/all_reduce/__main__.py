@@ -13,7 +13,6 @@ NUM_ELEMENTS = 960  # which 2, 3, 4, 5, 6 and 8 devices divide
 
 
 def pictures() -> dict[str, str]:
-    """The pictures of docs/all_reduce.md, by the names of their files."""
     drawn = [(name, 4) for name, algorithm in ALGORITHMS.items() if algorithm().sends]
     drawn.append(("halving-doubling", 6))
     num_buckets = {"round-robin": 2}  # which is otherwise that of reduce-to-one
@@ -26,7 +25,6 @@ def pictures() -> dict[str, str]:
 
 
 def main(folder: Path) -> None:
-    """Writes the pictures into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pictures().items():
         (folder / name).write_text(text)

@@ -1,4 +1,4 @@
-"""The base class of all-reduce algorithms, passes that write sums as messages between devices."""
+"""The base class of all-reduce algorithms."""
 
 from __future__ import annotations
 
@@ -35,18 +35,13 @@ class AllReduceAlgorithm:
                                                          v1 = wait(r1, bucket=0, replica=1)
                                                          update(v1, bucket=0, replica=1)
 
-    An algorithm has two halves: `add_up` makes sums, until some replica holds each element's sum, and `spread` brings them to all
-    replicas. If devices share one copy of the parameters, each needs only its share of the sum (`reduce_scatter`): then the
-    second half is left out, and each replica is sent the missing elements of its share.
+    `add_up` makes sums, until some replica holds each element's sum, and `spread` brings them to all replicas. If
+    devices share one copy of the parameters, each needs only its share of the sum (`reduce_scatter`): then `spread` is
+    left out, and each replica is sent the missing elements of its share. Gathered factors (`all_gather`) stay as they
+    are.
 
-    Gathered factors (`all_gather`), and rows of tables that an optimizer takes, are gathered as before.
-
-    Messages use the sending link in place of the chosen link of the sum. A gradient left as factors is made whole when its bucket
-    is packed.
-
-    Needs: collectives with links.
-    Guarantees: each replica gets the sum, or its share of it, of the same elements as before; the verifier proves it. All
-        replicas get the same bits, since each element's sum is made in one place or in one order.
+    Needs: collectives with links; messages use the sending link in place of the sum's.
+    Guarantees: each replica gets the sum, or its share of it, with the same bits as the others; the verifier proves it.
     """
 
     name: str = field(default="", init=False)
@@ -58,12 +53,11 @@ class AllReduceAlgorithm:
 
     @property
     def changes_bits(self) -> str:
-        """The change of bits, see `mirrorc.pipeline.protocol.Traits`."""
         return "replicas' gradients are added up in another order"
 
     @property
     def sends(self) -> bool:
-        """True if it makes the sums of messages, so that whole gradients are sent."""
+        """True if whole gradients are sent."""
         return True
 
     def objection(self, num_replicas: int) -> str:
@@ -71,7 +65,7 @@ class AllReduceAlgorithm:
         return ""
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:
-        """The algorithm for one bucket, and the reason; itself, unless it chooses among others."""
+        """The algorithm for one bucket, and the reason."""
         return self, ""
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
@@ -86,7 +80,7 @@ class AllReduceAlgorithm:
         ]
 
     def seen_by(self, replica: int, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """The sums to send to a replica from: all, the first holder's first."""
+        """The sums to send to a replica from, the preferred holder's first."""
         return sums
 
     def run(self, program: Program) -> Program:
@@ -123,7 +117,6 @@ class AllReduceAlgorithm:
 
 
 def _sums(program: Program) -> list[fx.Node]:
-    """Sums of whole gradients, without gathered factors."""
     return [node for node in calls_to(program.mirrored_graph, *ops.REDUCTIONS) if node.target is not ops.all_gather]
 
 

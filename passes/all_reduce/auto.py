@@ -21,14 +21,12 @@ from mirrorc.printing.values import size_text
 class Auto(AllReduceAlgorithm):
     """Chooses an algorithm for each bucket, with a reason.
 
-    As in TensorFlow, a library's sums come first: native, if the link sums by itself (NCCL). If devices read each other's buckets
-    in one memory, native sums send nothing; TensorFlow reduces to one device there. Over copies, native sums are best for two
-    devices, and if each device needs only its share. With more devices, large buckets take the algorithm with the fewest bytes,
-    then the fewest messages: halving-doubling for a power of two, else a ring. Small ones take a tree, with few messages. A sum
-    for a parameter's owner alone is native.
+    Native sums are best if the link sums by itself (NCCL), if devices read each other's buckets in one memory, for two
+    devices, and if each device needs only its share. Otherwise small buckets take a tree, with few messages, and large
+    ones the fewest bytes: halving-doubling for a power of two, else a ring.
 
     Attributes:
-        small_bytes: up to this size a bucket is small: messages take longer to begin than to move.
+        small_bytes: the largest size of a small bucket, where messages take longer to begin than to move.
         exact_order: add up in the order of replicas, like native sums.
     """
 
@@ -46,16 +44,14 @@ class Auto(AllReduceAlgorithm):
 
     @property
     def changes_bits(self) -> str:
-        """See the base class."""
         return "" if self.exact_order else super().changes_bits
 
     @property
     def sends(self) -> bool:
-        """False: the chosen algorithms decide for each bucket."""
+        """The chosen algorithms decide for each bucket."""
         return False
 
     def chosen_for(self, program: Program, launch: fx.Node) -> tuple[AllReduceAlgorithm, str]:
-        """See the base class."""
         link, count = link_named(launch.kwargs["link"]), program.num_replicas
         if self.exact_order:
             return Native(), "exact_order=True asks for the order of replicas"

@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: partners exchange halves, then sums of growing length."""
+"""Recursive halving and doubling."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class HalvingDoubling(AllReduceAlgorithm):
-    """Devices at distance N/2, N/4, ..., 1 exchange halves of their sums and add; then 1, 2, ..., N/2 exchange the sums.
+    """Devices at distance N/2, N/4, ..., 1 exchange halves of their sums and add; then 1, 2, ..., N/2 exchange the
+    sums.
 
-    A device sends 2 (N - 1) / N of the bucket, as in a ring, in 2 log2(N) messages. If N is no power of two, the P devices of the
-    largest one below do that. Each other device first sends its bucket to one of them, and receives the sum from it afterwards.
+    A device sends 2 (N - 1) / N of the bucket, as in a ring, in 2 log2(N) messages. If N is no power of two, each
+    surplus device first sends its bucket to one of the others, and receives the sum from it afterwards.
 
     Source: Thakur, Rabenseifner and Gropp (2005), with whole buckets for the surplus devices.
     """
@@ -22,7 +23,6 @@ class HalvingDoubling(AllReduceAlgorithm):
     name: str = field(default="halving-doubling", init=False)
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """See the base class."""
         power = _power_in(traffic.num_replicas)
         chunks = traffic.chunks(power)
         held = [traffic.own(replica) for replica in range(power)]
@@ -47,7 +47,6 @@ class HalvingDoubling(AllReduceAlgorithm):
         return held
 
     def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """See the base class."""
         power, held, distance = len(sums), list(sums), 1
         while distance < power:
             received = [
@@ -61,5 +60,4 @@ class HalvingDoubling(AllReduceAlgorithm):
 
 
 def _power_in(number: int) -> int:
-    """The largest power of two up to a number."""
     return 1 << (number.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Hierarchical copies: each group adds up on a main device, and main devices exchange their sums."""
+"""Hierarchical copies."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class HierarchicalCopy(AllReduceAlgorithm):
-    """Each group of neighbouring devices adds up on its main device; main devices send each other the groups' sums, add these,
-    and send the whole sum to their groups.
+    """Each group of neighbouring devices adds up on its main device; main devices send each other the groups' sums, add
+    these, and send the whole sum to their groups.
 
-    Messages between groups, often over a slower connection, are as few as possible: one bucket from each group to each
-    other one. The main device of a group rotates: bucket i has the group's device i mod its size. Groups' sizes differ by one
-    at most, so any number of devices will do.
+    Messages between groups, often over a slower connection, are as few as possible. The main device of a group rotates:
+    bucket i has the group's device i mod its size.
 
     Attributes:
-        groups: the number of groups, two at least.
+        groups: two at least; their sizes differ by one at most.
 
     Source: the hierarchical copies of TensorFlow and tensorpack, with two groups of four GPUs.
     """
@@ -29,14 +28,12 @@ class HierarchicalCopy(AllReduceAlgorithm):
     name: str = field(default="hierarchical-copy", init=False)
 
     def objection(self, num_replicas: int) -> str:
-        """See the base class."""
         number = self.groups
         if isinstance(number, bool) or not isinstance(number, int) or number < 2:
             return f"groups is {number!r}: give a number of groups, 2 at least"
         return f"groups is {number}, more than there are devices" if number > num_replicas > 1 else ""
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """See the base class."""
         sums = []
         for group in self._groups(traffic):
             main = self._main(group, traffic)
@@ -52,7 +49,6 @@ class HierarchicalCopy(AllReduceAlgorithm):
         return [traffic.add_all(received[main]) for main in mains]
 
     def seen_by(self, replica: int, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """See the base class: the sum of the group's main device."""
         (group,) = (group for group in self._groups(traffic) if replica in group)
         return [held for held in sums if held.replica in group]
 

@@ -1,4 +1,4 @@
-"""Native: sums as the link makes them."""
+"""The link's own sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduction to one device, which sends the sum to all others."""
+"""Reduction to one device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ class ReduceToOne(AllReduceAlgorithm):
     Two messages follow each other, whatever the number of devices, but the one device receives and sends N - 1 buckets.
 
     Attributes:
-        device: the number of the device that adds up.
-        order: the numbers of all devices in the order of addition; None for 0, 1, 2 and so on, with the bits of native sums.
-        dtype: a floating-point dtype for sums, if more precise than the bucket's; None for the bucket's. The sum is sent in the
-            bucket's dtype.
+        order: the numbers of all devices in the order of addition; None for 0, 1, 2 and so on, with the bits of native
+            sums.
+        dtype: a floating-point dtype for sums, if more precise than the bucket's; None for the bucket's.
 
-    Source: TensorFlow's ``ReductionToOneDevice``, which has a device and a function of the values instead.
+    Source: TensorFlow's ``ReductionToOneDevice``.
     """
 
     device: int = 0
@@ -44,7 +43,6 @@ class ReduceToOne(AllReduceAlgorithm):
         return ", and ".join(changed)
 
     def objection(self, num_replicas: int) -> str:
-        """See the base class."""
         if isinstance(self.device, bool) or not isinstance(self.device, int) or not 0 <= self.device < num_replicas:
             return f"device is {self.device!r}: give a number from 0 to {num_replicas - 1}"
         if self.order is not None and not _is_order(self.order, num_replicas):
@@ -52,14 +50,13 @@ class ReduceToOne(AllReduceAlgorithm):
         return ""
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """See the base class."""
         return [reduced_on(traffic, self.device, self.order, self.dtype)]
 
 
 def reduced_on(
     traffic: Traffic, device: int, order: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
 ) -> Held:
-    """The sum of all replicas' buckets on one device; for ``order`` and ``dtype`` see `ReduceToOne`."""
+    """The sum of all replicas' buckets on one device."""
     replicas = order if order is not None else range(traffic.num_replicas)
     gradients = [traffic.own(replica) for replica in replicas]
     held = [gradient if gradient.replica == device else traffic.send(gradient, device) for gradient in gradients]

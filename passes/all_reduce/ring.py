@@ -1,4 +1,4 @@
-"""A ring: chunks go round, and each device adds its gradients to them."""
+"""The ring."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 class Ring(AllReduceAlgorithm):
     """The bucket is cut into N chunks, and each device sends one chunk to the next device in each of 2 (N - 1) rounds.
 
-    In the first N - 1 rounds each device adds its gradients to the received chunk; then device i holds the sum of chunk i. In the
-    other rounds whole sums go round. A device sends 2 (N - 1) / N of the bucket, the least possible, but 2 (N - 1) messages
-    follow each other.
+    In the first N - 1 rounds each device adds its gradients to the received chunk; in the others whole sums go round. A
+    device sends 2 (N - 1) / N of the bucket, the least possible.
 
     Source: the bandwidth-optimal ring of Patarasuk and Yuan (2009).
     """
@@ -23,7 +22,6 @@ class Ring(AllReduceAlgorithm):
     name: str = field(default="ring", init=False)
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """See the base class."""
         count = traffic.num_replicas
         chunks = traffic.chunks(count)
         passed = [traffic.own(replica, *chunks[replica - 1]) for replica in range(count)]
@@ -37,7 +35,6 @@ class Ring(AllReduceAlgorithm):
         return passed
 
     def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """See the base class."""
         count, passed = traffic.num_replicas, list(sums)
         chunks_of = [[held] for held in sums]
         for number in range(count - 1):
@@ -50,7 +47,7 @@ class Ring(AllReduceAlgorithm):
 
 
 def _passed_on(traffic: Traffic, held: Sequence[Held], chunks: Sequence[int]) -> list[Held]:
-    """The values received when each replica sends to the next one; ``chunks`` are the numbers of the sent chunks."""
+    """The values received when each replica sends to the next one."""
     count = traffic.num_replicas
     received = [traffic.send(held[replica], (replica + 1) % count, chunks[replica]) for replica in range(count)]
     return [received[replica - 1] for replica in range(count)]

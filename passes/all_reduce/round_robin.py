@@ -1,4 +1,4 @@
-"""Round-robin: devices take turns in adding up buckets."""
+"""Round-robin reduction."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class RoundRobin(AllReduceAlgorithm):
-    """Bucket i is reduced to device i mod k, which sends the sum to all others: `ReduceToOne` with its load distributed.
-
-    Gradients are added up in the order of devices, with the bits of native sums.
+    """Bucket i is reduced to device i mod k, which sends the sum to all others: `ReduceToOne` with its load
+    distributed.
 
     Attributes:
         num_devices: the number of devices that take turns, from the first; None for all.
 
-    Source: the naive mode of tensorpack's parameter placement, which distributes variables this way.
+    Source: the naive mode of tensorpack's parameter placement.
     """
 
     num_devices: int | None = None
@@ -30,7 +29,6 @@ class RoundRobin(AllReduceAlgorithm):
         return ""
 
     def objection(self, num_replicas: int) -> str:
-        """See the base class."""
         number = self.num_devices
         if number is not None and (
             isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= num_replicas
@@ -39,5 +37,4 @@ class RoundRobin(AllReduceAlgorithm):
         return ""
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """See the base class."""
         return [reduced_on(traffic, traffic.number % (self.num_devices or traffic.num_replicas))]

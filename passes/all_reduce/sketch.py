@@ -23,10 +23,7 @@ def sketched(
     """A program of logical CPUs that pack weights as their gradients, and update with an algorithm's sums.
 
     Args:
-        algorithm: the algorithm.
-        num_devices: 2 or more.
         num_elements: the length of each bucket, of 32-bit numbers.
-        link: the name of the link for sums or messages.
         num_buckets: the number of sums, one behind the other.
     """
     names, shape, rule = [f"weight_{i}" for i in range(num_buckets)], (num_elements,), UpdateRule("SGD group 0", 0)

@@ -1,4 +1,4 @@
-"""Traffic: the messages and additions in place of one all_reduce or reduce_scatter, as nodes of the mirrored graph."""
+"""The messages and additions in place of one all_reduce or reduce_scatter."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ class Held:
     """Consecutive elements of a bucket or pack on a replica: its gradients, or a sum.
 
     Attributes:
-        node: the value; None without elements.
-        replica: the holder.
-        start: the first element, counted from the start of the bucket or pack.
-        stop: one past the last element.
+        node: None without elements.
+        start, stop: counted from the start of the bucket or pack.
         is_packed: True if it is ready when the bucket is packed, since it depends on no message.
     """
 
@@ -41,17 +39,16 @@ class Held:
 class Traffic:
     """Writes an algorithm down: each method inserts nodes into the graph, and returns their values.
 
-    Operations on a replica's packed bucket alone, above all its first sends, stand at the bucket's launch. All others stand at
-    the replica's wait for the sum, as late as possible, so that backward goes on before. Values without elements are not sent.
+    Operations on a replica's packed bucket alone, above all its first sends, stand at the bucket's launch. All others
+    stand at the replica's wait for the sum, as late as possible, so that backward goes on before. Values without
+    elements are not sent.
 
     Args:
-        program: the program, whose mirrored graph is changed.
-        launch: an `all_reduce` or a `reduce_scatter` of it, with a link.
-        first_round: the number of its first round, unused by other messages of the bucket.
+        launch: an `all_reduce` or a `reduce_scatter`, with a link.
+        first_round: unused by other messages of the bucket.
 
     Attributes:
-        number: the number of the bucket; of the pack, if buckets are sent in packs.
-        num_elements: the number of elements to sum.
+        number: of the bucket; of the pack, if buckets are sent in packs.
         by_shares: True if each replica needs only its share of the sum.
     """
 
@@ -73,16 +70,14 @@ class Traffic:
         self._round += 1
 
     def chunks(self, count: int) -> list[tuple[int, int]]:
-        """The bucket in ``count`` chunks of nearly equal lengths; with as many chunks as replicas, these are the shares if
-        needed.
-        """
+        """Chunks of nearly equal lengths; with as many chunks as replicas, these are the shares if needed."""
         length = self.num_elements
         if self.by_shares and count == self.num_replicas:
             return [self.share(replica) for replica in range(count)]
         return [(length * i // count, length * (i + 1) // count) for i in range(count)]
 
     def share(self, replica: int) -> tuple[int, int]:
-        """The elements that a replica needs of the sum: its share, or all."""
+        """The elements of the sum that a replica needs: its share, or all."""
         return self._bucket.share(replica, self.num_replicas) if self.by_shares else (0, self.num_elements)
 
     def own(self, replica: int, start: int = 0, stop: int | None = None) -> Held:
@@ -91,7 +86,7 @@ class Traffic:
         return self.cut(whole, start, whole.stop if stop is None else stop)
 
     def cut(self, held: Held, start: int, stop: int) -> Held:
-        """The elements from ``start`` to ``stop`` of a value, counted from the start of the bucket or pack."""
+        """The elements from ``start`` to ``stop``, counted from the start of the bucket or pack."""
         if (start, stop) == (held.start, held.stop):
             return held
         if start == stop or held.node is None:
@@ -100,8 +95,8 @@ class Traffic:
         return replace(held, node=self._compute(held, aten.slice.Tensor, place), start=start, stop=stop)
 
     def send(self, held: Held, destination: int, chunk: int = 0) -> Held:
-        """Sends a value to another replica; returns the received value. ``chunk`` numbers the values between the two in this
-        round.
+        """Sends a value to another replica; returns the received value. ``chunk`` numbers the values between the two in
+        this round.
         """
         if held.node is None:
             return replace(held, replica=destination)
@@ -116,7 +111,6 @@ class Traffic:
         return Held(got, destination, held.start, held.stop)
 
     def add(self, value: Held, other: Held) -> Held:
-        """The sum of two values of the same elements on the same replica."""
         if value.node is None:
             return value
         is_packed = value.is_packed and other.is_packed
@@ -124,24 +118,21 @@ class Traffic:
         return replace(both, node=self._compute(both, aten.add.Tensor, (value.node, other.node)))
 
     def add_all(self, values: Sequence[Held]) -> Held:
-        """The sum of values of the same elements on the same replica, added up in their order."""
+        """The sum of values of the same elements on the same replica, in their order."""
         total = values[0]
         for value in values[1:]:
             total = self.add(total, value)
         return total
 
     def cast(self, held: Held, dtype: torch.dtype) -> Held:
-        """A value in another dtype."""
         if held.node is None or held.node.meta["val"].dtype == dtype:
             return held
         return replace(held, node=self._compute(held, aten._to_copy.default, (held.node,), dtype=dtype))
 
     def dtype_of(self, held: Held) -> torch.dtype:
-        """The dtype of a value."""
         return self._bucket.dtype if held.node is None else held.node.meta["val"].dtype
 
     def divided(self, held: Held, divisor: int) -> Held:
-        """A value divided by a number."""
         if held.node is None:
             return held
         return replace(held, node=self._compute(held, aten.div.Tensor, (held.node, divisor)))
@@ -159,10 +150,7 @@ class Traffic:
         """Brings elements of the sum to a replica; elements that it holds are not sent.
 
         Args:
-            replica: the destination.
             sums: the replicas' parts of the sum, with each element at least once; its first holder sends it.
-            start: the first element.
-            stop: one past the last.
         """
         pieces, place = [Held(None, replica, start, start)], start
         while place < stop:
@@ -174,7 +162,7 @@ class Traffic:
         return self.joined(pieces)
 
     def finish(self, results: Sequence[Held]) -> None:
-        """Replaces each replica's wait for the sum by its result, and removes waits and launch."""
+        """Replaces each replica's wait for the sum by its result."""
         for replica, wait in self._waits.items():
             if wait.users:
                 wait.replace_all_uses_with(results[replica].node or self._nothing(replica))
@@ -182,7 +170,7 @@ class Traffic:
         self._launch.graph.erase_node(self._launch)
 
     def _nothing(self, replica: int) -> fx.Node:
-        """An empty value: norms of empty shares need an operand."""
+        """Norms of empty shares need an operand."""
         gradient = self.own(replica)
         start, _ = self.share(replica)
         return self._compute(gradient, aten.slice.Tensor, (gradient.node, 0, start, start))

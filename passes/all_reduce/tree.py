@@ -1,4 +1,4 @@
-"""A binomial tree: sums go up to a root, and the whole sum comes down."""
+"""A binomial tree."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from mirrorc.passes.all_reduce.traffic import Held, Traffic
 
 @dataclass(frozen=True)
 class Tree(AllReduceAlgorithm):
-    """Devices at distance 1, 2, 4, ... send their sums to the lower one of two; then the root's sum goes the same way back.
+    """Devices at distance 1, 2, 4, ... send their sums to the lower one of two; then the root's sum goes the same way
+    back.
 
-    It is for small buckets, as it sends whole ones: 2 ceil(log2(N)) messages follow each other, and no device receives or sends
-    more than ceil(log2(N)) buckets.
+    It is for small buckets, as it sends whole ones: 2 ceil(log2(N)) messages follow each other.
 
     Attributes:
-        device: the number of the root device.
+        device: the root.
     """
 
     device: int = 0
     name: str = field(default="tree", init=False)
 
     def objection(self, num_replicas: int) -> str:
-        """See the base class."""
         if isinstance(self.device, bool) or not isinstance(self.device, int) or not 0 <= self.device < num_replicas:
             return f"device is {self.device!r}: give a number from 0 to {num_replicas - 1}"
         return ""
 
     def add_up(self, traffic: Traffic) -> Sequence[Held]:
-        """See the base class."""
         held = [traffic.own(self._replica(place, traffic)) for place in range(traffic.num_replicas)]
         for distance in self._distances(traffic):
             for place in range(0, traffic.num_replicas - distance, 2 * distance):
@@ -40,7 +38,6 @@ class Tree(AllReduceAlgorithm):
         return [held[0]]
 
     def spread(self, traffic: Traffic, sums: Sequence[Held]) -> Sequence[Held]:
-        """See the base class."""
         held = {0: sums[0]}  # by the distance from the root, counted round
         for distance in reversed(self._distances(traffic)):
             for place in range(0, traffic.num_replicas - distance, 2 * distance):
@@ -52,5 +49,4 @@ class Tree(AllReduceAlgorithm):
         return (self.device + place) % traffic.num_replicas
 
     def _distances(self, traffic: Traffic) -> list[int]:
-        """1, 2, 4, ... below the number of devices."""
         return [1 << i for i in range((traffic.num_replicas - 1).bit_length())]

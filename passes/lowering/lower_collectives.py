@@ -25,15 +25,13 @@ class LowerCollectives:
         wait(b, bucket=0, replica=0)                  ->    r = recv(bucket=0, source=0, replica=1, link=copy)
         v = wait(b, bucket=0, replica=1)                    v = wait(r, bucket=0, replica=1)
 
-    Logical CPUs share memory: each device sums its share of the bucket, directly from the others' buckets. Distinct GPUs use
-    NCCL; logical devices on one GPU copy. A broadcast becomes sends and receipts. Operations that a link does not carry use its
-    fallback. Exchanges between workers use a link between workers.
+    A broadcast becomes sends and receipts. Operations that a link does not carry use its fallback. Exchanges between
+    workers use a link between workers.
 
-    Needs: collectives in the graph.
     Guarantees: every collective has a link that its devices can use.
 
     Attributes:
-        link: the name of the link to use, one of `mirrorc.ir.links.link_names`; None for the best one.
+        link: one of `mirrorc.ir.links.link_names`; None for the best one.
     """
 
     link: str | None = None
@@ -93,7 +91,7 @@ def _of_whole_buckets(program: Program) -> list[str]:
 
 
 def _lower_broadcast(program: Program, broadcast: fx.Node, link: str) -> None:
-    """Sends to each other replica, with a receipt there; the root need not wait."""
+    """The root need not wait."""
     bucket, root = bucket_of(broadcast), broadcast.kwargs["root"]
     for wait in list(broadcast.users):
         replica = replica_of(wait)

@@ -28,9 +28,7 @@ class LowerDevices:
 
     The graph of a device without examples has no arguments, and returns None in place of a loss.
 
-    Needs: collectives with links.
-    Guarantees: every device's graph has the collectives in the order of the mirrored graph; region modules are shared,
-        not copied.
+    Guarantees: every device's graph has the collectives in the order of the mirrored graph; region modules are shared.
     """
 
     name: str = field(default="lower-devices", init=False)

@@ -1,4 +1,4 @@
-"""The choice of values that backward recomputes, to bound the memory of activations."""
+"""Chooses values that backward recomputes, to bound the memory of activations."""
 
 from __future__ import annotations
 
@@ -42,13 +42,9 @@ class ChooseCheckpoints:
     `RecomputeCheckpoints`, the next pass, then lets backward recompute them. Forward is cut into segments where few
     values pass. In each segment, a minimum cut through the operators separates kept values, at a price per byte, from
     recomputed ones. The prices and the number of segments minimize recomputation within the bound, by the prediction of
-    `memory.activation_peaks`. Operators in the model's own checkpoints stay there. Operators of user libraries, checks
-    and sums over replicas never run again.
+    `memory.activation_peaks`. If the bound cannot be kept, the nearest choice is taken.
 
-    If the bound cannot be kept, the nearest choice is taken. The caller then checks the program's true memory.
-
-    Needs: a captured graph.
-    Guarantees: every value is the same expression, bit for bit.
+    Guarantees: every value is the same expression, bit for bit. The model's own checkpoints stay.
 
     Attributes:
         max_bytes: the bound for each device; None to leave the program unchanged.
@@ -89,7 +85,6 @@ class _Search:
         self._segments = Segments(self._timeline, self._given)
 
     def best(self) -> dict[fx.Node, Checkpoint]:
-        """The checkpoints of all operators, the model's own included."""
         if self._before.num_bytes <= self._max_bytes:
             return {}
         tried: list[tuple[tuple[bool, float, int], Sequence[Segment], Levels]] = []
@@ -106,7 +101,7 @@ class _Search:
         return sorted({max(1, min(number, most)) for number in _NUMBERS if number >= fewest})
 
     def _rank(self, peak: Peak) -> tuple[bool, float, int]:
-        """A sort key: the least time within the bound is best, or else the least memory."""
+        """Best is the least time within the bound, or else the least memory."""
         exceeds = peak.num_bytes > self._max_bytes
         return exceeds, float(peak.num_bytes) if exceeds else peak.seconds, peak.num_bytes
 
@@ -165,7 +160,7 @@ class _Search:
 
 
 def _ladder(segments: Sequence[Segment]) -> list[Levels]:
-    """Choices for all segments together, each with one more step of a segment, the cheapest per byte first."""
+    """Each choice has one more step of a segment, the cheapest per byte first."""
     steps: list[tuple[float, int, int]] = []
     for i, segment in enumerate(segments):
         before, seconds, price = 0, 0.0, 0.0

@@ -22,15 +22,11 @@ class DecomposeGelu:
                                                        gelu_sigmoid = aten.sigmoid(gelu_mul_3)
                                                        gelu_mul_4   = aten.mul(x, gelu_sigmoid)
 
-    ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``. On CPUs Inductor's tanh takes six times as long as exp, the core of its
-    sigmoid. GELU by the error function stays as it is.
+    ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``. On CPUs Inductor's tanh takes six times as long as exp, the core of
+    its sigmoid.
 
-    Needs: a captured graph in which GELU is an operator.
-    Guarantees: values change by rounding only. Where the tanh is close to -1, they become more exact, because no digits cancel.
-        The verifier recognizes the product as a GELU (`mirrorc.analysis.graph.decompositions`).
-
-    Attributes:
-        wanted: True if this makes the generated code faster; otherwise the pass leaves the program as it is.
+    Guarantees: values change by rounding only; the verifier knows the product
+        (`mirrorc.analysis.graph.decompositions`).
     """
 
     wanted: bool = True

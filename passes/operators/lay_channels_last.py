@@ -28,19 +28,14 @@ class LayChannelsLast:
                                                      relu = aten.relu(conv)
                                                      flat = aten.reshape(relu, [2, -1])
 
-    The results of these convolutions have channels-last format, and so have the values computed from them, up to an operator that
-    changes the shape. The types of all these values are inferred again. A view without a valid stride in the new layout becomes a
-    reshape. Parameters keep their format: a step copies the weights, which are small, and their gradients. Operators from outside
-    torch, and operations of mirrorc, such as outputs for the caller, get their arguments in the former layout.
+    The results have channels-last format, and so have the values computed from them, up to an operator that changes the
+    shape. Parameters keep their format. Operators from outside torch, and operations of mirrorc, get their arguments in
+    the former layout.
 
-    Needs: a captured graph of functional operators.
-    Guarantees: every value keeps its elements. If an operator addresses elements by their position in memory, the program stays
-        as it is, and a remark names the operator.
-    Source: torch's compiler converts convolutions on CPUs in this way. Here each region is compiled separately and keeps the
-        strides of its arguments and results, so the format must be in the graph before it is cut.
-
-    Attributes:
-        wanted: True if this makes the generated code faster; otherwise the pass leaves the program as it is.
+    Guarantees: every value keeps its elements. If an operator addresses elements by their position in memory, the
+        program stays as it is, and a remark names the operator.
+    Source: torch's compiler. Here regions keep the strides of their arguments, so the format must be in the graph
+        before it is cut.
     """
 
     wanted: bool = True

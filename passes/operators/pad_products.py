@@ -32,16 +32,12 @@ class PadProducts:
                                              logits = aten.slice(logits_padded, 1, 0, 50257)
                                              loss   = f(logits)
 
-    The result keeps its shape and has longer rows, as have elementwise results computed from it. The types of all these values
-    are inferred again. A view without a valid stride in the new layout becomes a reshape. Operators from outside torch, and
-    operations of mirrorc, such as outputs for the caller, get their arguments in the former layout. Gradients of weights stay as
-    they are, because they are made in their buckets.
+    The result keeps its shape and has longer rows, as have elementwise results computed from it. Operators from outside
+    torch, and operations of mirrorc, get their arguments in the former layout. Gradients of weights are made in their
+    buckets, and stay as they are.
 
-    Needs: a captured graph of functional operators.
-    Guarantees: every value keeps its elements. If an operator addresses elements by their position in memory, the program stays
-        as it is, and a remark names the operator.
-    Source: torch's compiler pads products on GPUs. Here each region is compiled separately and keeps the strides of its results,
-        so values for backward need longer rows before the graph is cut, or they would be copied.
+    Guarantees: as `LayChannelsLast`.
+    Source: torch's compiler on GPUs. Here values for backward need longer rows before the graph is cut.
 
     Attributes:
         fewest_rows: of the first matrix; with fewer, the copy of the second one costs more than the gain.
@@ -72,7 +68,7 @@ class PadProducts:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """True if a product is a result of the graph, perhaps rearranged, like gradients of weights."""
+    """Looks through rearrangements, as gradients of weights are transposed."""
     users = node.users
     return any(user.op == "output" or (user.target in REARRANGEMENTS and _is_result(user)) for user in users)
 

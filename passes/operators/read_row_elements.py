@@ -27,12 +27,10 @@ class ReadRowElements:
         sub  = aten.sub(logits, lse)                       found = aten.gather(logits, 1, t)
         loss = aten.gather(sub, 1, t)                ->    loss  = aten.sub(found, lse)
 
-    Both occur in the loss of a classifier, with rows as long as its number of classes. The gradient of its logarithm of a softmax
-    sums a row for each example, with a sum known beforehand.
+    Both occur in the loss of a classifier, with rows as long as its number of classes.
 
-    Needs: a captured graph with a decomposed loss, as for backends that fuse operators. Elsewhere nothing matches.
-    Guarantees: bits stay, with one exception: a row with a non-finite factor sums to its one element, where zeros times that
-        factor made it NaN. The verifier knows both (`mirrorc.analysis.graph.one_hot_rows`).
+    Guarantees: bits stay, but a row with a non-finite factor sums to its one element, where zeros times that factor
+        made it NaN.
     """
 
     name: str = field(default="read-row-elements", init=False)
@@ -52,7 +50,7 @@ class ReadRowElements:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """The nodes of a graph as sources of rows; new ones are inserted before the node to replace."""
+    """A graph's nodes as sources of rows; new ones come before the node to replace."""
 
     program: Program
     replaced: fx.Node

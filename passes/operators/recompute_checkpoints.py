@@ -1,4 +1,4 @@
-"""Recomputation of checkpointed values in backward, instead of keeping them in memory."""
+"""Recomputes checkpointed values in backward."""
 
 from __future__ import annotations
 
@@ -27,13 +27,10 @@ class RecomputeCheckpoints:
                                                              relu_again = aten.relu(mm_again)
                                                              grad       = aten.mm(t, relu_again)
 
-    Forward then keeps, for backward alone, the inputs of the checkpoint and the values that its policy keeps. Values
-    that leave a checkpoint, for other operators, another checkpoint or the caller, are kept, too, if backward needs
-    them: they are the inputs of the next checkpoint. So are the inputs of the first backward operator, as forward has
-    just made them. A copy draws the same random numbers, since random operators are functions of a seed. Only forward's
-    result is written to a buffer.
+    Forward then keeps, for backward alone, the inputs of the checkpoint, the values that its policy keeps, values that
+    leave it, and the inputs of the first backward operator. A copy draws the same random numbers, since random
+    operators are functions of a seed.
 
-    Needs: a captured graph.
     Guarantees: every value is the same expression, bit for bit; no operator has a checkpoint any more.
     """
 

@@ -33,21 +33,13 @@ class RecomputeElementwise:
         exp  = aten.exp(sub)    # in backward              again = aten.sub(mm, lse)
                                                            exp   = aten.exp(again)
 
-    Forward has ``mm`` in memory in any case; it would write ``sub`` for backward alone, a pass over all its elements. Fused into
-    its reader, ``sub`` costs backward nothing, since ``mm`` is as large. The same holds for the logarithm of a softmax over many
-    classes, the operand of RMSNorm's weight, a SiLU that gates another value, and the places of maxima in pooling: 64-bit
-    numbers, made from 8 bits for the place in the window.
+    Forward has ``mm`` in memory in any case; it would write ``sub`` for backward alone. Fused into its reader, ``sub``
+    costs backward nothing.
 
-    A value is recomputed if forward stores it only for backward, and if backward then moves fewer bytes. Saving it costs a write
-    and a read; recomputing it costs reads of its sources, and writes of those that would not be in memory otherwise. Forward
-    saves no more memory than before, except for small values. Each operator of backward gets a separate copy, fused with it.
+    A value is recomputed if forward stores it only for backward, and if backward then moves fewer bytes: saving costs a
+    write and a read, recomputing reads of its sources, and writes of those that would not be in memory otherwise.
 
-    Needs: a captured graph.
-    Guarantees: every value is the same expression, bit for bit.
-
-    Attributes:
-        wanted: True if this makes the generated code faster, as it does where elementwise operators are fused; otherwise the
-            pass leaves the program as it is.
+    Guarantees: every value is the same expression, bit for bit. Forward saves no more memory, except for small values.
     """
 
     wanted: bool = True
@@ -70,7 +62,7 @@ class RecomputeElementwise:
 
 
 def _recompute(program: Program, graph: fx.Graph) -> list[str]:
-    """Changes the backward of a graph; returns the names of recomputed values."""
+    """Returns the names of recomputed values."""
     first = first_of_backward(program, graph)
     return [value.name for value in _Recomputing(graph, first).run()] if first is not None else []
 
@@ -90,13 +82,11 @@ class _Recomputing:
             self._sharing.setdefault(owner_of(node), []).append(node)
 
     def run(self) -> list[fx.Node]:
-        """Changes the graph; returns the recomputed values."""
         done = [value for value in self._sharing if self._moves_to_backward(value)]
         remove_unused(self._graph)
         return done
 
     def _moves_to_backward(self, value: fx.Node) -> bool:
-        """Recomputes a value if that is better; returns True if so."""
         if not is_cheap(value) or not self._is_stored_for_backward_alone(value):
             return False
         sources = self._sources(self._operators(value))
@@ -115,7 +105,7 @@ class _Recomputing:
         return not self._backward.isdisjoint(users) and all(map(is_fused, users))
 
     def _operators(self, value: fx.Node) -> list[fx.Node]:
-        """The operators to run again, in order: cheap operators and their views, back to values in memory."""
+        """Cheap operators and their views, back to values in memory, in order."""
         root, operators, waiting = owner_of(value), {value}, [value]
         while waiting:
             for source in waiting.pop().all_input_nodes:
@@ -129,7 +119,7 @@ class _Recomputing:
         return sorted(operators, key=self._place.__getitem__)
 
     def _is_in_memory(self, value: fx.Node) -> bool:
-        """True if a value is in memory when backward needs it, regardless of recomputation."""
+        """True if backward has it in memory regardless of recomputation."""
         return self._is_input(value) or next(self._uses_in_backward(owner_of(value)), None) is not None
 
     @staticmethod
@@ -144,7 +134,6 @@ class _Recomputing:
         return list(dict.fromkeys(map(owner_of, read)))
 
     def _is_better(self, value: fx.Node, sources: list[fx.Node]) -> bool:
-        """True if reading the sources takes less time than storing and reading the value, and no more memory."""
         saved, moved = 0, 0
         for source in sources:
             num_bytes = num_bytes_of(source)
@@ -154,7 +143,6 @@ class _Recomputing:
         return moved < 2 * num_bytes_of(value) and saved <= num_bytes_of(value)
 
     def _again(self, operators: list[fx.Node], user: fx.Node) -> fx.Node:
-        """Copies operators before a user in backward; returns the last one's value."""
         values: dict[fx.Node, fx.Node] = {}
         with self._graph.inserting_before(user):
             for node in operators:

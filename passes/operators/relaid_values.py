@@ -15,19 +15,11 @@ aten = torch.ops.aten
 
 
 class DependsOnStrides(Exception):
-    """Raised for an operator whose result depends on the present layout of its arguments; names the operator."""
+    """An operator's result depends on the layout of its arguments; its text is the operator's name."""
 
 
 class RelaidValues:
-    """The values of a graph with a new layout. One walk, in order: the type of each value is known before its uses.
-
-    Operations of mirrorc (outputs for the caller, sums over replicas) get values in the former layout.
-
-    Attributes:
-        graph: the graph.
-        num_copies: the number of copied values.
-        changed: values with a new layout.
-    """
+    """The values of a graph with a new layout. One walk, in order: the type of each value is known before its uses."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -55,11 +47,9 @@ class RelaidValues:
         self.graph.lint()
 
     def change(self, node: fx.Node) -> None:
-        """Changes the layout of a node's arguments or result, if the subclass wants to."""
         raise NotImplementedError
 
     def copy(self, user: fx.Node, value: fx.Node, memory_format: torch.memory_format) -> fx.Node:
-        """Copies a value into another format, before its user."""
         name = f"{value.name}_{str(memory_format).removeprefix('torch.').removesuffix('_format')}"
         with self.graph.inserting_before(user):
             copy = add_node(
@@ -72,7 +62,6 @@ class RelaidValues:
         return copy
 
     def find_type(self, node: fx.Node) -> None:
-        """Infers the type of a node again if its arguments have changed."""
         if node not in self.changed and not any(operand in self.changed for operand in node.all_input_nodes):
             return
         was = node.meta.get("val")

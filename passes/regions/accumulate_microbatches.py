@@ -1,4 +1,4 @@
-"""Runs a shard in microbatches, one after the other, and adds up their gradients."""
+"""Runs a shard in microbatches, one after the other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ aten = torch.ops.aten
 class AccumulateMicrobatches:
     """Repeats the graph of a microbatch for each of a shard's, so that activations of only one are in memory at a time.
 
-    The first microbatch writes its gradients into their slots. Later ones call variants of the regions that add instead::
+    The first microbatch writes its gradients into their slots. Later ones call variants of the regions that add
+    instead::
 
         fwd_0 = call_region(x, w, region=fwd_0)           x_0   = microbatch(x, index=0, sizes=(4, 4))
         loss  = fwd_0[0]                                  fwd_0 = call_region(x_0, w, region=fwd_0)
@@ -48,15 +49,15 @@ class AccumulateMicrobatches:
             mirrorc.mm_into(w_slot, dy, x)           ->       mirrorc.addmm_into(w_slot, dy, x)
             return [w_slot]                                   return [w_slot]
 
-    A microbatch's loss is weighted by its part of the shard's examples, unless the loss is a sum. It has a separate random
-    stream, and reads buffers as the previous microbatch wrote them, except those that all write alike (`Aggregation.SAME`).
-    Outputs are joined: rows in the order of examples, scalars weighted by the numbers of examples. A factored gradient gets the
-    factors of all microbatches: ``product(left_0, right_0, left_1, right_1)``. The last microbatch's gradients are those of the
-    shard, in the order of its backward, so that their reduction overlaps with it.
+    A microbatch's loss is weighted by its part of the shard's examples, unless the loss is a sum. It has a separate
+    random stream, and reads buffers as the previous microbatch wrote them, except those that all write alike
+    (`Aggregation.SAME`). A factored gradient gets the factors of all microbatches: ``product(left_0, right_0, left_1,
+    right_1)``. The last microbatch's gradients are those of the shard, so that their reduction overlaps with its
+    backward.
 
-    Needs: outlined graphs of microbatches; replicas without microbatches are left alone.
-    Guarantees: each result is the sum over the microbatches in their order; the first one writes each slot, and each later one
-        adds to it.
+    Needs: outlined graphs of microbatches.
+    Guarantees: each result is the sum over the microbatches in their order; outputs are joined in the order of
+        examples.
     """
 
     name: str = field(default="accumulate-microbatches", init=False)
@@ -92,20 +93,17 @@ def _remark(program: Program, regions: _Regions) -> str:
 
 
 class _Regions:
-    """The regions of a program, and variants that add to gradients instead of writing them."""
-
     def __init__(self, program: Program) -> None:
         self.adding: dict[tuple[str, tuple[int, ...]], Region] = {}
         self._regions = program.regions
 
     def called_by(self, graphs: Sequence[fx.Graph]) -> dict[str, Region]:
-        """In the order in which they were made."""
         called = {str(node.kwargs["region"]) for graph in graphs for node in calls_to(graph, ops.call_region)}
         regions = {**self._regions, **{region.name: region for region in self.adding.values()}}
         return {name: region for name, region in regions.items() if name in called}
 
     def adding_variant(self, name: str, places: tuple[int, ...]) -> str:
-        """The variant of a region that adds to its arguments at ``places``."""
+        """A variant of a region that adds to its arguments at ``places``."""
         if (name, places) not in self.adding:
             stem, _, shard = name.partition("_shard")
             names = (
@@ -135,11 +133,8 @@ def _adding(region: Region, name: str, places: Sequence[int]) -> Region:
 
 
 class _Repeated:
-    """Builds the graph of a shard from the graphs of its microbatches.
-
-    Args:
-        shards: the number of each microbatch's graph.
-        sizes: the number of examples of each microbatch.
+    """Builds the graph of a shard; ``shards`` and ``sizes`` are the graph and the number of examples of each
+    microbatch.
     """
 
     def __init__(self, program: Program, regions: _Regions, shards: tuple[int, ...], sizes: tuple[int, ...]) -> None:
@@ -163,7 +158,7 @@ class _Repeated:
         return self._graph
 
     def _argument(self, node: fx.Node, argument: Argument) -> fx.Node:
-        """A shard's argument, with the layout of its microbatches' arguments."""
+        """It has the layout of the microbatches' arguments."""
         argument_node = copy_node(self._graph, node, {})
         value = node.meta.get("val")
         if argument.has_examples and isinstance(value, torch.Tensor):
@@ -175,7 +170,7 @@ class _Repeated:
         return argument_node
 
     def _copy(self, index: int, source: fx.Graph, arguments: Mapping[str, Argument]) -> dict[str, Any]:
-        """Adds the nodes of a microbatch; returns its results, with gradients and writes accumulated so far."""
+        """Returns a microbatch's results, with gradients and writes accumulated so far."""
         values: dict[fx.Node, fx.Node] = {}
         before = self._outputs[-1] if self._outputs else None
         for node in source.nodes:
@@ -219,7 +214,7 @@ class _Repeated:
         return earlier if earlier is not None and slot_of(earlier) is not None else self._shared_copy(node)
 
     def _read(self, node: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """A variable, or the previous microbatch's new value; `Aggregation.SAME` variables are always read anew."""
+        """`Aggregation.SAME` variables are always read anew."""
         name = str(node.kwargs["variable"])
         written = before["writes"].get(name) if before is not None else None
         is_same = written is not None and self._program.variables[name].aggregation is Aggregation.SAME
@@ -246,7 +241,7 @@ class _Repeated:
         return region_call
 
     def _factored(self, index: int, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> Any:
-        """At the last microbatch, a gradient of the factors of all; None before."""
+        """None before the last microbatch, which has the factors of all."""
         factors = self._factors.setdefault(str(node.kwargs["variable"]), [])
         factors += [values[factor] for factor in node.args]  # type: ignore[index]
         if index + 1 < len(self._sizes):
@@ -256,7 +251,7 @@ class _Repeated:
         return gradient
 
     def _accumulated(self, name: str, gradient: fx.Node, before: Mapping[str, Any] | None) -> fx.Node:
-        """The sum of a variable's gradients so far; no addition if the region has added already."""
+        """Adds nothing if the region has added already."""
         earlier = before["gradients"][name] if before is not None else None
         if earlier is None or earlier in _operands(gradient):
             return gradient
@@ -284,7 +279,6 @@ class _Repeated:
         return total
 
     def _added(self, total: fx.Node | None, part: fx.Node, index: int, how: str) -> fx.Node:
-        """The sum, or the mean by examples, of scalars so far."""
         if how == "averaged" and len(self._sizes) > 1:
             part = self._insert(aten.mul.Tensor, (part, self._sizes[index] / sum(self._sizes)), {})
         return part if total is None else self._insert(aten.add.Tensor, (total, part), {})

@@ -1,4 +1,4 @@
-"""Gradients that stay factors, so that each device makes only its own share."""
+"""Leaves gradients as factors, so that each device makes only its own share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, nu
 
 @dataclass(frozen=True)
 class FactorGradients:
-    """Moves the operator that makes a gradient out of its region, if the operator's arguments are smaller than the
+    """Moves the operator that makes a gradient out of its region, if its arguments, the factors, are smaller than the
     gradient::
 
         bwd_0 = call_region(dy, x, region=bwd_0)          bwd_0 = call_region(dy, region=bwd_0)
@@ -36,39 +36,28 @@ class FactorGradients:
         output {gradients: {w: g}}                  ->    g     = product(left, x, bucket=0, variable=w)
                                                           output {gradients: {w: g}}
 
-    The operator's arguments are the gradient's factors; its form (`mirrorc.ir.gradient_forms`) says how they make it.
-    The gradient of a linear layer's weight is a matrix product over the examples. That of an embedding's table is zero
-    except for the rows that were looked up: ``index_add(rows, indices)``.
+    The gradient of a linear layer's weight is a matrix product over the examples; that of an embedding's table is zero
+    except for the rows that were looked up: ``index_add(rows, indices)`` (`mirrorc.ir.gradient_forms`).
 
-    With shared memory, each device updates a share of the parameters, and makes this share of the gradient from the
-    factors of all replicas. The products cost the same, but each gradient is written once instead of once per replica,
-    and no sum in memory remains. Of a table's gradient, only the rows of this step and of the last one are written.
-    Without shared parameters, or over a link that reads no shared memory, no device makes a share. Then no gradient
-    stays factors, as `pack` would only repeat the region's work.
+    With shared memory, each device makes its share of the gradient from the factors of all replicas. The products cost
+    the same, but each gradient is written once instead of once per replica, and no sum in memory remains. Over a link
+    that reads no shared memory, no gradient stays factors. A single CPU has no shares: tables' gradients stay rows, and
+    `pack` writes no others.
 
-    A single CPU has no shares. There too, tables' gradients stay rows, and `pack` writes no others. Products stay in
-    regions.
+    Some gradients become factors whatever their size: those that workers exchange as factors, those of tables whose
+    optimizer takes rows, and those that devices gather (`mirrorc.ir.program.Program.gathered`).
 
-    Some gradients become factors on every device, whatever their size: those that workers exchange as factors, those of
-    tables whose optimizer takes rows, and those that devices gather (`mirrorc.ir.program.Program.gathered`).
-
-    With microbatches, a gradient becomes factors if those of all microbatches of a shard together are smaller.
-
-    Needs: a bucket plan and outlined regions.
-    Guarantees: gradients are the same expressions as before. Factors are values of the step, never variables or views
-        of variables, because an update may write a variable before the gradient is made.
+    Guarantees: gradients are the same expressions. Factors are never variables or views of variables, because an update
+        may write a variable before the gradient is made.
 
     Attributes:
-        min_elements: smaller gradients stay whole. They fit in the cache, and adding them costs less than calls for
-            products by shares (measured: no gain at 256 x 256, a seventh of the step at 512 x 512).
-        link: the name of the link that `LowerCollectives` is asked to use; None for the best one.
+        min_elements: smaller gradients stay whole: they fit in the cache (measured: no gain at 256 x 256, a seventh of
+            the step at 512 x 512).
         parameters_are_shared: a later pass shares parameters. None: the pipeline sets it, see
             `mirrorc.passes.told_of_sharing`; outside of a pipeline None counts as True.
-        all_reduce: the algorithm that sends whole gradients between devices. None: the pipeline sets it, or there is
-            none.
+        all_reduce: the algorithm that sends whole gradients between devices; the pipeline sets it.
 
-    Source: sending factors instead of gradients is sufficient factor broadcasting (Xie et al., 2016); devices of one
-        worker need not send them.
+    Source: sufficient factor broadcasting (Xie et al., 2016); devices of one worker need not send.
     """
 
     min_elements: int = 2**17
@@ -143,7 +132,7 @@ class FactorGradients:
         return factored.with_remarks(_remark(factored, whole))
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
-        """The reason why no device makes a share of any gradient; empty if devices do, or if no bucket is reduced by shares."""
+        """Empty if devices make shares, or if no bucket is reduced by shares."""
         if program.accumulation is not Accumulation.NONE:
             return (
                 "those of several calls are added up whole: nobody knows how many calls' factors would have to be kept"
@@ -216,10 +205,10 @@ class _Split:
 
     Attributes:
         kept: the former indices of the remaining results, in order.
-        results: the body's new results: the remaining ones, then the factors.
-        arguments: the former indices of the used arguments, with the sizes of the rest.
-        factored: the factors of gradients, by the former index of the result.
-        given: for each former placeholder of the body, the arguments of the calls.
+        results: the remaining results, then the factors.
+        arguments: the former indices of the used arguments.
+        factored: by the former index of the result.
+        given: the calls' arguments for each former placeholder of the body.
     """
 
     kept: list[int]
@@ -230,7 +219,7 @@ class _Split:
 
 
 def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, FactoredGradient]) -> _Split:
-    """Changes a body to return factors instead of gradients, but no factors from its arguments."""
+    """Factors that are arguments of the body are not returned."""
     old: Any = body.output_node().args[0]
     kept = [place for place in range(len(old)) if place not in factored]
     results = [old[place] for place in kept]

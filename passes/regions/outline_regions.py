@@ -1,7 +1,4 @@
-"""Regions of the captured graph: the forward, whole or in pieces, and a piece of backward for each bucket.
-
-The file is long because it has both the cuts and the calls of the pieces.
-"""
+"""Cuts the captured graph into regions: forward, and a piece of backward for each bucket."""
 
 from __future__ import annotations
 
@@ -45,8 +42,7 @@ class OutlineRegions:
 
     Region ``fwd_0`` has the operators before the first use of the loss's gradient, and all of an evaluation. ``bwd_k``
     ends with the last gradient of bucket k, or of pack k of cut buckets. Equal bodies become one region with several
-    calls. A piece that differs for the second shape of a shard is a region of its own, named after its counterpart:
-    ``bwd_k_shard1``, in print ``bwd_k.shard1``::
+    calls. A piece that differs for the second shape of a shard is named after its counterpart, ``bwd_k_shard1``::
 
         addmm = aten.addmm(read_b, x, t)            fwd_0 = call_region(x, read_w, read_b, region=fwd_0)
         loss  = aten.mean(addmm)              ->    loss  = fwd_0[0]
@@ -55,11 +51,7 @@ class OutlineRegions:
 
     A large value does not pass a cut for the sake of a much smaller product alone: ``bwd_k`` then ends with that
     product, see `graph.cuts`. So the gradient of logits over many words stays within its region, where its memory is
-    reused. The bucket's reduction begins later by the time of the product.
-
-    A check stays outside, right behind the forward region of its condition, before any launch. Values gathered for the
-    caller stay outside, too. So does a sum over replicas in the model: forward and backward are cut where replicas
-    meet.
+    reused. Forward and backward are also cut where replicas meet.
 
     Needs: a bucket plan.
     Guarantees: outside of regions are only arguments, reads, region calls and their outputs, checks and gathers of
@@ -114,7 +106,6 @@ class _RegionPool:
         self._shard = 0
 
     def of_shard(self, shard: int) -> _RegionPool:
-        """The pool, set to this shape of a shard."""
         self._shard = shard
         return self
 
@@ -139,7 +130,7 @@ class _RegionPool:
 
 
 def _body_key(graph: fx.Graph) -> Any:
-    """A key for graphs: equal for the same computation on arguments of the same types."""
+    """Equal for the same computation on arguments of the same types."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -181,7 +172,6 @@ def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
 
 
 def _pieces(graph: fx.Graph, program: Program, min_bytes: int) -> Cut:
-    """The operators of the forward, then of each bucket's part of backward, with those better before the cut."""
     outside = (ops.read, *ops.OF_FORWARD, *ops.MEETINGS)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target not in outside]
     first = first_of_backward(program, graph)
@@ -255,7 +245,7 @@ def _call(
 
 
 def _sizes_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The arguments for the symbols in the sizes of values: a region needs them as arguments, too."""
+    """A region needs the symbols in the sizes of values as arguments, too."""
     symbols = symbols_in([node.meta.get("val") for node in nodes])
     given = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
     return [node for node in given if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]

@@ -32,8 +32,8 @@ from mirrorc.torch_internals import lazy_graph_module
 class PlaceGradients:
     """Passes each region the slots of its gradients, and makes the region write each gradient into its slot.
 
-    A matrix product, such as the gradient of a linear layer's weight, is computed into the slot. Any other gradient is copied
-    into its slot at the region's end, and Inductor fuses the copy with the operator before it::
+    A matrix product is computed into the slot. Any other gradient is copied there at the region's end, and Inductor
+    fuses the copy with the operator before it::
 
         bwd_0 = call_region(x, dy, region=bwd_0)          slot  = slot(bucket=0, variable=w)
         g     = bwd_0[0]                            ->    bwd_0 = call_region(x, dy, slot, region=bwd_0)
@@ -44,8 +44,8 @@ class PlaceGradients:
             mm = aten.mm(dy, x)                     ->        mirrorc.mm_into(w_slot, dy, x)
             return [mm]                                       return [w_slot]
 
-    If a linear layer's weight is also an embedding's table, two regions make its gradient. The first computes its product into
-    the slot, and the second adds the few rows of the lookup, in place of a table of zeros::
+    If a linear layer's weight is also an embedding's table, two regions make its gradient. The first computes its
+    product into the slot, and the second adds the few rows of the lookup, in place of a table of zeros::
 
         g0    = bwd_0[1]                                  g0    = bwd_0[1]                # is the slot
         bwd_1 = call_region(dx, i, g0, region=bwd_1)  ->  bwd_1 = call_region(dx, i, g0, region=bwd_1)
@@ -59,9 +59,8 @@ class PlaceGradients:
     With microbatches it does not, because the sum over them has another order.
 
     Needs: a bucket plan and outlined regions.
-    Guarantees: a region's outputs keep their places and values. `pack` copies the remaining gradients: those with other uses in
-        the program, and those that only some calls of a shared region give.
-    Source: TensorFlow's ScopedAllocator gave its collectives one buffer in this way.
+    Guarantees: a region's outputs keep their places and values. `pack` copies the remaining gradients.
+    Source: TensorFlow's ScopedAllocator.
     """
 
     name: str = field(default="place-gradients", init=False)
@@ -99,7 +98,7 @@ class PlaceGradients:
 
 
 def _ways_into_slots(program: Program, names: Mapping[fx.Node, str]) -> dict[str, str]:
-    """Maps each variable to the way of its gradient into its slot. If one shard shape leaves a gradient to `pack`, all do."""
+    """If one shard shape leaves a gradient to `pack`, all do."""
     ways: dict[str, str] = {}
     for graph in program.shard_graphs:
         output: Any = graph.output_node().args[0]
@@ -157,7 +156,7 @@ def _places(
 
 
 def _parts_of(node: fx.Node, products: Mapping[fx.Node, str]) -> dict[int, str]:
-    """The places and variables of products in a call's results, if another region adds rows to them."""
+    """The products in a call's results to which another region adds rows."""
     return {part.args[1]: products[part] for part in node.users if part in products}  # type: ignore[misc]
 
 
@@ -169,7 +168,7 @@ def _name_parts(node: fx.Node, products: Mapping[fx.Node, str]) -> None:
 
 
 def _adding_rows(region: Region, places: Sequence[int]) -> Region:
-    """The region, changed to add the rows of these results to the argument with the rest of the gradient."""
+    """Adds the rows of these results to the argument with the rest of the gradient."""
     graph = copied(region.graph_module.graph)
     results: Any = list(graph.output_node().args[0])  # type: ignore[arg-type]
     for place in places:

@@ -30,21 +30,17 @@ class PlaceVariables:
         bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]   ->   bucket 1  f32  fc1.weight[512, 2048]             cpu:0
                                                                   bucket 2  f32  fc1.bias[512]                     cpu:1
 
-    Variables in ``owners`` go to the devices named there. Those of optimizers that are not element-wise go to the first device,
-    on which these run. All others follow the rule. By "least-loaded" they are taken from the largest to the smallest, and each
-    goes to the device with the fewest bytes so far, named variables included; the first of two. By "cached" this holds for large
-    variables only, whose copies then come from all devices; small ones come from the first device.
-
-    A bucket keeps its variables, in their order, or is split into one bucket for each of their owners. Buckets are numbered anew
-    in the order in which they become ready.
+    Variables in ``owners`` go to the devices named there. Those of optimizers that are not element-wise go to the first
+    device, on which these run. All others follow the rule. Buckets are numbered anew in the order in which they become
+    ready.
 
     Needs: a bucket plan, before regions are cut.
     Guarantees: each bucket has an owner; none has gradients of variables of two owners.
-    Source: the rules are those of TensorFlow's CentralStorageStrategy and of tensorpack's LeastLoadedDeviceSetter and
-        OverrideCachingDevice.
+    Source: TensorFlow's CentralStorageStrategy; tensorpack's LeastLoadedDeviceSetter and OverrideCachingDevice.
 
     Attributes:
-        rule: "central", "least-loaded", "cached", or the name of a device for all variables without an entry in ``owners``.
+        rule: "central", "least-loaded", "cached", or the name of a device for all variables without an entry in
+            ``owners``.
         owners: pairs of a variable's name and a device's name.
         small_elements: by "cached", variables of fewer elements are small.
     """
@@ -75,7 +71,7 @@ class PlaceVariables:
         return program.evolve(buckets=buckets).with_remarks(*self._remarks(program, buckets, owner_of))
 
     def _owners(self, program: Program) -> dict[str, int]:
-        """The owner of each variable in a bucket. Names outside all buckets are ignored: a call may leave out a layer."""
+        """Names outside all buckets are ignored: a call may leave out a layer."""
         replicas = {device.name: replica for replica, device in enumerate(program.devices)}
         named = dict(self.owners)
         for name, device in named.items():
@@ -142,7 +138,6 @@ def _num_bytes(bucket: Bucket, slot: Slot) -> int:
 
 
 def _parts(bucket: Bucket, owner_of: Mapping[str, int]) -> list[Bucket]:
-    """Splits a bucket by owner."""
     ends = [*(slot.offset for slot in bucket.slots[1:]), bucket.num_elements]
     owners = dict.fromkeys(owner_of[slot.variable] for slot in bucket.slots)
     if len(owners) == 1:

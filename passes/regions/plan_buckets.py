@@ -1,7 +1,4 @@
-"""The bucket plan: the gradients of each bucket, the order of buckets, and their packs.
-
-The file is long because it has all plans.
-"""
+"""Plans buckets: the gradients of each, their order, and their packs."""
 
 from __future__ import annotations
 
@@ -36,9 +33,7 @@ from mirrorc.packing import (
 )
 
 _Kind = tuple[torch.dtype, UpdateRule, bool, str]
-"""The common facts of a bucket's gradients: dtype, update rule, whether workers or devices exchange their factors, and
-the table if its optimizer takes rows.
-"""
+"""Dtype, update rule, whether factors are exchanged, and the table if its optimizer takes rows."""
 
 _ALIGNMENT_BYTES = 64  # a cache line, and more than any vector load needs
 _LEAST_PART = 16  # a smaller part of a cap is not worth a message of its own
@@ -62,13 +57,11 @@ class _Planned:
 class PlanBuckets:
     """Groups gradients into buckets, in the order in which backward makes them.
 
-    A bucket has one dtype, one update rule and one form of exchange: sums, factors between workers
-    (`mirrorc.ir.workers.Workers.sent_as_factors`), or factors between devices (`mirrorc.ir.program.Program.gathered`).
-    A table whose optimizer takes rows has its own bucket. Cuts are between variables. A gradient that would exceed the
-    cap opens the next bucket, unless the bucket has less than a sixteenth of its cap: a few biases are not worth a
-    message. The first bucket has a smaller cap, to begin communication early. Buckets are numbered as they become
-    ready, which reverses the forward's order. For a sharded optimizer, buckets are padded to equal parts for all
-    workers.
+    A bucket has one dtype, one update rule and one form of exchange: sums, or factors between workers or devices. A
+    table whose optimizer takes rows has its own bucket. A gradient that would exceed the cap opens the next bucket,
+    unless the bucket has less than a sixteenth of its cap: a few biases are not worth a message. The first bucket has a
+    smaller cap, to begin communication early. Buckets are numbered as they become ready. For a sharded optimizer, they
+    are padded to equal parts for all workers.
 
     The graph does not change::
 
@@ -80,20 +73,18 @@ class PlanBuckets:
     Needs: a captured graph whose output lists gradients in program order, or over several workers in the order of the
         chief's.
     Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
-    Source: PyTorch DDP (Li et al., 2020) for the first small bucket and the reversed order.
+    Source: PyTorch DDP (Li et al., 2020).
 
-    Another ``packing`` may give a bucket to each gradient, or to each group of the user's. Groups are numbered by the
-    gradient that backward makes last. A group with several update rules becomes several buckets. Or there is one bucket
-    of each kind, communicated in packs of equal length (`mirrorc.ir.buckets.Pack`). Packs are numbered over all
-    buckets, as they become complete::
+    Another ``packing`` may give a bucket to each gradient, or to each group of the user's; a group with several update
+    rules becomes several buckets. Or one bucket of each kind is communicated in packs of equal length
+    (`mirrorc.ir.buckets.Pack`), numbered over all buckets as they become complete::
 
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10] fc1.weight[512, 2048] fc1.bias[512]
         packs, of elements 0 ... 1054207: 0 at 0 ... 527103, 1 at 527104 ... 1054207
 
     Attributes:
         bucket_cap_mb, first_bucket_mb: those of `mirrorc.packing.ByBytes`, in MiB.
-        packing: another plan of `mirrorc.packing`, in place of these caps.
-        gradient_order: see `mirrorc.packing.GradientOrder`.
+        packing: another plan, in place of these caps.
     """
 
     bucket_cap_mb: float = ByBytes.cap_mb
@@ -226,7 +217,7 @@ def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collecti
 def _equal(
     plan: EqualPacks | EqualSplits, program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]
 ) -> _Planned:
-    """A bucket for each kind, to be cut into equal packs; or one for each gradient, where the plan declines."""
+    """One bucket for each gradient, where the plan declines."""
     number = plan.num_packs if isinstance(plan, EqualPacks) else plan.num_splits
     alone = [[program.variables[one.name]] for one in gradients]
     if number == 0:
@@ -257,7 +248,7 @@ def _equal(
 def _equal_packs(
     buckets: Sequence[Bucket], num_packs: Mapping[str, int], position: Mapping[str, int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Packs of equal length, by completion in backward: the number of a bucket, and its elements."""
+    """Packs by completion in backward: the number of a bucket, and its elements."""
     found: list[tuple[int, int, tuple[int, int]]] = []  # the time of completion, the bucket, its elements
     for bucket in buckets:
         for start, stop in equal_ranges(bucket.num_elements, num_packs.get(bucket.slots[0].variable, 1)):
@@ -267,7 +258,7 @@ def _equal_packs(
 
 
 def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tuple[int, int]]]) -> list[Bucket]:
-    """The buckets with their packs, numbered in the order of these ranges; unchanged if none is cut."""
+    """The packs are numbered in the order of these ranges."""
     if len(ranges) == len(buckets):
         return buckets
     if program.workers.shards_optimizer:
@@ -307,7 +298,6 @@ def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> l
 
 
 def _gradients(program: Program) -> list[Gradient]:
-    """The gradients, in backward's order."""
     output = program.shard_graphs[0].output_node().args[0]
     assert isinstance(output, dict)
     variables = [program.variables[name] for name in output["gradients"]]
@@ -315,7 +305,6 @@ def _gradients(program: Program) -> list[Gradient]:
 
 
 def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFactors], unit: int) -> Bucket:
-    """A bucket of these gradients, padded to a multiple of ``unit``."""
     slots, offset = [], 0
     for variable in members:
         num_elements = math.prod(variable.shape)
@@ -328,7 +317,7 @@ def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFa
 
 
 def _said_of_larger(buckets: Sequence[Bucket], plan: ByBytes) -> str:
-    """A remark on buckets over their cap: without their last gradient, they were too small for a message."""
+    """Buckets over their cap were too small for a message without their last gradient."""
     first, other = plan.caps
     larger = [b for b in buckets if len(b.slots) > 1 and _slot_bytes(b) > (other if b.index else first)]
     if not larger:

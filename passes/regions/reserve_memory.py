@@ -40,13 +40,12 @@ class ReserveMemory:
             mm = aten.mm(x, w)                     ->         mirrorc.mm_into(reserved_mm, x, w)
             return [mm]                                       return [reserved_mm]
 
-    The C library returns freed blocks of this size to the system. The next step gets new ones; the system clears them at the
-    first write, while all threads of the process wait for one another: for logits over 16,000 words, that takes a twentieth of
-    the step. Results with disjoint lifetimes share memory.
+    The C library returns freed blocks of this size to the system, which clears new ones at the first write: for logits
+    over 16,000 words, that takes a twentieth of the step. Results with disjoint lifetimes share memory.
 
     Needs: regions in their final form.
     Guarantees: reserved memory holds only products that regions alone read and never return as a view (the rule
-        reserved_memory_has_one_value_at_a_time). Values stay the same expressions, bit for bit.
+        reserved_memory_has_one_value_at_a_time).
 
     Attributes:
         wanted: True if the C library allocates the devices' memory; allocators of GPUs keep freed memory.
@@ -83,7 +82,6 @@ class ReserveMemory:
         return program.evolve(shard_graphs=graphs, regions=regions).with_remarks(remark)
 
     def _places(self, program: Program, body: fx.Graph, node: fx.Node) -> Iterator[int]:
-        """The results of a call that may lie in reserved memory."""
         for part in node.users:
             place: Any = part.args[1]
             product = unaliased_product(body, place) if part.target is operator.getitem else None
@@ -110,7 +108,7 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 def _reserving(region: Region, places: list[int]) -> Region:
-    """The region with an additional argument for each of these results, the output of its product."""
+    """The region with an output argument for each of these results."""
     graph = copied(region.graph_module.graph)
     for place in places:
         product: Any = unaliased_product(graph, place)
@@ -129,7 +127,7 @@ def _reserving(region: Region, places: list[int]) -> Region:
 
 
 def _reserve(graph: fx.Graph, regions: Mapping[str, Region], places_of: Mapping[str, list[int]]) -> Iterator[fx.Node]:
-    """Passes each call its region's memory, and reuses memory after its value's last read."""
+    """Reuses memory after its value's last read."""
     busy_until: list[fx.Node] = []  # for each number, the last reader of its present value
     for node in region_calls(graph):
         places = places_of.get(region_of(node), [])

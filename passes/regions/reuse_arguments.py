@@ -55,15 +55,15 @@ class ReuseArguments:
             return [mm]                                      mm    = aten.mm(reuse, w)
                                                              return [mm]
 
-    A backend that fuses operators computes the result in place. Without the pass it allocates memory in each step; for blocks
-    larger than the C library keeps, the system's allocation and clearing can take longer than the computation.
+    A backend that fuses operators computes the result in place. For blocks larger than the C library keeps, the
+    system's allocation and clearing can take longer than the computation.
 
-    Needs: regions in their final form: factors leave a region, and slots are no dying arguments.
+    Needs: regions in their final form.
     Guarantees: an argument is written only if no call of its region leaves a possible reader (the rule
-        regions_write_only_what_is_theirs), and values stay the same expressions, bit for bit.
+        regions_write_only_what_is_theirs); values stay the same expressions, bit for bit.
 
     Attributes:
-        wanted: True if the backend fuses the copy with its source; otherwise the pass leaves the program as it is.
+        wanted: True if the backend fuses the copy with its source.
         min_bytes: smaller results get new memory, which the C library has at hand.
     """
 
@@ -91,7 +91,7 @@ class ReuseArguments:
         return program.evolve(regions=regions).with_remarks(remark)
 
     def _reuses(self, body: fx.Graph, places: set[int]) -> dict[str, str]:
-        """Maps arguments of a region's body to the values to write into them, by name; no value twice."""
+        """Values by the arguments to write them into, by name; no value twice."""
         reuses: dict[str, str] = {}
         for place, argument in enumerate(body.find_nodes(op="placeholder")):
             value = _last_made_of(argument) if place in places else None
@@ -121,7 +121,6 @@ def _last_made_of(argument: fx.Node) -> fx.Node | None:
 
 
 def _fits(value: fx.Node, argument: fx.Node) -> bool:
-    """True if a value is stored, with the argument's layout."""
     is_stored = any(_reads_memory(user) for user in value.users)
     stored, target = value.meta["val"], argument.meta["val"]
     is_alike = is_same_type(value_type(stored), value_type(target))
@@ -129,10 +128,7 @@ def _fits(value: fx.Node, argument: fx.Node) -> bool:
 
 
 def _reads_memory(user: fx.Node) -> bool:
-    """True for products, also behind a view or into a slot: a backend stores their operands.
-
-    The source of a copy into a slot is stored only there.
-    """
+    """True for products, also behind a view or into a slot: a backend stores their operands."""
     if stored_product(user) is user or user.target in _INTO_SLOTS:
         return True
     return is_compute(user) and viewed(user) is not None and any(_reads_memory(other) for other in user.users)

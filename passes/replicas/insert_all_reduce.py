@@ -17,9 +17,8 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class InsertAllReduce:
-    """Joins the replicas' buckets: one `all_reduce`, right after the last replica's `pack`, and one `wait` per replica.
-
-    Buckets become ready in the reverse of the forward's order, and so do their reductions::
+    """Joins the replicas' buckets: one `all_reduce`, right after the last replica's `pack`, and one `wait` per
+    replica::
 
         pack   = pack(g0, g1, bucket=0, replica=0)        pack   = pack(g0, g1, bucket=0, replica=0)
         pack_1 = pack(h0, h1, bucket=0, replica=1)  ->    pack_1 = pack(h0, h1, bucket=0, replica=1)
@@ -28,11 +27,9 @@ class InsertAllReduce:
                                                           wait_1 = wait(all_reduce, bucket=0, replica=1)
                                                           output {reduced: ((wait, wait_1),)}
 
-    A program that accumulates gradients reduces nothing: each replica keeps its sums, and the step that ends the accumulation
-    reduces them. Operators that passes have applied to a bucket before its reduction are left out: that step applies them to the
-    sum.
+    A program that accumulates gradients reduces nothing: each replica keeps its sums.
 
-    If buckets are cut, each pack is reduced separately, and each replica joins its packs when it has all of them::
+    If buckets are cut, each pack is reduced separately, and each replica joins its packs::
 
         b0_pack0 ...; b0_pack1 ...                  ->    b0_pack0 ...; all_reduce(b0_pack0, ..., bucket=0, pack=0, op=sum)
                                                           b0_pack1 ...; all_reduce(b0_pack1, ..., bucket=0, pack=1, op=sum)
@@ -41,9 +38,7 @@ class InsertAllReduce:
 
     A bucket of gathered factors, or of rows for its optimizer, has an `all_gather` in place of the `all_reduce`.
 
-    Needs: packed buckets.
-    Guarantees: each bucket is reduced once; each replica waits once for each pending value. With one replica there is nothing to
-        reduce.
+    Guarantees: each bucket is reduced once; each replica waits once for each pending value.
     """
 
     name: str = field(default="insert-all-reduce", init=False)
@@ -68,7 +63,6 @@ class InsertAllReduce:
 
 
 def _without_ways(value: fx.Node) -> fx.Node:
-    """The packed bucket, before operators applied to it."""
     packed = origin_of(value)
     while value is not packed and not value.users:
         source = value.all_input_nodes[0]
@@ -109,7 +103,6 @@ def _reduce(
 
 
 def _unpacked(program: Program, bucket: Bucket, reduced: Sequence[Sequence[fx.Node]]) -> tuple[fx.Node, ...]:
-    """Joins each replica's packs right behind the last of them."""
     if not bucket.is_cut:
         return tuple(reduced[bucket.own_packs[0].number])
     unpacked = []

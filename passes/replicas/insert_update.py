@@ -21,9 +21,8 @@ from mirrorc.messages.wording import listed, numbered
 class InsertUpdate:
     """Puts the optimizer at the end of every replica's program.
 
-    An element-wise optimizer runs on whole buckets, on every replica. Any other optimizer runs once, on replica 0's parameters,
-    and each bucket's new parameters are broadcast: an arbitrary optimizer cannot be copied safely and might draw random numbers.
-    Several of them run one after the other, in one operation, so that hooks of each find the gradients of all::
+    An element-wise optimizer runs on whole buckets, on every replica. Any other runs once, on replica 0's parameters,
+    because it cannot be copied safely and might draw random numbers; the new parameters are broadcast::
 
         output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
 
@@ -41,9 +40,9 @@ class InsertUpdate:
         output {reduced: ((pack, pack_1),), ...}    ->    accumulate(pack, bucket=0, replica=0)
                                                           accumulate(pack_1, bucket=0, replica=1)
 
-    A replica commits after the last operation of any replica that can fail, so that a failure leaves all variables as they were.
+    A replica commits after the last operation of any replica that can fail, so that a failure leaves all variables as
+    they were.
 
-    Needs: reduced buckets.
     Guarantees: each parameter is updated once per replica, after every read of it in this step, and after its commit.
     """
 

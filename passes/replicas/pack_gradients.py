@@ -21,27 +21,24 @@ from mirrorc.messages.wording import counted
 
 @dataclass(frozen=True)
 class PackGradients:
-    """Inserts one `pack` per bucket and replica, right after the last gradient of the bucket, and behind the pack before::
+    """Inserts one `pack` per bucket and replica, right after the last gradient of the bucket, and behind the pack
+    before::
 
         bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
         g0, g1 = bwd_0[0], bwd_0[1]                         ->    g0, g1 = bwd_0[0], bwd_0[1]
         output {gradients: {w: (g0, ...), b: (g1, ...)}}          pack = pack(g0, g1, bucket=0, replica=0)
                                                                   output {packed: ((pack, ...),)}
 
-    A replica without examples packs no gradients: its buckets are zeros, so that it takes part in all collectives::
+    A replica without examples packs zeros, so that it takes part in all collectives::
 
         (no nodes of replica 1)                             ->    pack_1 = pack(bucket=0, replica=1)
 
-    So do all replicas of a worker with an empty batch, in the order of the buckets.
-
-    A step that ends an accumulation adds the gradients of earlier calls, replica by replica, so that all later operations see the
-    gradients of all calls::
+    A step that ends an accumulation adds the gradients of earlier calls, before any other operation::
 
         pack = pack(g0, g1, bucket=0, replica=0)            ->    pack = pack(g0, g1, bucket=0, replica=0)
                                                                   sum  = add_accumulated(pack, bucket=0, replica=0)
 
-    If a bucket is cut, each pack is filled as soon as its elements are complete. A gradient in several packs is an operand of all
-    of them::
+    If a bucket is cut, each pack is filled as soon as its elements are complete::
 
         bwd_0 = call_region(..., region=bwd_0, replica=0)         bwd_0 = call_region(..., region=bwd_0, replica=0)
         g0    = bwd_0[0]                                    ->    g0    = bwd_0[0]
@@ -50,9 +47,7 @@ class PackGradients:
                                                                   g1    = bwd_1[0]
                                                                   b0_pack1 = pack(g0, g1, bucket=0, pack=1, replica=0)
 
-    Needs: a bucket plan and the mirrored graph.
-    Guarantees: every gradient is packed in each of its packs, in its slot's place; nothing else uses it. Accumulated gradients
-        are added once, before any other use of the bucket.
+    Guarantees: every gradient is packed in each of its packs, in its slot's place; nothing else uses it.
     """
 
     name: str = field(default="pack-gradients", init=False)
@@ -91,7 +86,6 @@ class PackGradients:
 
 
 def _check_rows(bucket: Bucket, gradients: Any) -> None:
-    """Refuses a whole gradient if the optimizer takes rows."""
     for slot in bucket.slots if bucket.rule.takes_rows else ():
         if any(gradient is not None and gradient.target is not ops.index_add for gradient in gradients[slot.variable]):
             raise PassError(
@@ -119,7 +113,6 @@ def _pack(
     order: dict[fx.Node, int],
     latest: dict[int, fx.Node],
 ) -> fx.Node:
-    """Packs gradients after the last of them, and behind the pack before, which may be complete later."""
     members = tuple(gradients[slot.variable][replica] for slot in bucket.slots_in(pack))
     last = max(members, key=order.__getitem__)
     place = max(last, latest.get(replica, last))

@@ -20,10 +20,7 @@ from mirrorc.printing.values import type_of
 
 @dataclass(frozen=True)
 class Replicate:
-    """Makes one graph that holds the nodes of every device side by side.
-
-    Each replica's nodes keep their order and get the keyword ``replica``. The replicas' nodes are interleaved: simultaneous calls
-    are close together in print::
+    """Makes one graph with the nodes of every device side by side, interleaved, with the keyword ``replica``::
 
         fwd_0 = call_region(x, read, region=fwd_0)        fwd_0   = call_region(x, read, region=fwd_0, replica=0)
         loss  = fwd_0[0]                            ->    loss    = fwd_0[0]
@@ -31,10 +28,9 @@ class Replicate:
                                                           loss_1  = fwd_0_1[0]
                                                           output {losses: (loss, loss_1)}
 
-    A replica without examples has no nodes here, and None in place of each result. If no replica of a worker has any, its first
-    one attends the sums of the other workers' replicas.
+    A replica without examples has no nodes here, and None in place of each result. If no replica of a worker has any,
+    its first one attends the sums of the other workers' replicas.
 
-    Needs: an outlined graph for each shard shape.
     Guarantees: replica r runs the graph of its shard shape; no edge joins two replicas.
     """
 
@@ -68,7 +64,6 @@ class Replicate:
 
 
 def _attended(program: Program) -> list[fx.Node]:
-    """The sums over replicas that a worker without examples must attend, because others wait for it."""
     if program.present or not program.meets_workers:
         return []
     return list(calls_to(program.shard_graphs[0], *ops.MEETINGS))
@@ -108,7 +103,7 @@ def _remark(program: Program) -> str:
 
 
 def _calls(source: fx.Graph | None) -> list[list[fx.Node]]:
-    """The nodes of a graph, each grouped with the parts of its result."""
+    """Groups each node with the parts of its result."""
     calls: list[list[fx.Node]] = []
     for node in source.nodes if source is not None else ():
         if node.target is operator.getitem:

@@ -24,9 +24,7 @@ class ScheduleOverlap:
         pack_1; all_reduce_1; wait_1               pack_1; all_reduce_1
         update_0(wait_0); update_1(wait_1)         wait_0; update_0(wait_0); wait_1; update_1(wait_1)
 
-    Needs: collectives and updates in the graph.
-    Guarantees: only collectives, waits, and torch operators on a sum are moved. Launches keep the order in which buckets become
-        ready. Each replica waits in the order in which it uses the values.
+    Guarantees: launches keep the order in which buckets become ready; each replica waits in the order of its uses.
     """
 
     name: str = field(default="schedule-overlap", init=False)
@@ -60,7 +58,7 @@ class ScheduleOverlap:
 
 
 def _move_waits(collective: fx.Node) -> None:
-    """A wait without uses, of a replica that only takes part in the reduction, moves with the others."""
+    """A wait without uses belongs to a replica that only takes part in the reduction; it moves with the others."""
     waits = [user for user in collective.users if user.target is ops.wait]
     used = [node for node in waits if node.users]
     for node in used:
@@ -71,7 +69,6 @@ def _move_waits(collective: fx.Node) -> None:
 
 
 def _regions_before(graph: fx.Graph) -> dict[str, int]:
-    """The number of region calls before each collective and each wait, by its name."""
     counts, num_regions = {}, 0
     for node in graph.nodes:
         num_regions += node.target is ops.call_region

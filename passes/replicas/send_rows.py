@@ -28,18 +28,15 @@ class SendRows:
         store(w_1, bucket=0, replica=1)                          w_1 = wait(b, bucket=0, replica=1)
                                                                  store_rows(w_1, sum_1, bucket=0, replica=1)
 
-    Every device has gathered the indices of all rows of the gradient (``sum_1`` on replica 1), so only the rows travel, each
-    once. Their number is known in the step. If they may have as many bytes as the table, the table is sent. Between devices of
-    one memory, the bound is a smaller part of it: these copy a whole table faster than they gather and scatter its rows.
+    Every device has gathered the indices of all rows (``sum_1`` on replica 1). If the rows may have as many bytes as
+    the table, the table is sent.
 
-    Needs: broadcasts of the results of `step_optimizer`, and each device's wait for the gathered rows.
-    Guarantees: each device has the same parameters as with the whole table, bit for bit. A broadcast of rows stays as it is, so
-    the pass may run twice.
+    Guarantees: each device has the same parameters, bit for bit. The pass may run twice.
 
     Attributes:
-        most_in_one_memory: the largest part of a table to send as rows between devices of one memory. The bound comes from
-            steps of a sparse table of 200,000 x 64 on two CPUs, measured in benchmarks/README.md: with an eighth of its rows,
-            SGD's take 0.80 of the time of steps that send the whole; with a tenth, SparseAdam's take as long either way.
+        most_in_one_memory: the largest part of a table to send as rows between devices of one memory, which copy a
+            whole table faster than they gather and scatter its rows (with an eighth, SGD's steps take 0.80 of the time
+            on two CPUs; with a tenth, SparseAdam's as long either way).
     """
 
     most_in_one_memory: float = 1 / 8
@@ -70,7 +67,6 @@ class SendRows:
         return sent.with_remarks(*remarks)
 
     def _why_whole(self, program: Program, bucket: Bucket) -> str:
-        """The reason to send a whole table; empty for rows."""
         rows, rows_of_table = most_rows(program, bucket.index), bucket.slots[0].shape[0]
         if not bucket.rule.writes_rows:
             return f"a step of {bucket.rule.label} may write other rows than those of the gradient"
@@ -108,7 +104,6 @@ def _send_rows(program: Program, broadcast: fx.Node) -> None:
 
 
 def _gathered(program: Program, index: int) -> dict[int | None, fx.Node]:
-    """Each replica's wait for the rows of all."""
     waits = [node for node in calls_to(program.mirrored_graph, ops.wait) if bucket_of(node) == index]
     launches = (ops.all_gather, ops.gather_factors)
     return {replica_of(node): node for node in waits if node.all_input_nodes[0].target in launches}

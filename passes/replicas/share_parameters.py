@@ -34,21 +34,18 @@ class ShareParameters:
         update(wait_1, bucket=1, replica=0)                   update(wait_0, bucket=0, replica=0)
         (the same on replica 1)                               (the same on replica 1: the other shares)
 
-    A device must not write a parameter before another device's last read: waits and updates come after the commit, where every
-    device is done with backward. All buckets are launched by then, so any order of the waits would do; the bucket launched last
-    comes first. Each element is summed and updated as with a copy for each device, with the same bits. An optimizer that runs by
-    itself updates the one copy after all waits, and nothing is broadcast.
+    Waits and updates come after the commit, because a device must not write a parameter before another device's last
+    read. An optimizer that runs by itself updates the one copy after all waits, and nothing is broadcast.
 
-    A bucket in packs is reduced whole, pack by pack, and each device takes its share of the result of `unpack`. A share is one
-    range of the bucket, and some devices would otherwise sum up packs outside their share::
+    A bucket in packs is reduced whole, and each device takes its share of the result of `unpack`: a share is one range
+    of the bucket, and some devices would otherwise sum up packs outside their share::
 
         unpack = unpack(wait_0, wait_1, bucket=0, replica=0)  ->  unpack = unpack(wait_0, wait_1, bucket=0, replica=0)
         update(unpack, bucket=0, replica=0)                       share  = aten.slice(unpack, 0, 0, 64)
                                                                   update(share, bucket=0, replica=0)
 
-    Needs: a commit after all regions, and updates after it.
-    Guarantees: every share has one writer; parameters are written after every device's last read of them in the step.
-    Source: optimizer work and state are partitioned as in ZeRO stage 1 (Rajbhandari et al., 2020), here without the gathering.
+    Guarantees: every share has one writer. Each element has the same bits as with a copy for each device.
+    Source: stage 1 of ZeRO (Rajbhandari et al., 2020), without the gathering.
     """
 
     name: str = field(default="share-parameters", init=False)
@@ -133,7 +130,6 @@ def _remarks(program: Program) -> list[str]:
 
 
 def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
-    """Reduces a bucket by shares, and moves its waits and updates to the end of the graph."""
     graph = program.mirrored_graph
     with graph.inserting_before(all_reduce):
         words = {key: value for key, value in all_reduce.kwargs.items() if key != "link"}
@@ -156,7 +152,6 @@ def _scatter(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
 
 
 def _take_shares(program: Program, bucket: Bucket, all_reduces: Sequence[fx.Node]) -> None:
-    """Updates shares of a bucket that is reduced whole, at the end of the graph."""
     graph = program.mirrored_graph
     end = graph.output_node()
     for all_reduce in sorted(all_reduces):
@@ -178,7 +173,6 @@ def _take_shares(program: Program, bucket: Bucket, all_reduces: Sequence[fx.Node
 
 
 def _erase(node: fx.Node) -> None:
-    """Removes a node and all its uses."""
     for user in list(node.users):
         _erase(user)
     node.graph.erase_node(node)

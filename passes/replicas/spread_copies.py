@@ -31,18 +31,14 @@ class SpreadCopies:
                                                          store(cat([c_1, d_1]), bucket=0, replica=1)
                                                          (the same on replica 2)
 
-    The owner sends a large bucket once, in place of once to each of N - 1 devices; every other device sends a chunk to N - 2
-    others. A small bucket comes straight from its owner: its cost is the number of messages, not their bytes.
+    The owner sends a large bucket once, in place of once to each device. The cost of a small bucket is the number of
+    messages, not their bytes.
 
-    Needs: broadcasts, before lower-collectives turns them into sends of all to all.
     Guarantees: each device stores the same values.
-    Source: tensorpack's OverrideCachingDevice reads small variables from one place and large ones from many; a broadcast by
-        scattering and gathering chunks is that of van de Geijn (1994).
+    Source: tensorpack's OverrideCachingDevice; van de Geijn (1994).
 
     Attributes:
-        min_elements: owners send smaller buckets themselves.
         within_one_memory: also relay between devices of one memory, which otherwise copy straight from the owner's.
-        link: the name of the link to use, as for `LowerCollectives`.
     """
 
     min_elements: int = 2**16
@@ -85,7 +81,6 @@ class SpreadCopies:
 
 
 def _pass_on(program: Program, broadcast: fx.Node, link: str) -> None:
-    """Replaces a broadcast by sends of its chunks, and other replicas' waits by the joined chunks."""
     index, root = bucket_of(broadcast), broadcast.kwargs["root"]
     (new,) = broadcast.all_input_nodes
     others = [replica for replica in range(program.num_replicas) if replica != root]
@@ -123,7 +118,6 @@ def _pass_on(program: Program, broadcast: fx.Node, link: str) -> None:
 
 
 def _received(program: Program, before: fx.Node, tag: dict[str, Any], ends: dict[str, Any]) -> fx.Node:
-    """A chunk on its destination."""
     receipt = insert(program, before, ops.recv, (), tag | ends)
     words = {"bucket": tag["bucket"], "replica": ends["replica"]}
     return insert(program, before, ops.wait, (receipt,), words)

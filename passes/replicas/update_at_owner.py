@@ -32,14 +32,12 @@ class UpdateAtOwner:
                                                               wait(b, bucket=0, replica=1)
                                                               store(v_0, bucket=0, replica=0)
 
-    The owner alone has the optimizer's state. Each element is summed and updated as with a copy for each device, with the same
-    bits. Every device reads its copy in the next step; so all devices first make their updates, and then write those of others.
-    An optimizer that is not element-wise runs on the first device anyway, and broadcasts; its sums go there alone.
+    The owner alone has the optimizer's state. All devices first make their updates, and then write those of others.
 
-    Needs: an owner for each bucket (place-variables), and a commit after all regions.
-    Guarantees: each bucket is updated by its owner alone; every other device's copy is written once, behind that update.
-    Source: the parameter placements of TensorFlow's CentralStorageStrategy and of tensorpack, whose devices read copies made once
-        a step.
+    Needs: an owner for each bucket (place-variables).
+    Guarantees: each bucket has the same bits as with an update on each device; every other device's copy is written
+        once.
+    Source: TensorFlow's CentralStorageStrategy and tensorpack.
     """
 
     name: str = field(default="update-at-owner", init=False)
@@ -95,7 +93,6 @@ def _remarks(program: Program) -> list[str]:
 
 
 def _reduce_to_owner(program: Program, bucket: Bucket, all_reduce: fx.Node) -> None:
-    """Reduces a bucket to its owner; drops the updates of all other replicas."""
     graph = program.mirrored_graph
     reduce = insert(program, all_reduce, ops.reduce, all_reduce.args, {**all_reduce.kwargs, "root": bucket.owner})
     for wait in list(all_reduce.users):
@@ -108,7 +105,6 @@ def _reduce_to_owner(program: Program, bucket: Bucket, all_reduce: fx.Node) -> N
 
 
 def _give_copies(program: Program, bucket: Bucket, update: fx.Node) -> None:
-    """Sends updated parameters to all other replicas, which write them at the end of their programs."""
     end = program.mirrored_graph.output_node()
     tag: dict[str, Any] = {"bucket": bucket.index}
     new = insert(program, update.next, ops.updated, (), tag | {"replica": bucket.owner})

@@ -30,18 +30,15 @@ class CheckFinite:
                                                               update(wait_0, bucket=0, replica=0)
                                                               (the same on replica 1)
 
-    A sum over all replicas is the same on all of them, but a loss or a share of a sum is not. All replicas meet at the commit in
-    any case: there they exchange their checks, and all decide alike.
+    A sum over all replicas is the same on all of them, but a loss or a share of a sum is not. All replicas exchange
+    their checks at the commit, and decide alike. A program that accumulates gradients checks each replica's packed
+    gradients, unless the pass only skips updates.
 
-    A program that accumulates gradients checks each replica's packed gradients, so that a call with non-finite gradients adds
-    nothing. If the pass only skips updates, such a program has no checks: the step that updates checks the sum.
-
-    Needs: updates in their final form, so it comes after share-parameters.
-    Guarantees: the operands of updates are checked before the commit, and so is each replica's loss; nothing is in flight at
-        the commit. Where the loss is scaled (unscale-gradients), gradients alone decide, as with torch's GradScaler.
+    Guarantees: the operands of updates and each replica's loss are checked before the commit. Where the loss is scaled,
+        gradients alone decide, as with torch's GradScaler.
 
     Attributes:
-        otherwise: the reaction to a non-finite value: "raise" an error, or "skip" the update and return the loss.
+        otherwise: "raise" an error at a non-finite value, or "skip" the update and return the loss.
     """
 
     otherwise: str = "raise"
@@ -58,7 +55,6 @@ class CheckFinite:
 
     @property
     def updates_only(self) -> bool:
-        """True if it concerns updates alone; an accumulating program has none."""
         return self.otherwise == "skip"
 
     def run(self, program: Program) -> Program:
@@ -99,7 +95,8 @@ def _remark(program: Program, otherwise: str, num_moved: int, is_scaled: bool) -
 
 
 def _move_before(commit: fx.Node) -> int:
-    """Moves nodes behind the first commit before it, except writes, their sources, and nodes that depend on either or on commits.
+    """Moves nodes behind the first commit before it, except writes, their sources, and nodes that depend on either or
+    on commits.
 
     Returns the number of moved waits.
     """

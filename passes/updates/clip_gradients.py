@@ -1,4 +1,4 @@
-"""Clips the reduced gradients: scales them so that their norm is bounded, and bounds their elements."""
+"""Clips the reduced gradients by their norm and by their elements."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Bound:
     """A bound of a norm.
 
     Attributes:
-        max_norm: the largest norm; math.inf to measure alone.
+        max_norm: math.inf to measure alone.
         norm_type: 2 for the Euclidean norm, math.inf for the largest element.
-        group: the number of the group to measure and scale; None for all groups together.
+        group: None for all groups together.
     """
 
     max_norm: float
@@ -37,11 +37,9 @@ class Bound:
 
     @property
     def norm_name(self) -> str:
-        """The name of the norm for the caller."""
         return "grad_norm" if self.group is None else f"grad_norm_{self.group}"
 
     def bounds(self, bucket: Bucket) -> bool:
-        """True if a bucket's gradients are measured and scaled."""
         return self.group is None or bucket.rule.group == self.group
 
 
@@ -59,25 +57,24 @@ class ClipGradients:
                                                        update(g, bucket=0, replica=0)
                                                        (the same on replica 1)
 
-    A replica with shares of the sums measures these; all replicas exchange their norms at the commit, where they meet anyway. A
-    replica with whole sums measures them alone: all get the same number. If workers have different numbers of devices, a worker's
-    only device passes its norm to the commit, too, so that all use the chief's.
+    A replica with shares of the sums measures these, and all replicas exchange their norms at the commit. A replica
+    with whole sums measures them alone: all get the same number. If workers have different numbers of devices, all use
+    the chief's.
 
-    If each worker has only the sum of its part of a bucket, the commit exchanges the norms of all workers' replicas, in the order
-    of ranks. Of a bucket that each worker updates whole, each measures as many elements::
+    If each worker has only the sum of its part of a bucket, the commit exchanges the norms of all workers' replicas. Of
+    a bucket that each worker updates whole, each measures as many elements::
 
         commit(replica=0)                              own = slice(total_1, 0, 64, 128)
         update(part_0, bucket=0, replica=0)      ->    n_0 = norm(part_0, own, norm_type=2.0, replica=0)
         step_optimizer(total_1, ..., replica=0)        met = commit(n_0, replica=0)
                                                        (as above)
 
-    Needs: updates in their final form, so it comes after share-parameters and shard-optimizer.
+    Needs: updates in their final form: after share-parameters and shard-optimizer.
     Guarantees: each element of a bounded gradient counts once in its norm, and is scaled once, on all replicas alike.
-    Source: the factor is that of `torch.nn.utils.clip_grad_norm_`, ``min(1, max_norm / (norm + 1e-6))``.
+    Source: `torch.nn.utils.clip_grad_norm_`.
 
     Attributes:
-        max_norm: the largest norm of all gradients together; or a tuple with one norm for each group. None leaves
-            gradients alone; math.inf only measures their norm.
+        max_norm: a tuple has one norm for each group. None leaves gradients alone; math.inf only measures their norm.
         norm_type: a positive number or math.inf; or a tuple with one for each group.
         max_value: the largest absolute value of an element, applied after scaling; None for no bound.
     """
@@ -104,7 +101,6 @@ class ClipGradients:
 
     @property
     def bounds(self) -> list[Bound]:
-        """One bound for all groups, or one for each."""
         if self.max_norm is None:
             return []
         if not isinstance(self.max_norm, tuple):
@@ -162,7 +158,7 @@ def _remark(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: 
 
 
 def _are_exchanged(program: Program, buckets: Sequence[Bucket]) -> bool:
-    """True if norms of some buckets are exchanged at the commit.
+    """Tests for norms that are exchanged at the commit.
 
     Raises:
         PassError: workers would measure them separately, in different orders.
@@ -190,7 +186,6 @@ class _Sum:
 
 
 def _bound_norm(program: Program, bound: Bound, buckets: Sequence[Bucket], *, are_exchanged: bool) -> None:
-    """Measures the gradients of some buckets on each replica, and scales the operands of their updates."""
     graph = program.mirrored_graph
     commits = replica_commits(graph)
     sums_of = {replica: _sums(graph, replica, buckets) for replica in range(program.num_replicas)}
@@ -234,7 +229,7 @@ def _set_types_behind(program: Program, commit: fx.Node) -> None:
 
 
 def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exchanged: bool) -> fx.Node:
-    """The part of a sum that a replica measures: all of it, or this worker's elements of a sum that each worker has whole."""
+    """All of a sum, or this worker's elements of a sum that each worker has whole."""
     bucket = program.buckets[reduced.bucket]
     elements = measured_elements(program, bucket, are_exchanged=are_exchanged)
     if bucket.part is not None or elements == Elements(0, bucket.num_elements):
@@ -243,10 +238,7 @@ def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exch
 
 
 def _empty_shares(program: Program, sums: Sequence[_Sum], taken: Sequence[_Sum], before: fx.Node) -> Iterator[_Sum]:
-    """Empty shares for a replica that updates nothing, or nothing of the widest dtype that others measure.
-
-    The norms of all replicas form one row, so they have one dtype. Whole sums are measured at their updates.
-    """
+    """Empty shares for a replica without the widest dtype that others measure: the norms of all replicas form one row."""
     widths = [program.buckets[reduced.bucket].dtype.itemsize for reduced in taken]
     for reduced in sorted(sums, key=lambda reduced: -program.buckets[reduced.bucket].dtype.itemsize):
         bucket = program.buckets[reduced.bucket]
@@ -267,7 +259,6 @@ def _rescale(
 
 
 def _sums(graph: fx.Graph, replica: int, buckets: Sequence[Bucket]) -> list[_Sum]:
-    """A replica's sums of some buckets in their order, with or without an update."""
     wanted = {bucket.index for bucket in buckets}
     takers = [taker for taker in gradient_takers(graph) if replica_of(taker) == replica]
     sums = [_Sum(value, index, taker) for taker in takers for index, value in taken_by(taker) if index in wanted]

@@ -23,17 +23,16 @@ class ScaleInUpdates:
         g = scale(wait_0, f, replica=0)           ->   update(wait_0, f, bucket=0, replica=0)
         update(g, bucket=0, replica=0)
 
-    torch's fused kernels divide each gradient by a number, here the inverse of the factor. A separate scaling reads and writes
-    each gradient once more: nine passes over memory instead of AdamW's seven. Products made right before the update are
-    multiplied by the factor as they are made. Of a table's gradient, only the rows of the step are multiplied.
+    torch's fused kernels divide each gradient by a number, here the inverse of the factor. A separate scaling reads and
+    writes each gradient once more: nine passes over memory instead of AdamW's seven.
 
-    Needs: updates in their final form, and links, which tell the memory of a sum: it comes after lower-collectives.
-    Guarantees: an optimizer gets the same gradient up to rounding. A gradient in memory that other replicas read, one with a
-        bound for its elements, and one of other than 32 bits on CPUs are scaled as before.
+    Needs: links, which tell the memory of a sum: after lower-collectives.
+    Guarantees: an optimizer gets the same gradient up to rounding. A gradient in memory that other replicas read, one
+        with a bound for its elements, and one of other than 32 bits on CPUs are scaled as before.
 
     Attributes:
-        groups: the numbers of the groups whose updates are torch's fused kernels; if a group changes its implementation later,
-            its updates scale gradients before they run.
+        groups: the groups whose updates are torch's fused kernels, by number. If a group changes its implementation
+            later, its updates scale gradients before they run.
     """
 
     groups: tuple[int, ...] = ()

@@ -32,11 +32,11 @@ class UnscaleGradients:
                                                        h = scale(wait_1, r, replica=0)
                                                        update(h, bucket=1, replica=0)
 
-    The runtime multiplies the loss's weight, the start of backward, by the scale. A gradient is scaled once, with or without
-    clipping.
+    The runtime multiplies the loss's weight, the start of backward, by the scale.
 
-    Needs: updates in their final form, and clipped gradients, if they are clipped: it comes after clip-gradients.
-    Guarantees: updates and bounds see gradients of the loss itself.
+    Needs: clipped gradients, if they are clipped: after clip-gradients.
+    Guarantees: updates and bounds see gradients of the loss itself. A gradient is scaled once, with or without
+        clipping.
     Source: `torch.amp.GradScaler` (Micikevicius et al., 2018).
     """
 
@@ -73,7 +73,6 @@ def _scale(program: Program, before: fx.Node) -> fx.Node:
 
 
 def _divide(program: Program, taker: fx.Node, value: fx.Node, divided: dict[fx.Node, fx.Node]) -> None:
-    """``divided`` caches factors that are divided already."""
     rescalings = rescalings_of(value)
     scaling = next((node for node in rescalings if node.target is ops.scale), None)
     if scaling is not None:

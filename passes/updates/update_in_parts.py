@@ -1,4 +1,4 @@
-"""Updates that make products of factors in parts, and apply the optimizer to each part in the cache."""
+"""Lets updates make products of factors in parts, in the cache."""
 
 from __future__ import annotations
 
@@ -31,19 +31,15 @@ class UpdateInParts:
         wait_0 = wait(reduce_scatter_0, ...)        ->   wait_0 = wait(reduce_scatter_0, ...)
         update(wait_0, bucket=0, replica=0)              update(wait_0, part_elements=524288, bucket=0, replica=0)
 
-    A wait that makes a share writes all of it to memory, and the update reads it back. That is three of the nine passes
-    over memory of product and AdamW, as a write fetches first. Parts share one small buffer, which stays in the
-    processor's cache. A product that adds up many numbers would lose more time in parts than that saves.
+    A wait that makes a share writes all of it to memory, and the update reads it back: three of the nine passes over
+    memory of product and AdamW. Parts share one small buffer, which stays in the processor's cache. A product that adds
+    up many numbers would lose more time in parts than that saves.
 
-    Needs: links, which determine the makers of shares: it comes after lower-collectives, and after all passes that look
-        at sums.
-    Guarantees: an optimizer gets the same gradients, but for the order of additions in a product of fewer rows. Waits
-        with other users stay, as do devices that run kernels asynchronously. If only a `clip_value` is between wait and
-        update, each part is clipped when it is made.
+    Needs: links, which determine the makers of shares: after lower-collectives, and after all passes that look at sums.
+    Guarantees: an optimizer gets the same gradients, but for the order of additions in a product of fewer rows.
 
     Attributes:
-        part_elements: the most elements of a part. 2 MiB of 32 bits were fastest on an AMD EPYC with 1 MiB of cache for
-            each core; 1 and 4 took a few percent longer, 0.25 gained nothing.
+        part_elements: 2 MiB of 32 bits were fastest on an AMD EPYC with 1 MiB of cache for each core.
     """
 
     part_elements: int = 2**19
@@ -82,15 +78,15 @@ class UpdateInParts:
 
 
 def _fewest(size: Any) -> int:
-    """A size; of a symbol at most the largest that is added up in parts, as each step tests its true size again."""
+    """Bounds symbols by the largest size that is added up in parts, as each step tests its true size again."""
     return min(int(size_now(size)), MOST_INNER) if is_symbolic(size) else int(size)
 
 
 def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
     """The sizes of each bucket's products that devices make from factors.
 
-    For products of workers' factors, the plan names them: a worker without examples has no factors itself, and the
-    others' rows differ from step to step. Each step tests the true sizes, so that all workers make the same bits.
+    The plan names products of workers' factors: a worker without examples has no factors itself, and others' rows
+    differ from step to step.
     """
     found: dict[int, list[Size]] = defaultdict(list)
     for bucket in program.buckets:

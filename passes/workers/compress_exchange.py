@@ -1,4 +1,4 @@
-"""Exchange of gradient sums in a narrower dtype, on request: it changes numbers."""
+"""Exchanges gradient sums in a narrower dtype, on request: it changes numbers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,9 @@ class CompressExchange(WorkerCompression):
                                                               total_0 = decompress(half_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    A worker's devices add up their gradients, accumulated ones included, in the bucket's dtype. So a gradient is
-    rounded once on its worker, and once more by each addition over workers. All workers get the same bits. Norms,
-    bounds, checks and the optimizer take the sum in the bucket's dtype. Infinities and NaN of any worker stay so in the
-    sum. Numbers outside the range of the narrower dtype become infinite.
-
-    Complex buckets, buckets of no wider dtype, and factors are sent unchanged.
+    A gradient is rounded once on its worker, and once more by each addition over workers. All workers get the same
+    bits. Infinities and NaN of any worker stay so in the sum; numbers outside the range of the narrower dtype become
+    infinite. Complex buckets, buckets of no wider dtype, and factors are sent unchanged.
 
     Attributes:
         dtype: "bfloat16", with the range of float32 and 8 bits of precision; or "float16", with 11 bits, up to 65504.
@@ -55,15 +52,12 @@ class CompressExchange(WorkerCompression):
             raise ValueError(f"dtype is {self.dtype!r}: say {' or '.join(map(repr, NARROW))}")
 
     def narrows(self, dtype: torch.dtype) -> bool:
-        """Tests for a dtype wider than that of messages."""
         return dtype.is_floating_point and dtype.itemsize > NARROW[self.dtype].itemsize
 
     def applies_to(self, program: Program, launch: fx.Node) -> bool:
-        """See the base class."""
         return self.narrows(program.buckets[bucket_of(launch)].dtype)
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        """See the base class; the exchange stays, and takes the compressed sum."""
         words = words_of_pack(*program.packs[pack_of(launch)])
         launch.args = tuple(
             insert(
@@ -87,7 +81,6 @@ class CompressExchange(WorkerCompression):
         return launch
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """See the base class."""
         told = []
         if new:
             number, after = program.workers.num_workers, sum(num_bytes_sent(program, launch) for launch in new)

@@ -1,4 +1,4 @@
-"""All-reduce of every bucket over the workers."""
+"""Inserts the all-reduce of every bucket over the workers."""
 
 from __future__ import annotations
 
@@ -52,26 +52,19 @@ class ReduceOverWorkers:
         rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        f_0    = gather_factors(p_0, q_0, bucket=0, op=sum)
         wait_0 = wait(rs_0, bucket=0, replica=0)          ->    total_0 = wait(f_0, bucket=0, replica=0)
 
-    The packs of a cut bucket are exchanged one by one, and joined after the waits.
+    Devices add up their gradients first, and each sends its share. If a bucket's optimizer needs the whole sum, the sum
+    is made in one place and sent from there. The wait for a bucket's shares comes at the launch of the next bucket, so
+    that no device waits for a straggler while backward can run.
 
-    Devices add up their gradients first, and each sends its share, so a worker sends each element once. If a bucket's
-    optimizer needs the whole sum, the sum is made in one place and sent from there. A worker's only device sends its
-    packed bucket, with the accumulated gradients added. The wait for a bucket's shares comes at the launch of the next
-    bucket, so that no device waits for a straggler while backward can run.
+    All workers exchange in the order of the bucket plan, so no two wait for each other's next exchange. Everything that
+    can fail on one worker comes before its commit. After an early commit only a connection can fail; the runtime then
+    knows the updated buckets, and refuses any use of them. An optimizer that is not element-wise runs on replica 0 of
+    each worker, from the same sums.
 
-    All workers exchange in the order of the bucket plan. The plan is the same for all, whatever their devices, so no
-    two workers wait for each other's next exchange. Everything that can fail on one worker comes before its commit,
-    where workers report their progress to each other. After an early commit only a connection can fail. The runtime
-    then knows the updated buckets, and refuses any use of them.
-
-    An optimizer that is not element-wise runs on replica 0 of each worker, from the same sums. The runtime compares the
-    new parameters, see `mirrorc.coordination.team_coordinator.TeamCoordinator`.
-
-    Needs: one copy of the parameters where a worker has several devices, so it comes after share-parameters.
+    Needs: one copy of the parameters where a worker has several devices: after share-parameters.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
 
     Attributes:
-        early_update: update each bucket as soon as its own sum is there, while others are in flight.
         needs_all_sums: the reason to have all sums before any update, such as ``clip_grad_norm``; empty for none.
     """
 
@@ -135,7 +128,6 @@ class ReduceOverWorkers:
 
 
 def _check(program: Program, bucket: Bucket) -> None:
-    """Refuses a bucket whose update does not support several workers."""
     if program.num_replicas > 1 and not bucket.placement.value.updates_by_shares:
         raise PassError(
             f"bucket {bucket.index} is reduced whole on each of {program.num_replicas} devices, and a worker would send it as "
@@ -171,7 +163,7 @@ def _sums(program: Program) -> list[list[fx.Node]]:
 
 
 def _is_sum(wait: fx.Node) -> bool:
-    """Tests for a wait for a sum over this worker's replicas, not for parameters."""
+    """Parameters are waited for, too."""
     return all(launch.target in ops.REDUCTIONS for launch in wait.all_input_nodes)
 
 
@@ -226,7 +218,7 @@ def _update_early(graph: fx.Graph) -> bool:
     """Moves waits for sums over workers behind the commits, and the users of each sum to its wait, in the order of the
     plan.
 
-    Users of several sums follow the last of them. Returns False, and changes nothing, if a commit needs a sum.
+    Returns False, and changes nothing, if a commit needs a sum.
     """
     places: dict[fx.Node, int] = {}
     for number, launch in enumerate(calls_to(graph, *ops.EXCHANGES)):

@@ -1,4 +1,4 @@
-"""Top-k compression of gradient sums between workers, on request: it changes numbers."""
+"""Sends the largest elements of gradient sums between workers (top-k), on request: it changes numbers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,9 @@ class SendLargest(WorkerCompression):
         update(total_0, bucket=0, replica=0)                  total_0 = wait(x_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    The rest is error feedback: the worker adds it to the sum of its devices, accumulated gradients included, in the
-    next step. A sent element is zero in the rest. So over all steps each worker sends the sum of its gradients, but for
-    the present rest. Every worker adds up the sent elements in the order of ranks, so all have the same bits. Norms,
-    bounds, checks and the optimizer take that sum. NaN and infinities count as largest, so they are sent.
-
-    A bucket or pack is sent so only if that is fewer bytes than its whole sum. Complex ones and factors are sent
-    unchanged.
+    The rest is error feedback: the worker adds it to its sum in the next step. Every worker adds up the sent elements
+    in the order of ranks, so all have the same bits. NaN and infinities count as largest. A bucket is sent so only if
+    that is fewer bytes than its whole sum; complex ones and factors never are.
 
     Attributes:
         ratio: see `mirrorc.TopK`.
@@ -52,7 +48,7 @@ class SendLargest(WorkerCompression):
         TopK(self.ratio)  # refuses numbers out of range
 
     def bytes_of_sum(self, num_elements: int, dtype: torch.dtype, num_workers: int) -> int:
-        """The bytes of a whole sum that takes as long: an all-reduce sends nearly two bytes for each byte, and an
+        """The bytes of a whole sum that takes as long: an all-reduce sends nearly two bytes for each byte, an
         all-gather those of each worker.
         """
         whole = num_elements * dtype.itemsize
@@ -62,18 +58,15 @@ class SendLargest(WorkerCompression):
         return min(whole, -(-own * num_workers // 2))
 
     def applies_to(self, program: Program, launch: fx.Node) -> bool:
-        """See the base class."""
         bucket, pack = program.packs[pack_of(launch)]
         sent = self.bytes_of_sum(pack.num_elements, bucket.dtype, program.workers.num_workers)
         return sent < pack.num_elements * bucket.dtype.itemsize
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        """See the base class."""
         _, pack = program.packs[pack_of(launch)]
         return send_part(program, launch, ops.gather_largest, {"count": TopK(self.ratio).count(pack.num_elements)})
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """See the base class."""
         told, number = [], program.workers.num_workers
         if new:
             own = size_text((number - 1) * sum(num_bytes_sent(program, launch) for launch in new))

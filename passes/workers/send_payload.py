@@ -1,4 +1,4 @@
-"""Exchange of user-defined payloads instead of gradient sums, on request: it changes numbers."""
+"""Exchanges user-defined payloads instead of gradient sums, on request: it changes numbers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ class SendPayload(WorkerCompression):
                                                               total_0 = wait(x_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    With error feedback, the unsent part of earlier steps is added to the sum of a worker's devices, accumulated
-    gradients included. Norms, bounds, checks and the optimizer take the sum that `mirrorc.compression.Payload.exchange`
-    makes.
-
-    A bucket or pack is sent so only if that is fewer bytes than its whole sum. Factors are sent unchanged.
+    The unsent part of earlier steps is added to the sum of a worker's devices (error feedback). Updates take the sum
+    that `mirrorc.compression.Payload.exchange` makes. A bucket is sent so only if that is fewer bytes than its whole
+    sum; factors never are.
     """
 
     payload: Payload = field(default_factory=Payload)
@@ -45,12 +43,11 @@ class SendPayload(WorkerCompression):
     does: ClassVar = "sends payloads of"
 
     def bytes_of_gradient(self, name: str, gradient: torch.Tensor, num_workers: int) -> int:
-        """The bytes sent for a gradient by itself."""
         meta = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
         return self._num_bytes({name: meta}, num_workers) or _size(meta)
 
     def _num_bytes(self, gradients: dict[str, torch.Tensor], num_workers: int) -> int:
-        """The bytes of a message; 0 for gradients that are sent whole."""
+        """0 for gradients that are sent whole."""
         num_bytes = self.payload.num_bytes(gradients, num_workers)
         if not isinstance(num_bytes, int) or num_bytes < 0:
             raise PassError(
@@ -65,16 +62,13 @@ class SendPayload(WorkerCompression):
         return self._num_bytes(gradients_of_pack(bucket, pack, flat), program.workers.num_workers)
 
     def applies_to(self, program: Program, launch: fx.Node) -> bool:
-        """See the base class."""
         return self._bytes_of_pack(program, launch) > 0
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        """See the base class."""
         words = {"payload": noted(self.payload), "num_bytes": self._bytes_of_pack(program, launch)}
         return send_part(program, launch, ops.exchange_payload, words)
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """See the base class."""
         texts = []
         if new:
             after = sum(num_bytes_sent(program, launch) for launch in new)

@@ -1,4 +1,4 @@
-"""The sharded optimizer: each worker updates its part of every bucket, and new parameters are gathered."""
+"""Shards the optimizer over workers."""
 
 from __future__ import annotations
 
@@ -36,19 +36,16 @@ class ShardOptimizer:
                                                                      new_1   = wait(g_1, bucket=1, replica=0)
                                                                      new_0   = wait(g_0, bucket=0, replica=0)
 
-    Each worker gets the sum of its part, and keeps the optimizer's state of that part alone. A worker's devices have
-    shares of its part. The bytes sent are those of an all-reduce: a reduce-scatter before the update, and an all-gather
-    after it. Buckets are gathered in the order of the next forward, the reverse of the plan. Without an early commit,
-    all sums are there before any update. Buckets are then updated in that order, too, so that one is sent during the
-    update of the next.
+    Each worker keeps the optimizer's state of its part alone; its devices have shares of the part. The bytes sent are
+    those of an all-reduce. Buckets are gathered in the order of the next forward, the reverse of the plan. Without an
+    early commit they are updated in that order, too, so that one is sent during the update of the next.
 
     Factors go to all workers as before, and each makes the gradient of its part alone::
 
         f_0     = gather_factors(p_0, bucket=0, op=sum)              f_0     = gather_factors(p_0, bucket=0, op=sum)
         total_0 = wait(f_0, bucket=0, replica=0)              ->     total_0 = wait(f_0, bucket=0, replica=0)   (its elements)
 
-    Updates come after the commit. So a worker lost before the last gather leaves the others' parameters between two
-    steps.
+    A worker lost before the last gather leaves the others' parameters between two steps.
 
     Needs: exchanged sums without users yet; buckets of W parts of equal length, as plan-buckets pads them.
     Guarantees: each element is updated by one worker, and gathered by all, in one order.
@@ -114,7 +111,7 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
 
 
 def _deal_out_sum(program: Program, bucket: Bucket) -> None:
-    """Reduces a bucket to this worker's part of the sum; from gathered factors the worker makes only this part."""
+    """From gathered factors the worker makes only its part."""
     graph = program.mirrored_graph
     (given,) = [node for node in calls_to(graph, *ops.EXCHANGES) if bucket_of(node) == bucket.index]
     launch = given

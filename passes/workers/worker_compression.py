@@ -24,7 +24,7 @@ class WorkerCompression:
     """Replaces exchanges of whole sums, one by one, as subclasses define.
 
     Needs: the exchanges of reduce-over-workers, before any is sharded or linked.
-    Guarantees: each wait gives the sum of the workers' messages in the bucket's dtype, before any other use.
+    Guarantees: each wait gives the sum of the workers' messages in the bucket's dtype.
     """
 
     name: str = field(default="", init=False, repr=False)
@@ -46,7 +46,6 @@ class WorkerCompression:
     """The effect on the workers' sums, for a message."""
 
     def applies_to(self, program: Program, launch: fx.Node) -> bool:
-        """Tests for an exchange to replace."""
         raise NotImplementedError
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
@@ -54,7 +53,7 @@ class WorkerCompression:
         raise NotImplementedError
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        """The remarks on new exchanges; the former ones sent ``before`` bytes of sums."""
+        """Remarks on new exchanges; the former ones sent ``before`` bytes of sums."""
         raise NotImplementedError
 
     def run(self, program: Program) -> Program:
@@ -91,7 +90,7 @@ def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str
 
 
 def said_of_ring(program: Program, num_bytes: int) -> str:
-    """The bytes of each worker for a sum in a ring, in words."""
+    """The bytes that each worker sends for a sum in a ring, in words."""
     number = program.workers.num_workers
     return size_text(round(2 * num_bytes * (number - 1) / number))
 

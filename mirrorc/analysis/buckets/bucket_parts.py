@@ -25,13 +25,8 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class Span:
-    """A range of a bucket's elements.
-
-    Attributes:
-        start: the first element.
-        stop: one past the last element.
-        replicas: of gradients, the replicas summed here, each once, numbered over all workers; of parameters, the replica that
-            has updated them.
+    """A range of a bucket's elements; ``replicas`` are summed here, numbered over all workers, or have updated the
+    parameters.
     """
 
     start: int
@@ -45,9 +40,8 @@ class Part:
 
     Attributes:
         kind: GRADIENTS or PARAMETERS; or ROWS, parameters of the gradient's rows alone.
-        bucket: the bucket's number.
-        spans: ranges of the bucket's elements, in the order of the value.
-        steps: the operators of torch that have changed the elements since they were packed, summed or updated.
+        spans: in the order of the value.
+        steps: the operators that have changed the elements since they were packed, summed or updated.
     """
 
     kind: str
@@ -60,7 +54,7 @@ class Part:
         return sum(span.stop - span.start for span in self.spans)
 
     def holds(self, kind: str, bucket: int, start: int, stop: int, replicas: Iterable[int] | None = None) -> bool:
-        """Tests for exactly the elements from `start` to `stop`, from exactly `replicas`, unless these are None."""
+        """Tests for exactly the elements from ``start`` to ``stop``, from exactly ``replicas``, unless these are None."""
         if (self.kind, self.bucket) != (kind, bucket) or not self.spans:
             return False
         are_those = replicas is None or all(span.replicas == frozenset(replicas) for span in self.spans)
@@ -80,10 +74,8 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class BucketParts:
     """The parts of buckets in a program's values, followed from replica to replica.
 
-    Waits for reductions give sums over the replicas of a worker; waits for exchanges, or for gathered factors, sums over the
-    replicas of all workers. Slices, concatenations, sums over different replicas, `unpack`, and sums in a wider dtype, cast
-    back, are followed exactly. Any other operator of torch is taken to keep the elements of its first argument, changed by one
-    step; after one on rows, nothing is known.
+    An operator of torch that is not followed exactly is taken to keep the elements of its first argument, changed by
+    one step.
     """
 
     def __init__(self, program: Program) -> None:
@@ -92,7 +84,7 @@ class BucketParts:
         self._sent = {route_of(program, node): node for graph in program.graphs() for node in sends_in(graph)}
 
     def of(self, value: Any) -> Part | None:
-        """The part of a bucket in a value; None if there is none, or if it cannot be determined."""
+        """None if there is no part, or if it cannot be determined."""
         if not isinstance(value, fx.Node):
             return None
         waiting, entered = [value], set()
@@ -160,7 +152,7 @@ class BucketParts:
         return whole
 
     def _exchanged(self, sources: list[fx.Node], bucket: int) -> Part | None:
-        """The sum over all workers; None if this worker has offered anything but its own sum."""
+        """None if this worker has offered anything but its own sum."""
         part = self._exact(sources[0]) if sources else None
         local, everyone = frozenset(self._program.local_replicas), range(self._program.workers.num_all_replicas)
         if part is None or (part.kind, part.bucket) != (GRADIENTS, bucket):
@@ -170,7 +162,7 @@ class BucketParts:
         return replace(part, spans=tuple(replace(span, replicas=frozenset(everyone)) for span in part.spans))
 
     def _gathered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        """A replica's sum of the factors of all workers; None if this worker has offered anything but its own."""
+        """None if this worker has offered anything but its own factors."""
         first, everyone = self._program.workers.first_replica, range(self._program.workers.num_all_replicas)
         if not 0 <= index < len(self._program.buckets):
             return None
@@ -186,7 +178,7 @@ class BucketParts:
         return _cut(whole, *bucket.updated(replica_at(self._program, wait), self._program.num_replicas))
 
     def _scattered(self, wait: fx.Node, sources: list[fx.Node], index: int) -> Part | None:
-        """A replica's share of its worker's part of the sum; None if the worker has offered anything but its own."""
+        """None if this worker has offered anything but its own sum."""
         if not 0 <= index < len(self._program.buckets):
             return None
         bucket, num_replicas = self._program.buckets[index], self._program.num_replicas
@@ -258,7 +250,7 @@ class BucketParts:
         return replace(parameters, kind=ROWS)
 
     def _narrows_again(self, part: Part, value: Any, node: fx.Node, keywords: Mapping[str, Any]) -> bool:
-        """Tests for a node that undoes a cast to a wider dtype. It rounds sums in between, and changes nothing else."""
+        """A cast back from a wider dtype rounds sums, and changes nothing else."""
         if node.target is not _CAST or set(keywords) != {"dtype"} or not part.steps:
             return False
         narrow, wide = keywords["dtype"], value.meta["val"].dtype
@@ -270,7 +262,7 @@ class BucketParts:
         return last == _named_cast(wide) and is_from_narrow and torch.promote_types(narrow, wide) == wide
 
     def _exact(self, node: fx.Node) -> Part | None:
-        """The part of a 1-D value without other elements; else None."""
+        """None if the value has other elements, too."""
         part, value = self._part_of.get(node), node.meta.get("val")
         if part is None or not isinstance(value, torch.Tensor):
             return None
@@ -278,7 +270,7 @@ class BucketParts:
 
 
 def named_step(target: Any, others: tuple[Any, ...], keywords: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """The step of an operator in a `Part`: its name and its arguments besides the first; nodes among them count as equal."""
+    """Nodes among the arguments count as equal."""
     return target_name(target), repr(fx.node.map_arg((others, dict(keywords or {})), lambda n: "value"))
 
 
@@ -287,7 +279,7 @@ def _named_cast(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]]:
-    """The gradients in a value, without the gaps between slots.
+    """The gradients in a value.
 
     Gives the variable, the place in the bucket of its first element in the value, and its start and stop in the value.
     """
@@ -301,7 +293,6 @@ def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]
 
 
 def _cut(part: Part, start: int, stop: int) -> Part:
-    """The elements of a part from `start` to `stop`, counted from the part's first element."""
     spans, place = [], 0
     for span in part.spans:
         length = span.stop - span.start
@@ -327,9 +318,7 @@ def _concatenated(parts: list[Part | None]) -> Part | None:
 
 
 def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
-    """The packs of a bucket, all as sent in part if workers send some in part and others whole, and they differ in nothing
-    else.
-    """
+    """Treats all packs of a bucket as sent in part if workers send some in part and others whole."""
     name = target_name(ops.add_unsent)
     steps = {part.steps for part in parts if part is not None}
     in_part = [ways for ways in steps if any(step[0] == name for step in ways)]
@@ -343,7 +332,7 @@ def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
 
 
 def _added(part: Part, other: Part) -> Part | None:
-    """The sum of two parts with the same elements from different replicas; None for other parts."""
+    """None unless both have the same elements, from different replicas."""
     if part.kind != GRADIENTS or replace(part, spans=()) != replace(other, spans=()):
         return None
     spans = list(_pairwise_sums(part, other))

@@ -1,4 +1,4 @@
-"""Clipping in a program: the scaling of each update's gradients, and the norms behind it."""
+"""Scaling of gradients in a program, and the norms behind it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from mirrorc.ir.program import Program
 
 
 def before_rescaling(value: fx.Node) -> fx.Node:
-    """The reduced gradient behind an update's operand, without `scale` and `clip_value`."""
     while value.target in ops.RESCALING and value.args and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     return value
@@ -34,25 +33,20 @@ def rescalings_of(value: fx.Node) -> list[fx.Node]:
 
 
 def scaling_factor(node: fx.Node) -> Any:
-    """The factor of a `scale`, or of an update that scales by itself; None for other nodes."""
     return node.args[1] if node.target in (ops.scale, ops.update) and len(node.args) > 1 else None
 
 
 def rescalings_for(taker: fx.Node, value: fx.Node) -> list[fx.Node]:
-    """The nodes between a reduced gradient and an optimizer, in order: the update itself is last if it scales."""
+    """The update itself is last if it scales."""
     return [*rescalings_of(value), *([taker] if scaling_factor(taker) is not None else [])]
 
 
 def gradient_takers(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The final users of gradients: the updates; in a program that accumulates, the sums of each replica.
-
-    A `store` is none: it takes parameters, made after the commit.
-    """
+    """The updates, or the sums of a program that accumulates. A `store` is none: it takes parameters."""
     return calls_to(graph, ops.update, ops.step_optimizer, ops.accumulate)
 
 
 def taken_by(taker: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The reduced gradients of an update, each with its bucket."""
     indices: Any = taker.kwargs.get("buckets") or (taker.kwargs["bucket"],)
     return [(index, value) for index, value in zip(indices, taker.args, strict=False) if isinstance(value, fx.Node)]
 
@@ -62,8 +56,7 @@ class Factor:
     """A factor of a gradient.
 
     Attributes:
-        clips: the `clip_factor` in it, if there is one.
-        unscales: whether it divides by the scale of the loss.
+        unscales: it divides by the scale of the loss.
     """
 
     clips: fx.Node | None
@@ -71,7 +64,7 @@ class Factor:
 
 
 def factor_of(value: Any) -> Factor | None:
-    """The factor that a node gives; None if no gradient may be scaled by it."""
+    """None if no gradient may be scaled by this value."""
     if getattr(value, "target", None) is ops.clip_factor:
         return Factor(value, unscales=False)
     if _is_scale(value, torch.ops.aten.reciprocal.default):
@@ -82,22 +75,16 @@ def factor_of(value: Any) -> Factor | None:
 
 
 def norm_in(value: Any) -> tuple[Any, bool]:
-    """The norm behind a reported or bounded value, and whether it is divided by the scale of the loss."""
     is_unscaled = _is_scale(value, torch.ops.aten.div.Tensor)
     return (value.args[0] if is_unscaled else value), is_unscaled
 
 
 def _is_scale(value: Any, target: Any) -> bool:
-    """Tests for an operator of torch with the scale of the loss as its last operand."""
     return isinstance(value, fx.Node) and value.target is target and value.args[-1].target is ops.loss_scale  # type: ignore[union-attr]
 
 
 def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
-    """The elements of a bucket in a worker's norm: all of them, or the worker's portion of an exchanged norm.
-
-    Workers with a sharded optimizer exchange norms. If each updates all of a bucket, each measures an equal portion, and each
-    element counts once.
-    """
+    """The elements of a bucket in a worker's norm: an equal portion for each worker if norms are exchanged."""
     if not (program.deals_out and are_exchanged):
         return Elements(0, bucket.num_elements)
     if bucket.part is not None:
@@ -111,12 +98,12 @@ def is_checked(commit: fx.Node) -> bool:
 
 
 def truths_of(commit: fx.Node) -> list[fx.Node]:
-    """The truth values among a commit's operands; the numbers come after them."""
+    """The numbers among a commit's operands come after these."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is not ops.norm]
 
 
 def numbers_of(commit: fx.Node) -> list[fx.Node]:
-    """The numbers among a commit's operands, in the order of the rows of its result."""
+    """In the order of the rows of the commit's result."""
     return [operand for operand in commit.args if isinstance(operand, fx.Node) and operand.target is ops.norm]
 
 
@@ -125,9 +112,8 @@ class Measured:
     """The operands of a norm.
 
     Attributes:
-        norm_type: of the norm.
-        parts: for each operand, on any replica, its part of a bucket; None if it has none.
-        is_exchanged: whether it is a norm of numbers exchanged by commits.
+        parts: of buckets, of the operands on any replica.
+        is_exchanged: it is a norm of numbers exchanged by commits.
     """
 
     norm_type: float
@@ -136,11 +122,7 @@ class Measured:
 
 
 class Norms:
-    """The norms of a program, over all replicas.
-
-    Args:
-        program: an UPDATED program or a later one.
-    """
+    """The norms of a program over all replicas, from UPDATED on."""
 
     def __init__(self, program: Program) -> None:
         self._parts = BucketParts(program)
@@ -148,7 +130,7 @@ class Norms:
         self._all_commits = [node for graph in program.graphs() for node in calls_to(graph, ops.commit)]
 
     def of(self, node: fx.Node) -> Measured | None:
-        """The operands of a norm; None if the node is no norm, or takes numbers that the replicas do not exchange."""
+        """None if the node is no norm, or takes numbers that the replicas do not exchange."""
         if node.target is not ops.norm:
             return None
         norm_type = float(node.kwargs["norm_type"])  # type: ignore[arg-type]
@@ -176,7 +158,7 @@ def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
 
 
 def lies_in_own_memory(value: Any) -> bool:
-    """Tests for a reduced gradient of a lowered program in memory that no other replica and no other value reads."""
+    """Tests for a reduced gradient of a lowered program in memory that nothing else reads."""
     if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated, ops.decompress):
         return True  # it was made so, or there is one replica
     if value.target is ops.unpack:
@@ -191,8 +173,8 @@ def lies_in_own_memory(value: Any) -> bool:
 
 
 def is_known_by_rows(wait: fx.Node) -> bool:
-    """Tests for a share whose norms and checks before the commit follow from the rows of its tables: 2-norm or
-    finiteness. The rows may then be scattered behind the commit, where updates take the share.
+    """Tests for a share whose norms and checks follow from the rows of its tables, which may be scattered behind the
+    commit.
     """
     asking = [user for user in wait.users if user.target in (ops.norm, ops.is_finite)]
     takers = [user for user in wait.users if user not in asking]

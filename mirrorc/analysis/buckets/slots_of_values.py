@@ -1,4 +1,4 @@
-"""The slots of gradients, through the microbatches that add to them one after the other."""
+"""The slots of gradients, through microbatches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from mirrorc.ir.program import Program
 def slot_of(value: Any) -> fx.Node | None:
     """The slot in a value's memory; None if there is none.
 
-    A region writes a gradient into its argument for the variable: the slot, or the gradient of an earlier microbatch or region
-    there.
+    A region writes a gradient into its argument for the variable: the slot, or an earlier gradient there.
     """
     while isinstance(value, fx.Node) and value.target is not ops.slot:
         variable = gradient_of(value)
@@ -31,7 +30,7 @@ def slot_of(value: Any) -> fx.Node | None:
 
 
 def gradient_of(value: Any) -> str | None:
-    """The variable of a gradient, if a region gives this value as one; else None."""
+    """The variable of a gradient, if a region gives this value as one."""
     if not isinstance(value, fx.Node) or value.target is not operator.getitem:
         return None
     call, place = value.args
@@ -42,13 +41,11 @@ def gradient_of(value: Any) -> str | None:
 
 
 def slot_arguments(call: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The arguments of a region's call that lie in slots: their places, and the slots."""
     slots = ((place, slot_of(argument)) for place, argument in enumerate(call.args))
     return [(place, slot) for place, slot in slots if slot is not None]
 
 
 def packed_slots(program: Program, pack: fx.Node) -> list[Slot]:
-    """The slots of a `pack`'s gradients, in order; none if there is no such pack."""
     index = bucket_of(pack)
     bucket = program.buckets[index] if 0 <= index < len(program.buckets) else None
     packs = bucket.own_packs if bucket is not None else ()

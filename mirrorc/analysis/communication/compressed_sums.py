@@ -1,4 +1,4 @@
-"""Finds what of a pack is sent to other workers in a narrower dtype or in part, where sums lie, and how many bytes are sent."""
+"""The elements and bytes that workers send of a pack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirrorc.ir.program import Program
 
 
 def own_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, int]:
-    """The elements of its pack that a replica of this worker has of its sum, and so what `compress`, say, gives it."""
+    """The elements of its pack's sum on one replica."""
     bucket, pack = program.packs[pack_of(node)]
     if program.num_replicas > 1 and bucket.reduces_by_shares:
         return bucket.share(replica, program.num_replicas)
@@ -22,23 +22,21 @@ def own_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, in
 
 
 def writes_for_all(program: Program, node: fx.Node, replica: int) -> bool:
-    """Tests for a replica that writes its part to the worker's pack; the first one writes a part that all have."""
+    """Tests for a replica that writes its part to the worker's pack."""
     bucket, _ = program.packs[pack_of(node)]
     return replica == 0 or bucket.reduces_by_shares
 
 
 def index_dtype(num_elements: int) -> torch.dtype:
-    """In which the places of elements of a pack are sent."""
     return torch.int32 if num_elements < 2**31 else torch.int64
 
 
 def bytes_of_largest(count: int, num_elements: int, dtype: torch.dtype) -> int:
-    """The bytes of so many elements of a pack, with their places."""
     return count * (dtype.itemsize + index_dtype(num_elements).itemsize)
 
 
 def gradients_of_pack(bucket: Bucket, pack: Pack, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients in a tensor that is laid out as a pack, by variable; of one that is cut, its piece, 1-D."""
+    """The gradients in a flat tensor of a pack; a cut gradient is a 1-D piece."""
     gradients = {}
     for slot in bucket.slots:
         start, stop = max(slot.offset, pack.start), min(slot.offset + slot.num_elements, pack.stop)
@@ -51,8 +49,6 @@ def gradients_of_pack(bucket: Bucket, pack: Pack, flat: torch.Tensor) -> dict[st
 
 
 def num_bytes_sent(program: Program, exchange: fx.Node) -> int:
-    """The bytes of what an exchange adds up over workers, in the dtype in which it is sent; of what each worker has chosen, if
-    that is gathered; of a payload as it says itself."""
     if exchange.target is ops.exchange_payload:
         num_bytes: Any = exchange.kwargs["num_bytes"]
         return int(num_bytes)

@@ -22,12 +22,9 @@ class WorkerMeeting:
     """A meeting of the replicas of all workers, in one worker's program.
 
     Attributes:
-        number: identifies it.
-        name: of the operation.
         shape: of the sum, or of all rows.
-        rows: the number of this worker's rows; None if all replicas have values of one shape.
+        rows: of this worker; None if all replicas have values of one shape.
         before: the number of rows of the workers before it, or `NO_CLAIM`.
-        first: the first node of it.
     """
 
     number: int
@@ -46,7 +43,6 @@ class WorkerMeeting:
 
 
 def worker_meetings(program: Program) -> list[WorkerMeeting]:
-    """The meetings of a program with the replicas of other workers, in order."""
     if not program.meets_workers:
         return []
     graphs = (
@@ -72,7 +68,6 @@ def _meeting(node: fx.Node, everyone: Sequence[fx.Node]) -> WorkerMeeting:
 
 
 def meetings_of_rows(graph: fx.Graph) -> list[fx.Node]:
-    """The meetings of a graph in which replicas may have different numbers of rows, in program order."""
     return list(calls_to(graph, *_OF_ROWS))
 
 
@@ -89,22 +84,24 @@ def _number(node: fx.Node) -> int:
 # What workers tell each other of them
 
 RowsElsewhere = tuple[tuple[int, int], ...]
-"""For each meeting of rows in program order, the numbers of rows of the workers before this one, and of those behind it."""
+"""For each meeting of rows, the rows of the workers before this one, and of those behind it."""
 
 
 def gathered_rows(program: Program) -> tuple[int, ...]:
-    """For each meeting of rows: this worker's number, the number assumed for the workers before it, and the assumed total."""
+    """For each meeting of rows: this worker's number, the number assumed for the workers before it, and the assumed
+    total.
+    """
     meetings = [meeting for meeting in worker_meetings(program) if meeting.rows is not None]
     return tuple(number for meeting in meetings for number in (meeting.rows or 0, meeting.before, meeting.shape[0]))
 
 
 def no_gathered_rows(program: Program) -> tuple[int, ...]:
-    """`gathered_rows` of a worker that has left, with no claims about the others."""
+    """For a worker that has left: no claims about the others."""
     return (0, NO_CLAIM, NO_CLAIM) * sum(meeting.rows is not None for meeting in worker_meetings(program))
 
 
 def rows_agree(claims: Sequence[Sequence[int]]) -> bool:
-    """Tests that the programs of all workers, by rank, assume the true numbers of rows."""
+    """Tests that all workers, by rank, assume the true numbers of rows."""
     for place in range(0, len(claims[0]), 3):
         rows = [claim[place] for claim in claims]
         for rank, claim in enumerate(claims):
@@ -116,7 +113,6 @@ def rows_agree(claims: Sequence[Sequence[int]]) -> bool:
 
 
 def rows_elsewhere(claims: Sequence[Sequence[int]], rank: int) -> RowsElsewhere:
-    """The rows of the workers before and behind ``rank``, by the messages of all workers."""
     places = range(0, len(claims[0]), 3)
     return tuple(
         (sum(claim[i] for claim in claims[:rank]), sum(claim[i] for claim in claims[rank + 1 :])) for i in places

@@ -1,7 +1,5 @@
-"""A worker's schedule of communication with the others, and its hash. It must be the same on all workers.
-
-Workers with different schedules would wait for each other forever, or add up unrelated values. Their programs differ, because
-each has its own devices, so they compare this schedule.
+"""A worker's schedule of communication, and its hash: workers with different schedules would wait for each other
+forever.
 """
 
 from __future__ import annotations
@@ -18,13 +16,7 @@ from mirrorc.ir.program import Program
 
 
 def worker_schedule(program: Program) -> tuple[str, ...]:
-    """The worker schedule of a program: a line on the workers, one for each meeting of all replicas, in order, and one for
-    each exchange, in the order of launches.
-
-    A line on an exchange has the common facts of all workers: operation, bucket, dtype, number of elements, variables with
-    shapes and places, link, update rule, and rows of factors. The devices of a worker and their shares are its own. A line on
-    a meeting has operation, number, dtype and shape, without the number of gathered rows: workers exchange these in each step.
-    """
+    """Lines with the common facts of all workers: not their devices, shares, or numbers of gathered rows."""
     everyone = " ".join(map(str, program.workers.devices_per_worker))
     launches = calls_to(_first_graph(program), *ops.BETWEEN_WORKERS)
     met = (meeting.line for meeting in worker_meetings(program))
@@ -32,12 +24,12 @@ def worker_schedule(program: Program) -> tuple[str, ...]:
 
 
 def schedule_hash(program: Program) -> str:
-    """The SHA-256 of a program's worker schedule, in hexadecimal; the same on all workers, in every process."""
+    """A SHA-256 in hexadecimal, the same in every process."""
     return hashlib.sha256("\n".join(worker_schedule(program)).encode()).hexdigest()
 
 
 def _first_graph(program: Program) -> fx.Graph:
-    """The graph of all devices, or of the first one. All exchange the same; the verifier checks this."""
+    """All devices exchange the same; the verifier checks this."""
     return program.graphs()[0]
 
 

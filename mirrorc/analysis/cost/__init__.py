@@ -1,1 +1,1 @@
-"""The cost model of time: links, messages, the work of operators, lines over bytes, and the simulation of steps."""
+"""The cost model: links, messages, operators, and the simulation of steps."""

@@ -34,8 +34,6 @@ class Candidate:
     def messages(self, rows: Sequence[int], *, is_dealt: bool) -> tuple[Messages, Messages]:
         """The messages of a worker in a step, for the whole gradient and for its factors.
 
-        A sharded optimizer's messages of new parameters are left out, as they are the same either way.
-
         Args:
             rows: of each worker; all are padded to the longest.
             is_dealt: each worker updates a part of the gradient, so a sum is sent once, and not nearly twice.
@@ -46,10 +44,8 @@ class Candidate:
     def is_cheaper_as_factors(
         self, rows: Sequence[int], link: LinkSpeed, seconds_per_multiplication: float, *, is_dealt: bool
     ) -> bool:
-        """Compares times, or bytes if the link was not measured.
-
-        With factors, each worker multiplies all workers' rows, for all of the gradient or for its part, instead of its
-        own.
+        """Compares times, or bytes if the link was not measured. With factors, each worker multiplies all workers'
+        rows.
         """
         whole, factors = self.messages(rows, is_dealt=is_dealt)
         if not link.seconds_per_byte:
@@ -60,7 +56,6 @@ class Candidate:
 
 
 def bytes_of_sum_received(link: Link, num_bytes: int, num_devices: int) -> float:
-    """The bytes that a device receives to have the sum of a bucket."""
     if link.reads_one_memory:  # it adds up its share of them
         return ring_all_to_all(num_bytes, num_devices).num_bytes
     ring = ring_all_reduce if link.moves_by_itself else ring_all_gather  # or all others' buckets

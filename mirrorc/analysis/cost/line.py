@@ -1,4 +1,4 @@
-"""The time of calls as a linear function of their bytes."""
+"""Calls whose time is a linear function of their bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """The time of calls of one kind: a latency per call and a time per byte."""
+    """A latency per call and a time per byte."""
 
     seconds: float = 0.0
     seconds_per_byte: float = 0.0
@@ -21,11 +21,8 @@ class Line:
     ) -> Line:
         """Fits a line to sizes in bytes and times in seconds; neither coefficient is negative.
 
-        Sizes within a factor of two, or within ``telling_bytes``, count as equal: they do not show the time per byte.
-
         Args:
-            nominal: the seconds per byte for equal sizes, at most those of any call; None for time in proportion to
-                bytes.
+            nominal: the seconds per byte for sizes within a factor of two; None for time in proportion to bytes.
             telling_bytes: the smallest difference of sizes that counts.
         """
         if not points:
@@ -44,5 +41,4 @@ class Line:
         return cls(time - slope * size, slope)
 
     def at(self, num_bytes: float) -> float:
-        """The seconds of a call."""
         return self.seconds + num_bytes * self.seconds_per_byte

@@ -1,4 +1,4 @@
-"""The latency and bandwidth of the link between workers, and the messages of ring collectives."""
+"""Latency and bandwidth of the link between workers, and the messages of ring collectives."""
 
 from __future__ import annotations
 
@@ -7,45 +7,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Messages:
-    """The successive messages of a worker in a collective.
-
-    Attributes:
-        num_bytes: of all of them.
-    """
+    """The successive messages of a worker in a collective; ``num_bytes`` are those of all."""
 
     number: int
     num_bytes: float
 
 
 def ring_all_reduce(num_bytes: float, num_workers: int) -> Messages:
-    """The messages of an all-reduce: 2 (W - 1), each of 1 / W of the bytes."""
+    """2 (W - 1) messages, each of 1 / W of the bytes."""
     return Messages(2 * (num_workers - 1), 2 * (num_workers - 1) * num_bytes / num_workers)
 
 
 def ring_all_gather(num_bytes: float, num_workers: int) -> Messages:
-    """The messages of an all-gather: W - 1, each with the bytes of one worker."""
+    """W - 1 messages, each with the bytes of one worker."""
     return Messages(num_workers - 1, (num_workers - 1) * num_bytes)
 
 
 def ring_all_to_all(num_bytes: float, num_workers: int) -> Messages:
-    """The messages of an all-to-all: W - 1, each of 1 / W of the bytes."""
+    """W - 1 messages, each of 1 / W of the bytes."""
     return Messages(num_workers - 1, (num_workers - 1) * num_bytes / num_workers)
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The speed of a link between workers, as measured by one of them.
-
-    Attributes:
-        latency_seconds: of an empty message to the next worker (alpha).
-        seconds_per_byte: for each byte that a worker sends (beta).
-    """
+    """The speed of a link between workers: alpha, of an empty message, and beta."""
 
     latency_seconds: float
     seconds_per_byte: float
 
     def seconds_of(self, messages: Messages) -> float:
-        """The time of a collective."""
         return messages.number * self.latency_seconds + messages.num_bytes * self.seconds_per_byte
 
     def __str__(self) -> str:
@@ -56,14 +46,9 @@ class LinkSpeed:
 def fitted_speed(
     small: tuple[int, float], large: tuple[int, float], empty_seconds: float, num_workers: int
 ) -> LinkSpeed:
-    """Fits the speed of a link to all-reduces of two sizes and an almost empty one.
+    """Fits a speed to all-reduces of two sizes (bytes, seconds) and an almost empty one.
 
-    The time per byte is the slope between the two sizes: a token bucket lets the first bytes of both pass at once.
-
-    Args:
-        small, large: the bytes of a sum, and its seconds.
-        empty_seconds: of a sum of a few bytes.
-        num_workers: at least two.
+    The time per byte is the slope: a token bucket lets the first bytes of both pass at once.
     """
     per_byte = ring_all_reduce(1, num_workers)
     slope = (large[1] - small[1]) / (per_byte.num_bytes * (large[0] - small[0]))

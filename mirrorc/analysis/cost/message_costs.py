@@ -1,4 +1,4 @@
-"""The cost of gradient messages in a mirrored graph: bytes, messages, and the longest chain."""
+"""The cost of gradient messages in a mirrored graph."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from mirrorc.ir.routes import Route, route_of, sends_in
 
 @dataclass(frozen=True)
 class MessageCosts:
-    """The cost of messages.
+    """The cost of messages, by device.
 
     Attributes:
-        bytes_sent: by each device.
-        num_messages: sent by each device.
-        path_messages: the length of the longest dependency chain of messages of one bucket.
-        path_bytes: the time until the last message of one bucket has come, in bytes, for the slowest bucket. A device
-            sends one message at a time and receives one at a time; additions take no time.
+        path_messages: the length of the longest dependency chain of one bucket.
+        path_bytes: the time of the slowest bucket, in bytes. A device sends one message at a time and receives one at a
+            time.
     """
 
     bytes_sent: tuple[int, ...]
@@ -34,11 +32,7 @@ class MessageCosts:
 
 @dataclass(frozen=True)
 class Message:
-    """A send of a gradient or of a partial sum.
-
-    Attributes:
-        needs: the messages whose values it contains.
-    """
+    """A send of a gradient or of a partial sum; it needs the messages whose values it contains."""
 
     node: fx.Node
     route: Route
@@ -47,7 +41,6 @@ class Message:
 
 
 def message_costs(program: Program, buckets: Collection[int] | None = None) -> MessageCosts:
-    """The costs of the messages in a mirrored graph, of these buckets or of all."""
     pending = messages(program, buckets)
     sent, counts = [0] * program.num_replicas, [0] * program.num_replicas
     of_sum: dict[tuple[object, object], list[Message]] = {}
@@ -61,7 +54,6 @@ def message_costs(program: Program, buckets: Collection[int] | None = None) -> M
 
 
 def messages(program: Program, buckets: Collection[int] | None = None) -> list[Message]:
-    """The messages of gradients, in the order of the mirrored graph; of these buckets, or of all."""
     parts, graph = BucketParts(program), program.mirrored_graph
     pending = []
     for node in sorted(sends_in(graph)):
@@ -76,7 +68,7 @@ def messages(program: Program, buckets: Collection[int] | None = None) -> list[M
 
 
 def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
-    """The routes of the received parts of a value, through computed nodes."""
+    """The routes of a value's received parts, through computed nodes."""
     waiting, seen = [value], set()
     while waiting:
         node = waiting.pop()
@@ -91,7 +83,7 @@ def _received_for(program: Program, value: fx.Node) -> Iterator[Route]:
 
 
 def _chains(pending: list[Message]) -> dict[Route, int]:
-    """For each message of a bucket, the length of the longest chain that ends with it."""
+    """The length of the longest chain that ends with each message."""
     by_route, lengths = {message.route: message for message in pending}, dict[Route, int]()
     for message in pending:
         waiting = [message]
@@ -106,7 +98,7 @@ def _chains(pending: list[Message]) -> dict[Route, int]:
 
 
 def times_of(pending: list[Message]) -> dict[Route, tuple[int, int]]:
-    """The begin and end of each message of a bucket, in bytes, see `MessageCosts.path_bytes`."""
+    """The begin and end of each message of a bucket, in bytes."""
     left, times = list(pending), dict[Route, tuple[int, int]]()
     sender_free: dict[int, int] = {}
     receiver_free: dict[int, int] = {}

@@ -1,8 +1,4 @@
-"""Simulation of a step of a lowered program: the times of each device's calls, and of each bucket between workers.
-
-It is a pure function of a program and durations. It follows the order of each device's graph and the dependencies of
-its waits, wherever passes have put launches, waits and commits.
-"""
+"""Simulates a step of a lowered program, in the order of each device's graph and by the dependencies of its waits."""
 
 from __future__ import annotations
 
@@ -35,11 +31,7 @@ class Durations(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedCall:
-    """A call of a device. Times are seconds from the beginning of the step.
-
-    Attributes:
-        waited: the part of the call spent waiting for other devices or for the link.
-    """
+    """A call of a device, in seconds from the beginning of the step; ``waited`` for other devices or for the link."""
 
     node: fx.Node
     start: float
@@ -49,14 +41,7 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class Flight:
-    """A bucket on the link between workers, which carries one at a time. Times as in `SimulatedCall`.
-
-    Attributes:
-        bucket: its number.
-        kind: the name of the operation that launches it.
-        launched: by the last device of the worker.
-        begun: the link is free.
-    """
+    """A bucket on the link between workers, which carries one at a time; launched by the last device."""
 
     bucket: int
     kind: str
@@ -67,23 +52,17 @@ class Flight:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step.
-
-    Attributes:
-        calls: of each device, in order.
-        flights: in the order of their launches.
-    """
+    """A simulated step: the calls of each device, and flights in the order of their launches."""
 
     calls: tuple[tuple[SimulatedCall, ...], ...]
     flights: tuple[Flight, ...]
 
     @property
     def seconds(self) -> float:
-        """The time until the last device is done."""
         return max((own[-1].end for own in self.calls if own), default=0.0)
 
     def exposed_seconds(self, bucket: int, kind: str) -> float:
-        """The mean time over devices that they wait for one kind of launch of a bucket."""
+        """The mean over devices of their waits for one kind of launch."""
         waits = [
             call.end - call.start
             for own in self.calls
@@ -96,7 +75,7 @@ class Simulation:
 
 
 def simulate(program: Program, durations: Durations) -> Simulation:
-    """Simulates a step of a lowered program. Other workers are assumed as fast as this one: there are no stragglers.
+    """Simulates a step of a lowered program. Other workers are assumed as fast as this one.
 
     Raises:
         ValueError: devices wait for each other in a cycle; the verifier refuses such programs.
@@ -132,7 +111,7 @@ class _Run:
         return self._next[replica] < len(self._todo[replica])
 
     def advance(self, replica: int) -> bool:
-        """Simulates a device's next call; False if it waits for calls that other devices have yet to make."""
+        """False if the device's next call waits for calls that other devices have yet to make."""
         node = self._todo[replica][self._next[replica]]
         start = self.now[replica]
         own = self._durations.seconds_of(replica, node)
@@ -167,7 +146,7 @@ class _Run:
             self.flights.append(Flight(bucket_of(node), name_of(node), launched, begun, self._free))
 
     def _ready(self, replica: int, launch: fx.Node) -> float | None:
-        """The time when the data of a launch, or the last required device, is there; None if not known yet."""
+        """None if the time is not known yet."""
         if launch.target in ops.BETWEEN_WORKERS:
             return self._arrived.get(_tag(launch, replica))
         came = self._came.get(_tag(launch, replica), {})
@@ -178,7 +157,7 @@ class _Run:
 
 
 def _tag(node: fx.Node, replica: int) -> Any:
-    """The identity of a collective, alike for all of its launches; a `send` and its `recv` share one."""
+    """Alike for all launches of a collective; a `send` and its `recv` share one."""
     if node.target in (ops.send, ops.recv):
         is_sent = node.target is ops.send
         to = node.kwargs["destination"] if is_sent else replica

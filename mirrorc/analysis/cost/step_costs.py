@@ -1,8 +1,7 @@
 """The cost of the calls of a step: measured on one program, for any bucket plan of the same model.
 
-Each bucket plan cuts other regions, but from the same operators in the same order. So the measured regions become a
-pace: the progress of forward and backward over time, in estimated work of operators. Other calls take as long for each
-byte as measured calls of their kind.
+Regions differ, but have the same operators in the same order: measured regions become a pace. Other calls take as long
+for each byte as measured calls of their kind.
 """
 
 from __future__ import annotations
@@ -38,19 +37,13 @@ class UnknownCostError(ValueError):
 
 @dataclass(frozen=True)
 class Pace:
-    """The progress of a phase over time.
-
-    Attributes:
-        parts: the finished part of the phase's work after each region, from 0 to 1.
-        seconds: the running time of the phase by then, without other calls in between.
-    """
+    """The progress of a phase over time: from 0 to 1, after each region."""
 
     parts: tuple[float, ...]
     seconds: tuple[float, ...]
 
     @classmethod
     def of(cls, work: Sequence[float], seconds: Sequence[float]) -> Pace:
-        """The pace of regions, from the estimated work and the time of each."""
         parts = list(itertools.accumulate(work, initial=0.0))
         if not parts[-1]:  # nothing but views: by number
             parts = [float(i) for i in range(len(parts))]
@@ -65,15 +58,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs of the calls of steps.
-
-    Attributes:
-        starts: the seconds until each device begins.
-        paces: of each device, by phase.
-        lines: of other calls, by `kind_of_call`.
-        machine: of a device.
-        link: between workers.
-    """
+    """The costs of the calls of steps; ``lines`` are by `kind_of_call`."""
 
     starts: tuple[float, ...]
     paces: tuple[Mapping[str, Pace], ...]
@@ -132,7 +117,7 @@ class ProgramDurations:
         return line.at(size) if line is not None else 0.0
 
     def _seconds_of_update(self, node: fx.Node, kind: str, size: int) -> float:
-        """The time of an update that makes its gradient in parts, from measured updates that do not; or the reverse."""
+        """Derives the time of an update in parts from updates that are not, or the reverse."""
         is_in_parts = kind.startswith(_IN_PARTS)
         other = kind.replace(_IN_PARTS, _WHOLE, 1) if is_in_parts else kind.replace(_WHOLE, _IN_PARTS, 1)
         line = self._costs.lines.get(other)
@@ -182,12 +167,10 @@ class ProgramDurations:
 
 
 def works_of_regions(program: Program, machine: Machine) -> dict[str, float]:
-    """The estimated seconds of work of each region."""
     return {name: seconds_of_graph(region.graph_module.graph, machine) for name, region in program.regions.items()}
 
 
 def calls_by_phase(program: Program, graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """A device's calls of regions, by phase."""
     of_phase: dict[str, list[fx.Node]] = {}
     for node in region_calls(graph):
         of_phase.setdefault(program.regions[region_of(node)].phase, []).append(node)
@@ -195,7 +178,7 @@ def calls_by_phase(program: Program, graph: fx.Graph) -> dict[str, list[fx.Node]
 
 
 def kind_of_call(program: Program, node: fx.Node) -> str:
-    """The kind of a call: calls of one kind take the same time per byte."""
+    """Calls of one kind take the same time per byte."""
     kind = name_of(node)
     if node.target is ops.wait:
         kind = f"wait {name_of(_launch(node))}"
@@ -226,7 +209,6 @@ def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
 
 
 def _pack_bytes(program: Program, node: fx.Node) -> int:
-    """The bytes of a call's pack: those of its bucket, unless the call names a pack."""
     if node.kwargs.get("pack") is None:
         return program.buckets[bucket_of(node)].num_bytes
     bucket, pack = program.packs[pack_of(node)]

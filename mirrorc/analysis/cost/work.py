@@ -23,24 +23,18 @@ _PRODUCTS = (out_products.mm_into, out_products.linear_into, out_products.addmm_
 
 @dataclass(frozen=True)
 class Machine:
-    """A roofline model of a device.
-
-    Attributes:
-        seconds_per_multiplication: of a large matrix product.
-        seconds_per_byte: of memory traffic.
-    """
+    """A roofline model of a device."""
 
     seconds_per_multiplication: float
     seconds_per_byte: float
 
 
 def seconds_of_graph(graph: fx.Graph, machine: Machine) -> float:
-    """The summed time of all operators of a region."""
     return sum(seconds_of_operator(node, machine) for node in graph.nodes)
 
 
 def seconds_of_operator(node: fx.Node, machine: Machine) -> float:
-    """The time of an operator; 0 for a view, and for a node without an operator."""
+    """0 for a view, and for a node without an operator."""
     if node.op != "call_function" or node.target is operator.getitem or not is_operator(node.target):
         return 0.0
     if getattr(node.target, "is_view", False):

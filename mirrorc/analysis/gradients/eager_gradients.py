@@ -1,4 +1,4 @@
-"""Gradients taken by regions from backwards that run as plain PyTorch."""
+"""Gradients that regions take from backwards of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from mirrorc.ir.nodes import calls_to
 
 @dataclass(frozen=True)
 class Taken:
-    """The gradients taken by a graph from one backward.
-
-    Attributes:
-        call: the number of its call.
-        token, tangent: the values in the graph that identify the backward.
-        places: of the parameters, in the order of their takes.
-    """
+    """The gradients that a graph takes from one backward, identified by ``token`` and ``tangent``."""
 
     call: int
     token: fx.Node
@@ -30,7 +24,6 @@ class Taken:
 
 
 def taken_gradients(graph: fx.Graph) -> list[Taken]:
-    """One record for each backward, in the order of first takes."""
     takes: dict[Any, list[fx.Node]] = {}
     for node in calls_to(graph, take_gradient):
         takes.setdefault(node.args[:3], []).append(node)

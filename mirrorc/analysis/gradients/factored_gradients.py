@@ -1,4 +1,4 @@
-"""Gradients left as factors until their bucket is packed, and the places where they become whole."""
+"""Gradients left as factors until their bucket is packed."""
 
 from __future__ import annotations
 
@@ -21,25 +21,18 @@ class Maker(Enum):
     """The place where a gradient is made from its factors."""
 
     SHARES = "by shares at the wait"
-    """At a device's wait for the bucket, its share of the sum over all replicas."""
+    """A share of the sum over all replicas."""
     GATHERED = "at the wait"
-    """At a device's wait for the bucket, the whole sum over all replicas; of a table with a row-wise optimizer, the rows
-    looked up by any replica.
-    """
+    """The whole sum over all replicas; of a table with a row-wise optimizer, the rows looked up by any replica."""
     PACK = "by pack"
-    """Each replica's own whole gradient, in its bucket."""
+    """Each replica's whole gradient, in its bucket."""
     AT_ONCE = "at once"
-    """Each replica's own whole gradient, early, because an operation other than `pack` uses it."""
+    """Each replica's whole gradient, early, for an operation other than `pack`."""
 
 
 @dataclass(frozen=True)
 class FactoredSlot:
-    """A slot whose gradient is packed as factors.
-
-    Attributes:
-        place: its number among the bucket's slots; the slot is contiguous.
-        details: its other parameters, by the keywords of the form's operation.
-    """
+    """A slot whose gradient is packed as factors; ``place`` counts the bucket's slots."""
 
     place: int
     form: GradientForm
@@ -52,7 +45,7 @@ def stays_factored(gradient: Any) -> bool:
 
 
 def is_left_to_shares(pack: fx.Node) -> bool:
-    """Tests that every use of a packed bucket makes its sum, or shares of it, in shared memory or from gathered factors."""
+    """Tests that every use makes the sum in shared memory or from gathered factors."""
     return all(
         user.target in (ops.gather_factors, ops.all_gather)
         or (user.target is ops.reduce_scatter and link_named(user.kwargs["link"]).reads_one_memory)
@@ -61,7 +54,6 @@ def is_left_to_shares(pack: fx.Node) -> bool:
 
 
 def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
-    """The slots of a packed bucket whose gradients are packed as factors."""
     gradients: Any = pack.args
     return [
         FactoredSlot(place, form_of(gradient), details_of(gradient))
@@ -71,7 +63,7 @@ def factored_slots(pack: fx.Node) -> list[FactoredSlot]:
 
 
 def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
-    """`factored_slots` of a bucket, in a LOWERED program; this worker may have no examples."""
+    """`factored_slots` in a LOWERED program, where this worker may have no examples."""
     sent = program.buckets[bucket].sent_factors
     if not sent:
         return factored_slots(pack_of_gradients(program, bucket))
@@ -82,25 +74,25 @@ def slots_left_as_factors(program: Program, bucket: int) -> list[FactoredSlot]:
 
 
 def pack_of_gradients(program: Program, bucket: int) -> fx.Node:
-    """The first device's pack of a bucket with gradients, in a LOWERED program. All packs with gradients have the same ones."""
+    """The first device's pack of a bucket with gradients, in a LOWERED program."""
     graph = list(program.device_graphs.values())[program.first_present].graph
     return next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket)
 
 
 def left_to_shares(pack: fx.Node) -> list[fx.Node]:
-    """The gradients of a packed bucket whose shares the devices make from factors, in order of their slots."""
+    """The gradients whose shares the devices make from factors, in order of their slots."""
     gradients: Any = pack.args
     return [gradient for gradient in gradients if stays_factored(gradient)] if is_left_to_shares(pack) else []
 
 
 def factor_values(gradient: fx.Node) -> list[tuple[torch.Tensor, ...]]:
-    """The (fake) tensors of a gradient's factors, of each of its parts."""
+    """The (fake) tensors, of each of the gradient's parts."""
     factors: Any = gradient.args
     return form_of(gradient).parts([factor.meta["val"] for factor in factors])
 
 
 def maker_of(gradient: fx.Node) -> Maker | None:
-    """The place where a factored gradient is made whole; None before the gradient is packed or a link is chosen."""
+    """None before the gradient is packed or a link is chosen."""
     users = list(gradient.users)
     if any(user.op == "output" for user in users):
         return None

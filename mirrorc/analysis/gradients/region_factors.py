@@ -17,13 +17,10 @@ from mirrorc.torch_internals import assume_num_elements, num_elements_now
 
 
 class FactorsOfRegions:
-    """The gradients of a program that all of its regions can give as smaller factors.
+    """The gradients of an OUTLINED program that all of its regions can give as smaller factors.
 
     Args:
-        program: an OUTLINED program.
-        bodies: the bodies of its regions, by name.
-        names: the gradients that may be factored, with their variables.
-        whole: filled with the reason why a variable's gradient stays whole, for all others.
+        whole: is filled with the reason for each gradient that stays whole.
         due: the variables whose gradients must be factors, whatever their sizes.
     """
 
@@ -53,7 +50,7 @@ class FactorsOfRegions:
         }
 
     def chosen(self, region: str) -> dict[int, FactoredGradient]:
-        """The factors of each gradient that a region is to give as factors, by the index of the result."""
+        """By the index of the gradient among the region's results."""
         return {
             place: gradient
             for place, gradient in self._recognized_in[region].items()
@@ -65,7 +62,7 @@ class FactorsOfRegions:
 
 
 def arguments_of(body: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each placeholder of a region's body, the arguments of all calls."""
+    """The arguments of all calls, by placeholder."""
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     return {p: [node.args[i] for node in calls] for i, p in enumerate(placeholders)}  # type: ignore[misc]
 
@@ -103,11 +100,8 @@ def _are_smaller(
     *,
     is_due: bool,
 ) -> bool:
-    """Tests for factors on all replicas, for all shard sizes, that are smaller than a variable's gradient.
-
-    The factors of all microbatches of a replica count together. One device makes no shares: factors help it only with
-    gradients that it need not write whole. Factors for other workers, or for an optimizer (``is_due``), are decided
-    before, alike on all workers.
+    """The factors of all microbatches of a replica count together. Due factors were chosen before, alike on all
+    workers.
     """
     if len(of_graph) < len(graphs):
         return False
@@ -139,7 +133,7 @@ _MUCH = 4  # with symbols: how many times larger or smaller factors may become t
 
 
 def _keep_to_such_sizes(factors: Sequence[torch.Tensor], gradient: torch.Tensor, *, are_chosen: bool) -> None:
-    """Guards a graph with symbolic sizes: it runs only for sizes with much the same choice."""
+    """The graph runs only for sizes with much the same choice."""
     whole = num_elements_now(gradient)
     if are_chosen:
         assume_num_elements(factors, most=whole * _MUCH)

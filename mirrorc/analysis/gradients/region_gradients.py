@@ -13,7 +13,7 @@ from mirrorc.ir.nodes import calls_to
 
 
 def gradient_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The gradients of an outlined graph, each with its variable, without nodes that are also other results of the graph."""
+    """The variables of gradients that are no other results."""
     output: Any = graph.output_node().args[0]
     names: dict[fx.Node, str] = {}
     shared: set[fx.Node] = {output["loss"], *output["writes"].values()}
@@ -33,11 +33,7 @@ def calls_by_region(graphs: Sequence[fx.Graph]) -> dict[str, list[fx.Node]]:
 
 
 def gradient_places(call: fx.Node, names: Mapping[fx.Node, str]) -> tuple[dict[int, str], list[str]]:
-    """The gradients among a call's results.
-
-    Returns:
-        The variables by the index of the gradient among the results, and the variables whose gradients have other uses too.
-    """
+    """The variables by the index of the result, and those whose gradients have other uses, too."""
     variables: dict[int, str] = {}
     left = []
     for part in call.users:

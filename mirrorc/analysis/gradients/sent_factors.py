@@ -20,8 +20,7 @@ from mirrorc.ir.program import Program
 from mirrorc.torch_internals import num_bytes_now, sizes_key
 
 Counts = tuple[int, ...]
-"""The numbers of rows of the factors that a worker sends: of each bucket in order, of each gradient, of each replica, how many
-parts there are, and then the number of rows of each part."""
+"""Rows of sent factors, by bucket, gradient and replica: the number of parts, and then the rows of each part."""
 
 
 # In a captured program, before it is outlined
@@ -29,13 +28,7 @@ parts there are, and then the number of rows of each part."""
 
 @dataclass(frozen=True)
 class Sendable:
-    """A gradient of a captured program that can be sent as factors.
-
-    Attributes:
-        variable: the name of its variable.
-        value: its (fake) value on one replica.
-        of_shards: its factors in each shard graph.
-    """
+    """A gradient of a captured program that can be sent as factors; ``value`` is fake."""
 
     variable: str
     value: torch.Tensor
@@ -43,17 +36,11 @@ class Sendable:
 
     @property
     def form(self) -> GradientForm:
-        """The form of the gradient, which all shards share."""
         return self.of_shards[0].form
 
 
 def sendable(program: Program, least_elements: int) -> Iterator[Sendable]:
-    """The gradients of a captured program that can be sent as factors, in the order of the program's output.
-
-    Args:
-        program: a CAPTURED program of a training step.
-        least_elements: the number of elements from which gradients are listed.
-    """
+    """The gradients of a CAPTURED step that can be sent as factors, in the order of its output."""
     variables = ViewedVariables(program)
     recognized = [_recognized(graph, variables) for graph in program.shard_graphs]
     has_parts = any(len(program.graphs_run_by(replica)) > 1 for replica in program.present)
@@ -69,7 +56,6 @@ def sendable(program: Program, least_elements: int) -> Iterator[Sendable]:
 
 
 def _recognized(graph: fx.Graph, variables: ViewedVariables) -> dict[str, tuple[fx.Node, FactoredGradient]]:
-    """The gradients of a captured graph that have factors which can be sent, by variable."""
     gradients, found = _gradients(graph), {}
     nodes = list(gradients.values())
     for name, node in gradients.items():
@@ -82,7 +68,7 @@ def _recognized(graph: fx.Graph, variables: ViewedVariables) -> dict[str, tuple[
 
 
 def sent_factors(program: Program, variable: str) -> SentFactors:
-    """The factors that workers send of a variable's `sendable` gradient in a captured program."""
+    """Those of a `sendable` gradient in a captured program."""
     gradient = recognize(_gradients(program.shard_graphs[0])[variable])
     assert gradient is not None, "the gradient can be sent as factors"
     factors = _described(gradient.form, fake_rows(gradient), gradient.details)
@@ -91,7 +77,7 @@ def sent_factors(program: Program, variable: str) -> SentFactors:
 
 
 def fake_rows(gradient: FactoredGradient) -> list[torch.Tensor] | None:
-    """The (fake) rows of a gradient's factors; None if factors of its form are not sent."""
+    """None if factors of this form are not sent."""
     return gradient.form.to_rows([factor.meta["val"] for factor in gradient.factors])
 
 
@@ -103,7 +89,6 @@ def _gradients(graph: fx.Graph) -> dict[str, fx.Node]:
 def _described(
     form: GradientForm, rows: Sequence[torch.Tensor] | None, details: Mapping[str, Any]
 ) -> SentFactors | None:
-    """The record of a gradient's sent factors; None if it cannot be sent as factors."""
     if rows is None or not all(type(value) is int for value in details.values()):
         return None
     kinds = tuple(RowType(sizes_key(factor.shape[1:]), factor.dtype) for factor in rows)
@@ -115,18 +100,17 @@ def _described(
 
 
 def gradients_of(pack: fx.Node) -> list[fx.Node]:
-    """In order of the slots."""
     return list(pack.args)  # type: ignore[arg-type]
 
 
 def packed_factors(gradient: fx.Node) -> SentFactors | None:
-    """The sent factors of a gradient left as factors; None if factors of its form are not sent."""
+    """None if factors of this form are not sent."""
     rows = rows_of(gradient)
     return _described(form_of(gradient), rows[0], details_of(gradient)) if rows is not None else None
 
 
 def rows_of(gradient: fx.Node) -> list[list[torch.Tensor]] | None:
-    """The (fake) rows of a gradient's factors, of each of its parts; None if factors of its form are not sent."""
+    """The (fake) rows, of each part; None if factors of this form are not sent."""
     form = form_of(gradient)
     parts = [form.to_rows(factors) for factors in factor_values(gradient)]
     return None if None in parts else parts  # type: ignore[return-value]
@@ -138,15 +122,12 @@ def factor_bytes(pack: fx.Node) -> int:
 
 
 def packs_of(program: Program, bucket: int) -> list[fx.Node]:
-    """One of each replica, in a lowered program."""
     graphs = (module.graph for module in program.device_graphs.values())
     return [next(node for node in calls_to(graph, ops.pack) if bucket_of(node) == bucket) for graph in graphs]
 
 
 def factors_of_shares(program: Program, bucket: int) -> list[list[list[tuple[torch.Tensor, ...]]]]:
-    """The (fake) factors from which devices make their shares of a bucket, in a LOWERED program: of each replica with
-    examples, of each gradient, of each part. Other workers are assumed to have as many as this one.
-    """
+    """The (fake) factors by replica with examples, gradient and part; other workers are assumed to have as many."""
     packs = [pack for pack in packs_of(program, bucket) if pack.args]
     factors = [[factor_values(gradient) for gradient in left_to_shares(pack)] for pack in packs]
     is_gathered = any(user.target is ops.gather_factors for pack in packs for user in pack.users)
@@ -154,7 +135,6 @@ def factors_of_shares(program: Program, bucket: int) -> list[list[list[tuple[tor
 
 
 def row_counts(program: Program) -> Counts:
-    """The numbers of rows of the factors that a lowered program sends."""
     counts: list[int] = []
     for bucket in program.buckets:
         if not bucket.is_sent_as_factors:
@@ -173,13 +153,7 @@ def no_rows(program: Program) -> Counts:
 
 
 def split_counts(counts: Counts, num_gradients: Sequence[int], num_replicas: int) -> list[list[list[Counts]]]:
-    """The number of rows of each part, by bucket, gradient and replica.
-
-    Args:
-        counts: as `row_counts` gives them.
-        num_gradients: of each bucket sent as factors.
-        num_replicas: of the worker of these counts.
-    """
+    """The number of rows of each part, by bucket, gradient and replica, from `row_counts`."""
     remaining = iter(counts)
     split = [
         [[tuple(next(remaining) for _ in range(next(remaining))) for _ in range(num_replicas)] for _ in range(number)]

@@ -1,4 +1,4 @@
-"""Bounds on the rows of a table that a row-wise optimizer writes in a step, and their bytes."""
+"""Bounds on the rows of a table that a row-wise optimizer writes in a step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from mirrorc.torch_internals import size_now
 
 
 def most_rows(program: Program, index: int) -> int:
-    """The most rows of a table in a step's gradient: one for each lookup, but no more than the table has.
-
-    Other workers are assumed to look up as much as this one; if this one has no examples, nothing is known of them.
-
-    Args:
-        program: a program with packed buckets.
-        index: of the bucket with the row-wise optimizer.
-    """
+    """Other workers are assumed to look up as much as this one."""
     bucket = program.buckets[index]
     rows_of_table = bucket.slots[0].shape[0]
     packs = [node for graph in program.graphs() for node in calls_to(graph, ops.pack) if bucket_of(node) == index]
@@ -31,7 +24,7 @@ def most_rows(program: Program, index: int) -> int:
 
 
 def bytes_of_rows_sent(program: Program, index: int) -> int:
-    """The bytes of those rows, without indices: every device has these."""
+    """Without indices: every device has these."""
     bucket = program.buckets[index]
     return most_rows(program, index) * bucket.slots[0].shape[1] * bucket.dtype.itemsize
 
@@ -51,5 +44,5 @@ def is_of_rows(receipt: fx.Node) -> bool:
 
 
 def gives_indices_alone(wait: fx.Node) -> bool:
-    """Tests for an awaited sum of rows that is used for its indices alone."""
+    """Tests for a sum of rows that is used for its indices alone."""
     return all(user.target is ops.store_rows for user in wait.users)

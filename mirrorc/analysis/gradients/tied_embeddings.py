@@ -1,4 +1,4 @@
-"""Gradients that are a product plus rows of a table: those of a weight shared by an embedding and a linear layer."""
+"""Gradients of a weight shared by an embedding and a linear layer: a product plus rows of a table."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class AddedRows:
-    """A gradient made in a region by adding rows to a product of an earlier region, used for nothing else.
-
-    Attributes:
-        region: adds the rows.
-        place: the index of the gradient among the region's results: the sum of an argument and a table's gradient.
-        product: the result of the earlier region, a node of the program's graph.
-    """
+    """Rows added in a region to a product of an earlier region, used for nothing else; ``place`` is that of the sum."""
 
     variable: str
     region: str
@@ -36,7 +30,7 @@ class AddedRows:
 def added_rows(
     program: Program, graphs: Sequence[fx.Graph], names: Mapping[fx.Node, str], slots: Mapping[str, Slot]
 ) -> list[AddedRows]:
-    """The gradients of this kind, of regions called once, in slots with the product's layout. ``program`` is OUTLINED."""
+    """Regions are called once, and slots have the product's layout."""
     calls = calls_by_region(graphs)
     once = {name: nodes[0] for name, nodes in calls.items() if len(nodes) == 1}
     added: list[AddedRows] = []
@@ -54,7 +48,7 @@ def added_rows(
 
 
 def _argument_with_rows(gradient: fx.Node) -> int | None:
-    """The place of the argument to which a result adds a table's gradient, if nothing else reads the argument; or None."""
+    """None if anything else reads the argument."""
     if gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs or len(gradient.users) != 1:
         return None
     before, table = gradient.args
@@ -68,7 +62,7 @@ def _argument_with_rows(gradient: fx.Node) -> int | None:
 
 
 def _is_product_for(program: Program, value: fx.Node, reader: fx.Node, once: Mapping[str, fx.Node]) -> bool:
-    """Tests for a region's product with one user, one argument of another region's call."""
+    """The product has one user, one argument of another region's call."""
     maker: Any = value.args[0] if value.target is operator.getitem else None
     if not isinstance(maker, fx.Node) or not is_region_call(maker) or region_of(maker) not in once:
         return False

@@ -20,27 +20,26 @@ _SMALLEST_PART = 8
 
 
 def part_elements_of(wait: fx.Node) -> int | None:
-    """The number of elements at a time in which an update makes its share; None if the wait makes it."""
+    """None if the wait makes the share."""
     takers = [taker for user in wait.users for taker in (user.users if user.target is ops.clip_value else (user,))]
     numbers = [taker.kwargs.get("part_elements") for taker in takers if taker.target is ops.update]
     return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def share_behind(update: fx.Node) -> fx.Node:
-    """The share behind an update's operand, past a bound by elements."""
+    """Looks past a bound by elements."""
     gradient: Any = update.args[0]
     return gradient.all_input_nodes[0] if gradient.target is ops.clip_value else gradient
 
 
 def is_made_in_updates(gradient: fx.Node) -> bool:
-    """Tests for a factored gradient whose shares are left to the updates that take them."""
     launches = [launch for pack in gradient.users for launch in pack.users]
     waits = [wait for launch in launches for wait in launch.users if wait.target is ops.wait]
     return bool(waits) and all(part_elements_of(wait) is not None for wait in waits)
 
 
 def why_not_in_parts(program: Program, update: fx.Node) -> str:
-    """Why an update cannot make the share that it takes in parts, in a clause; empty if it can."""
+    """The reason in a clause; empty if the update can."""
     wait = share_behind(update)
     launches = [source for source in wait.all_input_nodes if source.target in (ops.reduce_scatter, ops.gather_factors)]
     if wait.target is not ops.wait or not launches:
@@ -63,26 +62,21 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
 
 
 def _packs(program: Program, update: fx.Node) -> list[fx.Node]:
-    """The packs of an update's bucket on all replicas; one without examples packs nothing, and takes part all the same."""
+    """A replica without examples packs nothing, and takes part all the same."""
     packs = [pack for graph in program.graphs() for pack in calls_to(graph, ops.pack)]
     return [pack for pack in packs if bucket_of(pack) == bucket_of(update) and has_link(pack)]
 
 
 def has_link(pack: fx.Node) -> bool:
-    """Tests for a packed bucket with a known reduction, and so a known maker of its gradients."""
+    """A reduction with a link tells the maker of gradients."""
     return all(user.kwargs.get("link") for user in pack.users)
 
 
 def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: int) -> int:
-    """The elements of the largest part of a product, or of some rows of it: whole rows, at most ``part_elements`` elements.
-
-    It is 0 if the product is not made in parts. A small one is not: the optimizer's call for each part costs more than a
-    write.
+    """The elements of the largest part, whole rows; 0 for a product that is not made in parts.
 
     Args:
-        num_rows, width: of the product.
         num_inner: the number of addends of each element.
-        part_elements: as the update says.
     """
     is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER
     return min(num_rows, part_elements // width) * width if is_worth_it else 0

@@ -1,4 +1,4 @@
-"""Reasons for which a gradient is made whole, whichever operator makes it, in the words of remarks."""
+"""Reasons to make a gradient whole, in the words of remarks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from mirrorc.ir.gradient_forms import GradientForm
 
 
 def why_whole(gradient: torch.Tensor, strides: tuple[int, ...] | None, least_elements: int) -> str:
-    """The reason for which a gradient cannot stay factors; empty if it can.
+    """Empty if the gradient can stay factors.
 
     Args:
-        gradient: its (fake) value.
         strides: of its variable; None if its optimizer does not update it element by element.
-        least_elements: the number of elements from which factors are worthwhile.
     """
     if strides is None:
         return "of optimizers that need them whole"
@@ -23,5 +21,5 @@ def why_whole(gradient: torch.Tensor, strides: tuple[int, ...] | None, least_ele
 
 
 def why_whole_in_microbatches(form: GradientForm) -> str:
-    """The reason for which a gradient of several microbatches cannot stay factors; empty if it can."""
+    """Empty if the gradient can stay factors."""
     return "" if form.takes_parts else f"{form.description} that is made of the factors of one microbatch alone"

@@ -25,10 +25,9 @@ _UNDECLARED = frozenset(
         torch.ops.prims.device_put.default,
     }
 )
-"""Operators with kernels of their own whose results may share the memory of an argument, although their schemas do not say so.
+"""Operators whose results may share the memory of an argument, although their schemas do not say so.
 
-All were found by calling the operators of torch. Composite operators are not listed: aliasing of their results depends on the
-call, as for ``dropout`` and ``sum_to_size``, so all of them may share.
+Composite operators are not listed: all of them may share, as for ``dropout`` and ``sum_to_size``.
 """
 
 
@@ -46,10 +45,7 @@ def _may_give_any(target: Any) -> bool:
 
 
 def shared_by(value: fx.Node) -> list[fx.Node]:
-    """The values of the same graph that a value may be a view of.
-
-    Parts of a result share the memory of the whole. Results of regions are not followed, see `ViewedVariables`.
-    """
+    """The values of the same graph that a value may be a view of; results of regions are not followed."""
     while value.target is operator.getitem and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     if not is_computed(value):
@@ -68,7 +64,7 @@ def _nodes_in_argument(node: fx.Node, name: str) -> list[fx.Node]:
 
 
 def viewed(value: fx.Node) -> fx.Node | None:
-    """The value of the same graph that a value is certainly a view of; None if it is no view, or may be a copy."""
+    """The value that a value is certainly a view of; None if it is no view, or may be a copy."""
     made: Any = value
     while made.target is operator.getitem:
         made = made.args[0]
@@ -94,18 +90,13 @@ def origins(value: fx.Node) -> set[fx.Node]:
 
 
 class ViewedVariables:
-    """The variables whose memory values outside of regions may share.
-
-    Args:
-        program: the program of the values; its graphs do not change while this is in use.
-    """
+    """The variables whose memory values outside of regions may share. The program's graphs must not change."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._shared: dict[str, dict[int, set[int]]] = {}
 
     def of(self, value: fx.Node) -> set[str]:
-        """The variables whose memory a value may share: as a read, a view or a region's result."""
         variables: set[str] = set()
         waiting, seen = [value], {value}
         while waiting:
@@ -118,7 +109,6 @@ class ViewedVariables:
         return variables
 
     def _shared_by_part(self, part: fx.Node) -> list[fx.Node]:
-        """The arguments of a region's call whose memory one of its results may share; none for other values."""
         call: Any = part.args[0] if part.target is operator.getitem else None
         if not isinstance(call, fx.Node) or not is_region_call(call):
             return []
@@ -126,7 +116,6 @@ class ViewedVariables:
         return [argument for i, argument in enumerate(call.args) if i in places and isinstance(argument, fx.Node)]
 
     def _shared_arguments(self, region: str) -> dict[int, set[int]]:
-        """The places of arguments whose memory a region's results may share, by places of results."""
         if region not in self._shared:
             body = self._program.regions[region].graph_module.graph
             results: Any = body.output_node().args[0]

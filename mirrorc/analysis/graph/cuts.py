@@ -1,4 +1,4 @@
-"""Operators that are better before a cut of the graph than behind it."""
+"""Moves operators before a cut of the graph."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ _MIN_GAIN = 2  # the value has at least so many times the products' bytes
 
 
 def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[fx.Node, int]:
-    """The nodes of a cut graph to move before the cut, with their new pieces, so that a large value need not pass it.
-
-    Behind the cut, only much smaller products read such a value, and they need nothing else from there. The gradient of a
-    large vocabulary's logits is one: its product with the head's weight is much smaller.
+    """The nodes to move before a cut, with their new pieces, so that a large value need not pass it for much smaller
+    products.
 
     Args:
-        piece_of: the piece of each node of the graph, in its order; piece 0, the forward, is left as it is.
+        piece_of: in the order of the graph; piece 0, the forward, is left as it is.
         min_bytes: smaller values may pass a cut.
     """
     pieces = dict(piece_of)
@@ -40,7 +38,7 @@ def moved_before_cuts(piece_of: Mapping[fx.Node, int], min_bytes: int) -> dict[f
 
 
 def _readers_behind(value: fx.Node, piece_of: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """The readers of a value behind its piece, its views, and their readers."""
+    """Looks through views."""
     readers: set[fx.Node] = set()
     pending = [value]
     for node in pending:

@@ -1,4 +1,4 @@
-"""Decompositions that passes may apply to operators: they give the same numbers except for rounding."""
+"""Decompositions of operators that give the same numbers except for rounding."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ _CUBIC = 0.044715
 
 
 def is_tanh_gelu(node: fx.Node) -> bool:
-    """Tests for GELU's approximation by tanh, or its gradient."""
     return node.target in DECOMPOSITIONS and node.kwargs.get("approximate") == "tanh"
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a node with a decomposition, in order, with repetitions."""
     return [argument for argument in node.args if isinstance(argument, fx.Node)]
 
 
 def decomposition_of(node: fx.Node) -> fx.Graph | None:
-    """The decomposition of a node's operator, as a graph with a placeholder for each tensor of the node, in order.
-
-    None if there is none. The shapes of the graph's values differ from those of the node.
+    """A graph with a placeholder for each tensor of the node, in order; None without a decomposition. Its shapes are
+    others.
     """
     if not is_tanh_gelu(node):
         return None
@@ -79,5 +76,5 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts a tensor to another dtype, by the operator that both backends run unchanged."""
+    """Uses the operator that both backends run unchanged."""
     return torch.ops.prims.convert_element_type(x, dtype) if x.dtype is not dtype else x

@@ -1,4 +1,4 @@
-"""Arguments of regions' calls without later reads, so that a region may write into their memory."""
+"""Arguments of regions' calls without later reads."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ PRODUCTS = frozenset(
 
 
 def dying_places(program: Program, call: fx.Node) -> set[int]:
-    """The places of a call's arguments with memory of their own, read by nothing but this call.
-
-    These are results of regions: contiguous products, sharing memory with no other result of their region.
+    """The places of a call's arguments in memory that nothing but this call reads: contiguous products of other
+    regions.
     """
     return {
         i for i, argument in enumerate(call.args) if isinstance(argument, fx.Node) and _dies(program, call, argument)
@@ -45,7 +44,7 @@ def _dies(program: Program, call: fx.Node, argument: fx.Node) -> bool:
 
 
 def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
-    """Tests for a result of a region's call in memory of its own, or in memory reserved for it."""
+    """Reserved memory counts."""
     body = program.regions[region_of(maker)].graph_module.graph
     if unaliased_product(body, place) is not None:
         return True
@@ -92,8 +91,7 @@ def stored_product(value: Any) -> fx.Node | None:
 def _numbers(body: fx.Graph) -> dict[fx.Node, int]:
     """Equal numbers for values that a backend may keep in the same memory.
 
-    It may merge equal operators, and drop an operator without effect: one with a single varying operand, such as a product
-    with ones.
+    It may merge equal operators, and drop an operator without effect, such as a product with ones.
     """
     numbers: dict[fx.Node, int] = {}
     known: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Operators fused by backends, so that their values need not be in memory."""
+"""Operators that backends fuse."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ _TAKING = frozenset(
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Tests for a value that is faster to recompute, from values read anyway, than to store and read."""
+    """Tests for a value that is faster to recompute than to store and read."""
     return node.target in _CHEAP or (is_compute(node) and tells_places_of_maxima(node.target))
 
 
 def is_fused(user: fx.Node) -> bool:
-    """Tests for a use without storage of the value by a backend, also through views."""
+    """Tests for a use that needs no stored value."""
     if not is_compute(user):
         return False
     if viewed(user) is not None:

@@ -1,4 +1,4 @@
-"""Operators that change only a value's layout, and operators sensitive to the layout."""
+"""Operators that change a value's layout, or depend on it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ LAYOUT_ONLY: Mapping[Any, str] = {
     aten.contiguous.default: "is its argument, or a copy of it in the format that it names",
     aten._to_copy.default: "copies its elements; with a dtype or a device it does more, and is not looked through",
 }
-"""Operators that change only the memory format, if ``memory_format`` is their only option; and why.
-
-Without a format, such an operator is a necessary copy, for example of a gradient.
-"""
+"""Operators that change only the memory format, and why. Without ``memory_format`` they are necessary copies."""
 
 BY_POSITION = (
     aten.as_strided.default,
@@ -36,25 +33,20 @@ _OF_TORCH = ("aten", "prims")
 
 
 def strides_of(value: Any) -> Any:
-    """The strides of a tensor, or of each tensor in a nested list or tuple."""
     if isinstance(value, torch.Tensor):
         return value.stride()
     return [strides_of(part) for part in value] if isinstance(value, list | tuple) else None
 
 
 def is_layout_only(node: fx.Node) -> bool:
-    """Tests for a node whose value differs from its first argument only in its layout."""
     return node.target in LAYOUT_ONLY and len(node.args) == 1 and node.kwargs.keys() == {"memory_format"}
 
 
 def reads_strides(target: Any) -> bool:
-    """Tests for an operator that addresses elements by their position in memory: its result depends on the layout."""
+    """Tests for an operator that addresses elements by their position in memory."""
     return target in _READ_STRIDES
 
 
 def may_read_memory_in_order(target: Any) -> bool:
-    """Tests for an operator that torch does not define.
-
-    It may draw random numbers in the order of memory, or have been written for one format.
-    """
+    """Tests for an operator that torch does not define: it may draw random numbers in the order of memory."""
     return is_operator(target) and target.namespace not in _OF_TORCH

@@ -13,10 +13,9 @@ from mirrorc.ir.program import Region
 
 
 def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
-    """The last node that reads a part of a call's result, after which nobody has a view of it.
+    """The last reader of a part of a call's result.
 
-    None without readers, or if any reader returns a view, or is neither a region nor an operator of torch. Nodes compare by
-    their places in the graph.
+    None if any reader returns a view, or is neither a region nor an operator of torch.
     """
     readers: list[Any] = list(part.users)
     return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None

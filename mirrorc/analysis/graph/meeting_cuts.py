@@ -1,4 +1,4 @@
-"""Cuts the operators of a captured graph where replicas meet, which is between regions."""
+"""Cuts a captured graph where replicas meet."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class Cut:
     """The operators of a graph, cut into pieces of forward and of backward; pieces may be empty.
 
     Attributes:
-        forward, backward: the pieces.
-        meetings: those that come behind each piece, by its place among all of them.
+        meetings: those behind each piece, by its place among all of them.
     """
 
     forward: Sequence[Sequence[fx.Node]]
@@ -28,7 +27,7 @@ class Cut:
 
 
 def cut_at_meetings(graph: fx.Graph, forward: Sequence[fx.Node], backward: Sequence[Sequence[fx.Node]]) -> Cut:
-    """Cuts forward, and the pieces of backward further, where replicas meet. Parts of results stay with what gives them."""
+    """Cuts the pieces further, where replicas meet. Parts of results stay with their source."""
     meetings = list(calls_to(graph, *ops.MEETINGS))
     if not meetings:
         return Cut([forward], backward)
@@ -49,7 +48,6 @@ def cut_at_meetings(graph: fx.Graph, forward: Sequence[fx.Node], backward: Seque
 
 
 def source_of_part(node: fx.Node) -> fx.Node:
-    """The value that a part is taken from; the value itself, if it is no part."""
     while node.target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)

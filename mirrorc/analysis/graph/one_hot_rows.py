@@ -1,8 +1,4 @@
-"""Sums of one-hot rows, and reads of single elements of a row: neither needs all elements.
-
-The loss of a classifier reads one log-probability per example, and its gradient begins as a one-hot row per example. Both
-functions work on values of any kind, through `RowValues`: nodes in a pass, expressions in the verifier.
-"""
+"""Sums of one-hot rows, and reads of single elements of a row: neither needs all elements."""
 
 from __future__ import annotations
 
@@ -28,18 +24,17 @@ class Made(Generic[V]):
 
 
 class RowValues(Protocol[V]):
-    """Values of one kind, some with a known maker."""
+    """Values of one kind: nodes in a pass, expressions in the verifier."""
 
     def made(self, value: Any) -> Made[V] | None:
-        """The maker of a value, as far as it is known; None if the value is no tensor."""
+        """None if the value is no tensor, or its maker is unknown."""
 
-    def apply(self, target: Any, args: tuple[Any, ...]) -> V:
-        """The result of an operator."""
+    def apply(self, target: Any, args: tuple[Any, ...]) -> V: ...
 
 
 @dataclass(frozen=True)
 class _OneHot(Generic[V]):
-    """One-hot rows: the place of the element, of size 1 along the rows, and its value."""
+    """The place of the element in each row, of size 1 along the rows, and its value."""
 
     index: V
     element: Any
@@ -58,15 +53,14 @@ ROW_MAKERS = READ_THROUGH | {aten.full.default, aten.scatter.value, aten.mul.Ten
 
 
 def by_elements(values: RowValues[V], made: Made[V]) -> V | None:
-    """The result of an operator of `ROW_READERS`, computed from one element of each row; None if it needs them all."""
+    """The result of an operator of `ROW_READERS` from one element of each row; None if it needs them all."""
     return sum_of_one_hot(values, made) if made.target is aten.sum.dim_IntList else element_of_row(values, made)
 
 
 def sum_of_one_hot(values: RowValues[V], made: Made[V]) -> V | None:
-    """The sum of one-hot rows: their elements. None for other operators.
+    """The elements of summed one-hot rows; None for other operators.
 
-    It has the bits of the sum if the factors of a row are finite; zeros times other factors would be NaN. Zero is added, since
-    a zero sum is never negative zero.
+    Zero is added, since a zero sum is never negative zero.
     """
     if made.target is not aten.sum.dim_IntList or made.kwargs or len(made.args) != 3 or made.args[2] is not True:
         return None
@@ -81,7 +75,7 @@ def sum_of_one_hot(values: RowValues[V], made: Made[V]) -> V | None:
 
 
 def element_of_row(values: RowValues[V], made: Made[V]) -> V | None:
-    """The result of a gather, bit for bit, from elements of the gathered value's operands; None if there is no other way."""
+    """The result of a gather, bit for bit, from elements of operands; None if there is no other way."""
     if made.target is not aten.gather.default or made.kwargs or len(made.args) != 3:
         return None
     source, dim, index = made.args
@@ -89,7 +83,7 @@ def element_of_row(values: RowValues[V], made: Made[V]) -> V | None:
 
 
 def _element(values: RowValues[V], source: V, dim: int, index: V, most: int = _MOST_FOLLOWED) -> V | None:
-    """The elements of a value at an index, through at most ``most`` operators; None if they can only be gathered."""
+    """Follows at most ``most`` operators; None if the elements can only be gathered."""
     made, at = values.made(source), values.made(index)
     if made is None or at is None or made.kwargs or made.target not in READ_THROUGH or not made.shape or not most:
         return None
@@ -118,9 +112,7 @@ def _is_constant_in_rows(
 
 
 def _one_hot(values: RowValues[V], value: Any, dim: int, known: dict[int, _OneHot[V] | None]) -> _OneHot[V] | None:
-    """The element and its place of each row; None for other values. Results are cached in ``known`` by the identity of the
-    value.
-    """
+    """``known`` caches results by the identity of the value."""
     if id(value) not in known:
         if len(known) == _MOST_FOLLOWED:
             return None
@@ -158,7 +150,6 @@ def _scattered(values: RowValues[V], made: Made[V], dim: int) -> _OneHot[V] | No
 def _scaled(
     values: RowValues[V], made: Made[V], rows: Any, factor: Any, dim: int, known: dict[int, _OneHot[V] | None]
 ) -> _OneHot[V] | None:
-    """The product of rows with a factor, of which one element per row counts."""
     row, source, by = _one_hot(values, rows, dim, known), values.made(rows), values.made(factor)
     if row is None or source is None or source.shape != made.shape or by is None or by.dtype is not made.dtype:
         return None

@@ -22,7 +22,6 @@ def places_of_columns(node: fx.Node) -> tuple[int, ...]:
 
 
 def first_columns(node: fx.Node) -> Any:
-    """The number of columns if a node takes the first ones of a matrix; None otherwise."""
     if node.target is not aten.slice.Tensor or node.kwargs or len(node.args) != 4:
         return None
     _, dim, first, last = node.args
@@ -30,7 +29,7 @@ def first_columns(node: fx.Node) -> Any:
 
 
 def columns_before_padding(node: fx.Node) -> Any:
-    """The number of columns before padding, if a node pads rows at their ends; None otherwise."""
+    """The number of columns before padding, if a node pads rows at their ends."""
     if node.target is not aten.constant_pad_nd.default or node.kwargs or len(node.args) != 2:
         return None
     value, padding = node.args
