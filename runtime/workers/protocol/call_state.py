@@ -1,19 +1,27 @@
-"""Stage of a worker in a training call, for the meaning of a failure."""
+"""Stage of a worker in a training call, and the failures that end calls."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
 
-class Stage(enum.Enum):
-    """The stages of a training call, in their order."""
+class Stage(enum.StrEnum):
+    """The stages of a training call.
 
-    BEFORE = enum.auto()  # the others know of no vote of this worker
-    VOTING = enum.auto()
-    UPDATING = enum.auto()  # the step takes place, and commits before all sums are there
-    COMMITTED = enum.auto()
-    DONE = enum.auto()  # this worker has told the others all
+    A call goes from BEFORE over VOTING and COMMITTED to DONE. One that commits before all sums are there goes over VOTING_EARLY,
+    UPDATING and UPDATED. A call that all workers refuse alike ends in REFUSED.
+    """
+
+    BEFORE = "before"  # the others know of no vote of this worker
+    REFUSED = "refused"  # all workers raise the same error
+    VOTING = "voting"
+    COMMITTED = "committed"
+    VOTING_EARLY = "voting early"
+    UPDATING = "updating"  # the step takes place, and sums or updates are to come; no worker ends the call without them
+    UPDATED = "updated"
+    DONE = "done"  # this worker has sent all
 
 
 @dataclass
@@ -23,25 +31,44 @@ class CallState:
     Attributes:
         number: number of the last begun call; 0 before the first.
         stage: stage of that call.
-        is_early: whether it commits before all sums are there.
-        are_all_raising: whether all workers raise the same error, so that none needs to be notified.
     """
 
     number: int = 0
     stage: Stage = Stage.BEFORE
-    is_early: bool = False
-    are_all_raising: bool = False
 
     def begin(self) -> None:
         """Begins the next call."""
         self.number += 1
-        self.stage, self.is_early, self.are_all_raising = Stage.BEFORE, False, False
+        self.stage = Stage.BEFORE
 
-    @property
-    def has_voted(self) -> bool:
-        return self.stage is not Stage.BEFORE
 
-    @property
-    def is_before_end(self) -> bool:
-        """Test for an early commit, done or pending, with an unsent loss. No worker ends the call without it."""
-        return self.is_early and self.stage in (Stage.VOTING, Stage.UPDATING)
+@dataclass(frozen=True)
+class Failure:
+    """A failure that ends a step of all workers.
+
+    Attributes:
+        rank: the failed worker; -1 if unknown.
+        step: number of the call that it ends; of the first of them, if it is final.
+        text: its cause, as a clause: "it raised ValueError: ...".
+        is_final: whether the worker cannot go on; otherwise all may call their steps again.
+        stage: of the worker that has published it.
+    """
+
+    rank: int
+    step: int
+    text: str
+    is_final: bool = False
+    stage: Stage = Stage.BEFORE
+
+    def ends(self, call: int) -> bool:
+        """Test for an end of the call of this number."""
+        return self.step == call or (self.is_final and self.step < call)
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_text(text: str | bytes) -> Failure:
+        """Inverse of `to_text`."""
+        fields = json.loads(text)
+        return Failure(**{**fields, "stage": Stage(fields["stage"])})

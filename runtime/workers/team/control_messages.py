@@ -12,7 +12,7 @@ from mirrorc.cluster import Cluster
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.consistency import check_same_facts
 from mirrorc.errors import CommunicationError
-from mirrorc.runtime.workers.protocol.call_state import CallState
+from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
 from mirrorc.runtime.workers.protocol.header import digest
 from mirrorc.runtime.workers.team.failures import Failures
 from mirrorc.runtime.workers.transport.connect import all_texts
@@ -90,7 +90,7 @@ class Words:
         local_digest = torch.tensor([digest(repr(list(facts.items())))])
         self._connections.tell(lambda group: group.all_gather(local_digest, digests))
         if len(set(map(int, digests))) > 1:
-            self._call.are_all_raising = True
+            self._call.stage = Stage.REFUSED
             self.refuse_difference(subject, facts, remedy)
 
     def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
@@ -108,7 +108,7 @@ class Words:
                 self._timeout_seconds + _LONGEST_ANSWER_SECONDS,
             )
         except LostConnectionError:
-            self._call.are_all_raising = False  # they do not raise the like
+            self._call.stage = Stage.BEFORE  # they do not raise the like
             raise
         except CommunicationError as error:
             end = f" {remedy}." if remedy else ""
@@ -126,7 +126,7 @@ class Words:
         try:
             yield
         except CommunicationError:
-            self._call.are_all_raising = True
+            self._call.stage = Stage.REFUSED
             raise
 
 

@@ -5,13 +5,11 @@ A broken connection does not name the failed worker, and a stopped worker breaks
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
@@ -19,6 +17,7 @@ from mirrorc.cluster.membership import Worker
 from mirrorc.cluster.stores import OwnConnection, first_line
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.workers.protocol.call_progress import Progress
+from mirrorc.runtime.workers.protocol.call_state import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -34,32 +33,6 @@ _SECONDS_BETWEEN_TRIES = 0.02
 _LONGEST_READING_SECONDS = 5.0  # for which a worker that has failed stays, so that the others can read why
 _MOST_ERRORS = 5  # of the store, one after the other
 _NUM_FAILURES = "failures"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A failure that ends a step of all workers.
-
-    Attributes:
-        rank: the failed worker; -1 if unknown.
-        step: number of the call that it ends; of the first of them, if it is final.
-        text: its cause, as a clause: "it raised ValueError: ...".
-        is_final: whether the worker cannot go on; otherwise all may call their steps again.
-        had_voted: whether it had voted for the step before, so that others may have committed.
-        before_end: whether it came before this worker had all sums of a step that updates early. Then no worker can have
-            ended that step, and all go on together, once partial updates are restored.
-    """
-
-    rank: int
-    step: int
-    text: str
-    is_final: bool = False
-    had_voted: bool = False
-    before_end: bool = False
-
-    def ends(self, call: int) -> bool:
-        """Test for an end of the call of this number."""
-        return self.step == call or (self.is_final and self.step < call)
 
 
 class Watcher:
@@ -123,7 +96,7 @@ class Watcher:
             key = _failure(self._num_seen)
             if not self._store.check([key]):
                 return  # it is being written
-            failure = Failure(**json.loads(self._store.get(key)))
+            failure = Failure.from_text(self._store.get(key))
             self._num_seen += 1
             on_failure = self._on_failure()
             if key not in self._published_keys and on_failure is not None:
@@ -148,7 +121,7 @@ class Watcher:
     def _publish(self, failure: Failure, readers: Collection[int]) -> None:
         key = _failure(self._store.add(_NUM_FAILURES, 1) - 1)
         self._published_keys.add(key)  # it is read when it is there
-        self._store.set(key, json.dumps(asdict(failure)))
+        self._store.set(key, failure.to_text())
         until = time.monotonic() + _LONGEST_READING_SECONDS
         while time.monotonic() < until:
             awaited = [_read(key, rank) for rank in readers if rank not in self._gone]

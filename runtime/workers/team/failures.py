@@ -7,8 +7,8 @@ import re
 from mirrorc.cluster import Cluster
 from mirrorc.messages.wording import numbered
 from mirrorc.runtime.workers.protocol.call_progress import least_far
-from mirrorc.runtime.workers.protocol.call_state import CallState
-from mirrorc.runtime.workers.team.failure_detector import Failure, Watcher
+from mirrorc.runtime.workers.protocol.call_state import CallState, Failure
+from mirrorc.runtime.workers.team.failure_detector import Watcher
 
 _OUTCOME = re.compile(r"\. (No parameter was changed|It had committed).*", re.DOTALL)
 
@@ -67,7 +67,7 @@ class Failures:
             rank, text = silent[0], f"it gives no sign of life{others}: it has ended, or hangs{last} ({seen})"
         elif (behind := least_far(progress)) is not None and behind != self._cluster.rank:
             rank, text = behind, f"it lives, but is behind the others: it is {progress[behind]} ({seen})"
-        failure = Failure(rank, call.number, text, bool(silent), call.has_voted, call.is_before_end)
+        failure = Failure(rank, call.number, text, bool(silent), call.stage)
         watcher.publish(failure, silent)
         return failure
 

@@ -15,13 +15,13 @@ from torch import distributed
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
 from mirrorc.cluster.heartbeat import cause_of_exit, in_short
-from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
+from mirrorc.runtime.workers.protocol.call_state import CallState, Failure, Stage
 from mirrorc.runtime.workers.protocol.header import Agreement, Header
 from mirrorc.runtime.workers.protocol.known_counts import Counts
 from mirrorc.runtime.workers.protocol.vote import Columns, Outcome, Vote, outcome
 from mirrorc.runtime.workers.team.control_messages import Words
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
-from mirrorc.runtime.workers.team.failure_detector import Failure, Watcher
+from mirrorc.runtime.workers.team.failure_detector import Watcher
 from mirrorc.runtime.workers.team.failures import Failures
 from mirrorc.runtime.workers.team.meetings import Details, Meetings
 from mirrorc.runtime.workers.transport.connections import Connections
@@ -180,18 +180,18 @@ class Team:
         """
         call = self._call
         message = vote.to_message(columns)
-        call.stage, call.is_early = Stage.VOTING, is_early
+        call.stage = Stage.VOTING_EARLY if is_early else Stage.VOTING
         self._watcher.local_progress = self._watcher.local_progress.ready()
         self.words.sum(message)
         num_parameters = len(vote.used) if vote.used is not None else 0
         decision = outcome(message, columns, self.cluster.num_workers, num_parameters)
-        call.is_early = is_early and decision.takes_place  # a step that is skipped updates nothing
-        call.stage = Stage.UPDATING if call.is_early else Stage.COMMITTED
+        # a step that is skipped updates nothing
+        call.stage = Stage.UPDATING if is_early and decision.takes_place else Stage.COMMITTED
         return decision
 
     def end_updates(self) -> None:
         """Called when this worker has all sums, and has updated; its loss is sent next."""
-        self._call.stage = Stage.COMMITTED
+        self._call.stage = Stage.UPDATED if self._call.stage is Stage.UPDATING else Stage.COMMITTED
 
     def hear(self, text: str) -> list[tuple[str, str]]:
         """Exchanges texts of all workers after the decision against a step; then all raise the same error.
@@ -199,9 +199,9 @@ class Team:
         Raises:
             LostConnectionError: a worker has failed, or the connection broke.
         """
-        self._call.stage, self._call.is_early = Stage.BEFORE, False
+        self._call.stage = Stage.BEFORE
         texts = self.words.texts(text)
-        self._call.are_all_raising = True
+        self._call.stage = Stage.REFUSED
         return texts
 
     def finish(self) -> None:

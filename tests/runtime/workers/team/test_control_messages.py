@@ -9,7 +9,7 @@ import pytest
 from torch import distributed
 
 from mirrorc.cluster import Worker
-from mirrorc.runtime.workers.protocol.call_state import CallState
+from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
 from mirrorc.runtime.workers.team.control_messages import Words
 from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
@@ -19,8 +19,8 @@ def test_a_worker_that_is_gone_is_not_waited_for_to_tell_a_difference(is_known: 
     cluster: Any = SimpleNamespace(rank=0, workers=[Worker(rank, 2, "host", 1, {}) for rank in range(2)])
     connections: Any = SimpleNamespace(part_of_store=lambda name: distributed.HashStore(), are_broken=is_broken)
     failures: Any = SimpleNamespace(is_any=lambda: is_known)
-    call = CallState(are_all_raising=True)
+    call = CallState(stage=Stage.REFUSED)
     words = Words(cluster, 600.0, call, connections, failures)
     with pytest.raises(LostConnectionError, match="a worker is gone, or has failed"):
         words.refuse_difference("their variables", {"a": "1"}, "")
-    assert not call.are_all_raising, "who is behind it is found out, as they do not raise the like"
+    assert call.stage is Stage.BEFORE, "who is behind it is found out, as they do not raise the like"

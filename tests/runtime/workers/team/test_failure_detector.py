@@ -13,8 +13,9 @@ from torch import distributed
 from mirrorc.cluster import Worker
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.workers.protocol.call_progress import Progress
+from mirrorc.runtime.workers.protocol.call_state import Failure
 from mirrorc.runtime.workers.team import failure_detector
-from mirrorc.runtime.workers.team.failure_detector import Failure, Watcher
+from mirrorc.runtime.workers.team.failure_detector import Watcher
 
 
 class Told:

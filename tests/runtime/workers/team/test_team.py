@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mirrorc.runtime.workers.protocol.call_state import CallState
+from mirrorc.runtime.workers.protocol.call_state import CallState, Failure
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
-from mirrorc.runtime.workers.team.failure_detector import Failure
 from mirrorc.runtime.workers.team.failures import Failures
 from mirrorc.runtime.workers.team.team import Team
 from mirrorc.runtime.workers.transport.connections import Connections
