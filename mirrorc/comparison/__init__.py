@@ -1,1 +1,1 @@
-"""Describes the differences of two printed programs in words; `mirrorc.comparison.diff` is the entry point."""
+"""The differences of two printed programs in words; `mirrorc.comparison.diff` is the entry point."""

@@ -1,4 +1,4 @@
-"""Describes differences of devices, arguments and bodies of regions in words."""
+"""Differences of devices, arguments and bodies of regions in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ _SENTENCES = 8  # the most sentences about one topic
 
 
 def device_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Reports new and removed devices."""
     for state, these, others in (("added", new, old), ("removed", old, new)):
         names = [device for device in these.devices if device not in others.devices]
         if names:
@@ -25,7 +24,6 @@ def device_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def worker_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Reports a different worker, and different descriptions of all workers."""
     alone = "a process on its own"
     if old.worker != new.worker:
         yield f"it is the program of {new.worker or alone} instead of {old.worker or alone}"
@@ -34,7 +32,7 @@ def worker_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def group_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Reports devices that no longer run the same program, and the reverse."""
+    """Devices that no longer run the same program, and the reverse."""
     if any(function.name == "all_devices" for function in (*old.functions, *new.functions)):
         return
     both = set(old.devices) & set(new.devices)
@@ -50,7 +48,7 @@ def group_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def argument_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Reports arguments of devices that are new, gone or of another type, such as another shape of the shard."""
+    """Arguments of devices that are new, gone or of another type, such as another shape of the shard."""
     if any(function.name == "all_devices" for function in (*old.functions, *new.functions)):
         return  # a program of all devices tells no arguments
     devices = [device for device in new.devices if device in old.function_of]
@@ -62,7 +60,7 @@ def argument_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Reports different bodies of regions; before regions are outlined, different graphs of a single device."""
+    """Different bodies of regions; before regions are outlined, different graphs of a single device."""
     yield from _captured_changes(old, new)
     if bool(old.regions) != bool(new.regions) and old.stage == new.stage:
         yield f"bodies of regions are printed in the {'new' if new.regions else 'old'} text alone and were not compared"
@@ -78,7 +76,7 @@ def body_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def optimizer_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Reports groups of the optimizer with other hyperparameters at compilation."""
+    """Groups of the optimizer with other hyperparameters at compilation."""
     held = [dict(line.split(": ", 1) for line in program.optimizers) for program in (old, new)]
     for label in (label for label in held[1] if label in held[0]):
         was, now = (part[label].rpartition(" (at compilation")[0] for part in held)
@@ -87,7 +85,6 @@ def optimizer_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]
 
 
 def remark_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Reports new and removed remarks."""
     for state, these, others in (("new", new.remarks, old.remarks), ("gone", old.remarks, new.remarks)):
         remarks = (Counter(these) - Counter(others)).elements()
         yield from capped(
@@ -111,7 +108,6 @@ def _signature_changes(old: Sequence[PrintedValue], new: Sequence[PrintedValue])
 
 
 def _captured_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Compares functions of operators, in programs without regions yet."""
     if old.stage != new.stage or new.stage != "CAPTURED":
         return
     if len(old.functions) != len(new.functions):

@@ -1,4 +1,4 @@
-"""Describes differences of bucket tables in words."""
+"""Differences of bucket tables in words."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 @dataclass(frozen=True)
 class BucketPairs:
-    """Pairs each bucket of the old program with its counterpart in the new one.
-
-    Attributes:
-        old: the old table, by index.
-        new: the new table, by index.
-        new_of: the index of an old bucket's counterpart; buckets without one are missing.
-    """
+    """Each bucket of the old program with its counterpart in the new one, if any, by index."""
 
     old: Mapping[int, PrintedBucket]
     new: Mapping[int, PrintedBucket]
@@ -37,12 +31,10 @@ class BucketPairs:
 
     @property
     def gone(self) -> list[int]:
-        """Old buckets without a counterpart."""
         return [i for i in self.old if i not in self.new_of]
 
     @property
     def added(self) -> list[int]:
-        """New buckets without a counterpart."""
         taken = set(self.new_of.values())
         return [j for j in self.new if j not in taken]
 
@@ -62,7 +54,7 @@ def pair_buckets(old: PrintedProgram, new: PrintedProgram) -> BucketPairs:
 
 
 def bucket_changes(pairs: BucketPairs) -> Iterator[str]:
-    """Sentences on the differences, the most important first."""
+    """Sentences, the most important first."""
     yield from capped(_plan_changes(pairs), _SENTENCES, "{} more changes of which gradient is in which bucket")
     yield from capped(_order_changes(pairs), _SENTENCES, "{} more buckets have their gradients in another order")
     yield from _type_changes(pairs)
@@ -71,12 +63,10 @@ def bucket_changes(pairs: BucketPairs) -> Iterator[str]:
 
 
 def _places(buckets: Iterable[PrintedBucket]) -> dict[str, int]:
-    """The bucket of each gradient."""
     return {gradient.variable: bucket.index for bucket in buckets for gradient in bucket.gradients}
 
 
 def _plan_changes(pairs: BucketPairs) -> Iterator[str]:
-    """Buckets split, merged, new or gone, then gradients moved, new or gone."""
     old_place, new_place = _places(pairs.old.values()), _places(pairs.new.values())
     moves: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, j in new_place.items():
@@ -127,7 +117,6 @@ def _merges(pairs: BucketPairs, moves: Mapping[tuple[int, int], Sequence[str]]) 
 def _whole_buckets(
     pairs: BucketPairs, made: set[int], used_up: set[int], old_place: Mapping[str, int], new_place: Mapping[str, int]
 ) -> Iterator[str]:
-    """New and removed buckets outside of splits and merges."""
     for state, whose, table, indices, explained, other in (
         ("new", "with new gradients", pairs.new, pairs.added, made, old_place),
         ("gone", "with its gradients", pairs.old, pairs.gone, used_up, new_place),
@@ -143,7 +132,6 @@ def _whole_buckets(
 
 
 def _single_gradients(pairs: BucketPairs, old_place: Mapping[str, int], new_place: Mapping[str, int]) -> Iterator[str]:
-    """New and removed gradients in buckets that stay."""
     for state, buckets, stays, other in (
         ("new in", pairs.new, set(pairs.new_of.values()), old_place),
         ("gone from", pairs.old, set(pairs.new_of), new_place),

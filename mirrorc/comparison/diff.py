@@ -1,7 +1,7 @@
 """Compares two programs by their printed form: first in words, then line by line.
 
-The heading's report on a pass and the user's source lines are ignored. Two dumps of one program by different passes are
-therefore equal, and a program stays equal to itself when the model's code moves in its file.
+The heading's report on a pass and the user's source lines are ignored: a program stays equal to itself when the model's code
+moves in its file.
 """
 
 from __future__ import annotations
@@ -84,10 +84,7 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
 def diff_files(old: Path, new: Path) -> str:
     """The differences of two programs in files, bodies of regions included; empty if there are none.
 
-    Args:
-        old: a saved program, or a printed one. If one file is saved and the other is printed, the saved program is printed
-            with the options of the other: its omitted parts (bodies of regions, the user's source) are not compared.
-        new: another one.
+    Of a saved and a printed program, the printed parts are compared.
 
     Raises:
         OSError: a file cannot be read.

@@ -1,4 +1,4 @@
-"""Describes differences of collectives, waits, updates and region calls in words."""
+"""Differences of collectives, waits, updates and region calls in words."""
 
 from __future__ import annotations
 
@@ -17,18 +17,12 @@ PACK, WAIT, WRITE, FACTORED = (kind.value for kind in (Kind.PACK, Kind.WAIT, Kin
 _VARIANT = re.compile(r"\.shard\d+$")  # of a region for another shape of a shard
 
 Key = tuple[str, str, int]
-"""Identifies an event in any program: its kind; its bucket, region or gradient; its number among equal events of its device."""
+"""An event in any program: its kind; its bucket, region or gradient; its number among equal events of its device."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A line of a device's program.
-
-    Attributes:
-        key: its identity. Kinds are ``launch`` (of a collective), ``wait``, ``update``, ``pack``, ``factored`` (a gradient as two
-            factors), ``write``, ``region`` (a call) and ``operator`` (of torch).
-        line: as printed.
-    """
+    """A line of a device's program. Its kind is that of its operation (`mirrorc.ir.operation.Kind`)."""
 
     key: Key
     line: PrintedLine
@@ -41,12 +35,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The events of a device, in order."""
-
     events: tuple[Event, ...]
 
     def of(self, *kinds: str) -> list[Event]:
-        """The events of some kinds."""
         return [event for event in self.events if event.key[0] in kinds]
 
 
@@ -79,13 +70,7 @@ _WHOLE = "optimizer's own step"
 
 
 def schedule_changes(old: PrintedProgram, new: PrintedProgram, new_of: Mapping[int, int]) -> Iterator[str]:
-    """Sentences on the differences of devices in both programs, the most important first.
-
-    Args:
-        old: a program.
-        new: another.
-        new_of: for each old bucket, its counterpart in the new program.
-    """
+    """Sentences, the most important first; ``new_of``: for each old bucket, its counterpart in the new program."""
     numbers = {str(bucket.index) for bucket in new.buckets}
     names = {str(i): str(j) for i, j in new_of.items()}
     devices = [device for device in new.devices if device in old.function_of]
@@ -143,7 +128,7 @@ def _launch_changes(old: Schedule, new: Schedule) -> Iterator[str]:
 
 
 def _wait_changes(old: Schedule, new: Schedule) -> Iterator[str]:
-    """Reports waits that are new or gone although both programs have their collective."""
+    """Those of collectives in both programs."""
     waits, launches = ([{event.key[1:] for event in part.of(kind)} for part in (old, new)] for kind in (WAIT, "launch"))
     for state, alone in (("new", waits[1] - waits[0]), ("gone", waits[0] - waits[1])):
         buckets = [key[0] for key in sorted(alone & launches[0] & launches[1])]
@@ -172,7 +157,6 @@ def _reordered(old: Schedule, new: Schedule, kind: str) -> tuple[list[Key], list
 
 
 def _in_order(names: Sequence[str]) -> str:
-    """``2, 1, 0``: the first few names."""
     return ", ".join(names[:_ORDER]) + (f" and {len(names) - _ORDER} more" if len(names) > _ORDER else "")
 
 

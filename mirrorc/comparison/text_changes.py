@@ -1,4 +1,4 @@
-"""Finds the differing lines of two printed programs, part by part, so that equal parts cost nothing."""
+"""The differing lines of two printed programs, part by part, so that equal parts cost nothing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,7 @@ class _Part:
 
 
 def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProgram]) -> list[str]:
-    """A unified diff of two texts, with the numbers of their lines; nothing if they are equal.
-
-    Args:
-        old: a text.
-        new: another.
-        programs: the same texts, read.
-    """
+    """A unified diff of two texts, with the numbers of their lines; ``programs`` are the same texts, read."""
     parts = [_parts(text, program) for text, program in zip((old, new), programs, strict=True)]
     names = list(dict.fromkeys([*parts[0], *parts[1]]))
     pairs = [(parts[0].get(name, _Part()), parts[1].get(name, _Part())) for name in names]
@@ -51,7 +45,7 @@ def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProg
 
 
 def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
-    """The parts of a text by name, without ignored ones: pass, time, the dump's report, the user's source lines."""
+    """By name, without ignored lines: pass, time, the dump's report, the user's source."""
     parts: dict[str, _Part] = {"": _Part()}
     part, above = parts[""], _Part()  # above: the lines between an empty one and a function, which belong to it
     is_above = False
@@ -72,12 +66,12 @@ def _parts(text: str, program: PrintedProgram) -> dict[str, _Part]:
 
 
 def is_source(line: str) -> bool:
-    """True for a line that only gives the place of the next ones in the user's code."""
+    """Tests for a line that only gives the place of the next ones in the user's code."""
     return line.startswith("    # ") and not line.startswith("    # -- ")
 
 
 def _num_differing(old_part: _Part, new_part: _Part) -> int:
-    """Counts lines that are in one part only, in linear time; moved lines do not count."""
+    """In linear time; moved lines do not count."""
     counts = [Counter(part.lines) for part in (old_part, new_part)]
     return (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
 

@@ -16,14 +16,8 @@ _NOT_IN_NAMES = re.compile(r"[^\w.+-]")  # of files
 class DumpFiles(Instrument):
     """Writes, for every pass, a text and a diff to the pass before; at the end, an index of these.
 
-    The text of a pass has its name, its stage, its time, the number of nodes, the changed numbers of operations, and the pass's
-    remarks. If the pass changed the program, the program follows in full. The captured program is saved as well, for ``mirrorc
-    opt``.
-
-    If a sink fails, a warning is given, and the sink gets nothing more.
-
-    Args:
-        sinks: the destinations.
+    If the pass changed the program, its text has the program in full. The captured program is saved as well, for ``mirrorc
+    opt``. If a sink fails, a warning is given, and the sink gets nothing more.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -32,27 +26,22 @@ class DumpFiles(Instrument):
         self._last: tuple[Pass, Program] | None = None
 
     def start(self, program: Program) -> None:
-        """Writes the captured program."""
         self._rows, self._last = [], None
         saved, why_not = self._save("00-capture.json.gz", program)
         self._write(PassReport("capture", program), saved, why_not)
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """Writes the output program of a pass, and its changes."""
         self._last = (compiler_pass, before)
         self._write(PassReport(compiler_pass.name, after, before, seconds * 1e3))
 
     def refused(self, program: Program, error: Exception) -> None:
-        """Records in the index that no pass was run."""
         self._note("capture", error, is_written=bool(self._rows))
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """Records in the index which pass ended the compilation."""
         is_written = self._last is not None and self._last[0] is compiler_pass and self._last[1] is before
         self._note(compiler_pass.name, error, is_written)
 
     def finish(self, program: Program) -> None:
-        """Writes the index."""
         self._write_index()
 
     def _note(self, name: str, error: Exception, is_written: bool) -> None:
@@ -102,5 +91,4 @@ class DumpFiles(Instrument):
 
 
 def _cell(text: str) -> str:
-    """Escapes a text for a cell of a table."""
     return "<br>".join(text.replace("|", "\\|").replace("<", "\\<").splitlines())

@@ -27,11 +27,8 @@ _CHOOSING = (
 class DumpFolder:
     """A program's folder in a directory of dumps.
 
-    On first use of a directory, a process removes the files of earlier runs in ``program-0``, ``program-1`` and so on, and
-    folders that are empty then. Its programs get these folders in order. Folders of running processes stay, and are skipped.
-
-    Args:
-        directory: the directory for the folders; made if it is missing.
+    On first use of a directory, a process removes the files of earlier runs in ``program-0``, ``program-1`` and so on. Its
+    programs get these folders in order. Folders of running processes stay, and are skipped.
 
     Raises:
         OSError: nothing can be written there.
@@ -53,7 +50,7 @@ class DumpFolder:
 
 
 class _Directory:
-    """A directory of dumps. It stays open as long as this process runs, and its locks end with the process."""
+    """It stays open as long as this process runs, and its locks end with the process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +66,6 @@ class _Directory:
                     self._unlock(int(number))
 
     def is_there(self) -> bool:
-        """False if the directory was removed since it was opened."""
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._locks), self._lock_file.stat())
         return False
@@ -93,7 +89,7 @@ class _Directory:
             self._unlock(_CHOOSING - 1)
 
     def _lock(self, number: int) -> bool:
-        """Takes a folder; False if another process has it."""
+        """False if another process has the folder."""
         if fcntl is not None:
             try:
                 fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _CHOOSING + 1 + number)
@@ -110,7 +106,6 @@ class _Directory:
 
 
 def _empty(folder: Path) -> None:
-    """Removes mirrorc's files from a folder, and then the folder if it is empty."""
     for path in folder.glob("*"):
         if _OURS.fullmatch(path.name):
             path.unlink()

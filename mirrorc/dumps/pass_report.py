@@ -1,4 +1,4 @@
-"""Reports the effect of one pass on a program: in numbers, in remarks, and as a diff."""
+"""The effect of one pass on a program: in numbers, in remarks, and as a diff."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ _MOST_DIFF_LINES = 4000  # the longest region that is diffed; a longer diff take
 class PassReport:
     """A completed pass. Its program may break any rule; if it cannot be printed or counted, the report gives the error.
 
-    Attributes:
-        name: the name of the pass; ``capture`` for the captured program.
-        after: the output program.
-        before: the input program; None for ``capture``.
-        milliseconds: the time of the pass; None for ``capture``.
+    ``name`` is ``capture`` for the captured program, without a program before and a time.
     """
 
     name: str
@@ -33,7 +29,7 @@ class PassReport:
 
     @cached_property
     def is_changed(self) -> bool:
-        """True if the printed program differs from the one before, or cannot be printed."""
+        """Tests for a printed program that differs from the one before, or cannot be printed."""
         if self.before is None or self.before.stage is not self.after.stage:
             return True
         if _has_only_other_remarks(self.before, self.after):
@@ -121,13 +117,12 @@ class PassReport:
 
 
 def _has_only_other_remarks(before: Program, after: Program) -> bool:
-    """True if two programs consist of the same objects, so that they need not be printed to be compared."""
+    """By identity of objects, so that programs need not be printed to be compared."""
     names = (field.name for field in fields(Program) if field.name != "remarks")
     return all(getattr(before, name) is getattr(after, name) for name in names)
 
 
 def _whole(printer: ProgramPrinter) -> str:
-    """The text without heading and remarks."""
     return printer.text(slots=True, remarks=False).partition("\n")[2]
 
 

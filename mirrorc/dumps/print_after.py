@@ -12,16 +12,11 @@ from mirrorc.printing.colors import print_colored
 
 
 class PrintAfter(Instrument):
-    """Prints the program after some passes on standard error, in color if that is a terminal.
-
-    Args:
-        names: the names of the passes; None for all passes.
-    """
+    """Prints the program after some passes (None for all) on standard error, in color if that is a terminal."""
 
     def __init__(self, names: Collection[str] | None) -> None:
         self.names = names
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """Prints the output program of a pass."""
         if self.names is None or compiler_pass.name in self.names:
             print_colored(PassReport(compiler_pass.name, after, before, seconds * 1e3).text(), sys.stderr)

@@ -16,26 +16,21 @@ class Sink:
     """A destination of dumps. If two files have the same name, the later one replaces the earlier one."""
 
     def write(self, name: str, text: str) -> None:
-        """Takes a text."""
         raise NotImplementedError
 
     def save(self, name: str, program: Program) -> bool:
-        """Saves the program itself; returns False if the sink takes texts only."""
+        """False if the sink takes texts only."""
         return False
 
 
 class FolderSink(Sink):
-    """Files in a folder."""
-
     def __init__(self, directory: Path) -> None:
         self.folder = DumpFolder(directory)
 
     def write(self, name: str, text: str) -> None:
-        """Writes a text."""
         self.folder.file(name).write_text(text, encoding="utf-8")
 
     def save(self, name: str, program: Program) -> bool:
-        """Saves a program."""
         program.save(self.folder.file(name))
         return True
 
@@ -49,19 +44,13 @@ class TraceSink(Sink):
         self.prefix = f"mirrorc_program-{next(self._numbers)}"
 
     def write(self, name: str, text: str) -> None:
-        """Adds a text to the trace."""
         trace_artifact(f"{self.prefix}_{name}", text)
 
 
 def dump_sinks(directory: Path | None) -> list[Sink]:
-    """The sinks for the next program of this process.
+    """The sinks for the next program of this process; none for files without a directory.
 
-    Args:
-        directory: the directory of the program's folder, see `DumpFolder`; None for no files.
-
-    Returns:
-        A sink for the folder, and one for torch's structured trace if that is on (the environment variable TORCH_TRACE). If
-        the folder is not writable, a warning says so, and there is no sink for it.
+    One is for torch's structured trace, if that is on (TORCH_TRACE). A folder that is not writable gives a warning.
     """
     sinks: list[Sink] = []
     if directory is not None:
@@ -73,7 +62,7 @@ def dump_sinks(directory: Path | None) -> list[Sink]:
 
 
 def warn_of_lost_dump(error: OSError) -> None:
-    """Warns of a failed dump, which is no reason to end a training run."""
+    """A failed dump is no reason to end a training run."""
     warnings.warn(
         f"a dump of the program cannot be written ({error}): training goes on without it; make room for it or name another "
         "directory (dump=, MIRRORC_DUMP)",

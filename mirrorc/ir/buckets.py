@@ -1,4 +1,4 @@
-"""Buckets: gradients that are reduced and applied together; and their slots."""
+"""Buckets of gradients that are reduced and applied together, and their slots."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from mirrorc.ir.variables import Placement, UpdateRule
 
 @dataclass(frozen=True)
 class Slot:
-    """A gradient's place in a bucket.
-
-    Attributes:
-        variable: name of its parameter.
-        strides: of the parameter.
-        offset: first element, counted in elements from the start of the bucket.
-    """
+    """A gradient's place in a bucket, counted in elements from its start."""
 
     variable: str
     shape: tuple[int, ...]
@@ -30,7 +24,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class RowType:
-    """The type of one row of a factor. All workers have the same; only the number of rows differs."""
+    """The type of one row of a factor. Workers differ only in the number of rows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,7 +39,7 @@ class RowType:
 
 @dataclass(frozen=True)
 class Detail:
-    """An integer parameter of a gradient besides its factors, by keyword."""
+    """An integer keyword of a gradient besides its factors."""
 
     name: str
     value: int
@@ -53,13 +47,7 @@ class Detail:
 
 @dataclass(frozen=True)
 class SentFactors:
-    """The factors that workers send in place of a whole gradient.
-
-    Attributes:
-        operation: the name of its form's operation, see `mirrorc.ir.gradient_forms`.
-        rows: the types of its factors' rows, in their order.
-        details: its other parameters.
-    """
+    """The factors that workers send in place of a whole gradient: the form's operation, and the types of the factors' rows."""
 
     operation: str
     rows: tuple[RowType, ...]
@@ -80,11 +68,10 @@ class Elements:
 
 @dataclass(frozen=True)
 class Pack:
-    """Consecutive elements of a bucket that are communicated together, by one collective.
+    """Consecutive elements of a bucket that are communicated by one collective.
 
     Attributes:
-        number: its index among the packs of all buckets of the program, in the order of launches.
-        start: its first element, counted from the start of the bucket.
+        number: its index among the packs of all buckets, in the order of launches.
         stop: one past its last element.
     """
 
@@ -99,21 +86,17 @@ class Pack:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are applied together, in the order of their slots. They are reduced together, too, unless the bucket is
-    cut.
+    """Gradients that are applied together. They are reduced together, too, unless the bucket is cut into packs.
 
     Attributes:
         index: its number, and the tag of its collectives.
         slots: disjoint, at aligned offsets.
-        num_elements: its length, padding included.
-        rule: the update rule of its parameters.
-        placement: where its parameters are, and which replica updates which elements.
-        sent_factors: the factors sent between workers for each gradient, in order of the slots; empty if they send sums.
-        gathers_factors: whether devices gather the factors of all its gradients, in place of adding up whole ones.
+        num_elements: with padding.
+        sent_factors: the factors sent between workers for each slot's gradient; empty if they send sums.
+        gathers_factors: devices gather the factors of all its gradients, in place of adding up whole ones.
         part: the elements that this worker updates, and has optimizer state of; None for all.
-        owner: the replica that alone updates it, or is to; None if there is none.
-        packs: the units of communication of a cut bucket, in order of the elements. A gradient may lie in several. Empty if
-            each bucket is one pack, with the bucket's number.
+        owner: the replica that alone updates it.
+        packs: in order of the elements; a gradient may lie in several. Empty if each bucket is one pack, with its number.
     """
 
     index: int
@@ -159,14 +142,10 @@ class Bucket:
 
     @functools.cached_property
     def slot_of(self) -> Mapping[str, Slot]:
-        """By name of the variable."""
         return {slot.variable: slot for slot in self.slots}
 
     def share(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The elements that a replica sums up of its worker's gradients: the first one, and one past the last one.
-
-        It updates them, too, unless its worker updates only a part of the bucket. It may be empty.
-        """
+        """The elements that a replica sums up of its worker's gradients: the first, and one past the last. May be empty."""
         return self.placement.value.share(self.num_elements, replica, num_replicas, self.owner)
 
     def updated(self, replica: int, num_replicas: int) -> tuple[int, int]:
@@ -177,9 +156,7 @@ class Bucket:
         return self.part.start + start, self.part.start + stop
 
     def made(self, replica: int, num_replicas: int) -> tuple[int, int]:
-        """The elements of a sum that a replica makes from factors: those that it updates, if workers send factors; else its
-        share.
-        """
+        """The elements of a sum that a replica makes from factors."""
         return (self.updated if self.is_sent_as_factors else self.share)(replica, num_replicas)
 
     def owner_of_parameters(self, replica: int) -> int:
@@ -187,7 +164,7 @@ class Bucket:
         return self.placement.value.owner(replica)
 
     def is_updated_by(self, replica: int, num_replicas: int) -> bool:
-        """Tests for a replica that writes parameters of this bucket: a share that is not empty, or its own copy."""
+        """Tests for a replica that writes parameters of this bucket."""
         if self.has_owner or not self.updates_by_shares:
             return self.owner_of_parameters(replica) == replica
         start, stop = self.updated(replica, num_replicas)
@@ -199,15 +176,12 @@ class Bucket:
 
     @property
     def updates_by_shares(self) -> bool:
-        """Tests for updates by shares. An update that is not element-wise needs the whole sum."""
+        """An update that is not element-wise needs the whole sum."""
         return self.placement.value.updates_by_shares and (self.rule.elementwise or self.has_owner)
 
     @property
     def reduces_by_shares(self) -> bool:
-        """Tests for sums by shares. Of a cut bucket each replica gets every pack, and takes its share of the whole.
-
-        The optimizer works on consecutive elements, so a share is not made of shares of the packs.
-        """
+        """Tests for sums by shares. Of a cut bucket each replica gets every pack, because a share must be consecutive."""
         return self.updates_by_shares and not self.is_cut
 
     @property

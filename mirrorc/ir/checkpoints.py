@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 CHECKPOINT = "checkpoint"
-"""The key in `node.meta` of a captured operator's `Checkpoint`."""
+"""The key in `node.meta`."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Checkpoint:
 
     Attributes:
         number: distinguishes the checkpoints of a graph.
-        keeps: whether the checkpoint's policy saves the operator's result, so that backward does not compute it again.
+        keeps: the checkpoint's policy saves the operator's result.
     """
 
     number: int
@@ -25,7 +25,7 @@ class Checkpoint:
 
 
 def checkpoint_of(node: fx.Node) -> Checkpoint | None:
-    """The checkpoint around an operator; None outside of all. A part of a result has that of its operator."""
+    """The checkpoint around an operator. A part of a result has that of its operator."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     checkpoint: Checkpoint | None = node.meta.get(CHECKPOINT)

@@ -72,14 +72,7 @@ def share_one_memory(devices: Iterable[Device]) -> bool:
 
 @dataclass(frozen=True)
 class Device:
-    """A logical device.
-
-    ``cpu:0`` and ``cpu:1`` share one processor and one memory; ``cuda:0/1`` is the second logical device on GPU 0.
-
-    Attributes:
-        name: as users write it, unique within a program.
-        torch_device: the torch device that holds its tensors.
-    """
+    """A logical device: ``cpu:0`` and ``cpu:1`` share one memory; ``cuda:0/1`` is the second logical device on GPU 0."""
 
     name: str
     torch_device: torch.device

@@ -1,8 +1,7 @@
-"""Forms of gradient: the representation of a gradient by factors, and its construction from them.
+"""Forms of gradient: the representation of a gradient by a few smaller tensors, its factors.
 
-A gradient without a form is one whole tensor. With a form, it is a few smaller tensors, its factors, until its bucket is
-packed or each device makes its share of it. Each microbatch gives a part with factors of its own; the gradient is the sum over
-the parts. A form has one class here, and one in `mirrorc.runtime.state` that makes the shares.
+Each microbatch gives a part with factors of its own; the gradient is the sum over the parts. A class in
+`mirrorc.runtime.state` makes a device's share from the factors.
 """
 
 from __future__ import annotations
@@ -23,19 +22,14 @@ from mirrorc.torch_internals import num_elements_now
 
 _T = TypeVar("_T")
 Apply = Callable[..., Any]
-"""A function that applies its first argument, an operator of torch, to values: to tensors or to representations of them."""
+"""Applies its first argument, an operator of torch, to tensors or to representations of them."""
 
 _TAGS = ("bucket", "variable", "replica")
 
 
 @dataclass(frozen=True)
 class FactoredGradient:
-    """A gradient in a region's body, represented by its factors.
-
-    Attributes:
-        factors: nodes of the body.
-        details: its other parameters, by the keywords of the form's operation.
-    """
+    """A gradient in a region's body, as factors (nodes of the body), and the other keywords of the form's operation."""
 
     form: GradientForm
     factors: tuple[fx.Node, ...]
@@ -46,13 +40,12 @@ class GradientForm(ABC):
     """A form of gradient.
 
     Args:
-        operation: the operation of the IR for it. Its arguments are the factors, its keywords ``bucket``, ``variable``,
-            ``replica`` and the form's details. If it takes any number of arguments, it may have several parts.
+        operation: its arguments are the factors, its keywords ``bucket``, ``variable``, ``replica`` and the form's details.
 
     Attributes:
         factor_names: in the order of the arguments.
-        writes_all: whether all elements of a gradient are written to make it. If most stay zero, factors save work on one device.
-        description: a gradient of this form in words, for remarks: "a product of two matrices".
+        writes_all: making a gradient writes all elements. If most stay zero, factors save work on one device.
+        description: for remarks: "a product of two matrices".
     """
 
     factor_names: ClassVar[tuple[str, ...]]
@@ -64,42 +57,33 @@ class GradientForm(ABC):
 
     @abstractmethod
     def recognize(self, gradient: fx.Node) -> FactoredGradient | None:
-        """Finds the factors of a result of a region's body.
-
-        None if the result is no gradient of this form, or if the operators that make it have other uses.
-        """
+        """The factors of a result of a region's body; None for another form, or if the operators that make it have other uses."""
 
     @abstractmethod
     def make_whole(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
         """Makes the gradient of one part with the operators of the captured graph, because the verifier compares both.
 
-        Args:
-            apply: applies an operator; the verifier's gives an expression in place of a tensor.
-            factors: the part's factors.
-            shape: the gradient's.
-            details: the form's keywords.
+        ``apply`` applies an operator; the verifier's gives an expression in place of a tensor.
         """
 
     @property
     def takes_parts(self) -> bool:
-        """Tests for a form that may have the factors of several microbatches."""
         declared = operation_of(self.operation)
         return declared is not None and declared.operands is None
 
     def parts(self, factors: Sequence[_T]) -> list[tuple[_T, ...]]:
-        """The arguments of the operation, split into the factors of each part."""
         number = len(self.factor_names)
         return [tuple(factors[i : i + number]) for i in range(0, len(factors), number)]
 
     def make_sum(self, apply: Apply, factors: Sequence[Any], shape: Sequence[int], **details: Any) -> Any:
-        """Makes the whole gradient of the factors of all its parts, in their order; arguments as for `make_whole`."""
+        """Makes the gradient of all parts, in their order; arguments as for `make_whole`."""
         wholes = [self.make_whole(apply, part, shape, **details) for part in self.parts(factors)]
         return functools.reduce(functools.partial(apply, torch.ops.aten.add.Tensor), wholes)
 
     def to_rows(self, factors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """One part's factors as rows [count, ...], views or copies; other workers may have another count.
+        """One part's factors as rows [count, ...]; other workers may have another count. Tensors may be fake.
 
-        None if factors of this form cannot be sent to other workers: gradients are then sent whole. Tensors may be fake.
+        None if factors of this form are not sent to other workers, but whole gradients.
         """
         return None
 
@@ -108,7 +92,6 @@ class GradientForm(ABC):
         raise NotImplementedError(f"{type(self).__name__} says by to_rows that its factors are not sent")
 
     def num_multiplications(self, gradient: torch.Tensor, num_rows: int) -> int:
-        """The number of multiplications to make a gradient of so many rows of factors."""
         return 0
 
     @abstractmethod
@@ -116,20 +99,19 @@ class GradientForm(ABC):
         """The printed form, such as ``left @ right``; `factors` are texts such as names or types."""
 
     def num_elements(self, factors: Sequence[torch.Tensor]) -> int:
-        """The number of elements of the factors of all parts. Tensors may be fake."""
+        """Tensors may be fake."""
         return sum(map(num_elements_now, factors))
 
     def is_worth_it(self, gradient: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-        """Tests for factors smaller than the gradient."""
         return self.num_elements(factors) < num_elements_now(gradient)
 
 
 FORMS: dict[Any, GradientForm] = {}
-"""The registered forms by their operations, in the order in which they are tried."""
+"""By their operations, in the order in which they are tried."""
 
 
 def register(form: GradientForm) -> None:
-    """Registers a form, so that passes recognize it and graphs may contain gradients of it.
+    """Registers a form, so that passes recognize it.
 
     Raises:
         ValueError: its operation gives no gradient as factors, or is another form's.
@@ -151,11 +133,7 @@ def unregister(form: GradientForm) -> None:
 
 
 def form_of(gradient: fx.Node) -> GradientForm:
-    """The form of a factored gradient, a call of one of the operations `ops.FACTORED`.
-
-    Raises:
-        LookupError: no form has its operation.
-    """
+    """The form of a factored gradient; raises LookupError if there is none."""
     form = FORMS.get(gradient.target)
     if form is None:
         name = getattr(gradient.target, "__name__", gradient.target)
@@ -164,11 +142,7 @@ def form_of(gradient: fx.Node) -> GradientForm:
 
 
 def form_named(operation: str) -> GradientForm:
-    """The form whose operation has this name.
-
-    Raises:
-        LookupError: there is none.
-    """
+    """The form whose operation has this name; raises LookupError if there is none."""
     form = next((form for known, form in FORMS.items() if known.__name__ == operation), None)
     if form is None:
         raise LookupError(f"no form of gradient has the operation {operation}; register it, see {__name__}")
@@ -176,7 +150,7 @@ def form_named(operation: str) -> GradientForm:
 
 
 def recognize(gradient: fx.Node) -> FactoredGradient | None:
-    """The factors of a result of a region's body, by the first form that recognizes it; None if no form does."""
+    """The factors of a result of a region's body, by the first form that recognizes it."""
     for form in FORMS.values():
         factored = form.recognize(gradient)
         if factored is not None:
@@ -185,15 +159,12 @@ def recognize(gradient: fx.Node) -> FactoredGradient | None:
 
 
 def details_of(gradient: fx.Node) -> dict[str, Any]:
-    """The parameters of a factored gradient besides its factors, by keyword."""
+    """The keywords of a factored gradient besides its factors."""
     return {key: value for key, value in gradient.kwargs.items() if key not in _TAGS}
 
 
 def matrix_product(gradient: fx.Node) -> fx.Node | None:
-    """The matrix product behind a gradient, up to views of the same layout.
-
-    None if the gradient is no matrix product, or if the product has other uses.
-    """
+    """The matrix product behind a gradient, up to views of the same layout; None if it has other uses."""
     node = gradient
     while node.target in SAME_MEMORY and len(node.users) == 1:
         source = node.args[0]

@@ -1,4 +1,4 @@
-"""Small edits of graphs that passes share."""
+"""Edits of graphs that passes share."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ from mirrorc.torch_internals import add_node, is_operator, writes_argument
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph, with the same names, order and metadata (`node.meta`) of nodes."""
+    """A copy of a graph, with the same names, order and metadata of nodes."""
     copy = fx.Graph()
     copy.output(copy_into(copy, graph))
     return copy
 
 
 def copy_into(graph: fx.Graph, source: fx.Graph) -> Any:
-    """Copies a graph's nodes to the end of another graph without an output.
-
-    Returns the output of the source, with the new nodes in place of the old ones.
-    """
+    """Copies a graph's nodes to the end of another graph, and gives the source's output in terms of the new nodes."""
     values: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         if node.op != "output":
@@ -43,13 +40,7 @@ def copy_node(
     name: str | None = None,
     **more: Any,
 ) -> fx.Node:
-    """Copies a node to a graph's point of insertion.
-
-    Args:
-        values: the replacement in ``graph`` of each node that it uses.
-        name: a new name; by default the name stays.
-        more: additional keyword arguments.
-    """
+    """Copies a node to a graph's point of insertion, with ``more`` keywords; ``values``: the replacement of each used node."""
     args: Any = node.args
     kwargs: Any = node.kwargs
     if node.all_input_nodes:
@@ -94,10 +85,7 @@ def insert(
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Removes operators of torch without users and writes, and unused parts of their results.
-
-    Operations of the IR stay, for their effects.
-    """
+    """Removes operators of torch without users and writes. Operations of the IR stay, for their effects."""
     for node in reversed(list(graph.nodes)):
         if (is_compute(node) or node.target is operator.getitem) and not node.users and not _writes(node):
             graph.erase_node(node)

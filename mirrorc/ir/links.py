@@ -34,21 +34,18 @@ def _no_objection(devices: Sequence[Device]) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """A transport of collectives between devices. Graphs, printed text and files name it; `link_named` looks it up.
+    """A transport of collectives between devices. Graphs, printed text and files name it.
 
     Attributes:
-        name: as users write it.
         device_type: the type of torch device that it joins; None for any.
-        why_not: takes devices of that type and gives the reason why the link cannot join them; an empty text if it can.
-        preference: among the links that can join the devices, the highest is the default. None for a link used only by name.
-        reads_one_memory: whether replicas read the others' buckets in place. A bucket may then contain gradients left as factors,
-            and a wait needs only the launches of the other replicas.
-        moves_by_itself: whether the link moves a bucket while devices compute. Otherwise the wait does all the work.
-        carries: its operations: ``all_reduce``, ``reduce_scatter``, ``reduce``, ``all_gather``, ``send`` (with ``recv``); between
-            workers ``exchange``, ``gather_factors``, ``scatter_sums``, ``gather_parameters``.
+        why_not: the reason why the link cannot join devices of that type; empty if it can.
+        preference: the highest is the default. None for a link used only by name.
+        reads_one_memory: replicas read the others' buckets in place. A bucket may then contain gradients left as factors.
+        moves_by_itself: the link moves a bucket while devices compute. Otherwise the wait does all the work.
+        carries: its operations; ``send`` stands for ``recv``, too.
         falls_back_to: the name of the link for all other operations.
-        keeps_operands: whether the operands stay allocated until the next step, instead of until the end of this one.
-        spans: whether it joins the devices of one worker, or workers, each with devices of that type.
+        keeps_operands: operands stay allocated until the next step, instead of until the end of this one.
+        spans: the devices of one worker, or workers with such devices.
     """
 
     name: str
@@ -64,7 +61,7 @@ class Link:
     spans: Span = Span.DEVICES
 
     def objection(self, devices: Sequence[Device], spans: Span = Span.DEVICES) -> str:
-        """The reason why the link cannot join the devices, or workers with such devices; an empty text if it can."""
+        """The reason why the link cannot join the devices, or workers with such devices; empty if it can."""
         if self.spans is not spans:
             return f"it joins {self.spans.value}, not {spans.value}"
         if not self.is_for(devices):
@@ -79,7 +76,7 @@ _links: dict[str, Link] = {}
 
 
 def register_link(link: Link) -> None:
-    """Registers a link by its name; `mirrorc.runtime.communication.register_communicator` registers its implementation.
+    """Registers a link; `mirrorc.runtime.communication.register_communicator` registers its implementation.
 
     Raises:
         ValueError: another link has the name.
@@ -93,16 +90,11 @@ def unregister_link(name: str) -> None:
 
 
 def link_names(spans: Span = Span.DEVICES) -> tuple[str, ...]:
-    """In the order of registration."""
     return tuple(name for name, link in _links.items() if link.spans is spans)
 
 
 def link_named(name: object) -> Link:
-    """The link of this name.
-
-    Raises:
-        ValueError: there is none; lists those that there are.
-    """
+    """The link of this name; ValueError lists those that there are."""
     link = _links.get(str(name))
     if link is None:
         raise ValueError(f"link is {name!r}: give one of {', '.join(link_names())}, or None for the best")
@@ -110,11 +102,7 @@ def link_named(name: object) -> Link:
 
 
 def carrier_of(link: str, operation: Any) -> str:
-    """The link that carries an operation in place of `link`: `link` itself, or a fallback of it.
-
-    Raises:
-        ValueError: neither carries it.
-    """
+    """The link that carries an operation: `link` itself, or a fallback of it. Raises ValueError if neither does."""
     chosen = link_named(link)
     if operation in chosen.carries:
         return chosen.name
@@ -124,9 +112,7 @@ def carrier_of(link: str, operation: Any) -> str:
 
 
 def best_link(devices: Sequence[Device], spans: Span = Span.DEVICES) -> tuple[str, str]:
-    """The default link of devices, or of workers with such devices; and a remark on why faster links cannot join them, or an
-    empty text.
-    """
+    """The default link of devices, or of workers; and a remark on why faster links cannot join them, or an empty text."""
     known = [link for link in _links.values() if link.spans is spans]
     ranked = [(link.preference, link) for link in known if link.preference is not None]
     declined: list[tuple[str, str]] = []
@@ -145,12 +131,7 @@ def carries_between_workers(devices: Sequence[Device], operation: Any) -> bool:
 
 
 def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> str:
-    """The reason why a worker with such devices cannot send factors of gradients to others; empty if it can.
-
-    Args:
-        link: between the devices, as the user names it; None for the best.
-        devices: of the worker.
-    """
+    """The reason why a worker cannot send factors of gradients to others; empty if it can. ``link``: between its devices."""
     if not carries_between_workers(devices, ops.gather_factors):
         return "what joins workers there adds up whole buckets, and gathers no factors"
     if (
@@ -164,7 +145,7 @@ def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> s
 
 
 def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.DEVICES) -> None:
-    """Refuses a link that does not exist or cannot join these devices, or workers with them; None, for the best, is accepted.
+    """Refuses a link that does not exist or cannot join these devices; None, for the best, is accepted.
 
     Raises:
         ValueError: names the devices and the remedy.
@@ -179,10 +160,7 @@ def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.D
 
 
 def why_memory_is_not_shared(devices: Sequence[Device]) -> str:
-    """The reason why devices cannot work on one copy of the parameters; an empty text if they can.
-
-    They can if they share one memory, and a link between them lets each device read the others' buckets there.
-    """
+    """The reason why devices cannot work on one copy of the parameters; empty if they can."""
     if not share_one_memory(devices):
         return "the devices do not share one memory"
     if not any(link.reads_one_memory and not link.objection(devices) for link in _links.values()):

@@ -12,7 +12,6 @@ from mirrorc.ir.operation import operation_of
 
 
 def of_replica(name: str, replica: int | None) -> str:
-    """The name of a replica's copy of a node; the name itself for None."""
     return name if replica is None else f"{name}_r{replica}"
 
 
@@ -30,13 +29,13 @@ def identifier(path: str) -> str:
 
 
 def unlike(taken: Collection[str], name: str) -> str:
-    """The name, with a number if it is taken: variables ``a.b`` and ``a_b`` and an argument ``a_b`` have one identifier."""
+    """The name, with a number if it is taken."""
     others = (f"{name}_{number}" for number in itertools.count(1))
     return name if name not in taken else next(other for other in others if other not in taken)
 
 
 class _Words(dict[str, Any]):
-    """Keywords for a template. A keyword that a malformed node lacks reads as ``None``."""
+    """A keyword that a malformed node lacks reads as ``None``."""
 
     def __missing__(self, key: str) -> str:
         return "None"
@@ -45,8 +44,8 @@ class _Words(dict[str, Any]):
 def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Fills a template of an operation with a node's keywords.
 
-    ``{awaited}`` stands for the name of the launch's awaited value. ``{part}`` stands for the chunk and the round of the
-    bucket, of the node or of its launch. ``{pack}`` stands for the pack, if buckets are cut.
+    ``{awaited}`` stands for the name of the launch's awaited value, ``{part}`` for the chunk and the round, ``{pack}`` for the
+    pack, if buckets are cut.
     """
     pack = f"_pack{kwargs['pack']}" if kwargs.get("pack") is not None else ""
     if "{part}" not in template and "{awaited}" not in template:

@@ -22,7 +22,7 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def is_computed(node: fx.Node) -> bool:
-    """Tests for a node that computes a value without effects: an operator of torch, or an operation of `Kind.COMPUTE`."""
+    """Tests for a node that computes a value without effects."""
     record = operation_of(node.target)
     return record.kind is Kind.COMPUTE if record is not None else is_compute(node)
 
@@ -33,7 +33,7 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def words_of_part(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """For a node that takes one bucket's part of a result: the operation, and its keywords with that bucket. Else None."""
+    """For a node that takes one bucket's part of a result, the operation and its keywords with that bucket; else None."""
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
     if record is None or not isinstance(record.operands, str):
@@ -71,10 +71,7 @@ def region_of(node: fx.Node) -> str:
 
 
 def region_title(name: str) -> str:
-    """The printed name of a region: ``bwd_0.shard1`` is ``bwd_0`` for the second shape of a shard.
-
-    Its name in the program has no dot, because names of modules in a graph have none.
-    """
+    """The printed name of a region, such as ``bwd_0.shard1``. Names of modules in a graph have no dot."""
     return _VARIANT.sub(r".shard\1", name)
 
 
@@ -91,12 +88,11 @@ def pack_of(node: fx.Node) -> int:
 
 
 def words_of_pack(bucket: Bucket, pack: Pack) -> dict[str, Any]:
-    """The keywords that identify a pack in an operation's node."""
     return {"bucket": bucket.index, **({"pack": pack.number} if bucket.packs else {})}
 
 
 def origin_of(node: fx.Node) -> fx.Node:
-    """The first node that is not computed, back through the first arguments of computed nodes: past a cast, for example."""
+    """The first node that is not computed, back through first arguments: past a cast, for example."""
     while node.target is not operator.getitem and is_computed(node) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -123,28 +119,26 @@ def name_of(node: fx.Node) -> str:
 
 
 def operation_name(target: Any) -> str:
-    """The name after which an operation's values are named: for an operator of torch, without namespace and overload."""
+    """The name after which an operation's values are named, without namespace and overload."""
     return bare_name(target) if is_operator(target) else str(target.__name__)
 
 
 def target_name(target: Any) -> str:
-    """The printed name of an operation: for an operator of torch, with its namespace and overload."""
+    """The printed name of an operation, with namespace and overload."""
     return str(target) if is_operator(target) else str(getattr(target, "__name__", target))
 
 
 def calls_to(graph: fx.Graph, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
-    """The calls of these operations, in program order, by the graph's index of targets."""
+    """The calls of these operations, in program order."""
     nodes = [node for target in targets for node in graph.find_nodes(op="call_function", target=target, sort=False)]
     return iter(sorted(nodes))
 
 
 def region_calls(graph: fx.Graph) -> list[fx.Node]:
-    """In program order; lowered or not."""
     return sorted([*calls_to(graph, *_REGION_CALLS), *graph.find_nodes(op="call_module", sort=False)])
 
 
 def names_of_called_regions(graph: fx.Graph) -> list[str]:
-    """Each once, in the order of their first calls."""
     return list(dict.fromkeys(map(region_of, region_calls(graph))))
 
 

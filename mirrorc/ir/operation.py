@@ -1,13 +1,13 @@
 """Declares operations of the IR: each is one record, and all tables of operations are derived from these.
 
-An operation is declared by decorating a function. Only the function's signature and docstring are used::
+Only the signature and the docstring of a declaring function are used::
 
     @operation(Kind.COMPUTE, since=Stage.REPLICATED, gives=type_of_operand)
     def scale_bucket(value: Any, *, factor: float, replica: int | None = None) -> Any:
         \"\"\"Multiplies a bucket by a number.\"\"\"
 
-The decorator returns a symbol, the target of ``call_function`` nodes. mirrorc's operations are in `mirrorc.ir.ops`. Each part
-of mirrorc, such as the runtime, registers its treatment of an operation in a table of `Handlers`.
+The decorator returns the target of ``call_function`` nodes. Each part of mirrorc, such as the runtime, registers its
+treatment of an operation in a table of `Handlers`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mirrorc.ir.value_types import ValueType
 
 Symbol = Callable[..., Any]
 TypeRule = Callable[[Program, fx.Node], ValueType]
-"""A function that infers the type of a node's value. It raises TypeError if the operation cannot take the node's arguments."""
+"""Infers the type of a node's value, or raises TypeError if the operation cannot take the node's arguments."""
 
 
 class Kind(enum.Enum):
@@ -83,16 +83,15 @@ class Operation:
     """An operation of the IR.
 
     Attributes:
-        name: its name in programs, printed or saved.
         symbol: the target of its nodes.
         since, until: the first and the last stage with it.
-        gives: infers the type of its value; None if only the type recorded on the node is known.
-        operands: the number of its operands; None for any number; or a keyword with a list, for one operand per item.
-        keywords: the keywords that it has in every graph, but for ``replica``, which lowered graphs lack.
-        shown: the keywords printed after its operands, in order, if they are set.
+        gives: infers the type of its value; None for the type recorded on the node.
+        operands: their number; None for any; or a keyword with a list, for one operand per item.
+        keywords: those that it has in every graph, but for ``replica``.
+        shown: the keywords printed after its operands, if they are set.
         stem: a template for the names of its nodes, see `mirrorc.ir.names`.
         value: the kind of its value in print, see `mirrorc.printing.values`.
-        called: a template for the printed name of its value, or of each if it gives one per bucket; empty for the node's name.
+        called: a template for the printed name of its value; empty for the node's name.
         awaited: for a launch, a template for the printed name of the awaited value.
         summary: the first paragraph of its docstring.
     """
@@ -145,7 +144,6 @@ def operation(
     Args:
         operands_for: the keyword with a list, if the operation takes one value for each item of that list.
         hidden: keywords that are not printed, because the line shows them in another way.
-        kind, since, until, effects, gives, stem, value, called, awaited, printed: see `Operation`.
 
     Raises:
         ValueError: another operation has this name.
@@ -200,7 +198,7 @@ def _symbol(function: Callable[..., Any]) -> Symbol:
 
 
 def withdraw(symbol: Symbol) -> None:
-    """Removes an operation and its registered handlers; for tests, so that none changes the state of later ones."""
+    """Removes an operation and its handlers, for tests."""
     del _BY_NAME[_BY_SYMBOL.pop(symbol).name]
     for selection in _SELECTIONS:
         selection.look_again()
@@ -209,12 +207,10 @@ def withdraw(symbol: Symbol) -> None:
 
 
 def operations() -> tuple[Operation, ...]:
-    """All, in the order of declaration."""
     return tuple(_BY_NAME.values())
 
 
 def operation_named(name: str) -> Operation | None:
-    """The operation of this name; None if there is none."""
     return _BY_NAME.get(name)
 
 
@@ -224,7 +220,7 @@ def operation_of(target: Any) -> Operation | None:
 
 
 class Selection(Collection[Symbol]):
-    """The symbols of all operations that satisfy a condition, those that are declared later included."""
+    """The symbols of all operations that satisfy a condition, with those declared later."""
 
     def __init__(self, condition: Callable[[Operation], bool]) -> None:
         self._condition = condition
@@ -241,11 +237,10 @@ class Selection(Collection[Symbol]):
 
     @functools.cached_property
     def _symbols(self) -> dict[Symbol, None]:
-        """In the order of declaration."""
         return {record.symbol: None for record in operations() if self._condition(record)}
 
     def look_again(self) -> None:
-        """Clears the cache, because an operation was declared or withdrawn."""
+        """Clears the cache after a declaration or a withdrawal."""
         self.__dict__.pop("_symbols", None)
 
 
@@ -253,9 +248,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class Handlers(Generic[Handler]):
-    """A decorator that registers handlers of operations for a part of mirrorc, such as ``run``; and the table of these
-    handlers.
-    """
+    """A decorator that registers handlers of operations for a part of mirrorc, and the table of these handlers."""
 
     def __init__(self, part: str) -> None:
         self.part = part
@@ -264,7 +257,7 @@ class Handlers(Generic[Handler]):
         _HANDLERS.append(self)
 
     def __call__(self, *targets: Symbol | Selection) -> Callable[[Handler], Handler]:
-        """Registers the decorated function for these operations. A handler of a single operation precedes one of a selection."""
+        """Registers the decorated function. A handler of a single operation precedes one of a selection."""
 
         def register(handler: Handler) -> Handler:
             for item in targets:

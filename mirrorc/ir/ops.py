@@ -1,8 +1,6 @@
 """The table of operations of mirrored and lowered graphs.
 
-Operations are symbols: targets of ``call_function`` nodes, run by the runtime. In a mirrored graph every operation has the
-keyword ``replica``, except for collectives, which join the replicas and have their bucket as a tag. Passes may also insert
-functional ATen operators (`is_compute`). They belong to the replica of their arguments.
+In a mirrored graph every operation has the keyword ``replica``, except for collectives, which join the replicas.
 """
 
 from __future__ import annotations
@@ -114,7 +112,7 @@ def loss_scale(*, replica: int) -> Any:
 
 @operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_microbatch)
 def microbatch(argument: Any, *, index: int, sizes: tuple[int, ...], replica: int | None = None) -> Any:
-    """The examples of one microbatch of an argument, as a view. ``sizes`` has the number of examples of each microbatch."""
+    """The examples of one microbatch of an argument, as a view. ``sizes`` has the number of examples of each."""
 
 
 @operation(Kind.COMPUTE, since=Stage.OUTLINED, gives=of_operand)
@@ -124,10 +122,9 @@ def microbatch_seed(seed: Any, *, index: int, replica: int | None = None) -> Any
 
 @operation(Kind.FACTORED, since=Stage.OUTLINED, gives=of_product, stem="d_{variable}", hidden=("variable",))
 def product(*factors: Any, bucket: int, variable: str, replica: int | None = None) -> Any:
-    """A variable's gradient as the factors ``left, right`` of ``left @ right``. `pack` multiplies them, or each device its
-    share.
+    """A variable's gradient as the factors ``left, right`` of ``left @ right``, a pair for each microbatch.
 
-    Each microbatch has a pair of factors, one pair after the other. The gradient is the sum of the products.
+    `pack` multiplies them, or each device its share.
     """
 
 
@@ -135,8 +132,7 @@ def product(*factors: Any, bucket: int, variable: str, replica: int | None = Non
 def index_add(*factors: Any, bucket: int, variable: str, padding_idx: int = -1, replica: int | None = None) -> Any:
     """A table's gradient as factors: ``rows`` [..., width] are added up at ``indices`` [...], and all else is zero.
 
-    Rows for ``padding_idx`` are not added. `pack` makes the gradient, or each device its share. Each microbatch has a pair of
-    rows and indices.
+    Rows for ``padding_idx`` are not added.
     """
 
 
@@ -167,7 +163,7 @@ def check(condition: Any, *, text: str, replica: int | None = None) -> None:
 def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> None:
     """Hands a replica's part of an output besides the loss to the step's caller.
 
-    ``how`` is how the parts are combined: "concatenated" along dim 0, "averaged" over examples, "summed", or each "apart".
+    ``how`` combines the parts: "concatenated" along dim 0, "averaged" over examples, "summed", or each "apart".
     """
 
 
@@ -175,19 +171,15 @@ def gather(value: Any, *, output: str, how: str, replica: int | None = None) -> 
     Kind.PACK, since=Stage.PACKED, gives=of_pack, stem="b{bucket}{pack}", value="bucket", called="b{bucket}{pack}"
 )
 def pack(*gradients: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Puts gradients, in the order of the slots, into their slots of the bucket, and gives the bucket.
+    """Puts gradients, in the order of the slots, into their slots of the bucket, and gives the bucket, or one pack of it.
 
-    Of a cut bucket, it gives one pack, and takes the gradients inside. The first pack with a part of a gradient puts it into
-    its slot. A replica without examples has no gradients: its ``pack()`` gives zeros.
+    A replica without examples packs zeros.
     """
 
 
 @operation(Kind.COMPUTE, since=Stage.PACKED, gives=of_packed)
 def add_accumulated(packed: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Adds this replica's gradients of earlier calls to those just packed, in the same memory.
-
-    Both are weighted so that the sum is that of one batch with the examples of all calls.
-    """
+    """Adds this replica's gradients of earlier calls to those just packed, in the same memory."""
 
 
 @operation(
@@ -201,9 +193,7 @@ def add_accumulated(packed: Any, *, bucket: int, pack: int | None = None, replic
     awaited="sum",
 )
 def all_reduce(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket, or of one pack of it, over all replicas. It takes every replica's bucket; one, once
-    lowered.
-    """
+    """Launches the sum of a bucket, or of one pack of it, over all replicas."""
 
 
 @operation(
@@ -233,9 +223,7 @@ def reduce_scatter(*buckets: Any, bucket: int, pack: int | None = None, op: str,
 def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches an all-gather of a bucket's factors over all replicas, to move less than the bucket.
 
-    It takes each replica's packed bucket (one, once lowered), with all gradients left as factors. At the wait, each replica
-    makes the sum over all replicas, in their order. The sum for a row-wise optimizer has only the rows looked up by any
-    replica, each once.
+    At the wait, each replica makes the sum, in the order of replicas; for a row-wise optimizer, of the looked up rows alone.
     """
 
 
@@ -250,7 +238,7 @@ def all_gather(*buckets: Any, bucket: int, pack: int | None = None, op: str, lin
     awaited="sum",
 )
 def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all replicas, for replica ``root`` alone. All others get no element of it."""
+    """Launches the sum of a bucket over all replicas, for replica ``root`` alone."""
 
 
 @operation(
@@ -264,8 +252,7 @@ def reduce(*buckets: Any, bucket: int, op: str, root: int, link: str | None = No
 def compress(local_sum: Any, *, dtype: Any, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Rounds a replica's part of its worker's sum to a narrower ``dtype``, for `exchange`. This changes numbers.
 
-    The replicas of a worker write their shares into one memory, apart from the bucket. Infinity and NaN stay. A value outside
-    the range of ``dtype`` becomes infinite.
+    The replicas of a worker write into one memory, apart from the bucket.
     """
 
 
@@ -294,9 +281,7 @@ def decompress(total: Any, *, bucket: int, pack: int | None = None, replica: int
 def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches the sum of a bucket over all workers. Each worker has summed it over its replicas before.
 
-    It takes each replica's part of the worker's sum (one, once lowered): its share, or all of it. Each replica gets the same
-    elements of the sum over workers, in the same memory. A worker sends each element once. Compressed values are added up in
-    their dtype.
+    It takes each replica's share of the worker's sum, or all of it, and gives the same elements in the same memory.
     """
 
 
@@ -309,11 +294,9 @@ def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: st
     called="b{bucket}{pack}_with_unsent",
 )
 def add_unsent(own: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
-    """Adds to what a replica has of its worker's sum what earlier steps have not sent of theirs: `gather_largest` or
-    `exchange_payload` sends its part.
+    """Adds the residual of earlier steps to a replica's part of its worker's sum, in a memory apart from the bucket.
 
-    The replicas of a worker write their shares into one memory, apart from the bucket. What is not sent of it is kept for the
-    next step when this step has taken place; a step that fails, or leaves its update out, leaves what was kept before.
+    A step that fails, or skips its update, leaves the residual as it is.
     """
 
 
@@ -332,9 +315,7 @@ def gather_largest(
 ) -> Any:
     """Launches an all-gather of each worker's ``count`` largest elements of a bucket, by magnitude, with their places.
 
-    It takes each replica's result of `add_unsent` (one, once lowered). At the wait, each replica makes its share of the sum,
-    or all of it, in the memory of the bucket, in the order of ranks; unsent elements are zero. So all workers have the same
-    bits.
+    At the wait, each replica adds up its share in the order of ranks, so all workers have the same bits.
     """
 
 
@@ -353,9 +334,7 @@ def exchange_payload(
 ) -> Any:
     """Launches the exchange of a payload from outside of the package, a `mirrorc.compression.Payload`, by its text.
 
-    It takes what `add_unsent` gives for each replica of this worker (one, once lowered). A message takes as long as
-    ``num_bytes`` of a sum. When it waits, each replica gets its share of the sum over all workers that the payload has made, or
-    all of it, in the memory of the bucket. All workers make the same bits; what the payload leaves out is kept.
+    It sends ``num_bytes``. All workers make the same bits.
     """
 
 
@@ -372,9 +351,7 @@ def exchange_payload(
 def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str, link: str | None = None) -> Any:
     """Launches an all-gather of a bucket's factors over all workers, to send less than the bucket.
 
-    It takes each replica's packed bucket (one, once lowered), with all gradients left as factors. At the wait, each replica
-    makes its share of the sum over all replicas of all workers, in their order: of the bucket, or of its worker's part. The
-    only device of a worker makes all of it.
+    At the wait, each replica makes its share of the sum over all replicas of all workers, in their order.
     """
 
 
@@ -389,11 +366,7 @@ def gather_factors(*buckets: Any, bucket: int, pack: int | None = None, op: str,
     awaited="part",
 )
 def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> Any:
-    """Launches the sum of a bucket over all workers. Each worker gets a part of it.
-
-    It takes the operands of `exchange`. Each replica gets its share of its worker's part, in the memory of these elements. A
-    worker sends each element once at most, to the worker that owns it.
-    """
+    """Launches the sum of a bucket over all workers. Each worker gets a part of it, and each replica its share of that."""
 
 
 @operation(
@@ -407,10 +380,7 @@ def scatter_sums(*sums: Any, bucket: int, op: str, link: str | None = None) -> A
     awaited="parameters",
 )
 def gather_parameters(*, bucket: int, link: str | None = None) -> Any:
-    """Launches an all-gather over all workers of a bucket's new parameters. Each worker has updated a part of them.
-
-    A replica launches it after updating its share. After the wait the whole bucket is new, in the memory of the parameters.
-    """
+    """Launches an all-gather over all workers of a bucket's new parameters. Each worker has updated a part of them."""
 
 
 @operation(
@@ -448,7 +418,7 @@ def send(
 ) -> None:
     """Offers a value, a part of a bucket, to replica ``destination``, without waiting for it.
 
-    ``chunk`` and ``round`` distinguish several sends of one bucket between the same replicas, see `mirrorc.ir.routes`.
+    ``chunk`` and ``round`` distinguish sends of one bucket between the same replicas, see `mirrorc.ir.routes`.
     """
 
 
@@ -492,8 +462,7 @@ def wait(pending: Pending, *, bucket: int, pack: int | None = None, replica: int
 def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) -> Any:
     """Waits for the sum of a value over all replicas with examples, and gives it. It implements `mirrorc.all_reduce`.
 
-    All of them meet in the same order; ``number`` identifies the meeting. The result has memory of its own. In a training step
-    of several workers, the replicas of all of them meet.
+    All of them, in training of all workers, meet in the same order; ``number`` identifies the meeting.
     """
 
 
@@ -508,7 +477,7 @@ def sum_over_replicas(value: Any, *, number: int, replica: int | None = None) ->
 def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
     """Gives the values of all replicas with examples, one after the other. It implements `mirrorc.all_gather`.
 
-    It meets the others as `sum_over_replicas` does. They have ``rows`` rows together, ``before`` of these on earlier workers.
+    They have ``rows`` rows together, ``before`` of these on earlier workers.
     """
 
 
@@ -523,8 +492,7 @@ def rows_of_replicas(value: Any, *, number: int, rows: int, before: int = 0, rep
 def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, replica: int | None = None) -> Any:
     """Gives a replica's rows of the sum of a value over all replicas: the gradient of `rows_of_replicas`.
 
-    It meets the others as `sum_over_replicas` does. A replica's rows come behind those of earlier replicas, and ``before``
-    rows of earlier workers.
+    They come behind those of earlier replicas, and ``before`` rows of earlier workers.
     """
 
 
@@ -536,10 +504,9 @@ def own_rows_of_sum(value: Any, *, number: int, rows: int, before: int = 0, repl
     stem="attend_{number}",
 )
 def attend(*, number: int, meeting: str, shape: tuple[int, ...], dtype: Any, replica: int) -> None:
-    """Meets the replicas of other workers for a worker none of whose replicas has examples, so that they do not wait for it.
+    """Meets the replicas of other workers for a worker without examples, so that they do not wait for it.
 
-    It contributes and takes nothing. ``meeting`` is the others' operation under this ``number``, and ``shape`` that of the
-    sum, or of all rows.
+    ``meeting`` is the others' operation under this ``number``, and ``shape`` that of the sum, or of all rows.
     """
 
 
@@ -564,7 +531,7 @@ def is_finite(value: Any, *, replica: int) -> Any:
 def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
     """The norm of all elements of its operands together: the ``norm_type``-th root of the sum of their powers, or the largest.
 
-    If its operand is a `commit`, it takes the numbers of all replicas in one ``row``: the norm of norms is the norm of all.
+    Of a `commit`, it takes the numbers of all replicas in one ``row``: the norm of norms is the norm of all.
     """
 
 
@@ -580,11 +547,9 @@ def norm(*values: Any, norm_type: float, row: int = 0, replica: int) -> Any:
 def commit(*operands: Any, otherwise: str | None = None, early: bool = False, replica: int) -> Any:
     """A barrier of all replicas: behind it the step is decided, and nothing stops it any more.
 
-    Operations that can fail come before it, those that write variables behind it. A failure before it leaves everything as it
-    was. If a truth value among the operands of any replica is false, no replica goes on: the step raises
-    (``otherwise="raise"``) or returns its loss (``otherwise="skip"``). The result has a row for each number among the
-    operands, with the numbers of all replicas, or of those of all workers if these have parts of the sums. An ``early`` commit
-    comes before sums over several workers. A lost connection can still fail the step then, with a part of the buckets updated.
+    Operations that can fail come before it, writes of variables behind it. If a truth value of any replica is false, the step
+    raises (``otherwise="raise"``) or returns its loss (``otherwise="skip"``). The result has a row for each number among the
+    operands. An ``early`` commit comes before sums over workers: a lost connection can then still fail the step.
     """
 
 
@@ -595,7 +560,7 @@ def clip_factor(norm: Any, *, max_norm: float, replica: int) -> Any:
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
 def scale(gradient: Any, factor: Any, *, replica: int) -> Any:
-    """A reduced gradient times a factor. It may be made in the gradient's memory; nothing may read the gradient afterwards."""
+    """A reduced gradient times a factor, maybe in the gradient's memory; nothing may read the gradient afterwards."""
 
 
 @operation(Kind.COMPUTE, since=Stage.UPDATED, gives=of_operand)
@@ -612,12 +577,9 @@ def tell(value: Any, *, what: str, replica: int) -> None:
 def update(gradient: Any, *factor: Any, part_elements: int | None = None, bucket: int, replica: int) -> None:
     """Applies the optimizer to a bucket's parameters, or to the replica's share of them, element by element.
 
-    Given a factor, the optimizer gets the gradient times it, as if by `scale`, and may make that in the gradient's memory.
-
-    With ``part_elements``, the wait that it takes leaves the share of the sum to it; nothing else takes that. The update makes
-    products of factors some rows after the other, so many elements at a time at most, and applies the optimizer to each part
-    right away. All these parts are made in one memory, so the gradient of such a matrix is never there as a whole. If a
-    `clip_value` takes the wait and the update alone takes that, each part is bounded.
+    A factor scales the gradient, maybe in the gradient's memory. With ``part_elements``, the update makes products of factors at
+    most so many elements at a time, in one memory, and applies the optimizer to each part right away. Nothing else takes that
+    gradient, but for a `clip_value`, which bounds each part.
     """
 
 
@@ -657,8 +619,7 @@ def updated(*, bucket: int, replica: int) -> Any:
     called="b{bucket}_rows",
 )
 def updated_rows(parameters: Any, gradient: Any, *, bucket: int, replica: int) -> Any:
-    """The new rows of a table, for the rows of its reduced gradient, out of the result of `step_optimizer`, in memory of their
-    own.
+    """The new rows of a table, for the rows of its reduced gradient, out of the result of `step_optimizer`.
 
     They are sorted by index, each once. An optimizer whose rule has ``writes_rows`` writes no other row.
     """
@@ -673,10 +634,7 @@ def store(value: Any, *, bucket: int, replica: int) -> None:
     Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.UPDATES,), gives=of_stored_rows, stem="store_rows_b{bucket}"
 )
 def store_rows(rows: Any, gradient: Any, *, bucket: int, replica: int) -> None:
-    """Writes the rows of a table that another replica has updated (`updated_rows`).
-
-    Of this replica's gathered gradient, only the indices of its rows are used.
-    """
+    """Writes the rows of a table that another replica has updated (`updated_rows`). Of the gradient, only indices are used."""
 
 
 @operation(Kind.UPDATE, since=Stage.UPDATED, effects=(Effect.ACCUMULATES,), gives=nothing, stem="accumulate_b{bucket}")
@@ -698,50 +656,44 @@ def write(value: Any, *, variable: str, replica: int) -> None:
 
 
 FACTORED = Selection(lambda found: found.kind is Kind.FACTORED)
-"""Operations that give a gradient as factors."""
 
 REDUCTIONS = Selection(lambda record: Effect.SUMS in record.effects)
 SHARED_OUT = Selection(lambda record: {Effect.SUMS, Effect.SCATTERS} <= record.effects)
 """Reductions that give each replica its share of the sum alone."""
 
 EXCHANGES = Selection(lambda record: Effect.EXCHANGES in record.effects)
-"""Operations that add up values of workers."""
+"""Sums over workers."""
 
 EXCHANGES_OF_PARTS = (gather_largest, exchange_payload)
-"""Those that send a part of each worker's sum, with what was not sent before: what is left of it is kept."""
+"""They send a part of each worker's sum, and leave a residual."""
 
 EXCHANGES_OF_SUMS = (exchange, *EXCHANGES_OF_PARTS)
-"""Those that take the sum of each worker, and give all of the sum over workers, or what is sent of it."""
 
 BETWEEN_WORKERS = Selection(lambda record: bool(record.effects & {Effect.EXCHANGES, Effect.SPREADS}))
-"""All operations that join workers."""
 
 COLLECTIVES = Selection(lambda record: Effect.JOINS in record.effects)
 LAUNCHES = Selection(lambda record: Effect.LAUNCHES in record.effects)
-"""Operations that give a pending value."""
 
 UPDATES = Selection(lambda record: Effect.UPDATES in record.effects)
-"""Operations that write the parameters of buckets."""
 
 WRITERS = Selection(
     lambda record: bool(record.effects & {Effect.UPDATES, Effect.ACCUMULATES, Effect.WRITES, Effect.SPREADS})
 )
-"""Operations that write persistent state: parameters, other variables, accumulated gradients."""
+"""Operations that write state: parameters, other variables, accumulated gradients."""
 
 OUTPUT_MEMORY = Selection(lambda record: record.symbol in (slot, reserved))
-"""Operations that give a region memory to write into."""
+"""Memory for a region to write into."""
 
 OF_FORWARD = Selection(lambda record: Effect.CHECKS in record.effects or Effect.GATHERS in record.effects)
-"""Operations outside of regions, right behind the forward that gives their value."""
+"""Operations right behind the forward that gives their value."""
 
 MEETINGS = Selection(lambda record: Effect.MEETS in record.effects)
-"""Operations in forward and backward at which all replicas with examples meet, each with a value."""
+"""Operations at which all replicas with examples meet, each with a value."""
 
 ATTENDED = Selection(lambda record: bool(record.effects & {Effect.MEETS, Effect.ATTENDS}))
-"""Meetings, and `attend`."""
 
 WAITING = Selection(lambda found: bool(found.effects & {Effect.WAITS, Effect.MEETS, Effect.ATTENDS, Effect.COMMITS}))
-"""Operations that may wait for others: for a sum, or for other replicas."""
+"""Operations that may wait for other replicas."""
 
 RESCALING = Selection(lambda record: record.symbol in (scale, clip_value))
 """Operations that change the operand of an update, in its memory."""

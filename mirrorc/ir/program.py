@@ -18,19 +18,16 @@ from mirrorc.ir.variables import Variable
 from mirrorc.ir.workers import ALONE, Workers
 
 CAPTURE = "capture"
-"""The name in place of a pass in remarks on capture: a front end other than the first, and changing sizes specialized to
-numbers.
-"""
+"""The name in place of a pass in remarks on capture."""
 
 
 @dataclass(frozen=True)
 class Remark:
-    """A remark of a pass on its work, in one or two sentences.
+    """A remark of a pass on its work, in one or two sentences; the same for the same program.
 
     Attributes:
-        text: the sentences. The same program gives the same text.
-        by: the name of the pass, set by the runner; empty for a remark from before the first pass.
-        is_kept: whether the remark is printed with all later programs, too. Others are only in the dump of their pass.
+        by: the name of the pass, set by the runner; empty before the first pass.
+        is_kept: print the remark with all later programs, too; else only in the dump of its pass.
     """
 
     text: str
@@ -42,15 +39,11 @@ class Remark:
 
 
 LOSS_OUTPUT = "loss"
-"""The name of an evaluation's loss among its outputs; the names of all others begin with ``outputs``."""
+"""The name of an evaluation's loss among its outputs; all others begin with ``outputs``."""
 
 
 class Stage(enum.IntEnum):
-    """The stages of compilation. A pass declares the stage that it takes and the stage that it gives.
-
-    A SCHEDULED program is an UPDATED program that may have more properties (`Property`). Each of these comes from an optional
-    pass.
-    """
+    """The stages of compilation. SCHEDULED is UPDATED with further properties (`Property`), each from an optional pass."""
 
     CAPTURED = 0
     OUTLINED = 1
@@ -63,12 +56,12 @@ class Stage(enum.IntEnum):
 
     @property
     def refines(self) -> Stage | None:
-        """The earlier stage of a refined one: passes that take the earlier stage also take this one."""
+        """The earlier stage of a refined one: passes that take it also take this one."""
         return Stage.UPDATED if self is Stage.SCHEDULED else None
 
 
 class Property(enum.Enum):
-    """A property that a pass has established, besides the stage of the program. Messages show the value."""
+    """A property established by a pass, besides the stage. Messages show the value."""
 
     ORDERED = "ordered"  # launches come early and waits late
     PLACED = "placed"  # each bucket has its placement, and reductions fit it
@@ -82,7 +75,7 @@ class Property(enum.Enum):
 
 
 class Accumulation(enum.StrEnum):
-    """A training program's use of the gradients of several calls. Files and printed programs have its text."""
+    """The use of the gradients of several calls. Files and printed programs have its text."""
 
     NONE = "none"  # it updates with its own gradients alone
     ADDS = "accumulating"  # it adds its gradients to those that are kept, and updates nothing
@@ -91,12 +84,11 @@ class Accumulation(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Region:
-    """A piece of forward or backward that all replicas share: held, compiled and printed once.
+    """A piece of forward or backward that all replicas share.
 
     Attributes:
-        name: such as ``fwd_0`` or ``bwd_2``; ``bwd_2_shard1`` is ``bwd_2`` for the second shape of a shard.
+        name: such as ``fwd_0``; ``bwd_2_shard1`` is ``bwd_2`` for the second shape of a shard.
         phase: ``forward`` or ``backward``.
-        graph_module: its body; placeholders are its arguments, the output is a tuple.
     """
 
     name: str
@@ -121,10 +113,8 @@ class Argument:
     """An argument of a device's program.
 
     Attributes:
-        name: as printed.
-        leaf: its index: of a batch tensor among the call's tensor arguments, of a number among the step's numbers, of a size
-            among the replica's sizes.
-        has_examples: whether dim 0 of a batch tensor counts the replica's examples; False for a tensor passed whole.
+        leaf: its index among the call's tensors, the step's numbers or the replica's sizes.
+        has_examples: dim 0 of a batch tensor counts the replica's examples; False for a tensor passed whole.
     """
 
     name: str
@@ -134,7 +124,7 @@ class Argument:
 
 
 def placeholders_of(graph: fx.Graph, arguments: Sequence[Argument], kind: ArgumentKind) -> list[fx.Node]:
-    """The placeholders of a single device's graph that are arguments of a kind."""
+    """The placeholders of a device's graph that are arguments of a kind."""
     names = {argument.name for argument in arguments if argument.kind is kind}
     return [node for node in graph.nodes if node.op == "placeholder" and node.target in names]
 
@@ -143,34 +133,22 @@ def placeholders_of(graph: fx.Graph, arguments: Sequence[Argument], kind: Argume
 class Program:
     """A model's training step, or its evaluation, at one stage of compilation.
 
-    An evaluation has forward alone: no gradients, no buckets, no loss weight. Its loss, if any, is gathered with its other
-    outputs.
+    An evaluation has forward alone: no gradients, buckets or loss weight. Its loss is gathered with its other outputs.
 
-    Up to OUTLINED, ``shard_graphs`` holds one single-device graph for each distinct shard shape (one, two for a batch that
-    does not divide evenly, or more with `PerReplica`), and ``shard_of_replica`` the index of each replica's graph; None for a
-    replica without examples. With microbatches, the graphs are those of microbatches, and ``shard_of_microbatch`` has the
-    index for each, until ``accumulate-microbatches`` joins them. From REPLICATED to SCHEDULED, ``graph`` is the mirrored
+    Up to OUTLINED, ``shard_graphs`` holds one single-device graph for each distinct shard shape, and ``shard_of_replica`` the
+    index of each replica's graph; None for a replica without examples. From REPLICATED to SCHEDULED, ``graph`` is the mirrored
     graph: the nodes of every device side by side. In LOWERED, ``device_graphs`` holds one graph module per device.
 
     Attributes:
-        devices: the logical devices; replica i runs on devices[i].
-        variables: every parameter and buffer, by name.
-        arguments: of a replica's program.
-        shard_of_replica: see above; with microbatches, the graph of the replica's first one.
-        shard_of_microbatch: for each replica, see above; empty without microbatches.
-        device_graphs: keyed by device name.
-        regions: shared pieces of forward and backward, by name.
-        buckets: the bucket plan, in the order in which buckets become ready.
-        remarks: remarks of passes for a reader. A plain text becomes a `Remark`.
-        num_examples: each replica's number of examples of the batch; empty if unknown. A replica without examples runs nothing of
-            forward and backward. See `present`.
-        microbatches: for each replica, the sizes of its microbatches, in order; empty without microbatches.
+        devices: replica i runs on devices[i].
+        shard_of_microbatch: a graph for each microbatch of each replica, until ``accumulate-microbatches`` joins them.
+        buckets: in the order in which they become ready.
+        num_examples: of each replica; empty if unknown.
+        microbatches: for each replica, their sizes; empty without microbatches.
         loss_reduction: over the examples of the batch, ``mean`` or ``sum``.
-        optimizer_groups: the hyperparameters of each of the optimizer's groups at compilation, as text, by the label of its
-            update rule. For readers: a step reads the groups themselves.
-        properties: established by passes; noted by the runner.
-        gathered: the variables with gradients gathered as factors between devices.
-        workers: the workers that train together; devices, graphs and ``num_examples`` are those of one of them.
+        optimizer_groups: hyperparameters by the label of the update rule. For readers alone.
+        gathered: variables with gradients gathered as factors between devices.
+        workers: devices, graphs and ``num_examples`` are those of one of them.
     """
 
     stage: Stage
@@ -217,7 +195,7 @@ class Program:
 
     @property
     def deals_out(self) -> bool:
-        """Tests for a sharded optimizer: each worker updates a part of the buckets, and has no sums of the other parts."""
+        """Tests for a sharded optimizer: each worker updates a part of the buckets."""
         return any(bucket.part is not None for bucket in self.buckets)
 
     @functools.cached_property
@@ -232,7 +210,7 @@ class Program:
         return self.present[0] if self.present else 0
 
     def graphs_run_by(self, replica: int) -> tuple[int, ...]:
-        """The shard graphs of a replica, in order: one for each microbatch, or one; none without examples."""
+        """The shard graphs of a replica: one, or one for each microbatch; none without examples."""
         if self.shard_of_microbatch:
             return self.shard_of_microbatch[replica]
         shard = self.shard_of_replica[replica]
@@ -249,12 +227,12 @@ class Program:
 
     @property
     def meets_workers(self) -> bool:
-        """Tests for collectives of the model that join the replicas of all workers. In an evaluation they do not."""
+        """Tests for collectives of the model over all workers. An evaluation has none."""
         return self.trains and self.workers.are_several
 
     @property
     def accumulates(self) -> bool:
-        """Tests for a program that adds its gradients to those of earlier calls, and reduces and updates nothing."""
+        """Tests for a program that keeps its gradients for a later call, and updates nothing."""
         return self.accumulation is Accumulation.ADDS
 
     @property
@@ -266,11 +244,10 @@ class Program:
         return replace(self, **changes)
 
     def with_remarks(self, *texts: str, is_kept: bool = True) -> Program:
-        """A copy with additional remarks; for ``is_kept`` see `Remark`."""
         return self.evolve(remarks=(*self.remarks, *(Remark(text, is_kept=is_kept) for text in texts)))
 
     def graphs(self) -> list[fx.Graph]:
-        """Every graph of the program outside of its regions."""
+        """The graphs outside of regions."""
         mirrored = [self.graph] if self.graph is not None else []
         return [*self.shard_graphs, *mirrored, *(module.graph for module in self.device_graphs.values())]
 
@@ -281,21 +258,19 @@ class Program:
 
         Args:
             regions: print the bodies of the regions, too.
-            slots: print every gradient of a bucket, each on a line of its own.
+            slots: print every gradient of a bucket on a line of its own.
             sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
-            fold: print repetitions once: layers, devices, shards of another size. True by default, unless ``slots`` is.
+            fold: print repetitions once: layers, devices, shard sizes. True by default, unless ``slots`` is.
         """
         from mirrorc.printing.program_text import program_to_text
 
         return program_to_text(self, regions=regions, slots=slots, sources=sources, fold=fold)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the program, at any stage, to a file; compressed if its name ends in ``.gz``. See `mirrorc.serialization`.
-
-        Creates missing folders.
+        """Writes the program, at any stage, to a file; compressed if its name ends in ``.gz``. Creates missing folders.
 
         Raises:
-            ValueError: a node calls or holds an object without an importable name; names it. A file at ``path`` stays.
+            ValueError: a node calls or holds an object without an importable name. A file at ``path`` stays.
             OSError: the file cannot be written.
         """
         from mirrorc.serialization import save_program
@@ -307,7 +282,7 @@ class Program:
         """Loads a program from a file of `save`. Runs nothing in the file, and needs none of its devices.
 
         Raises:
-            ValueError: the file is no program, is damaged, of a later version, or calls operators that are unknown here.
+            ValueError: the file is no program, damaged, of a later version, or calls unknown operators.
         """
         from mirrorc.serialization import load_program
 

@@ -7,18 +7,14 @@ import torch
 aten = torch.ops.aten
 
 TRANSPOSITIONS = (aten.t.default, aten.permute.default, aten.transpose.int)
-"""Operators that permute dimensions, in the same memory."""
 
 VIEWS_IN_ORDER = (aten.view.default, aten._unsafe_view.default)
-"""Operators that give the same memory another shape, with its elements in the same order.
-
-They fail if the layout of the elements does not allow the shape.
-"""
+"""They fail if the layout of the elements does not allow the shape."""
 
 SAME_MEMORY = (*TRANSPOSITIONS, *VIEWS_IN_ORDER)
 """Operators that never copy."""
 
 RESHAPES = (*VIEWS_IN_ORDER, aten.reshape.default)
-"""Operators that change the shape and keep the order of the elements. ``reshape`` copies them if a view would fail."""
+"""Operators that keep the order of the elements. ``reshape`` copies them if a view would fail."""
 
 REARRANGEMENTS = (*TRANSPOSITIONS, *RESHAPES)

@@ -1,4 +1,4 @@
-"""Writes a page on all operations of the IR from their declarations; `python -m mirrorc.ir` prints it."""
+"""A Markdown page on the operations of the IR, from their declarations; `python -m mirrorc.ir` prints it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ may be left out. "Type" is that of the value that an operation gives, and what i
 
 
 def reference(of: Iterable[Operation] | None = None) -> str:
-    """The page, in Markdown: a section for each kind of operation, in order of declaration. ``of``: mirrorc's own by default."""
+    """The page; ``of`` is mirrorc's own operations by default."""
     records = (
         [record for record in operations() if record.symbol.__module__ == ops.__name__] if of is None else list(of)
     )

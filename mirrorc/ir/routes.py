@@ -15,7 +15,7 @@ _SENDS = Selection(lambda record: Effect.SENDS in record.effects)
 
 
 class Route(NamedTuple):
-    """The tag of a send. It is unique among the sends of a program.
+    """The tag of a send, unique among the sends of a program.
 
     Attributes:
         chunk: distinguishes the parts of a bucket; 0 if the bucket is sent as a whole.
@@ -37,7 +37,7 @@ class Route(NamedTuple):
 
 
 def place_of(program: Program, graph: fx.Graph) -> int:
-    """The replica that runs a lowered graph: the index of its device; -1 for a graph of no single device."""
+    """The replica that runs a lowered graph; -1 for a graph of no single device."""
     return next((i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph), -1)
 
 
@@ -55,7 +55,7 @@ def route_of(program: Program, node: fx.Node) -> Route:
 
 
 def send_to(program: Program, receipt: fx.Node) -> fx.Node | None:
-    """The `send` that matches a `recv`; None if there is none."""
+    """The `send` that matches a `recv`."""
     route = route_of(program, receipt)
     graph, graphs = receipt.graph, [module.graph for module in program.device_graphs.values()]
     if graphs:
@@ -67,6 +67,6 @@ def send_to(program: Program, receipt: fx.Node) -> fx.Node | None:
 
 
 def sends_in(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The sends of a graph, in any order, by its index of targets."""
+    """The sends of a graph, in any order."""
     for send in _SENDS:
         yield from graph.find_nodes(op="call_function", target=send, sort=False)

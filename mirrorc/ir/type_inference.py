@@ -1,4 +1,4 @@
-"""Infers the type of any node with fake tensors, without running anything."""
+"""Infers the type of any node with fake tensors."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ def find_type_anew(node: fx.Node) -> None:
     """Infers the type of an operator again, after a change of layout of its arguments.
 
     A view that the new layout does not permit becomes a reshape, which copies the elements.
-
-    Raises:
-        TypeError: the operator cannot take these arguments.
     """
     try:
         node.meta["val"] = _run_fake(node)
@@ -74,11 +71,7 @@ def is_inferable(node: fx.Node) -> bool:
 
 
 def is_noted_rightly(program: Program, node: fx.Node) -> bool:
-    """Compares the type recorded on a node with that of `infer_type`.
-
-    Raises:
-        TypeError: the operation cannot take these arguments.
-    """
+    """Compares the type recorded on a node with that of `infer_type`, and raises TypeError as that does."""
     noted = node.meta.get("val")
     record = operation_of(node.target)
     if record is not None and record.gives is not None and record.kind is not Kind.REGION:
@@ -116,11 +109,11 @@ def infer_type(program: Program, node: fx.Node) -> ValueType:
 
 _MOST_SEEN = 4096
 _seen: dict[Any, ValueType] = {}
-"""A cache of operators' types by the types of their arguments: deep models repeat a few of these many times."""
+"""By the types of arguments: deep models repeat a few of these many times."""
 
 
 _seen_of_symbols: WeakKeyDictionary[Any, dict[Any, ValueType]] = WeakKeyDictionary()
-"""The same for types with symbols, by their environment: knowledge of symbols differs from graph to graph."""
+"""By environment: knowledge of symbols differs from graph to graph."""
 
 
 def _operator_type(node: fx.Node) -> ValueType:
@@ -165,7 +158,7 @@ def _run_fake(node: fx.Node) -> Any:
 
 
 def _in_mode(value: Any, mode: Any) -> Any:
-    """A fake tensor of the mode like this one; the original may belong to the graph of another shard shape."""
+    """A fake tensor of the mode; the original may belong to the graph of another shard shape."""
     if getattr(value, "fake_mode", mode) is mode or has_symbols_in((tuple(value.shape),)):
         return value
     with mode:

@@ -1,4 +1,4 @@
-"""The type rules of operations: the type of a value from the types of its arguments and the program's tables."""
+"""The type rules of operations: the type of a value from its arguments and the program's tables."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mirrorc.ir.routes import replica_at, route_of, send_to
 from mirrorc.ir.value_types import ValueType, contiguous_strides, is_same_type, say_type, value_type
 
 OTHERWISE = ("raise", "skip")
-"""The ways to end a step with infinite losses or gradients, see `mirrorc.ir.ops.commit`."""
+"""See `mirrorc.ir.ops.commit`."""
 
 
 WAYS_TO_GATHER = ("concatenated", "averaged", "summed", "apart")
-"""The ways to combine the replicas' parts of an output, see `mirrorc.ir.ops.gather`."""
+"""See `mirrorc.ir.ops.gather`."""
 
 
 def noted_type(node: Any) -> ValueType:
-    """The type that is recorded on a node; an argument that is no node stands for itself."""
+    """The type recorded on a node; any other argument stands for itself."""
     return value_type(node.meta.get("val")) if isinstance(node, fx.Node) else node
 
 
 def any_value(graph: fx.Graph) -> Any:
-    """Any fake tensor of a graph. All values of a graph have the same fake mode and device."""
+    """A fake tensor of a graph. All values of a graph have the same fake mode and device."""
     for node in graph.nodes:
         value = node.meta.get("val")
         for item in value if isinstance(value, list | tuple) else (value,):
@@ -45,7 +45,7 @@ def _flat(node: fx.Node, num_elements: int, dtype: torch.dtype) -> ValueType:
 
 
 def region_results(program: Program, node: fx.Node) -> tuple[fx.Node, ...]:
-    """The results of the region that a node calls; checks that the region can take the node's arguments."""
+    """The results of the region that a node calls, once the node's arguments are checked."""
     name = region_of(node)
     if name not in program.regions:
         raise TypeError(f"it calls {name}, which is no region of the program")
@@ -112,7 +112,7 @@ def of_sum_over_replicas(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_rows_of_replicas(program: Program, node: fx.Node) -> ValueType:
-    """A contiguous tensor of its operand's shape but for dim 0, which is the keyword ``rows``."""
+    """A contiguous tensor of its operand's shape, with ``rows`` as dim 0."""
     (shape, dtype, device), rows = _met_with(node), node.kwargs["rows"]
     if not shape:
         raise TypeError("it is given a scalar, which has no rows")
@@ -122,7 +122,6 @@ def of_rows_of_replicas(program: Program, node: fx.Node) -> ValueType:
 
 
 def _met_with(node: fx.Node) -> tuple[tuple[int, ...], Any, Any]:
-    """Shape, dtype and device of a replica's operand."""
     kind, number = noted_type(node.args[0]), node.kwargs["number"]
     if not isinstance(number, int) or number < 0:
         raise TypeError(f"its keyword number is {number!r}, which is none")
@@ -136,7 +135,7 @@ def _contiguous(shape: tuple[int, ...], dtype: Any, device: Any) -> ValueType:
 
 
 def of_microbatch(program: Program, node: fx.Node) -> ValueType:
-    """The type of its operand, with the microbatch's examples alone. The sizes must make up the operand's dim 0."""
+    """The type of its operand, with the microbatch's examples. ``sizes`` must add up to the operand's dim 0."""
     kind, sizes, index = noted_type(node.args[0]), node.kwargs["sizes"], node.kwargs["index"]
     is_list = isinstance(sizes, list | tuple) and all(isinstance(size, int) and size > 0 for size in sizes)
     if not is_list or not isinstance(index, int) or not 0 <= index < len(sizes):  # type: ignore[arg-type]
@@ -148,7 +147,6 @@ def of_microbatch(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_part(program: Program, node: fx.Node) -> ValueType:
-    """The type of one part of a tuple."""
     source, index = node.args
     values = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(values, list | tuple) or not isinstance(index, int) or not 0 <= index < len(values):
@@ -178,13 +176,13 @@ def of_bucket(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_pack(program: Program, node: fx.Node) -> ValueType:
-    """A flat tensor of the pack's length: the bucket's, if it is not cut."""
+    """A flat tensor of the pack's length."""
     bucket, pack = _pack(program, node)
     return _flat(node, pack.num_elements, bucket.dtype)
 
 
 def of_unpacked(program: Program, node: fx.Node) -> ValueType:
-    """A flat tensor of the bucket's length. The operands must be as long as the bucket's packs, and of one dtype."""
+    """A flat tensor of the bucket's length. The operands must be the bucket's packs, of one dtype."""
     bucket, operands = _bucket(program, node), [noted_type(source) for source in node.args]
     tensors = [kind for kind in operands if isinstance(kind, tuple) and kind[0] == "tensor"]
     lengths, dtypes = [kind[1] for kind in tensors], {kind[3] for kind in tensors}
@@ -195,7 +193,7 @@ def of_unpacked(program: Program, node: fx.Node) -> ValueType:
 
 
 def pending_operand(program: Program, node: fx.Node) -> ValueType:
-    """The type of its operands, as a pending value. All must have the same type."""
+    """The type of its operands, pending. All must have the same type."""
     kinds = [noted_type(source) for source in node.all_input_nodes]
     if not kinds:
         raise TypeError("it is given no bucket")
@@ -207,7 +205,7 @@ def pending_operand(program: Program, node: fx.Node) -> ValueType:
 
 
 def pending_sent(program: Program, node: fx.Node) -> ValueType:
-    """The type of the value sent to it, as a pending value."""
+    """The type of the value sent to it, pending."""
     sent = send_to(program, node)
     if sent is None or not sent.args:
         raise TypeError(f"nothing is sent to it: it needs a send of {route_of(program, node)} to receive")
@@ -221,7 +219,7 @@ def of_buckets(program: Program, node: fx.Node) -> ValueType:
 
 
 def awaited(program: Program, node: fx.Node) -> ValueType:
-    """The type of the pending value; after a launch that scatters, that of this replica's share of it."""
+    """The type of the pending value; after a launch that scatters, that of this replica's share."""
     launch = node.args[0] if node.args else None
     pending = noted_type(launch)
     if not isinstance(launch, fx.Node) or not isinstance(pending, tuple) or pending[0] != "pending":
@@ -231,7 +229,7 @@ def awaited(program: Program, node: fx.Node) -> ValueType:
 
 
 def awaited_elements(program: Program, launch: Any, replica: int) -> tuple[int, int] | None:
-    """The elements of a bucket that a wait for a launch gives a replica; None for all."""
+    """The elements of a bucket that a replica gets by waiting for a launch; None for all."""
     launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
     if launched is not None and Effect.EXCHANGES in launched.effects:
         bucket = _bucket(program, launch)
@@ -242,7 +240,7 @@ def awaited_elements(program: Program, launch: Any, replica: int) -> tuple[int, 
 
 
 def gives_shares(program: Program, launch: Any) -> bool:
-    """Tests for a launch of each replica's share of the bucket: its wait gives a share, or an exchange takes one."""
+    """Tests for a launch that gives each replica its share, or an exchange that takes the shares."""
     launched = operation_of(launch.target) if isinstance(launch, fx.Node) else None
     if launched is None or Effect.EXCHANGES not in launched.effects:
         return launched is not None and Effect.SCATTERS in launched.effects
@@ -250,7 +248,7 @@ def gives_shares(program: Program, launch: Any) -> bool:
 
 
 def of_exchange(program: Program, node: fx.Node) -> ValueType:
-    """The bucket, or pack, as a pending value. Each operand must be its replica's share; all, on a worker's only device."""
+    """The bucket, or pack, pending. Each operand must be its replica's share; all of it on a worker's only device."""
     (bucket, pack), sources = _pack(program, node), node.all_input_nodes
     if not sources:
         raise TypeError("it is given no sum")
@@ -272,7 +270,7 @@ def of_exchange(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_largest(program: Program, node: fx.Node) -> ValueType:
-    """As of an exchange. Its keyword ``count`` must be a number of elements of the bucket, or pack."""
+    """As of an exchange. ``count`` must be a number of elements of the bucket, or pack."""
     (bucket, pack), count, gives = _pack(program, node), node.kwargs.get("count"), of_exchange(program, node)
     if not isinstance(count, int) or not 0 < count <= pack.num_elements:
         raise TypeError(f"its keyword count is {count!r}, but it sends 1 to {pack.num_elements} elements")
@@ -282,7 +280,7 @@ def of_largest(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_payload(program: Program, node: fx.Node) -> ValueType:
-    """As of an exchange. Its keyword ``payload`` must be a text, and ``num_bytes`` fewer than those of the bucket, or pack."""
+    """As of an exchange. ``payload`` must be a text, and ``num_bytes`` fewer than those of the bucket, or pack."""
     (bucket, pack), gives = _pack(program, node), of_exchange(program, node)
     text, num_bytes = node.kwargs.get("payload"), node.kwargs.get("num_bytes")
     if not isinstance(text, str) or not text:
@@ -294,7 +292,7 @@ def of_payload(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_compressed(program: Program, node: fx.Node) -> ValueType:
-    """As many elements as its operand has, in its keyword ``dtype``. It must be a narrower floating-point dtype."""
+    """As many elements as its operand, in ``dtype``: a narrower floating-point dtype."""
     kind, dtype = noted_type(node.args[0] if node.args else None), node.kwargs.get("dtype")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"its keyword dtype is {dtype!r}, no dtype of real numbers")
@@ -306,7 +304,7 @@ def of_compressed(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_decompressed(program: Program, node: fx.Node) -> ValueType:
-    """As many elements as its operand has, in the bucket's dtype. It must be wider."""
+    """As many elements as its operand, in the bucket's dtype, which must be wider."""
     (bucket, _), kind = _pack(program, node), noted_type(node.args[0] if node.args else None)
     if not isinstance(kind, tuple) or kind[0] != "tensor" or len(kind[1]) != 1:
         raise TypeError(f"it is given {say_type(kind)}, but takes a flat tensor")
@@ -318,7 +316,7 @@ def of_decompressed(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_gathered(program: Program, node: fx.Node) -> ValueType:
-    """The whole bucket as a pending value. Each operand must have the type of the bucket."""
+    """The whole bucket, pending. Each operand must have the type of the bucket."""
     pending, wanted = pending_operand(program, node), of_bucket(program, node)
     if not is_same_type(pending, ("pending", wanted)):
         raise TypeError(f"it is given {say_type(pending[1])}, but gathers the factors of {say_type(wanted)}")
@@ -326,14 +324,12 @@ def of_gathered(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_spread(program: Program, node: fx.Node) -> ValueType:
-    """The whole bucket as a pending value."""
+    """The whole bucket, pending."""
     return ("pending", of_bucket(program, node))
 
 
 def of_update(program: Program, node: fx.Node) -> None:
-    """No value. The first operand must be as long as the updated part of the bucket. A second one must be a number, its
-    factor.
-    """
+    """No value. The first operand must be as long as the updated part of the bucket; a second one must be a number."""
     factors = [noted_type(source) for source in node.args[1:]]
     if len(factors) > 1 or not all(_is_scalar(kind) and kind[3].is_floating_point for kind in factors):
         raise TypeError(
@@ -351,7 +347,7 @@ def of_update(program: Program, node: fx.Node) -> None:
 
 
 def of_rows(program: Program, node: fx.Node) -> ValueType:
-    """The type of the bucket, with the gradient's rows alone. Both operands must be of the type of the bucket."""
+    """The type of the bucket, with rows alone. Both operands must be of the type of the bucket."""
     wanted = of_bucket(program, node)
     for source in node.args:
         if not is_same_type(noted_type(source), wanted):
@@ -365,7 +361,7 @@ def of_stored_rows(program: Program, node: fx.Node) -> None:
 
 
 def of_packed(program: Program, node: fx.Node) -> ValueType:
-    """The type of the bucket, or pack. The operand must have the same type."""
+    """The type of its operand, which must be that of the bucket, or pack."""
     kind, wanted = noted_type(node.args[0] if node.args else None), of_pack(program, node)
     if not is_same_type(kind, wanted):
         raise TypeError(f"it is given {say_type(kind)}, but takes the whole bucket, {say_type(wanted)}")
@@ -381,12 +377,7 @@ def of_finiteness(program: Program, node: fx.Node) -> ValueType:
 
 
 def of_commit(program: Program, node: fx.Node) -> ValueType:
-    """A row for each number among the operands, with those of all replicas; no value if there is none.
-
-    If workers shard the optimizer, these are the replicas of all workers. Truth values come first among the operands, then
-    numbers; truth values need ``otherwise``. A replica without examples, or with empty shares, may have no operands, but
-    decides as all do.
-    """
+    """A row for each number among the operands, with those of all replicas; no value without numbers. Truth values first."""
     kinds = [noted_type(source) for source in node.args]
     truths = [kind for kind in kinds if _is_scalar(kind) and kind[3] == torch.bool]
     numbers = kinds[len(truths) :]
@@ -413,9 +404,7 @@ def _is_scalar(kind: ValueType) -> bool:
 
 
 def of_norm(program: Program, node: fx.Node) -> ValueType:
-    """A float32 number; float64 if any operand has elements of 64 bits. The operands must be floating-point or complex
-    tensors.
-    """
+    """A float32 number; float64 for operands of 64 bits. The operands must be floating-point or complex tensors."""
     kinds = [noted_type(source) for source in node.args]
     wrong = [
         kind

@@ -13,20 +13,13 @@ from mirrorc.torch_internals import is_symbolic, size_key, sizes_key
 
 @dataclass(frozen=True)
 class Pending:
-    """The type of a collective's result in flight; only `wait` turns it into a value.
-
-    Attributes:
-        value: the (fake) result of the `wait`.
-    """
+    """The type of a collective's result in flight; only `wait` turns it into a value, the (fake) ``value``."""
 
     value: Any
 
 
 ValueType = Any
-"""Hashable: ``("tensor", shape, strides, dtype, device)``, ``("pending", type)``, ``("tuple", types)`` or a constant.
-
-A symbolic size is an expression of symbols; expressions are equal if they are written alike.
-"""
+"""Hashable: ``("tensor", shape, strides, dtype, device)``, ``("pending", type)``, ``("tuple", types)`` or a constant."""
 
 
 def value_type(value: Any) -> ValueType:
@@ -76,7 +69,7 @@ def say_type(kind: ValueType) -> str:
 
 
 def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The strides of a contiguous tensor of a shape; sizes may be expressions of symbols."""
+    """Sizes may be expressions of symbols."""
     strides: list[Any] = []
     step: Any = 1
     for size in reversed(shape):

@@ -51,11 +51,10 @@ class PlacementFacts:
         in_table: its name in the table of buckets; empty for the default.
         description: a clause on where parameters are and who updates them.
         owner: the replica in whose memory a replica's parameters are.
-        share: the elements of a replica's element-wise update: the first one, and one past the last one. Takes the number of
-            elements, the replica, the number of replicas, and the bucket's owner.
-        updates_by_shares: whether each element is updated by one replica alone, from its share of a sum.
-        is_written_last: whether a device may write parameters only after the last read of every other device in the step.
-        has_owner: whether the bucket's owner makes all updates and has the optimizer's state, and the others copy its result.
+        share: from the number of elements, the replica, the number of replicas and the bucket's owner, the replica's elements.
+        updates_by_shares: each element is updated by one replica alone, from its share of a sum.
+        is_written_last: a device writes parameters only after the last read of every other device in the step.
+        has_owner: the bucket's owner has the optimizer's state and makes all updates; the others copy its result.
     """
 
     word: str
@@ -123,18 +122,16 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """The rule by which a parameter is updated. Gradients may share a bucket only if their rules are equal.
+    """The rule by which a parameter is updated. Gradients in one bucket have equal rules.
 
     Attributes:
-        label: a readable name, such as ``AdamW group 0``.
-        group: number of the parameter group, counted through all optimizers; see `mirrorc.user.optimizer_groups.OptimizerGroups`.
-        state_class: a number, equal for parameters whose optimizer states have the same entries and equal scalars such as
-            ``step``. A flat update requires this.
-        elementwise: whether the update may run on a whole bucket at once.
-        takes_rows: whether the optimizer gets a table's gradient as a sparse tensor of the rows that were looked up.
-        writes_rows: whether it then writes these rows of the table alone.
-        may_be_unused: whether a step leaves out the parameter if no replica has used it, as plain PyTorch does. Scalars of the
-            optimizer's state then need not be equal for a flat update.
+        label: such as ``AdamW group 0``.
+        group: the parameter group, counted through all optimizers.
+        state_class: equal for states with the same entries and equal scalars such as ``step``, as a flat update requires.
+        elementwise: the update may run on a whole bucket at once.
+        takes_rows: the optimizer gets a table's gradient as a sparse tensor of the rows that were looked up.
+        writes_rows: it then writes these rows alone.
+        may_be_unused: a step leaves out the parameter if no replica has used it, as plain PyTorch does.
     """
 
     label: str
@@ -147,7 +144,7 @@ class UpdateRule:
 
     @property
     def why_by_itself(self) -> str:
-        """The reason why the optimizer updates each parameter by itself, if it is not ``elementwise``; a clause."""
+        """A clause: the reason why the optimizer updates each parameter by itself, if it is not ``elementwise``."""
         return f"{self.label} {'takes rows of a table' if self.takes_rows else 'does not work element by element'}"
 
 
@@ -156,13 +153,11 @@ class Variable:
     """A parameter or buffer of the captured model. Tied weights are one variable, under their first name.
 
     Attributes:
-        name: its name in the user's model.
-        shape: the same on every replica.
-        strides: its dense layout in memory; a parameter in channels-last format stays so.
-        synchronization: mirrored, or per-replica for buffers that the forward writes.
+        strides: its dense layout; a parameter in channels-last format stays so.
+        synchronization: per-replica for buffers that the forward writes.
         aggregation: of a per-replica variable, to one value.
-        update: the rule by which the optimizer changes it; None if nothing updates it.
-        is_on_host: whether it is a number in the host's memory, although the devices are GPUs.
+        update: None if nothing updates it.
+        is_on_host: a number in the host's memory, although the devices are GPUs.
     """
 
     name: str

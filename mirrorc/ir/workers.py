@@ -13,8 +13,7 @@ class World:
     """A description of workers, for compiling the program of one of them without running any.
 
     Attributes:
-        num_workers: the number of workers.
-        devices_per_worker: the number of devices of each; a tuple with a number for each worker if they differ.
+        devices_per_worker: a number for all, or one for each worker.
 
     Raises:
         TypeError, ValueError: names the wrong value, and the remedy.
@@ -63,14 +62,13 @@ def _count(name: str, number: Any) -> int:
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of a program, and which of them runs it. Replicas are numbered over all workers, in the order of ranks.
+    """The workers of a program, and the one that runs it. Replicas are numbered over all workers, in the order of ranks.
 
     Attributes:
-        devices_per_worker: the number of devices of each worker; empty if a process trains on its own.
-        rank: the worker that runs the program.
-        sent_as_factors: the variables whose gradients workers send to each other as factors, from which each makes the sum.
-        shards_optimizer: whether each worker updates a part of each bucket alone, with that part of the optimizer's state.
-        gradient_order: the variables in the order in which all workers take their gradients, that of the chief's backward.
+        devices_per_worker: empty if a process trains on its own.
+        sent_as_factors: variables whose gradients workers send to each other as factors.
+        shards_optimizer: each worker updates a part of each bucket, with that part of the optimizer's state.
+        gradient_order: the variables in the order of the chief's backward.
     """
 
     devices_per_worker: tuple[int, ...] = ()
@@ -98,9 +96,8 @@ class Workers:
 
     @property
     def num_all_replicas(self) -> int:
-        """The number of replicas of all workers; 0 if a process trains on its own."""
+        """The replicas of all workers; 0 if a process trains on its own."""
         return sum(self.devices_per_worker)
 
 
 ALONE = Workers()
-"""The workers of a process that trains on its own."""

@@ -29,7 +29,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """The name of a node's module in the user's model, as in ``model.named_modules()``; empty if unknown."""
+    """A node's module in the user's model, as in ``model.named_modules()``; empty if unknown."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(modules[-1][0]) if modules else ""
     return path.removeprefix("L['self']").removeprefix(".").removeprefix("model").removeprefix(".")
@@ -39,13 +39,12 @@ _FRAME = re.compile(r'File "(.*?)", line (.*)')
 
 
 def last_users_line(stack_trace: str) -> str:
-    """The innermost line of the user in a printed stack trace, as ``file.py:14  code``; empty if there is none."""
+    """The innermost line of the user in a printed stack trace, as ``file.py:14  code``; may be empty."""
     frame = last_users_frame(stack_trace)
     return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip() if frame is not None else ""
 
 
 def last_users_frame(stack_trace: str) -> traceback.FrameSummary | None:
-    """The innermost frame of the user in a printed stack trace; None if there is none."""
     lines = [line.strip() for line in stack_trace.splitlines()]
     for i in range(len(lines) - 1, -1, -1):
         frame = _FRAME.match(lines[i])
@@ -57,7 +56,7 @@ def last_users_frame(stack_trace: str) -> traceback.FrameSummary | None:
 
 
 def raising_line(error: BaseException) -> str:
-    """The user's innermost line at an exception, as ``file.py:14  code``; or empty."""
+    """The user's innermost line at an exception, as ``file.py:14  code``; may be empty."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_users_file(frame.filename):
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip()

@@ -24,7 +24,7 @@ def numbered(noun: str, numbers: Sequence[object], most: int = 3) -> str:
 
 
 def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
-    """The first sentences, then a last one on the number of all others: ``rest``, such as ``... and {} more remarks``."""
+    """The first sentences, then ``rest`` with the number of all others, such as ``... and {} more remarks``."""
     left_out = 0
     for i, sentence in enumerate(sentences):
         if i < most:
@@ -36,7 +36,7 @@ def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
 
 
 def printable(text: str) -> str:
-    """The text, with control and invisible characters written as ``\\x1b``; line breaks stay."""
+    """Control and invisible characters become ``\\x1b``; line breaks stay."""
     return text if text.isprintable() else "\n".join(map(on_one_line, text.split("\n")))
 
 

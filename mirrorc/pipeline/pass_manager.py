@@ -51,7 +51,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
 
 
 def _tell(listeners: Sequence[Callable[..., None]], *news: object) -> None:
-    """Notifies instruments of an error; their errors must not hide it."""
+    """Their errors must not hide the error."""
     for listener in listeners:
         try:
             listener(*news)
@@ -85,7 +85,6 @@ def _run(compiler_pass: Pass, program: Program) -> Program:
 
 
 def _with_remark_on_bits(compiler_pass: Pass, before: Program, after: Program) -> Program:
-    """Adds a remark on changed bits, if the pass has done anything."""
     how = traits_of(compiler_pass).changes_bits
     if not how or (before.graphs() == after.graphs() and before.regions == after.regions):
         return after
@@ -93,13 +92,11 @@ def _with_remark_on_bits(compiler_pass: Pass, before: Program, after: Program) -
 
 
 def _signed(program: Program, known: Sequence[Remark], name: str) -> Program:
-    """Adds the pass's name to each new remark."""
     signed = tuple(r if r.by or r in known else replace(r, by=name) for r in program.remarks)
     return program if signed == program.remarks else program.evolve(remarks=signed)
 
 
 def _with_properties(program: Program, before: Program, compiler_pass: Pass) -> Program:
-    """Adds the established properties; passes need not do that themselves."""
     known = {*before.properties, *program.properties, *traits_of(compiler_pass).establishes}
     properties = tuple(each for each in Property if each in known)
     return program if properties == program.properties else program.evolve(properties=properties)

@@ -10,15 +10,10 @@ from mirrorc.pipeline.protocol import Pass, traits_of
 
 
 def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Property], passes: Sequence[Pass]) -> None:
-    """Refuses a program that a pass does not take.
-
-    Args:
-        compiler_pass: the pass.
-        stage, properties: those of its program.
-        passes: the pipeline, for the remedy.
+    """Refuses a program of this stage and these properties that a pass does not take; ``passes``: the pipeline, for the remedy.
 
     Raises:
-        PassError: the message has the accepted and the actual program, and the remedy.
+        PassError: has the accepted and the actual program, and the remedy.
     """
     if compiler_pass.input_stage <= stage <= traits_of(compiler_pass).latest_input_stage:
         _check_properties(compiler_pass, properties, passes)
@@ -40,11 +35,10 @@ def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Proper
 def check_order(passes: Sequence[Pass]) -> None:
     """Refuses a pipeline if a pass would not take its program, whatever the captured program.
 
-    Only declarations of passes count. A required property without a declaring pass is left to the run, as a pass may establish it
-    undeclared.
+    A required property without a declaring pass is left to the run, as a pass may establish it undeclared.
 
     Raises:
-        PassError: the message has the pass, the reason and the remedy; or the last stage, if it is not LOWERED.
+        PassError: has the pass, the reason and the remedy; or the last stage, if it is not LOWERED.
     """
     stage, declared = Stage.CAPTURED, set[Property]()
     for compiler_pass in passes:
@@ -56,11 +50,7 @@ def check_order(passes: Sequence[Pass]) -> None:
 
 
 def check_end(stage: Stage) -> None:
-    """Refuses a program that has not been compiled to the end.
-
-    Raises:
-        PassError: names its stage and the remedy.
-    """
+    """Refuses a program that has not been compiled to the end: raises `PassError`."""
     if stage is not Stage.LOWERED:
         raise PassError(
             f"the pipeline ends with a {stage.name} program, which cannot run: it must end at LOWERED, as 'lower-devices' gives "

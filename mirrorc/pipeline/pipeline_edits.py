@@ -39,11 +39,7 @@ def for_accumulation(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) -> None:
-    """Refuses names without a pass in the pipeline.
-
-    Raises:
-        ValueError: no pass has such a name; lists the names.
-    """
+    """Refuses names without a pass in the pipeline: raises ValueError."""
     known = [compiler_pass.name for compiler_pass in passes]
     for name in names:
         if name not in known:
@@ -52,13 +48,7 @@ def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) 
 
 @dataclass(frozen=True)
 class Placed:
-    """A pass to be added to a pipeline; made by `before` and `after`.
-
-    Attributes:
-        compiler_pass: the pass.
-        anchor: name of its neighbour.
-        is_after: True behind the anchor, False before it.
-    """
+    """A pass to be added to a pipeline before or after the pass named ``anchor``; made by `before` and `after`."""
 
     compiler_pass: Pass
     anchor: str

@@ -27,9 +27,7 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)  # their values are
 
 
 def format_passes(passes: Sequence[Pass]) -> str:
-    """Writes a pipeline as text for `parse_passes`; options with their default values are left out.
-
-    A pass from outside mirrorc is written as ``module:Class``.
+    """Writes a pipeline as text for `parse_passes`, without default values. A pass from outside mirrorc is ``module:Class``.
 
     Raises:
         ValueError: a pass cannot be made again from a text; names it and the reason.
@@ -49,11 +47,6 @@ def _format(compiler_pass: Pass) -> str:
 
 
 def _class_name(kind: type) -> str:
-    """The text ``module:Class``, for another process.
-
-    Raises:
-        ValueError: the class is not importable under it.
-    """
     try:
         importable = operator.attrgetter(kind.__qualname__)(sys.modules[kind.__module__])
     except (KeyError, AttributeError):
@@ -76,7 +69,6 @@ def _script_module() -> str:
 
 
 def _options_of(compiler_pass: Pass) -> Iterator[tuple[str, str]]:
-    """The arguments of a pass as text, without default values."""
     kind = type(compiler_pass)
     fields = {field.name for field in dataclasses.fields(compiler_pass)} if dataclasses.is_dataclass(kind) else None
     for name, parameter in inspect.signature(kind).parameters.items():
@@ -159,10 +151,7 @@ def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pa
 
 
 def _end_of_options(text: str, start: int) -> int | None:
-    """The end of the braces that open at `start`; braces in strings are not counted.
-
-    Returns the start itself if no brace opens there; None if the braces are not closed.
-    """
+    """The end of the braces that open at `start`, or the start itself; None if the braces are not closed."""
     if not text.startswith("{", start):
         return start
     depth = 0

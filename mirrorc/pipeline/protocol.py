@@ -10,14 +10,10 @@ from mirrorc.ir.program import Program, Property, Stage
 
 @runtime_checkable
 class Pass(Protocol):
-    """A step of compilation: a frozen dataclass whose fields are its options.
+    """A step of compilation: a frozen dataclass whose fields are its options. `Traits` lists optional attributes.
 
     Attributes:
         name: kebab-case, the name of its file.
-        input_stage: the stage of its input program.
-        output_stage: the stage of its output program.
-
-    `Traits` lists further, optional attributes with their defaults.
     """
 
     @property
@@ -28,7 +24,7 @@ class Pass(Protocol):
     def output_stage(self) -> Stage: ...
 
     def run(self, program: Program) -> Program:
-        """Returns the program after this pass; must not change its argument."""
+        """The program after this pass; must not change its argument."""
         ...
 
 
@@ -37,20 +33,15 @@ class Traits:
     """The optional attributes of a pass, by these names.
 
     Attributes:
-        latest_input_stage: the last accepted stage, by default the input stage. A pass with a later output stage also takes
-            stages that refine its input stage: one from UPDATED to LOWERED takes SCHEDULED programs.
+        latest_input_stage: the last accepted stage, by default the input stage, or a stage that refines it.
         requires: properties that its input program must have.
         establishes: properties of its output program, and of all later programs.
         precedes: properties that its input program must not have yet.
-        changes_dataflow: the pass intentionally changes the computation, such as the operators of a gradient or those applied to
-            a bucket before its reduction or update. For all other passes, the verifier requires that the expressions of the
-            loss, of every gradient, of every written buffer and of every bucket's way to its update stay the same.
-        changes_bits: the way in which it may change the bits of a step's results, because numbers are rounded or added
-            differently: a clause, such as ``"terms are added in another order"``; empty if bits stay the same. The dump shows it,
-            and `mirrorc.compile` leaves the pass out if ``exact_order=True``. If such a pass has nothing to do, it must return
-            the graphs unchanged.
-        trains_only: the pass concerns gradients, buckets or updates alone, so that the pipeline of an evaluation leaves it out.
-        updates_only: the pass concerns updates alone, so that the pipeline of an accumulating program leaves it out.
+        changes_dataflow: the pass intentionally changes the computation; the verifier then compares no expressions.
+        changes_bits: a clause on the way in which it may change the bits of a step's results, such as ``"terms are added in
+            another order"``. ``exact_order=True`` leaves the pass out. With nothing to do, it must return the same graphs.
+        trains_only: left out of an evaluation: the pass concerns gradients, buckets or updates alone.
+        updates_only: left out of an accumulating program: the pass concerns updates alone.
     """
 
     latest_input_stage: Stage
@@ -86,10 +77,7 @@ class Instrument:
         """Called after each pass; an exception stops the compilation."""
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """Called when a pass cannot take the program, or when the pass or an instrument's `after_pass` has raised an error.
-
-        The error is raised to the caller afterwards.
-        """
+        """Called when a pass, or an instrument's `after_pass`, has raised an error, before the error is raised to the caller."""
 
     def finish(self, program: Program) -> None:
         """Called after the last pass."""

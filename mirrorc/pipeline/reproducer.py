@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 class Reproducer(Instrument):
     """Writes a reproducer when a pass fails or breaks a rule, and names it in the error's message.
 
-    A reproducer is a folder with two files. ``program.json.gz`` is the input program of the pass. ``reproducer.json`` has
-    the failing pass and later passes with their options, the whole pipeline, the error, and the versions of torch and
-    Python. This must be the last instrument, because it counts the passes without objections from other instruments.
+    A reproducer is a folder. ``program.json.gz`` is the input program of the pass. ``reproducer.json`` has the failing pass and
+    later passes with their options, the whole pipeline, the error, and the versions of torch and Python. This must be the last
+    instrument, because it counts the passes without objections from other instruments.
 
     Args:
         passes: the whole pipeline.
-        directory: the directory of the new folder; None for the system's directory of temporary files.
+        directory: of the new folder; None for the system's directory of temporary files.
     """
 
     def __init__(self, passes: Sequence[Pass], directory: Path | None) -> None:
@@ -39,15 +39,13 @@ class Reproducer(Instrument):
         self._num_done = 0
 
     def start(self, program: Program) -> None:
-        """Begins to count."""
         self._num_done = 0
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """Counts the pass."""
         self._num_done += 1
 
     def failed(self, compiler_pass: Pass, before: Program, error: Exception) -> None:
-        """Writes the reproducer; if that fails, logs the reason and leaves the error as it is."""
+        """If writing fails, logs the reason and leaves the error as it is."""
         if not isinstance(error, MirrorcError):
             return
         try:
@@ -70,10 +68,7 @@ class Reproducer(Instrument):
         error.args = (f"{error}\n\n{_remedy(compiler_pass, folder / 'program.json.gz', rest, why_not)}",)
 
     def _rest(self, compiler_pass: Pass) -> tuple[str | None, str]:
-        """The failing pass and later passes as text.
-
-        If a later pass has no text, the failing pass alone. If this one has none either, None and the reason.
-        """
+        """The failing pass and later passes as text; the failing pass alone, if a later one has none; or None and the reason."""
         places = [i for i, candidate in enumerate(self.passes) if candidate is compiler_pass]
         place = min(places, key=lambda i: abs(i - self._num_done))  # one pass may be in the pipeline twice
         try:

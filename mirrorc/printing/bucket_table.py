@@ -21,7 +21,6 @@ from mirrorc.printing.variants import wrapped
 
 _LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.([\w.]+)")
 SENT_AS_FACTORS = "sent as factors"
-"""Marks a bucket whose factors workers send to each other."""
 
 PLANNED = "to be owned by"
 """Precedes the owner's name while the update is not yet at the owner."""
@@ -36,7 +35,6 @@ def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
     """The lines of the table, then the hyperparameters of the optimizer's groups.
 
     Args:
-        program: at any stage.
         slots: print each gradient on a separate line.
         fold: print buckets that differ only in their layer once, and of many shares only the first and the last.
     """

@@ -16,7 +16,7 @@ _AROUND = 5  # lines shown before and after one that an error is about
 
 
 def surroundings(program: Program, node: fx.Node | None) -> str:
-    """The printed lines around a node as a paragraph of a message, with the node's line marked; empty if the node has no line."""
+    """The printed lines around a node as a paragraph of a message; empty if the node has no line."""
     graphs = [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]
     if node is None or not any(node.graph is graph for graph in graphs):
         return ""

@@ -1,16 +1,13 @@
 """Folds stretches of lines that repeat from bucket to bucket, and unfolds them.
 
-One line replaces a repeated stretch and says how the numbers increase: those of buckets, and the first number in each dotted
-name, the layer's. No information is lost::
+One line replaces a repeated stretch and says how the numbers of buckets and layers increase. No information is lost::
 
     48 gradients = bwd_1(...)                     # h.30.mlp … h.30.ln_1
     b3: f32[50816] = pack(bucket=3, 48 gradients)
     … b4 … b30: as b3 (the 2 lines above), for h.29 … h.3
 
-Microbatches with the same regions are folded by their number, from two on: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines
-above)``.
-
-A stretch consists of whole blocks, such as a bucket's lines in the table: no line may stay behind without the start of its block.
+Microbatches with the same regions are folded by their number, from two on. A stretch consists of whole blocks, such as a
+bucket's lines in the table.
 """
 
 from __future__ import annotations
@@ -55,10 +52,9 @@ class _Shape:
 
 
 def folded(lines: Sequence[str], sign: str, begins_block: Callable[[str], bool]) -> list[str]:
-    """Folds the lines of a table or of a function's body: prints a repeated stretch once, followed by a mark.
+    """The lines of a table or of a function's body, with each repeated stretch once, followed by a mark.
 
     Args:
-        lines: the lines.
         sign: the beginning of a mark: ``# … bucket `` in a table, four spaces and ``… b`` in a body.
         begins_block: tests for the first line of a block. A stretch has whole blocks, or lies within one.
     """
@@ -101,7 +97,7 @@ def unfolded(lines: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def is_mark(line: str) -> bool:
-    """True for a line that stands for repeated lines."""
+    """Tests for a line that stands for repeated lines."""
     return _MARK.fullmatch(line) is not None or _MARK_OF_PARTS.fullmatch(line) is not None
 
 
@@ -137,7 +133,7 @@ def _replaced(line: str, replacement: Callable[[str, str, int], str]) -> str:
 
 
 def _longest_stretch(shapes: Sequence[_Shape], begins: Sequence[bool], start: int) -> tuple[int, int]:
-    """Returns the length and the repeats of the stretch that saves the most lines; (1, 0) if none does."""
+    """The length and the repeats of the stretch that saves the most lines."""
     best, most = (1, 1), 0
     for length in range(1, min(_LONGEST, (len(shapes) - start) // 2) + 1):
         if shapes[start].text != shapes[start + length].text:
@@ -168,7 +164,7 @@ def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
 
 
 def _steps(shapes: Sequence[_Shape], start: int, other: int, length: int) -> tuple[int, int | None, int] | None:
-    """The increase of buckets, layers and microbatches from one stretch to the next; None if they differ otherwise.
+    """The increase of buckets, layers and microbatches; None if the stretches differ otherwise.
 
     Either buckets or microbatches increase, and layers never with microbatches.
     """

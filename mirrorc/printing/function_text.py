@@ -41,10 +41,9 @@ def function_lines(
     """The functions of a program of any stage, each after an empty line.
 
     Args:
-        program: at any stage.
         lines_of: gives the lines of one graph, see `graph_lines`.
         sources: print the user's source lines above operators.
-        fold: print repeated lines once: in a function, on several devices of the mirrored graph, for another shape of a shard.
+        fold: print repeated lines once: in a function, on several devices, for another shape of a shard.
     """
     lines: list[str] = []
     absent = [replica for replica, index in enumerate(program.shard_of_replica) if index is None]
@@ -77,7 +76,7 @@ def _operation_of_line(line: str) -> str:
 
 
 def _with_share(program: Program, line: Line, others: bool, replica: int | None = None) -> Line:
-    """Adds the comment on a line's share, which differs on every device; ``replica`` is for lines without a replica."""
+    """``replica`` is for lines without a replica."""
     line_replica = replica if replica is not None else line.node.kwargs.get("replica")
     comment = share_comment(program, line.node, line_replica, others) if isinstance(line_replica, int) else ""
     return replace(line, comment=comment) if comment else line
@@ -114,7 +113,7 @@ class _Function:
 def _device_functions(
     program: Program, lines_of: Callable[[fx.Graph], list[Line]], sources: bool, fold: bool
 ) -> list[str]:
-    """Prints equal functions once, and only the differing lines of one that differs in shapes."""
+    """Equal functions once, and only the differing lines of one that differs in shapes."""
     printed: list[str] = []
     known: list[_Function] = []
     for function in _functions(program, lines_of):

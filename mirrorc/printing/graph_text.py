@@ -40,9 +40,6 @@ class Line:
     """A line of a graph.
 
     Attributes:
-        text: the line without comment.
-        node: the printed node.
-        comment: the comment at its end.
         source: the user's line, printed above an operator.
         device: in the mirrored graph, the device of the node, or ``all``.
         above: lines of explanation above it.
@@ -63,7 +60,6 @@ def graph_lines(program: Program, graph: fx.Graph) -> list[Line]:
 
 
 def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
-    """The lines of a body as text."""
     lines = list(lines)
     width = max((len(line.device) for line in lines), default=0)
     printed, last_source = [], ""
@@ -77,7 +73,7 @@ def rendered(lines: Iterable[Line], sources: bool) -> list[str]:
 
 
 def rendered_line(line: Line, width: int = 0) -> str:
-    """Prints a single line; ``width`` is the width of the column of devices."""
+    """``width`` is that of the column of devices."""
     text = f"{line.device:<{width}} | {line.text}" if line.device else line.text
     return f"{text:<{_COMMENT_COLUMN - 4}}  # {line.comment}" if line.comment else text
 

@@ -1,7 +1,4 @@
-"""Writes the comments beside and above the lines of a graph.
-
-The file is long, as it has the comment of each operation.
-"""
+"""Writes the comments beside and above the lines of a graph."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns
 
 
 class LineComments:
-    """Writes the comments at the ends of lines; they are the same on all devices with equal programs."""
+    """Comments at the ends of lines; they are the same on all devices with equal programs."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -56,7 +53,6 @@ class LineComments:
         self._common = _common_beginning(program)
 
     def of(self, node: fx.Node) -> str:
-        """The comment at the end of a node's line; empty for most nodes."""
         if is_region_call(node):
             return self._modules(node)
         if is_of(node, Kind.FACTORED):
@@ -65,7 +61,7 @@ class LineComments:
         return comment(self._program, node) if comment is not None else ""
 
     def _modules(self, call: fx.Node) -> str:
-        """The first and the last module of a region, by the parameters that it reads and the gradients that it makes."""
+        """By the parameters that the region reads and the gradients that it makes."""
         program = self._program
         region = program.regions.get(region_of(call))
         if region is None:
@@ -103,13 +99,10 @@ def _is_forward(program: Program, call: fx.Node) -> bool:
 
 
 def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
-    """Prints the part of a bucket that a `wait` gives on one device; empty for a whole bucket.
+    """The part of a bucket that a `wait` gives on one device; empty for a whole bucket.
 
     Args:
-        program: the node's program.
-        node: any node.
-        replica: the replica of the device.
-        others: True if the line also stands for other devices, with shares in the table of buckets.
+        others: the line also stands for other devices, with shares in the table of buckets.
     """
     launch = node.args[0] if node.target is ops.wait and node.args else None
     bucket = _bucket(program, node) if isinstance(launch, fx.Node) else None
@@ -236,7 +229,7 @@ def _sum(form: GradientForm, types: Sequence[str]) -> str:
 
 
 def _packed(program: Program, node: fx.Node) -> str:
-    """Counts the gradients written in place by backward, copied, and left as factors; a single kind stands alone."""
+    """A single kind of gradient stands alone."""
     if not node.args:
         return "zeros: this device has no examples"
     counts = {"in place": 0, "copied": 0, "factored": 0}
@@ -303,7 +296,7 @@ def _optimizer_of(bucket: Bucket) -> str:
 
 
 def _gathered(node: fx.Node) -> str:
-    """The type of a device's part of an output: the call may print it among several activations."""
+    """The call may print the output among several activations, without its type."""
     return f"{type_of(node.all_input_nodes[0].meta.get('val'))}, this device's part" if node.all_input_nodes else ""
 
 

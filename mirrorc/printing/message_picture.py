@@ -17,11 +17,8 @@ _STYLE = "font-family: sans-serif; font-size: 12px"
 def message_picture(program: Program) -> str:
     """Draws the messages of a program's buckets, all of one length, as SVG.
 
-    Time goes down, with one message after the other on each device: see `MessageCosts.path_bytes`. An arrow ends at its message's
-    arrival. Partial sums are brown, whole sums blue. A label names the part of the bucket, and the bucket if there are several.
-
-    Args:
-        program: a program with a mirrored graph and reductions of gradients.
+    Time goes down, with one message after the other on each device: see `MessageCosts.path_bytes`. An arrow ends at its
+    message's arrival. Partial sums are brown, whole sums blue.
     """
     sent = messages(program)
     times, size = times_of(sent), program.buckets[0].num_bytes
@@ -80,7 +77,7 @@ def _arrows(program: Program, sent: list[Message], times: Mapping[Route, tuple[i
 
 
 def _elements(start: int, stop: int, length: int) -> str:
-    """Prints a part of a bucket: ``all``, or a range in hundredths."""
+    """``all``, or a range in hundredths."""
     return "all" if (start, stop) == (0, length) else f"{_number(100 * start / length)}-{_number(100 * stop / length)}%"
 
 

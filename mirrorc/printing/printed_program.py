@@ -15,13 +15,7 @@ _COUNTED = re.compile(r"(\d+) (.+)")
 
 @dataclass(frozen=True)
 class PrintedValue:
-    """A value at its definition: ``loss: f32[]``, ``d(fc1.weight)``, or ``93 activations``.
-
-    Attributes:
-        name: its name; for counted values, their kind.
-        type: its printed type; may be empty.
-        count: the number of values in it.
-    """
+    """A value at its definition: ``loss: f32[]``, ``d(fc1.weight)``, or ``93 activations``, whose name is their kind."""
 
     name: str
     type: str = ""
@@ -30,7 +24,7 @@ class PrintedValue:
 
 @dataclass(frozen=True)
 class PrintedGradient:
-    """A gradient in the bucket table: the variable's name and shape, as ``[4, 2]``."""
+    """A gradient in the bucket table."""
 
     variable: str
     shape: str
@@ -41,15 +35,13 @@ class PrintedBucket:
     """A bucket of the table.
 
     Attributes:
-        number: the number of its line in the text.
-        index: its number in the program.
-        dtype: its printed dtype, such as ``f32``.
-        size: its printed size, such as ``75.1 KiB``.
+        number: of its line in the text.
+        size: such as ``75.1 KiB``.
         rule: the label of its update rule.
         owner: the device that updates it or is planned to; empty without one.
         ready_after: the region with its last gradient; empty before buckets are packed.
-        last_gradient: the variable of that gradient; empty before buckets are packed.
-        shares: the elements that each device updates, as printed; empty if devices do not update shares.
+        last_gradient: the variable of that gradient.
+        shares: the elements that each device updates, as printed; may be empty.
         packs: the elements of each pack, as printed; empty if buckets are not cut.
     """
 
@@ -74,13 +66,10 @@ class PrintedLine:
     """A line of a function or region: ``device | results = operation(inside)  # comment``.
 
     Attributes:
-        number: the number of its line in the text.
-        text: the line without device and comment, with single spaces.
-        device: its device, or ``all``; empty without a column of devices. A line with several devices becomes one line for each.
+        number: of its line in the text.
+        text: without device and comment, with single spaces.
+        device: or ``all``; empty without a column of devices. A line with several devices becomes one line for each.
         outcome: the text to the left of ``=``; may be empty.
-        operation: the name of the called operation.
-        inside: the text between the call's parentheses.
-        comment: the comment beside it.
     """
 
     number: int
@@ -93,17 +82,16 @@ class PrintedLine:
 
     @functools.cached_property
     def results(self) -> tuple[PrintedValue, ...]:
-        """The values that it defines."""
         return tuple(as_value(part) for part in split_list(self.outcome))
 
     @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
-        """The positional arguments of the operation."""
+        """The positional arguments."""
         return tuple(part for part in split_list(self.inside) if not _DETAIL.fullmatch(part))
 
     @functools.cached_property
     def details(self) -> Mapping[str, str]:
-        """The keywords of the call, such as ``bucket``, ``op`` and ``link``."""
+        """The keywords, such as ``bucket``, ``op`` and ``link``."""
         matches = [_DETAIL.fullmatch(part) for part in split_list(self.inside)]
         return {match[1]: match[2] for match in matches if match}
 
@@ -113,12 +101,11 @@ class PrintedFunction:
     """The program of one or several devices.
 
     Attributes:
-        number: the number of its first line in the text.
-        name: its printed name: ``one_device``, ``all_devices``, ``cpu_0``.
-        devices: its devices, in order.
+        number: of its first line in the text.
+        name: ``one_device``, ``all_devices``, ``cpu_0``.
         outcome: the returned values, as printed.
         above: the lines above it: devices, examples, loss weight and random stream.
-        explanations: the explanations between its lines.
+        explanations: those between its lines.
     """
 
     number: int
@@ -136,10 +123,9 @@ class PrintedRegion:
     """A region's body.
 
     Attributes:
-        number: the number of its first line in the text.
+        number: of its first line in the text.
         name: such as ``fwd_0`` or ``bwd_0.shard1``.
-        statements: the lines of its body.
-        results: the names of its results.
+        results: their names.
     """
 
     number: int
@@ -154,17 +140,14 @@ class PrintedProgram:
     """A program, as far as its printed form describes it.
 
     Attributes:
-        num_devices: the number of devices in the heading.
-        is_evaluation: True for an evaluation, without buckets.
         accumulation: "accumulating", "after accumulation", or empty.
         worker: the worker in the heading and its replicas; empty for a single worker.
         workers: the description of all workers, below the heading.
         after: the pass in the heading; may be empty.
-        milliseconds: the time in the heading.
         report: a dump's report on the pass, below the heading.
         optimizers: the hyperparameters of the optimizer's groups at compilation, as printed.
-        remarks: the remarks of passes, each after the name of its pass.
-        regions: the bodies of regions by name; empty if they were left out.
+        remarks: each after the name of its pass.
+        regions: empty if they were left out.
     """
 
     stage: str
@@ -184,16 +167,14 @@ class PrintedProgram:
 
     @functools.cached_property
     def devices(self) -> tuple[str, ...]:
-        """The names of the devices with a function, in the order of the text."""
         return tuple(dict.fromkeys(device for function in self.functions for device in function.devices))
 
     @functools.cached_property
     def function_of(self) -> Mapping[str, PrintedFunction]:
-        """The function of each device."""
         return {device: function for function in self.functions for device in function.devices}
 
     def lines_of(self, device: str) -> tuple[PrintedLine, ...]:
-        """The lines of a device, including the collectives of all devices."""
+        """The lines of a device, with the collectives of all devices."""
         return tuple(line for line in self.function_of[device].lines if line.device in ("", "all", device))
 
 
@@ -205,7 +186,7 @@ def as_value(text: str) -> PrintedValue:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """Splits a list such as ``a, (b, c), 'd, e'`` at its commas, except for commas in brackets and in quotes."""
+    """Splits ``a, (b, c), 'd, e'`` at its commas, except for commas in brackets and in quotes."""
     return tuple(part.strip() for part in _parts(text)) if text.strip() else ()
 
 

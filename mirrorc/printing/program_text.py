@@ -30,40 +30,30 @@ The printed form::
     CALLS     = "accumulating" | "after accumulation"
     DTYPE     = "f64" | "f32" | "f16" | "bf16" | "i64" | ... | "bool"
 
-An ``evaluation`` is forward alone, and its functions return nothing: loss and outputs are gathered. An ``accumulating`` program
-adds its gradients to the accumulated ones; one ``after accumulation`` updates with both. ``change`` is for the files of
-``dump=``, which end with it if the pass changed nothing. A program of several workers prints one worker and its devices;
-``workers`` describes the others and has the hash of their common exchanges. Replicas are numbered over all workers, except
-``root``, ``source`` and ``destination``: these are replicas of this worker.
+An ``evaluation`` is forward alone, and its functions return nothing: loss and outputs are gathered. ``change`` is for the files
+of ``dump=``, which end with it if the pass changed nothing. A program of several workers prints one worker; replicas are
+numbered over all workers, except ``root``, ``source`` and ``destination``.
 
-``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column of devices up to SCHEDULED, and in LOWERED a
-function for each device; equal functions are printed together. The lines above it list devices, examples, loss weight and random
-stream. ``source`` is the user's line of the operators, or their module if no line is known. A ``remark`` is one line: its line
-breaks become ``\\n``.
+``function`` is ``one_device`` up to OUTLINED, ``all_devices`` with a column of devices up to SCHEDULED, and in LOWERED a function
+for each device. ``source`` is the user's line of the operators, or their module. Line breaks of a ``remark`` become ``\\n``.
 
 Unless ``fold=False`` or ``slots=True``, repeated parts are printed once, without any loss of information:
 
 - Buckets and stretches of a function that repeat from layer to layer: ``… b4 … b30: as b3 (the 3 lines above), for h.29 … h.2``
-  stands for 27 stretches, in which the numbers of buckets, and the first number of each dotted name, move on evenly;
-  ``… b4 … b30, every 2nd`` for 14 stretches of two buckets each (`mirrorc.printing.folding`).
-- Microbatches with equal regions: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines above)``; only their numbers move on.
+  stands for 27 stretches; ``… b4 … b30, every 2nd`` for 14 stretches of two buckets each (`mirrorc.printing.folding`).
+- Microbatches with equal regions: ``… microbatch 2 … 6: as microbatch 1 (the 9 lines above)``.
 - Adjacent lines of several devices in ``all_devices``: the column says ``each``, or lists the devices.
 - Functions that differ only in shapes: ``as cpu_0, but for these lines``. The lines replace those of the same operation, in
   order, and ``bwd_0.shard1`` replaces ``bwd_0``: the same region for the second shape of a shard.
 
-Comments: beside a region, its first and last module; beside ``pack``, the numbers of gradients written in place by backward,
-copied, and left as factors, unless all are of one kind; beside a factored gradient, the types of its factors and the place of its
-product; beside ``wait``, this device's elements of the bucket; beside ``update``, the rule.
+Comments: beside a region, its first and last module; beside ``pack``, the numbers of gradients written in place, copied, and left
+as factors; beside a factored gradient, its factors and the place of its product; beside ``wait``, this device's elements.
 
-Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient with the type of its slot in
-the bucket table; ``b0``, a packed bucket; ``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this device's
-share of it); ``b0_incoming``, parameters in flight to this device, and ``b0_parameters``, received; ``updated(b0)``, parameters
-updated by this device; ``new(bn.running_mean)``; variables by their names. Inside regions a value has the name of its module
-and operator (`rewrites.value_names`), with ``d_`` before it in backward; a value between modules has that of its last module.
-Many values of a kind are counted: ``93 activations`` saved for backward, ``3 d(activations)`` for the next region of backward,
-``2 factors`` of factored gradients, ``75 variables`` read, ``4 slots`` to be written. A line that calls a region lists arguments
-and results by kind; the region has them in the order of their first use. Variables are arguments of a region under their names
-in its first call, with ``_`` for other characters than letters and digits. Bodies of regions are optional.
+Values have the same names in every run, on every machine: ``loss``; ``d(fc1.weight)``, a gradient; ``b0``, a packed bucket;
+``b0_pending``, the same in flight; ``b0_sum``, reduced (``b0_share``, this device's share of it); ``b0_incoming`` and
+``b0_parameters``, parameters in flight and received; ``updated(b0)``, updated by this device; ``new(bn.running_mean)``; variables
+by their names. Inside regions a value has the name of its module and operator (`rewrites.value_names`), with ``d_`` before it in
+backward. Many values of a kind are counted: ``93 activations``, ``2 factors``, ``75 variables``, ``4 slots``.
 """
 
 from __future__ import annotations
@@ -140,7 +130,7 @@ class ProgramPrinter:
         after: str = "",
         milliseconds: float | None = None,
     ) -> str:
-        """Prints the program as text, in the form above.
+        """The program in the form above.
 
         Args:
             regions: print the bodies of the regions, too.
@@ -180,7 +170,7 @@ def program_to_text(
     after: str = "",
     milliseconds: float | None = None,
 ) -> str:
-    """Prints a program at any stage as text, in the form above; for the arguments see `ProgramPrinter.text`."""
+    """The program in the form above; for the arguments see `ProgramPrinter.text`."""
     printer = ProgramPrinter(program)
     return printer.text(
         regions=regions, slots=slots, sources=sources, fold=fold, after=after, milliseconds=milliseconds
@@ -188,7 +178,6 @@ def program_to_text(
 
 
 def region_to_text(region: Region, *, sources: bool = True) -> str:
-    """Prints a region's body as text."""
     return printable("\n".join(_region_lines(region, sources, {})) + "\n")
 
 
@@ -215,7 +204,6 @@ def _argument_names(program: Program, region: Region) -> dict[str, str]:
 
 
 def program_heading(program: Program, after: str = "", milliseconds: float | None = None) -> str:
-    """The first line of a program's text."""
     parts = ["mirrorc", *([f"after {after}"] if after else []), f"stage {program.stage.name}"]
     parts.append(_count(len(program.devices), "device"))
     parts.append(_count(len(program.buckets), "bucket") if program.trains else "evaluation")

@@ -1,4 +1,4 @@
-"""Reads the printed form of a program, whose grammar is in `mirrorc.printing.program_text`, back into its parts."""
+"""Reads the printed form of a program, whose grammar is in `mirrorc.printing.program_text`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _bucket(text: TextCursor) -> PrintedBucket:
 
 
 def _listing(text: TextCursor, beginning: str) -> str:
-    """The rest of a line and of its continuation lines; empty if the next line begins otherwise."""
+    """The rest of a line and of its continuation lines."""
     listing = text.take().removeprefix(beginning) if text.next.startswith(beginning) else ""
     while listing and text.next.startswith(_MORE):
         listing += " " + text.take().removeprefix(_MORE)
@@ -146,7 +146,6 @@ class TextCursor:
 
     @property
     def is_at_end(self) -> bool:
-        """True after the last line."""
         return self._taken == len(self._lines)
 
     @property
@@ -172,12 +171,11 @@ class TextCursor:
         )
 
     def expect(self, holds: bool, expected: str) -> None:
-        """Refuses the line taken last unless ``holds``; raises as `fail` does."""
+        """Refuses the line taken last unless ``holds``."""
         if not holds:
             self.fail(expected)
 
     def match(self, pattern: re.Pattern[str], text: str, expected: str) -> re.Match[str]:
-        """Matches a whole text with a pattern; raises as `fail` does if it does not match."""
         match = pattern.fullmatch(text)
         if match is None:
             self.fail(expected)
@@ -212,7 +210,7 @@ def read_program_text(text: str) -> PrintedProgram:
 
     Raises:
         TypeError: ``text`` is no string.
-        ValueError: the text is not a printed program; the message has the line, its number and the expected form.
+        ValueError: the text is not a printed program; has the line, its number and the expected form.
     """
     if not isinstance(text, str):
         raise TypeError(f"the text of a program is a {type(text).__name__}: give a str, such as program.to_text()")
@@ -335,10 +333,7 @@ def _signature(cursor: TextCursor, text: str) -> tuple[PrintedValue, ...]:
 def _body(
     cursor: TextCursor, *, has_comments: bool, devices: Sequence[str] | None = None
 ) -> tuple[tuple[PrintedLine, ...], list[str], str]:
-    """Reads a body up to 'return': its lines, the explanations between them, the returned values. Drops the user's source lines.
-
-    ``devices`` are those of the mirrored graph, with its column of devices.
-    """
+    """Its lines, the explanations between them, the returned values. ``devices`` are those of a column of devices."""
     lines: list[PrintedLine] = []
     explanations: list[str] = []
     while True:

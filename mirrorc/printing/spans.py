@@ -32,7 +32,7 @@ def read_spans(text: str) -> tuple[str, ...]:
 
 
 def range_text(start: int, stop: int) -> str:
-    """Prints a range: ``0 … 9`` for the numbers from 0 to 9, ``4`` for a single number, ``none`` for an empty range."""
+    """Such as ``0 … 9``; ``4`` for a single number, ``none`` for an empty range."""
     return "none" if start == stop else f"{start}" if stop == start + 1 else f"{start} … {stop - 1}"
 
 

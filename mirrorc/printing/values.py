@@ -53,12 +53,12 @@ _NEVER_LISTED = ("saved", "factor", "activation", "activation gradient")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as printed: ``f32``, ``bf16``, ``i64``."""
+    """Such as ``f32``, ``bf16``, ``i64``."""
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def size_text(num_bytes: int) -> str:
-    """A number of bytes as printed: ``40.1 KiB``, ``4.0 MiB``."""
+    """Such as ``40.1 KiB``, ``4.0 MiB``."""
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
@@ -76,7 +76,7 @@ def type_of(value: Any) -> str:
 
 
 class PrintedValues:
-    """Assigns each value in a graph of calls its kind and printed name."""
+    """The kind and printed name of each value in a graph of calls."""
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
         self._program = program
@@ -117,7 +117,7 @@ class PrintedValues:
         return "activation gradient" if is_backward and node.name.startswith("d_") else "activation"
 
     def _name_computed(self, graph: fx.Graph) -> None:
-        """Names results of torch operators after their operand: ``b0_sum_clamp``, and ``b0_sum_clamp_2`` if it is taken."""
+        """After their operand: ``b0_sum_clamp``, and ``b0_sum_clamp_2`` if it is taken."""
         counts: Counter[tuple[int | None, str]] = Counter()
         for node in graph.nodes:
             if self.kinds[node] == ("computed", ""):
@@ -128,7 +128,6 @@ class PrintedValues:
                 self.kinds[node] = ("computed", base if counts[key] == 1 else f"{base}_{counts[key]}")
 
     def name(self, node: fx.Node) -> str:
-        """The name of a value at its uses."""
         kind, name = self.kinds[node]
         return _WRITTEN.get(kind, "{}").format(name)
 
@@ -137,10 +136,7 @@ class PrintedValues:
         return of_all_replicas(self.name(node), replica_of(node))
 
     def factors(self, gradient: fx.Node) -> str:
-        """The names of a gradient's factors, such as ``left, right``, and the number of microbatches with them.
-
-        Arguments and variables keep their names.
-        """
+        """The names of a gradient's factors, such as ``left, right``, and the number of microbatches with them."""
         form = FORMS.get(gradient.target)
         factors = [factor for factor in gradient.args if isinstance(factor, fx.Node)]
         if form is None:

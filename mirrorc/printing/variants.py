@@ -1,4 +1,4 @@
-"""Groups devices whose programs differ only in shapes, and prints the lines above a program: shards, loss weight, seed."""
+"""Groups devices whose programs differ only in shapes, and prints the lines above a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mirrorc.printing.values import type_of
 
 
 def device_names(program: Program, replicas: Iterable[int]) -> list[str]:
-    """The names of replicas' devices."""
     return [program.devices[replica].name for replica in replicas]
 
 

@@ -1,4 +1,4 @@
-"""Converts symbolic sizes, and the symbols of their environments, to data for JSON, and back."""
+"""Symbolic sizes, and the symbols of their environments, as data for JSON."""
 
 from __future__ import annotations
 

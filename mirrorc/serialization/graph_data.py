@@ -66,7 +66,6 @@ class GraphWriter:
         """A graph as data.
 
         Args:
-            graph: the graph.
             where: the graph's name in error messages.
             regions: the modules that it may call.
 

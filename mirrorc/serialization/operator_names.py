@@ -1,4 +1,4 @@
-"""Names operators of a graph so that another process can look them up."""
+"""Names of operators, by which another process can look them up."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class UnknownOperatorError(DataError):
 def operator_name(target: Any) -> str:
     """The name of the target of a ``call_function`` node.
 
-    Operations of the IR are ``ops.NAME``, operators of torch ``aten.mm.default``, random ones under a seed
-    ``seeded aten.rand.default``, a part of a result ``operator.getitem``.
+    Such as ``ops.NAME``, ``aten.mm.default``, ``seeded aten.rand.default`` under a seed, ``operator.getitem``.
 
     Raises:
         DataError: the target has no such name.
@@ -89,7 +88,6 @@ def _supports_seed(target: Any) -> bool:
 
 
 def _overload(name: str) -> Any:
-    """Looks up an operator of torch such as ``aten.mm.default``."""
     overload: Any = torch.ops
     for part in name.split("."):
         if part.startswith("__"):

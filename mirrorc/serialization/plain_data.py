@@ -1,4 +1,4 @@
-"""Converts arguments of nodes to data for JSON, and back; refuses values without a form in it.
+"""Arguments of nodes as data for JSON; values without a form in it are refused.
 
 The form of an argument::
 
@@ -56,11 +56,7 @@ def encode_argument(value: Any, refer: _Leaf) -> Any:
 
 
 def decode_argument(data: Any, resolve: _Leaf) -> Any:
-    """Converts data to its argument; ``resolve`` reverses ``refer``, or raises `DataError`.
-
-    Raises:
-        DataError: the data is not in the form above.
-    """
+    """Inverts `encode_argument`; ``resolve`` reverses ``refer``. Raises `DataError` for other data."""
     if type(data) is not list:
         return _decode_plain(data)
     decode = _DECODERS.get(data[0]) if data and type(data[0]) is str else None
@@ -85,16 +81,11 @@ _BY_NAME: dict[type, dict[str, Any]] = {
 
 
 def encode_name(value: torch.dtype | torch.layout | torch.memory_format | torch.device) -> str:
-    """The name of one of torch's constants, or of a device."""
     return str(value).removeprefix("torch.")
 
 
 def decode_name(name: Any, kind: type, title: str) -> Any:
-    """The constant or device of this name.
-
-    Raises:
-        DataError: torch has none of this name.
-    """
+    """The constant or device of this name; raises `DataError` if torch has none."""
     if kind is not torch.device:
         return entry(_BY_NAME[kind], name, title)
     try:

@@ -36,7 +36,7 @@ from mirrorc.torch_internals import lazy_graph_module
 
 FORMAT = "mirrorc program"
 VERSION = 15
-"""The version of the written format; it increases with every change that older readers cannot read."""
+"""Increases with every change that older readers cannot read."""
 
 _GRAPHS = ("shard_graphs", "graph", "device_graphs", "regions")  # fields of a program that records cannot hold
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -69,7 +69,7 @@ def _write_whole(path: Path, encoded: bytes) -> None:
 
 
 def load_program(path: str | os.PathLike[str]) -> Program:
-    """Reads a program from a file; see `Program.load`."""
+    """See `Program.load`."""
     path = Path(path)
     data = _read(path)
     try:
@@ -96,7 +96,6 @@ def _version(version: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Reads a file's data, and checks its format and version."""
     encoded = path.read_bytes()
     remedy = "give a file that Program.save has written"
     try:
@@ -126,11 +125,7 @@ _MOST_EXPANSION = 100  # programs are compressed to a tenth or so; gzip can make
 
 
 def _decompressed(encoded: bytes) -> bytes:
-    """Bounds the expansion, against decompression bombs.
-
-    Raises:
-        ValueError: the content is too large for a program; no more than the bound was decompressed.
-    """
+    """Bounds the expansion, against decompression bombs."""
     most = _ALWAYS_READ + _MOST_EXPANSION * len(encoded)
     with gzip.GzipFile(fileobj=io.BytesIO(encoded)) as file:
         content = file.read(most + 1)
@@ -179,7 +174,6 @@ def _encode_module(
 
 
 def _regions_in(module: fx.GraphModule, regions: Mapping[str, Region]) -> set[str]:
-    """The submodules of a device's module that are regions of the program."""
     return {name for name, m in module.named_children() if name in regions and regions[name].graph_module is m}
 
 

@@ -1,4 +1,4 @@
-"""Converts dataclasses to data for JSON, and back, by the declared types of their fields."""
+"""Dataclasses as data for JSON, by the declared types of their fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def encode_record(value: Any, kind: Any, title: str) -> Any:
     """Converts a value to data: a dataclass, an enumeration member, or a value of a dataclass's field.
 
     Args:
-        value: the value.
         kind: its declared type.
         title: its name in error messages.
 
@@ -87,11 +86,7 @@ def decode_record(data: Any, kind: Any, title: str) -> Any:
 
 
 def check_keys(data: Any, wanted: Mapping[str, Any], title: str) -> None:
-    """Refuses data other than an object with exactly these keys.
-
-    Raises:
-        DataError: names the first missing or unknown key.
-    """
+    """Refuses data other than an object with exactly these keys: raises `DataError`."""
     expect(data, dict, title)
     for key in wanted:
         if key not in data:

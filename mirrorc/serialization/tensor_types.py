@@ -1,4 +1,4 @@
-"""Describes fake tensors, the values of nodes, for saving."""
+"""Fake tensors, the values of nodes, as data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class TensorType:
     """The saved properties of a fake tensor.
 
     Attributes:
-        offset: the offset of its first element in its memory, counted in elements.
+        offset: of its first element in its memory, in elements.
         is_conjugated: ``tensor.is_conj()``, a lazy conjugate.
         is_negated: ``tensor.is_neg()``, a lazy negative.
         symbols: the index of its environment's symbols; None without symbols.
-        sizes: its shape, its strides and its offset as texts, if they have symbols. The numbers above are then those at capture.
+        sizes: its shape, strides and offset as texts, if they have symbols. The numbers above are then those at capture.
     """
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class TensorType:
         return cls(tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg(), symbols, texts)
 
     def make(self, fake_mode: FakeTensorMode, saved: SavedSizes | None = None) -> torch.Tensor:
-        """Makes a fake tensor of this type with separate memory. It bypasses the mode's dispatcher, which is five times as slow.
+        """Makes a fake tensor with separate memory. It bypasses the mode's dispatcher, which is five times as slow.
 
         Raises:
             Exception: torch has no such tensors; the exception is torch's.

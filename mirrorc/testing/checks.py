@@ -20,14 +20,11 @@ _SHOWN = 40  # the most lines of the program that a failure shows
 
 @dataclass(frozen=True)
 class _Directive:
-    """A line of a check. A ``CHECK-COUNT-EXACTLY`` becomes two directives: a count, and a ``CHECK-NOT`` for one more.
+    """A line of a check. A ``CHECK-COUNT-EXACTLY`` becomes a count, and a ``CHECK-NOT`` for one more.
 
     Attributes:
-        line: the line as written.
-        number: the number of the line in the check.
-        kind: ``CHECK``, ``CHECK-NOT`` and so on.
+        number: of the line in the check.
         sought: the text to find, or to miss.
-        count: the number of times, for ``CHECK-COUNT``.
     """
 
     line: str
@@ -144,7 +141,6 @@ def _failure(directives: Sequence[_Directive], lines: Sequence[str]) -> str:
 
 
 def _explain(directives: Sequence[_Directive], plain: Sequence[str], lines: Sequence[str]) -> str:
-    """Shows the failing directive, and the text from the line at which the search began."""
     culprit, before = _culprit(directives, plain)
     start = _lines_needed(before, plain)
     head = f"the program is not as line {culprit.number} of the check says, {culprit.line!r}: {_reason(culprit)}"

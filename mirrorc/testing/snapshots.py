@@ -26,8 +26,7 @@ class ProgramFiles(SingleFileSnapshotExtension):
 class ProgramSnapshot:
     """The expected text of a program: ``assert step.program == mirror_snapshot``.
 
-    If the comparison fails, it raises an AssertionError itself, with the differences in words. The ``assert`` alone would
-    not be enough, because pytest shows only eight lines of its explanation.
+    A failing comparison raises an AssertionError itself, because pytest shows only eight lines of its explanation.
 
     Args:
         snapshot: syrupy's fixture of this name.
@@ -57,19 +56,13 @@ class ProgramSnapshot:
         return ProgramSnapshot(self._assertion, name, regions)
 
     def __eq__(self, program: object) -> bool:
-        """True if the program is as in the snapshot.
-
-        Raises:
-            AssertionError: it is not; has the differences in words.
-            TypeError: not a program.
-        """
+        """Raises AssertionError, with the differences in words, if the program is not as in the snapshot."""
         __tracebackhide__ = True
         if self._is_matched_by(program):
             return True
         raise AssertionError(self._explanation())
 
     def __ne__(self, program: object) -> bool:
-        """False if the program is as in the snapshot."""
         return not self._is_matched_by(program)
 
     __hash__ = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Records the graphs and the program that were verified after earlier passes, to skip them."""
+"""The graphs and the dataflow that were verified after earlier passes, to skip them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from mirrorc.verifier.rules.dataflow import KnownFlows
 
 
 class Checked:
-    """The graphs and the dataflow that were verified after earlier passes.
-
-    This saves time: most passes leave most regions unchanged, and some passes find nothing to do.
-    """
+    """The graphs and the dataflow that were verified after earlier passes. Most passes leave most regions unchanged."""
 
     def __init__(self) -> None:
         self.flows = KnownFlows()
@@ -32,11 +29,11 @@ class Checked:
         }
 
     def was_changed(self, graph: fx.Graph) -> bool:
-        """Tests for a graph that was checked and, as of the last `look_again`, changed since."""
+        """Tests for a checked graph that was changed before the last `look_again`."""
         return self._is_known(graph) and id(graph) in self._changed
 
     def has(self, graph: fx.Graph) -> bool:
-        """Tests for a graph that was checked and, as of the last `look_again`, not changed since."""
+        """Tests for a checked graph that was unchanged at the last `look_again`."""
         return self._is_known(graph) and id(graph) not in self._changed
 
     def is_last(self, program: Program) -> bool:
@@ -44,7 +41,6 @@ class Checked:
         return _contents(program) == self._last and all(map(self.has, all_graphs(program)))
 
     def add(self, program: Program) -> None:
-        """Records that a program and its graphs were checked."""
         graphs = all_graphs(program)
         parts = [self._checked[id(graph)][1] if self.has(graph) else _parts(graph) for graph in graphs]
         self._checked = {id(graph): (graph, contents) for graph, contents in zip(graphs, parts, strict=True)}
@@ -55,12 +51,12 @@ class Checked:
 
 
 def _parts(graph: fx.Graph) -> list[Any]:
-    """The contents of a graph. Arguments of nodes are immutable, so a changed argument is another object."""
+    """Arguments of nodes are immutable, so a changed argument is another object."""
     return [part for node in graph.nodes for part in (node, node.target, node.args, node.kwargs, node.meta.get("val"))]
 
 
 def _contents(program: Program) -> list[Any]:
-    """The tables of a program, as read by rules; graphs are compared by identity."""
+    """Graphs are compared by identity."""
     values = (getattr(program, field.name) for field in fields(program) if field.name != "remarks")
     return [dict(value) if isinstance(value, Mapping) else value for value in values]  # a table may be changed in place
 

@@ -30,7 +30,7 @@ def verify(
         after: name of the pass that made the program, for the message.
         before: the input of the pass, to check that the computation has stayed the same.
         checked: graphs and a program to skip. This program is added.
-        keeps_dataflow: whether the pass must not change the computation.
+        keeps_dataflow: the pass must not change the computation.
 
     Raises:
         VerifyError: names the rule, the node, its source line and the pass, and shows the program around it.
@@ -97,10 +97,8 @@ class Verify(Instrument):
         self._checked = Checked()
 
     def start(self, program: Program) -> None:
-        """Raises `VerifyError` if the program given to the first pass breaks a rule."""
         verify(program, checked=self._checked)
 
     def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
-        """Raises `VerifyError` if a rule is broken."""
         keeps_dataflow = not traits_of(compiler_pass).changes_dataflow
         verify(after, after=compiler_pass.name, before=before, checked=self._checked, keeps_dataflow=keeps_dataflow)

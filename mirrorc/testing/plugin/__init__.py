@@ -40,5 +40,4 @@ def mirror_snapshot(request: pytest.FixtureRequest) -> Iterator[ProgramSnapshot]
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    """True if the user switched on torch's trace."""
     return "TORCH_TRACE" in os.environ

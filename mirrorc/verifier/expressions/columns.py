@@ -12,11 +12,7 @@ from mirrorc.verifier.expressions.rows import Number
 
 
 class NumberedColumns:
-    """The padded values of a program, with the numbers of their first columns.
-
-    Args:
-        number: numbers the result of an operator with numbers as arguments.
-    """
+    """The padded values of a program, with the numbers of their first columns."""
 
     def __init__(self, number: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number = number
@@ -30,7 +26,7 @@ class NumberedColumns:
             self._first[numbered[node]] = (columns, numbered[node.args[0]])  # type: ignore[index]
 
     def first_columns(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """The number of a product, if the node takes the original columns of a padded one; else None."""
+        """The number of a product, if the node takes the original columns of a padded one."""
         wanted = first_columns(node)
         if wanted is None:
             return None

@@ -32,7 +32,7 @@ class Expressions:
         numbers: the table, from an operation and the numbers of its arguments to the number of the result.
         roots: for a view, by its number, shape and strides, those of the viewed value; for the number of a reshaped value, the
             number and the shape of the original value.
-        inlined: whether to look into regions.
+        inlined: look into regions.
         makers: filled with the first node of each number.
     """
 
@@ -49,7 +49,6 @@ class Expressions:
         self.columns = NumberedColumns(lambda target, args: self._number_application(target, args, {}, {}))
 
     def number(self, *key: Any) -> int:
-        """The number of an expression, by its operation and the numbers of its arguments."""
         try:
             return self.numbers.setdefault(key, len(self.numbers))
         except TypeError:  # a part of the key cannot be hashed
@@ -70,10 +69,7 @@ class Expressions:
         return self._number_application(target, tuple(wrapped), {}, {})
 
     def number_graph(self, graph: fx.Graph, arguments: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
-        """The number of each value of a graph; for a call of a region, a tuple of numbers.
-
-        If the graph is the body of a called region, ``arguments`` has the numbers of its placeholders.
-        """
+        """The number of each value; for a call of a region, a tuple. ``arguments``: those of a region's placeholders."""
         numbered: dict[fx.Node, Any] = dict(arguments or {})
         for node in graph.nodes:
             if node in numbered or node.op == "output":
@@ -137,10 +133,7 @@ class Expressions:
         return inside[body.output_node().args[0]]  # type: ignore[index]
 
     def _view(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """The number of a view; that of the viewed value if a chain of views leads back to the value's shape and strides.
-
-        The views of a product that is written into its slot do. The result of `reshape` may be a copy, so it is no view.
-        """
+        """That of the viewed value, if a chain of views leads back to its shape and strides."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         viewed = (numbered[source], _lies(source))
@@ -155,7 +148,7 @@ class Expressions:
         return number
 
     def _reshaped(self, node: fx.Node, source: int) -> int:
-        """The number of a value in another shape, independent of the operators in between."""
+        """Independent of the operators in between."""
         first, shape = self.roots.get(source, (source, _shape(node.args[0])))
         if _shape(node) == shape:
             return int(first)
@@ -173,7 +166,7 @@ class Expressions:
         return self.number(*key)
 
     def _whole(self, gradient: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
-        """The number of a factored gradient: that of the whole gradient."""
+        """That of the whole gradient."""
 
         def apply(target: Any, *args: Any, **kwargs: Any) -> Number:
             if target not in RESHAPES:
@@ -187,7 +180,7 @@ class Expressions:
         return whole.number
 
     def _write(self, node: fx.Node, numbered: dict[fx.Node, Any]) -> None:
-        """Numbers an operator that writes its first argument. The argument has the number of the written value from then on."""
+        """The argument has the number of the written value from then on."""
         target, *sources = node.args
         written = numbered[sources[0]] if node.target is torch.ops.aten.copy_.default else None  # type: ignore[index]
         if node.target is out_products.mm_into:
@@ -209,7 +202,7 @@ class Expressions:
         numbered[node] = numbered[target] = written  # type: ignore[index]
 
     def _call(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Any:
-        """The results of a region: by its name and the arguments that it reads; if inlined, a tuple of its expressions."""
+        """By its name and the arguments that it reads; if inlined, a tuple of its expressions."""
         nodes = [n for n in node.args if isinstance(n, fx.Node)]
         arguments = [self.number("slot") if n.target in ops.OUTPUT_MEMORY else numbered[n] for n in nodes]
         if self.inlined:

@@ -23,9 +23,8 @@ def accumulated_results(program: Program, expressions: Expressions) -> Iterator[
     """The results of each replica over all of its microbatches: the replica, the kind, the name, the number of the expression.
 
     The loss is the sum of the microbatches' losses, each times its part of the shard's examples, unless the loss is a sum. A
-    gradient is the sum over all microbatches, in order. A buffer has the last microbatch's value; each microbatch begins with
-    the buffers of the one before, or with the original ones if all write alike. Each microbatch has its checks. Outputs are
-    combined as replicas' parts are.
+    gradient is the sum in order. A buffer has the last microbatch's value; each microbatch begins with the buffers of the one
+    before, or with the original ones if all write alike.
     """
     for replica, shards in enumerate(program.shard_of_microbatch):
         sizes = program.microbatches[replica]
@@ -129,5 +128,5 @@ def _put_together(parts: list[int], how: str, sizes: tuple[int, ...], expression
 
 
 def is_accumulated(before: Program, after: Program) -> bool:
-    """Tests for a pass that has put the microbatches of shards one after the other."""
+    """Tests for a pass that has joined the microbatches of shards."""
     return bool(before.shard_of_microbatch) and not after.shard_of_microbatch

@@ -1,4 +1,4 @@
-"""Equal numbers for reductions or reads of rows and for `graph.one_hot_rows`' versions of them, by one element of each row."""
+"""Equal numbers for reads of rows and for the versions of `graph.one_hot_rows`, by one element of each row."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ class Number:
 
 
 class NumberedRows:
-    """The expressions of a program: the shape and dtype of each, and the origin of rows.
-
-    Args:
-        number_application: the number of an operator's result. Arguments may be `Number`.
-    """
+    """The shape and dtype of each expression of a program, and the origin of rows."""
 
     def __init__(self, number_application: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number_application = number_application
@@ -38,7 +34,7 @@ class NumberedRows:
             self._made[number] = _made(node, numbered) if is_of_rows else node
 
     def by_elements(self, node: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-        """The number of a node's value, if it depends on one element of each row alone; else None."""
+        """The number of a node's value, if it depends on one element of each row alone."""
         element = by_elements(self, _made(node, numbered))
         return element.number if element is not None else None
 
@@ -53,7 +49,6 @@ class NumberedRows:
         return Made(None, (), {}, sizes_key(tensor.shape), tensor.dtype)
 
     def apply(self, target: Any, args: tuple[Any, ...]) -> Number:
-        """The expression of an operator's result."""
         return Number(self._number_application(target, args))
 
 

@@ -19,8 +19,9 @@ from mirrorc.verifier.rules.rule import rule
 
 @rule(since=Stage.UPDATED)
 def gradients_are_accumulated_once(program: Program) -> Iterator[Violation]:
-    """In a program that accumulates, each replica adds each bucket to its sums once, just as it has packed it, and nothing is
-    communicated. No other program adds anything to them."""
+    """In a program that accumulates, each replica adds each bucket to its sums once, as packed, and nothing is communicated. No
+    other program adds anything to them.
+    """
     yield from _wrong_uses(program, ops.accumulate, Accumulation.ADDS)
     for where, graph, _ in scopes(program) if program.accumulates else ():
         for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
@@ -29,8 +30,9 @@ def gradients_are_accumulated_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def accumulated_gradients_are_added_once(program: Program) -> Iterator[Violation]:
-    """In a program that ends an accumulation, each replica adds its sums to each bucket once, just as it has packed it, and
-    nothing else takes what it has packed. No other program takes anything of them."""
+    """In a program that ends an accumulation, each replica adds its sums to each packed bucket once, and nothing else takes that
+    bucket. No other program takes anything of the sums.
+    """
     yield from _wrong_uses(program, ops.add_accumulated, Accumulation.ENDS)
     for where, graph, _ in scopes(program) if program.accumulation is Accumulation.ENDS else ():
         for pack in calls_to(graph, ops.pack):
@@ -56,7 +58,6 @@ def _takers(pack: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _wrong_uses(program: Program, operation: Any, where_it_is: Accumulation) -> Iterator[Violation]:
-    """Violations by an operation on accumulated gradients: missing, repeated, or on something else than its own bucket."""
     expected, what, parts = int(program.accumulation is where_it_is), operation.__name__, BucketParts(program)
     for where, graph, replicas in scopes(program):
         are_packs = operation is ops.add_accumulated
@@ -84,7 +85,6 @@ def _wrong_uses(program: Program, operation: Any, where_it_is: Accumulation) -> 
 
 
 def _is_own_pack(program: Program, parts: BucketParts, node: fx.Node) -> bool:
-    """Tests for a node that takes its replica's own gradients of its bucket, all of them and unchanged."""
     part, index = parts.of(node.args[0] if node.args else None), bucket_of(node)
     if part is None or part.steps or not 0 <= index < len(program.buckets):
         return False
@@ -99,7 +99,6 @@ def _is_own_pack(program: Program, parts: BucketParts, node: fx.Node) -> bool:
 
 
 def _computed_of(value: fx.Node) -> Iterator[fx.Node]:
-    """A value and what it is computed of, up to what no operator has computed."""
     waiting = [value]
     while waiting:
         node = waiting.pop()

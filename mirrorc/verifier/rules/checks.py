@@ -44,8 +44,8 @@ def _changes_something(node: fx.Node) -> bool:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def a_checked_step_misses_nothing(program: Program) -> Iterator[Violation]:
-    """If a step is checked, each replica's commit takes `is_finite` of the replica's loss (unless that is scaled) and of all
-    inputs of its updates. Nothing else takes these truth values. All replicas have the same ``otherwise``.
+    """If a step is checked, each replica's commit takes `is_finite` of its loss (unless that is scaled) and of all inputs of its
+    updates. Nothing else takes these truth values. All replicas have the same ``otherwise``.
     """
     commits = [node for _, graph, _ in scopes(program) for node in calls_to(graph, ops.commit)]
     for _, graph, _ in scopes(program):

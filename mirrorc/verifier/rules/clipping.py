@@ -67,9 +67,8 @@ def scaled_losses_are_made_up_for(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def norms_count_every_element_once(program: Program) -> Iterator[Violation]:
-    """A reported norm, or one behind a scaling factor, is that of whole buckets: each element counts once, summed over all
-    replicas. If workers have parts of sums, all exchange the norms of their parts. A norm reported under a name is that of the
-    same buckets on all replicas.
+    """A reported norm, or one behind a scaling factor, counts each element of whole buckets once, summed over all replicas. If
+    workers have parts of sums, all exchange the norms of their parts. A name stands for the same buckets on all replicas.
     """
     norms, reported = Norms(program), dict[object, tuple[fx.Node, frozenset[int]]]()
     for where, graph, _ in scopes(program):
@@ -113,9 +112,7 @@ def _buckets_of(measured: Measured) -> frozenset[int] | None:
 
 
 def _is_whole(program: Program, bucket: int, measured: Measured) -> bool:
-    """Tests that the norm covers each element of a bucket, or of this worker's part, once, summed over all replicas and
-    changed alike.
-    """
+    """Tests for each element of a bucket, or of this worker's part, once, summed over all replicas and changed alike."""
     parts = [part for part in measured.parts if part is not None and part.bucket == bucket]
     spans = sorted((span.start, span.stop) for part in parts for span in part.spans)
     are_sums = all(span.replicas == frozenset(program.reduced_replicas) for part in parts for span in part.spans)
@@ -130,8 +127,8 @@ def _is_whole(program: Program, bucket: int, measured: Measured) -> bool:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
-    """A bucket's gradient is scaled once, by a factor that follows from its own norm, and by the same operations on all
-    replicas. All buckets of a norm are scaled by it. All elements have one bound, or none has.
+    """A bucket's gradient is scaled once, by a factor that follows from its own norm, and alike on all replicas. All buckets of a
+    norm are scaled by it. All elements have one bound, or none has.
     """
     norms = Norms(program)
     scaled: dict[int, set[Any]] = defaultdict(set)  # the clippings of each bucket: there must be one
@@ -189,7 +186,7 @@ def _rescaling(norms: Norms, node: fx.Node) -> tuple[Any, ...]:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def rescaled_memory_is_not_read_again(program: Program) -> Iterator[Violation]:
-    """All readers of a scaled or clipped gradient come before the scaling, because its memory is written then."""
+    """All readers of a scaled or clipped gradient come before the scaling, which writes its memory."""
     for where, graph, _ in scopes(program):
         owners = owners_of(graph)
         for node in calls_to(graph, *ops.RESCALING, ops.update):

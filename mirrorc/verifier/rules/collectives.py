@@ -52,7 +52,7 @@ def collectives_are_waited_for_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def buckets_in_flight_are_not_used(program: Program) -> Iterator[Violation]:
-    """A packed bucket is used only by its reduction. So are the values that operators of torch compute from it on the way."""
+    """A packed bucket, and values computed from it on the way, are used by its reduction alone."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.REDUCTIONS, ops.gather_factors):
             for operand in node.all_input_nodes:
@@ -115,7 +115,7 @@ def nothing_is_written_in_flight(program: Program) -> Iterator[Violation]:
 
 
 _Memory = tuple[str, int, int] | fx.Node
-"""Memory that may be written in place: the gradients of a pack or the parameters of a bucket, or the memory of a single value."""
+"""The gradients of a pack, the parameters of a bucket, or the memory of a single value."""
 
 
 def _memory_of(program: Program, parts: BucketParts, value: Any) -> Iterator[_Memory]:
@@ -135,7 +135,7 @@ def _memory_of(program: Program, parts: BucketParts, value: Any) -> Iterator[_Me
 
 
 def _written(node: fx.Node) -> Iterator[_Memory]:
-    """The memory that a node writes in place. A reduction may write its buckets until it is waited for."""
+    """A reduction may write its buckets until it is waited for."""
     yield from ((PARAMETERS, index, 0) for index in written_buckets(node))
     if node.target in (ops.pack, ops.add_accumulated) or node.target in ops.EXCHANGES or node.target in ops.REDUCTIONS:
         yield GRADIENTS, bucket_of(node), pack_of(node)
@@ -152,8 +152,8 @@ def _say_memory(memory: _Memory) -> str:
 
 @rule(since=Stage.REDUCED)
 def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
-    """Reductions compute sums. A value broadcast or sent is a part of the bucket in its tag: gradients summed so far, each
-    once, or parameters from the optimizer.
+    """Reductions compute sums. A value broadcast or sent is a part of the bucket in its tag: gradients summed so far, each once,
+    or new parameters.
     """
     parts = BucketParts(program)
     for _, graph, _ in scopes(program):
@@ -177,8 +177,8 @@ def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def all_replicas_take_part(program: Program) -> Iterator[Violation]:
-    """A collective of the mirrored graph joins every replica once. Each bucket, or each pack of it, is reduced once, or by
-    sends, or made of the factors of all workers. A program that accumulates gradients reduces none.
+    """A collective of the mirrored graph joins every replica once. Each bucket or pack is reduced once, or by sends, or made of
+    the factors of all workers. A program that accumulates gradients reduces none.
     """
     if program.graph is None or (program.num_replicas == 1 and not program.accumulates):
         return
@@ -208,7 +208,7 @@ def every_collective_has_a_link(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REDUCED)
 def links_join_their_devices(program: Program) -> Iterator[Violation]:
-    """A collective's link exists, can join the program's devices, or workers with such devices, and carries that collective."""
+    """A collective's link exists, joins the program's devices, or workers with such devices, and carries that collective."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.COLLECTIVES, ops.send, ops.recv):
             link = node.kwargs.get("link")
@@ -250,7 +250,7 @@ def packs_make_up_their_buckets(program: Program) -> Iterator[Violation]:
 @rule(since=Stage.PACKED, order=Order.OWNERS)  # rules on updates explain the same better, once there are some
 def packs_keep_their_order(program: Program) -> Iterator[Violation]:
     """The packed values in the output of the mirrored graph are the packs of all buckets, by their numbers. A cut bucket is
-    put together of its own packs, in the order of the elements.
+    joined from its own packs, in the order of the elements.
     """
     for graph in program.graphs():
         output: Any = graph.output_node().args[0]

@@ -1,4 +1,4 @@
-"""The rule that a pass does not change the computation; it compares the programs before and after the pass."""
+"""The rule that a pass does not change the computation."""
 
 from __future__ import annotations
 
@@ -33,16 +33,11 @@ Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 @rule(scope=Scope.PASS, is_about_dataflow=True)
 def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
-    """On every replica, the expressions of the loss, of each gradient, check and gathered output, of each value for a meeting
-    of replicas, of each bucket's way to its update and of each buffer's new value stay the same, unless the pass has the
-    attribute changes_dataflow = True.
+    """On every replica, the expressions of the loss, of each gradient, check, output, value for a meeting, new value of a buffer,
+    and of each bucket's way to its update stay the same, unless the pass has the attribute changes_dataflow = True.
 
     Expressions are compared by structure: over region calls if the regions are unchanged, otherwise over the regions'
-    operators. A value and its copy in another memory format are equal (`layouts.LAYOUT_ONLY`), except as arguments of an
-    operator that may read memory in order: its expression includes the strides of the arguments. A pass that clips or unscales
-    gradients may rescale the inputs of updates, see `mirrorc.verifier.rules.clipping`. One that compresses sums may narrow
-    them on their way to other workers, or send a part of each, see `mirrorc.verifier.rules.worker_messages`. A pass that joins
-    microbatches gives the results of all of them together, see `expressions.repetition`.
+    operators. A value and its copy in another memory format are equal, except for an operator that may read memory in order.
     """
     if known is not None and before.graphs() == after.graphs() and before.regions == after.regions:
         return  # the pass has returned the same graphs, and another rule checks that they are unchanged
@@ -86,8 +81,8 @@ class KnownFlows:
         """The results of each replica as expressions.
 
         Args:
-            inlined: whether to look into regions.
-            is_new: whether a pass has just made the program.
+            inlined: look into regions.
+            is_new: a pass has just made the program.
             left_out: the names of operations to skip on gradients' ways to updates.
         """
         if left_out:
@@ -98,7 +93,7 @@ class KnownFlows:
         return self._last[2]
 
     def accumulated(self, program: Program) -> Flows:
-        """The results of each replica over all of its microbatches, looking into regions. The program has the graphs of each."""
+        """The results of each replica over all of its microbatches, looking into regions."""
         flows: Flows = {}
         for replica, kind, name, number in accumulated_results(
             program, Expressions(program, self._numbers, self._roots, inlined=True)
@@ -162,9 +157,7 @@ def _say_operation(key: Any) -> str:
 
 
 def _flows(program: Program, expressions: Expressions, left_out: Container[str] = ()) -> Flows:
-    """The expressions of each replica's results, each with its node (None for an output). ``left_out``: see
-    `KnownFlows.flows`.
-    """
+    """The expressions of each replica's results, each with its node (None for an output)."""
     flows: Flows = {}
     parts = BucketParts(program)
     if program.stage < Stage.REPLICATED:

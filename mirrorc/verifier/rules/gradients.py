@@ -90,8 +90,8 @@ def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
-    """Each replica packs each bucket, or each pack of it, exactly once, with one gradient for each slot in it, of that slot's
-    shape and dtype. A replica without examples packs zeros.
+    """Each replica packs each bucket or pack exactly once, with one gradient of its shape and dtype for each slot. A replica
+    without examples packs zeros.
     """
     for where, graph, replicas in scopes(program):
         times = Counter((pack_of(node), replica_of(node)) for node in calls_to(graph, ops.pack))
@@ -125,9 +125,7 @@ def every_bucket_is_packed_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def every_gradient_is_packed_once(program: Program) -> Iterator[Violation]:
-    """No gradient is packed twice, except in the packs of its bucket that it spans. Nothing but `pack` uses it, so it cannot
-    be used unreduced.
-    """
+    """No gradient is packed twice, except in the packs of its bucket that it spans. Nothing but `pack` uses it."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
             for gradient in node.all_input_nodes:
@@ -173,9 +171,7 @@ def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.PACKED)
 def replicas_factor_the_same_gradients(program: Program) -> Iterator[Violation]:
-    """All replicas with examples pack the same gradients of a bucket as factors, because factors cannot be added to a whole
-    gradient.
-    """
+    """All replicas with examples leave the same gradients of a bucket as factors, which cannot be added to a whole gradient."""
     expected: dict[int, tuple[set[str], str]] = {}
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
@@ -207,9 +203,7 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:
-    """A region with a variable's slot as an argument writes that variable's gradient into it, and belongs to the slot's
-    replica.
-    """
+    """A region that takes a variable's slot writes that variable's gradient into it, and belongs to the slot's replica."""
     for graph in program.graphs():
         for call in region_calls(graph):
             yield from _wrong_slots(program, call)
@@ -229,8 +223,8 @@ def regions_hold_operators_alone(program: Program, graph: fx.Graph) -> Iterator[
 @rule(since=Stage.CAPTURED)
 def regions_write_only_what_is_theirs(program: Program) -> Iterator[Violation]:
     """A region writes only into its slots, its reserved memory, and arguments that die there: results of other regions in
-    memory of their own, read by no other node and not returned by the region. The old content of such an argument is not read
-    after the write. Operators outside of regions write nothing.
+    memory of their own, read by no other node and not returned. Their old content is not read after the write. Operators
+    outside of regions write nothing.
     """
     writes = {name: list(_writes(region.graph_module.graph)) for name, region in program.regions.items()}
     for graph in program.graphs():
@@ -269,7 +263,7 @@ def _foreign_writes(program: Program, call: fx.Node, writes: list[fx.Node]) -> I
 
 
 def _stale_reads(region: str, write: fx.Node) -> Iterator[Violation]:
-    """Reads, behind a write into an argument's memory, of its old content, also by an earlier view."""
+    """Reads of the old content of an argument behind a write into its memory, also by an earlier view."""
     written: Any = write.args[0]
     nodes = list(write.graph.nodes)
     place = nodes.index(write)

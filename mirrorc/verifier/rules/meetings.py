@@ -21,7 +21,6 @@ _Meetings = dict[int, list[fx.Node]]
 
 
 def tag_of_meeting(node: fx.Node) -> tuple[str, int]:
-    """The name and number that identify a meeting."""
     number: Any = node.kwargs["number"]
     return name_of(node), number
 
@@ -34,7 +33,7 @@ def say_meeting(node: fx.Node) -> str:
 @rule(since=Stage.REPLICATED, order=Order.OWNERS)
 def replicas_meet_alike(program: Program) -> Iterator[Violation]:
     """All replicas with examples meet in the same order, each time under another number, and with values of one type. Gathered
-    values may differ in their numbers of rows. These add up to the announced total, as do the replicas' rows of a sum.
+    values may differ in their numbers of rows, which add up to the announced total, as do the replicas' rows of a sum.
     """
     meetings: _Meetings = {replica: [] for replica in program.present}
     for _, graph, _ in scopes(program):
@@ -59,8 +58,8 @@ def replicas_meet_alike(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.REPLICATED, order=Order.OWNERS)
 def workers_without_examples_attend(program: Program) -> Iterator[Violation]:
-    """Only a worker without examples attends the meetings of other workers' replicas. It does so in a training step, on its
-    first device, each under another number.
+    """Only a worker without examples attends the meetings of other workers' replicas: in a training step, on its first device,
+    each under another number.
     """
     numbers: Counter[object] = Counter()
     for where, graph, _ in scopes(program):
@@ -78,8 +77,8 @@ def workers_without_examples_attend(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def workers_meet_before_they_wait(program: Program) -> Iterator[Violation]:
-    """If the replicas of all workers meet, no device waits for other workers before its last meeting. The others launch behind
-    the same meeting at the latest, so no two workers wait for each other.
+    """If the replicas of all workers meet, no device waits for other workers before its last meeting. So no two workers wait for
+    each other.
     """
     if not program.meets_workers:
         return
@@ -171,7 +170,7 @@ def _operand_types(node: fx.Node) -> str:
 
 
 def _alike(node: fx.Node) -> Any:
-    """The properties of a meeting that all replicas share: not the number of gathered rows, nor of a replica's rows of a sum."""
+    """The properties of a meeting that all replicas share."""
     value = _value(node)
     shape = tuple(value.shape[1:]) if node.target is ops.rows_of_replicas else tuple(value.shape)
     return tag_of_meeting(node), shape, value.dtype

@@ -1,4 +1,4 @@
-"""Rules on microbatches: each example is in one of them, and each of them adds its gradients once to the same slots."""
+"""Rules on microbatches: each example is in one of them, and each adds its gradients once to the same slots."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ADDING = (out_products.addmm_into, out_products.add_rows_into)
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def microbatches_make_up_the_shards(program: Program) -> Iterator[Violation]:
-    """The microbatches of a replica have all of its examples, and each has some. Before they are joined, each runs a graph.
-    Afterwards no graph is that of a microbatch alone.
+    """The microbatches of a replica have all of its examples, and each has some. Before they are joined, each runs a graph;
+    afterwards none does.
     """
     if program.microbatches and len(program.microbatches) != program.num_replicas:
         yield Violation(f"{program.num_replicas} replicas have microbatches of {program.microbatches}")

@@ -45,7 +45,7 @@ def collectives_have_one_order(program: Program) -> Iterator[Violation]:
 
 
 def _is_collective(node: fx.Node) -> bool:
-    """Tests for a launch or wait that all devices have; a receipt belongs to one device only."""
+    """A receipt belongs to one device only."""
     return node.target in ops.COLLECTIVES or any(n.target in ops.COLLECTIVES for n in node.all_input_nodes)
 
 
@@ -54,7 +54,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _operand_types(node: fx.Node) -> tuple[Any, ...]:
-    """The types of a reduction's arguments; none for a broadcast, because only the root has one."""
+    """None for a broadcast, because only the root has an operand."""
     if node.target not in ops.REDUCTIONS:
         return ()
     return tuple(value_type(source.meta.get("val"))[:4] for source in node.all_input_nodes)
@@ -70,9 +70,7 @@ def _describe(node: fx.Node) -> str:
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
 def waits_are_on_one_side_of_the_commit(program: Program) -> Iterator[Violation]:
-    """All replicas wait for a collective before their commits, or all after them. A commit waits for all replicas, and a link
-    may need all of them in a wait.
-    """
+    """All replicas wait for a collective before their commits, or all after them: a link may need all of them in a wait."""
     first: dict[tuple[str, int], tuple[bool, str]] = {}
     for where, graph, _ in scopes(program):
         commits = {replica_of(node): node for node in calls_to(graph, ops.commit)}
@@ -93,9 +91,7 @@ def waits_are_on_one_side_of_the_commit(program: Program) -> Iterator[Violation]
 
 @rule(since=Stage.REDUCED)
 def every_send_is_received(program: Program) -> Iterator[Violation]:
-    """Each send has one receipt of the same bucket, chunk and round, by its destination, over its link. Each receipt has one
-    send.
-    """
+    """Each send has one receipt of the same tag by its destination, over its link, and each receipt has one send."""
     sent: Counter[tuple[Route, Any]] = Counter()
     received: Counter[tuple[Route, Any]] = Counter()
     nodes: dict[tuple[Route, Any], fx.Node] = {}
@@ -150,7 +146,7 @@ def no_device_waits_forever(program: Program) -> Iterator[Violation]:
 
 
 def _places(device: str, node: fx.Node) -> list[tuple[str, str]]:
-    """The places of a node in the order of its device: a commit or a meeting has two, its arrival and its end."""
+    """A commit or a meeting has two places, its arrival and its end."""
     arrives = node.target is ops.commit or node.target in ops.MEETINGS
     arrival = [(device, f"before {node.name}")] if arrives else []
     return [*arrival, (device, node.name)]

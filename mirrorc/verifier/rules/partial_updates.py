@@ -15,8 +15,8 @@ from mirrorc.verifier.rules.rule import rule
 
 @rule(since=Stage.SCHEDULED)
 def workers_update_equal_parts_in_their_order(program: Program) -> Iterator[Violation]:
-    """If workers shard the optimizer, a bucket with an element-wise update consists of as many equal parts as there are
-    workers, and each worker updates the part of its rank. Elsewhere there are no parts.
+    """If workers shard the optimizer, a bucket with an element-wise update has as many equal parts as there are workers, and each
+    worker updates the part of its rank. Elsewhere there are no parts.
     """
     is_due = program.workers.shards_optimizer and _is_sharded(program)
     for bucket in program.buckets:
@@ -40,7 +40,6 @@ def _is_sharded(program: Program) -> bool:
 
 
 def _part_of(program: Program, bucket: Bucket) -> Elements | None:
-    """This worker's part of a bucket; None for none."""
     workers = program.workers
     if not (workers.shards_optimizer and workers.are_several and bucket.rule.elementwise):
         return None
@@ -50,9 +49,7 @@ def _part_of(program: Program, bucket: Bucket) -> Elements | None:
 
 @rule(since=Stage.SCHEDULED)
 def sums_go_to_whom_updates_them(program: Program) -> Iterator[Violation]:
-    """A worker gets the sum of the elements that it updates: of its part of the bucket, or of all. Factors go to all workers,
-    and each makes its own sum of them.
-    """
+    """A worker gets the sum of the elements that it updates: of its part of the bucket, or of all."""
     is_there = _is_sharded(program)
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, *ops.EXCHANGES_OF_SUMS, ops.scatter_sums):
@@ -95,8 +92,9 @@ def new_parameters_are_gathered_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.UPDATED)
 def updates_in_parts_take_shares_alone(program: Program) -> Iterator[Violation]:
-    """An update that makes its gradient in parts takes a share of a bucket with factors, and nothing else takes that: there is no
-    gradient that anything else could read or scale. It makes at least one element at a time."""
+    """An update in parts takes a share of a bucket with factors, and nothing else takes that: there is no gradient to read or
+    scale. It makes at least one element at a time.
+    """
     for where, graph, _ in scopes(program):
         for update in calls_to(graph, ops.update):
             number = update.kwargs.get("part_elements")

@@ -31,8 +31,8 @@ def updates_leave_out_what_is_unused(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED)
 def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
-    """Each gradient of a backward that runs as plain PyTorch is taken once, and then has one owner. All are taken with the
-    same gradient of the loss, from the forward of their token.
+    """Each gradient of a backward that runs as plain PyTorch is taken once. All are taken with the same gradient of the loss,
+    from the forward of their token.
     """
     for graph in program.graphs():
         taken, begun = set[tuple[Any, ...]](), dict[Any, Any]()
@@ -49,8 +49,8 @@ def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.OUTLINED)
 def who_takes_gradients_says_of_which_backward(program: Program) -> Iterator[Violation]:
-    """A region takes gradients of a plain PyTorch backward by a token and a tangent among its arguments. So the caller of the
-    region can wait for the gradients.
+    """A region takes gradients of a plain PyTorch backward by a token and a tangent among its arguments, so that its caller can
+    wait for them.
     """
     for region in program.regions.values():
         for taken in taken_gradients(region.graph_module.graph):
@@ -61,7 +61,7 @@ def who_takes_gradients_says_of_which_backward(program: Program) -> Iterator[Vio
 
 
 def _takes(program: Program, graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
-    """The nodes that take gradients in a graph, calls of regions included, with the call, token, tangent and place of each."""
+    """The nodes that take gradients, calls of regions included, with the call, token, tangent and place of each."""
     for node in graph.nodes:
         if node.target is take_gradient:
             call, token, tangent, _, place = node.args

@@ -1,4 +1,4 @@
-"""Violations, the graphs to check, and names for places in them, for all rules."""
+"""Violations, the graphs to check, and names for places in them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ from mirrorc.ir.program import Program
 
 @dataclass(frozen=True)
 class Violation:
-    """A violation of a rule.
-
-    Attributes:
-        node: the node at fault, if there is one.
-    """
-
     message: str
     node: fx.Node | None = None
 
@@ -38,7 +32,7 @@ def scopes(program: Program) -> Iterator[tuple[Callable[[int | None], str], fx.G
 
 
 def losses_of(graph: fx.Graph) -> list[fx.Node]:
-    """The losses that a mirrored or a lowered graph returns; none in an evaluation, nor of replicas without examples."""
+    """The losses that a graph returns; none in an evaluation, nor of replicas without examples."""
     output: Any = graph.output_node().args[0]
     return [loss for loss in (output["losses"] if isinstance(output, dict) else [output]) if loss is not None]
 
@@ -49,7 +43,6 @@ def say(node: fx.Node) -> str:
 
 
 def say_pack(bucket: Bucket, *packs: Pack) -> str:
-    """Names a pack in a message; the whole bucket, if that is not cut."""
     return f"bucket {bucket.index}" + "".join(f", pack {pack.number}" for pack in packs if bucket.packs)
 
 
@@ -63,7 +56,7 @@ def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node
 
 
 def tag(node: fx.Node) -> tuple[str, int]:
-    """The tag of a collective: its kind, and the number of its pack: that of its bucket, unless buckets are cut."""
+    """The tag of a collective: its kind, and the number of its pack."""
     return name_of(node), pack_of(node)
 
 
@@ -72,7 +65,7 @@ def writes_variables(node: fx.Node) -> bool:
 
 
 def written_buckets(node: fx.Node) -> list[int]:
-    """The buckets whose parameters a node writes, in the order of their gradients among its arguments."""
+    """The buckets whose parameters a node writes, in the order of their gradients."""
     if node.target not in ops.UPDATES:
         return []
     return [bucket_of(node)] if "bucket" in node.kwargs else list(node.kwargs["buckets"])  # type: ignore[arg-type]

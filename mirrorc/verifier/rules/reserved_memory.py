@@ -23,8 +23,7 @@ _INTO = (out_products.mm_into, out_products.linear_into)
 @rule(since=Stage.OUTLINED)
 def reserved_memory_has_one_value_at_a_time(program: Program) -> Iterator[Violation]:
     """Reserved memory is an argument of one call of a region, of the same replica. The region computes one of its results into
-    all of it before it reads it. Regions and operators read that result, and none returns a view of it. The last reader comes
-    before the memory's next value.
+    all of it before it reads it. None returns a view of that result, and its last reader comes before the memory's next value.
     """
     for graph in program.graphs():
         # the last reader of each memory's value, and the memory's node
@@ -48,7 +47,6 @@ def reserved_memory_has_one_value_at_a_time(program: Program) -> Iterator[Violat
 
 
 def _user(node: fx.Node) -> fx.Node | None:
-    """The one region call that takes this memory, once; None if there is none."""
     users = list(node.users)
     is_single_call = (
         len(users) == 1 and is_region_call(users[0]) and sum(argument is node for argument in users[0].args) == 1

@@ -1,4 +1,4 @@
-"""The registry of the verifier's rules: a decorator registers each rule with its first stage."""
+"""The registry of the verifier's rules."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from mirrorc.ir.program import Program, Stage
 
 
 class Scope(enum.Enum):
-    """The arguments of a rule."""
-
     PROGRAM = "a program"
     GRAPH = "a program, and a graph of it or the body of a region"
     PASS = "the programs before and after a pass, and what is known of their dataflow"
 
 
 class Order(enum.IntEnum):
-    """The order of checking. Rules on which others depend come first. Rules come last if others often explain a fault better."""
+    """The order of checking. Rules on which others depend come first; rules come last if others often explain a fault better."""
 
     FORM = 0  # graphs are well-formed
     REFERENCES = 1  # references of nodes are valid, and operations have their arguments
@@ -34,10 +32,9 @@ class Rule:
     """A rule of the verifier.
 
     Attributes:
-        check: yields the violations of the rule; its name and docstring are the rule's name and statement.
-        since: the stage from which it holds; None if it holds at every stage.
-        scope: the arguments of ``check``.
-        is_about_dataflow: whether passes with ``changes_dataflow`` are exempt.
+        check: yields the violations; its name and docstring are the rule's name and statement.
+        since: the stage from which it holds; None for every stage.
+        is_about_dataflow: passes with ``changes_dataflow`` are exempt.
     """
 
     check: Callable[..., Any]
@@ -81,7 +78,7 @@ def rule(
     """Registers the decorated function as a rule, see `Rule`; the function yields a `Violation` for each fault.
 
     Raises:
-        ValueError: another rule has this name, or the function does not state the rule in its docstring.
+        ValueError: another rule has this name, or the function has no docstring.
     """
 
     def register(check: _Check) -> _Check:
@@ -99,12 +96,12 @@ def rule(
 
 
 def withdraw(check: Callable[..., Any]) -> None:
-    """Removes a rule; for tests, so that none changes the state of later ones."""
+    """Removes a rule, for tests."""
     _RULES[:] = [registered for registered in _RULES if registered.check is not check]
 
 
 def rules() -> list[Rule]:
-    """All rules, by order and stage, with rules on passes last."""
+    """By order and stage, with rules on passes last."""
     return list(_RULES)
 
 

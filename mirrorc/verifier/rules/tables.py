@@ -89,7 +89,7 @@ def _lost_references(program: Program, node: fx.Node) -> Iterator[Violation]:
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
 def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
-    """An operation has its keywords and takes as many values as it needs: an optimizer's step one for each bucket, others one."""
+    """An operation has its keywords and takes as many values as it needs."""
     for graph in program.graphs():
         for node in graph.nodes:
             operation = operation_of(node.target)
@@ -116,7 +116,6 @@ def _takes_values(operation: Operation) -> bool:
 
 @functools.cache
 def _num_needed(symbol: Callable[..., Any]) -> int:
-    """The least number of an operation's operands."""
     return sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(symbol).parameters.values())
 
 

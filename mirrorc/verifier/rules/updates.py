@@ -39,7 +39,8 @@ _WANTED: dict[Any, str] = {
 @rule(since=Stage.UPDATED)
 def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
     """Each copy of a bucket's parameters is updated exactly once, element by element, from the reduced bucket; a program that
-    accumulates gradients updates none."""
+    accumulates gradients updates none.
+    """
     parts = BucketParts(program)
     for where, graph, replicas in scopes(program):
         done: Counter[tuple[int, int | None]] = Counter()
@@ -67,11 +68,7 @@ def every_bucket_is_updated_once(program: Program) -> Iterator[Violation]:
 
 
 def _is_for(program: Program, node: fx.Node, index: int, part: Part | None) -> bool:
-    """Tests for a value that fits an update or a store of a bucket.
-
-    An update needs the bucket's sum; a store needs its new parameters, or rows of them, from the replica that has made
-    them.
-    """
+    """Tests for the sum that an update needs, or the new parameters or rows that a store needs, from their owner."""
     if part is None:
         return False
     bucket = program.buckets[index]
@@ -95,8 +92,8 @@ def _expected_updates(program: Program, bucket: Bucket, replica: int | None, gra
 @rule(since=Stage.UPDATED, order=Order.OWNERS)
 def a_step_commits_once(program: Program) -> Iterator[Violation]:
     """Each replica commits once: after everything that can fail (regions, checks, packs, reductions, exchanges and their
-    waits, operators on variables), and before every write of a variable, gathered parameters included. Only waits for sums
-    over workers may follow an early commit. All replicas commit early, or none does, and only if workers exchange sums.
+    waits, operators on variables), and before every write of a variable. Only waits for sums over workers may follow an early
+    commit. All replicas commit early, or none does, and only if workers exchange sums.
     """
     variables = ViewedVariables(program)
     yield from _early_alike(program)
@@ -169,9 +166,7 @@ def reductions_fit_the_placement(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def owners_update_alone(program: Program) -> Iterator[Violation]:
-    """A bucket with an owner is updated by its owner alone. All other replicas store the owner's result, taken behind the
-    update.
-    """
+    """A bucket with an owner is updated by its owner alone. All other replicas store the owner's result behind the update."""
     owned = {bucket.index: bucket for bucket in program.buckets if bucket.has_owner}
     if not owned:
         return
@@ -281,9 +276,7 @@ def _sums_by_messages(program: Program) -> bool:
 
 
 def _launched_after_uses(variables: ViewedVariables, nodes: list[fx.Node], meets: bool) -> set[tuple[str, int]]:
-    """A device's reductions after its last region and its last operator on a variable or a view of one; and its commit, if
-    that comes after them, and is early or ``meets`` the other devices with all their work done.
-    """
+    """A device's reductions after its last use of a variable; and its commit, if that is early or ``meets`` all other devices."""
     last = max((i for i, n in enumerate(nodes) if is_region_call(n)), default=-1)
     for i, node in enumerate(nodes[last + 1 :], last + 1):
         if node.op != "output" and node.target is not operator.getitem:

@@ -31,7 +31,7 @@ def graphs_are_well_formed(program: Program, graph: fx.Graph) -> Iterator[Violat
 
 @rule(scope=Scope.GRAPH, order=Order.TYPES)
 def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Violation]:
-    """Every value has the shape, strides and dtype of its operation's result, recomputed from its arguments with fake tensors."""
+    """Every value has the shape, strides and dtype of its operation's result."""
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or not is_inferable(node):
             continue

@@ -67,8 +67,8 @@ def devices_gather_their_own_factors(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.UPDATED)
 def stored_rows_are_what_the_step_has_written(program: Program) -> Iterator[Violation]:
-    """If the optimizer writes only the gradient's rows of a table, rows may be taken of its step's result, by the step's own
-    gradient. Every replica that stores them has gathered that gradient, and so their indices.
+    """If the optimizer writes only the gradient's rows of a table, these rows may be taken of its result. Every replica that
+    stores them has gathered that gradient, and so their indices.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.updated_rows, ops.store_rows):
@@ -89,7 +89,6 @@ def stored_rows_are_what_the_step_has_written(program: Program) -> Iterator[Viol
 
 
 def _step_of(value: fx.Node, index: int) -> fx.Node | None:
-    """The step that has made a value of a bucket's parameters; None for any other value."""
     if value.target is not operator.getitem:
         return None
     step, place = value.args
@@ -146,8 +145,8 @@ def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def parts_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
-    """A value of which a worker sends a part, its largest elements or a payload, includes what earlier steps have not
-    sent, on all its replicas. It goes into that exchange of its bucket, or pack, alone, which keeps the rest.
+    """A value of which a worker sends a part includes the residual of earlier steps, on all its replicas. It goes into that
+    exchange of its bucket, or pack, alone, which keeps the rest.
     """
     for where, graph, _ in scopes(program):
         for node in calls_to(graph, ops.add_unsent):
@@ -171,7 +170,6 @@ def parts_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
 
 
 def _is_total(value: Any) -> bool:
-    """Tests for a compressed sum over workers."""
     launch = value.args[0] if isinstance(value, fx.Node) and value.target is ops.wait else None
     return (
         isinstance(launch, fx.Node)

@@ -35,8 +35,8 @@ def a_program_is_one_workers(program: Program) -> Iterator[Violation]:
 
 @rule(since=Stage.SCHEDULED)
 def buckets_are_exchanged_in_the_order_of_the_plan(program: Program) -> Iterator[Violation]:
-    """A worker exchanges each bucket, or each pack, once, in the order of the bucket plan. All workers share the plan, so no
-    two wait for each other's next exchange. Nothing is exchanged without other workers, nor in a program that updates nothing.
+    """A worker exchanges each bucket or pack once, in the order of the plan that all workers share, so no two wait for each
+    other's next exchange. Without other workers, or updates, nothing is exchanged.
     """
     is_exchanged = Property.EXCHANGED in program.properties or program.stage is Stage.LOWERED
     updates = program.workers.are_several and program.trains and not program.accumulates
