@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from mirrorc.capture.front_ends.fallback import ladder_named
-from mirrorc.capture.model.checks import check_model
 from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.model.refused_models import check_model
 from mirrorc.compression import Payload, TopK
 from mirrorc.coordination.compile_round import JointCompilation
 from mirrorc.ir.devices import Device

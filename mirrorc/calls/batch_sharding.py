@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from mirrorc.capture.call.arguments import Leaf, PerReplica, Structure, flatten_call, rebuild, replicated
+from mirrorc.capture.call.call_arguments import Leaf, PerReplica, Structure, flatten_call, rebuild, replicated
 from mirrorc.capture.call.shards import shard_sizes
 from mirrorc.cluster import find_place
 from mirrorc.ir.workers import Workers, World

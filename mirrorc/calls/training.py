@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.calls.call_lock import ExclusiveCalls
 from mirrorc.calls.program_runs import ProgramRuns
-from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.capture.call.signature import Signature
 from mirrorc.compilation.call_kind import Purpose

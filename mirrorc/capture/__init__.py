@@ -1,7 +1,7 @@
 """From a model and a batch to one captured graph of forward, loss and backward."""
 
-from mirrorc.capture.dynamo.front_end import DynamoFrontEnd
-from mirrorc.capture.eager.front_end import AutogradFrontEnd
+from mirrorc.capture.dynamo.dynamo_front_end import DynamoFrontEnd
+from mirrorc.capture.eager.autograd_front_end import AutogradFrontEnd
 from mirrorc.capture.front_ends.front_end import register_front_end
 
 register_front_end(DynamoFrontEnd(), is_rung=True)

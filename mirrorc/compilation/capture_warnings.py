@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.weighted_means import REMEDY
 from mirrorc.messages.source_lines import users_stack_level
 

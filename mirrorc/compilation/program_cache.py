@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from mirrorc.capture.call.arguments import Call, Structure
-from mirrorc.capture.call.outputs import Outputs
+from mirrorc.capture.call.call_arguments import Call, Structure
 from mirrorc.capture.call.recompile_reasons import CallKind, changing_arguments
 from mirrorc.capture.call.shards import Shards
+from mirrorc.capture.call.step_outputs import Outputs
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.front_ends.guards import AllGuards
+from mirrorc.capture.front_ends.state_guards import AllGuards
 from mirrorc.capture.program.symbolic_inputs import SymbolicSizes
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import LOSS_OUTPUT

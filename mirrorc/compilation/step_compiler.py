@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
 from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.recompile_reasons import CallKind
@@ -21,7 +21,7 @@ from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.front_ends.front_end import FrontEnd
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.program.capture_program import CapturedProgram, capture_program
-from mirrorc.capture.rewrites.replica_values import refuse_over_workers
+from mirrorc.capture.rewrites.replica_exchanges import refuse_over_workers
 from mirrorc.compilation.activation_memory import BoundedPrograms
 from mirrorc.compilation.call_kind import Purpose, states_of
 from mirrorc.compilation.capture_warnings import CaptureWarnings

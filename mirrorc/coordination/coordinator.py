@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mirrorc.analysis.cost.link_speed import LinkSpeed
-from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.coordination.team_coordinator import Revision, TeamCoordinator
 from mirrorc.coordination.uneven_inputs import JoinedStep

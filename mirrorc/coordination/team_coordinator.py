@@ -14,7 +14,7 @@ import torch
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere, no_gathered_rows, rows_agree, rows_elsewhere
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.analysis.gradients.sent_factors import no_rows
-from mirrorc.capture.call.arguments import Call, without_examples
+from mirrorc.capture.call.call_arguments import Call, without_examples
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.cluster import Cluster
 from mirrorc.coordination.call_header import Announcements

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.capture.call.arguments import Call, flatten_call
 from mirrorc.capture.call.batch_norm import fewest_examples
+from mirrorc.capture.call.call_arguments import Call, flatten_call
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.capture.dynamo.sync_batch_norm import synchronizes
-from mirrorc.capture.model.checks import check_model
+from mirrorc.capture.model.refused_models import check_model
 from mirrorc.custom_ops.replica_values import nobody_answers
 from mirrorc.errors import MirrorcError
 from mirrorc.loss_check.evaluation import Evaluated, Evaluation

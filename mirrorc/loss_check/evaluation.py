@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.loss_check.equal_draws import EqualDraws

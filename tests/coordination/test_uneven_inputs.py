@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mirrorc
-from mirrorc.capture.call.arguments import flatten_call, without_examples
+from mirrorc.capture.call.call_arguments import flatten_call, without_examples
 from mirrorc.coordination.uneven_inputs import JoinedStep, until_all_have_left
 from mirrorc.runtime.workers.protocol.header import Agreement
 from mirrorc.user.optimizer_groups import OptimizerGroups

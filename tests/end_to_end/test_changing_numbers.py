@@ -211,7 +211,7 @@ def test_what_is_done_with_numbers(name: str) -> None:
             x = torch.randn(5, 3, dtype=torch.float64)
             given = (
                 getattr(value, "value", value)
-                if isinstance(value, mirrorc.capture.call.arguments.Replicated)
+                if isinstance(value, mirrorc.capture.call.call_arguments.Replicated)
                 else value
             )
             expected = train_step(twin, optimizers[1], {"x": x, "given": given, "target": target}, loss_fn)

@@ -257,7 +257,7 @@ def test_activations_of_one_microbatch_are_in_memory() -> None:
 
 
 def test_no_batch_has_more_than_two_sizes_of_microbatches() -> None:
-    from mirrorc.capture.call.arguments import flatten_call
+    from mirrorc.capture.call.call_arguments import flatten_call
     from mirrorc.capture.call.shards import split_call
 
     for n in range(1, 60):

@@ -45,7 +45,7 @@ from torch import fx, nn
 
 from mirrorc.analysis.buckets.slots_of_values import gradient_of
 from mirrorc.analysis.graph.dying_arguments import reserved_argument
-from mirrorc.capture.eager.front_end import AutogradFrontEnd
+from mirrorc.capture.eager.autograd_front_end import AutogradFrontEnd
 from mirrorc.compression import TopK
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.ir import ops

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import mirrorc
-from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.shards import split_call
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.model.model_state import ModelState

@@ -15,7 +15,7 @@ from tiny_programs import MUON, TWO_WEIGHTS, Weight, every_stage, handmade
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.shards import split_call
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.model.model_state import ModelState

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.shard_types import SymbolicDims
 from mirrorc.capture.call.shards import split_call

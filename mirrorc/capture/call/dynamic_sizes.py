@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mirrorc.capture.call.arguments import Call, Leaf
+from mirrorc.capture.call.call_arguments import Call, Leaf
 from mirrorc.capture.call.shard_types import FEWEST_SYMBOLIC, SymbolicDims
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.torch_internals import dims_marked_by_user

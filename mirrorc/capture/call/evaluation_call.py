@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.capture.call.arguments import Structure
+from mirrorc.capture.call.call_arguments import Structure
 from mirrorc.capture.call.training_call import TrainingCall, beside_loss, loss_in
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.capture.call.arguments import Call, Constant, Structure
+from mirrorc.capture.call.call_arguments import Call, Constant, Structure
 from mirrorc.capture.call.shard_types import ShardTypes
 
 _MOST_SHOWN = 3  # values of one argument

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.capture.call.arguments import Call
+from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.shards import Shards
 from mirrorc.errors import CaptureError
 from mirrorc.ir.devices import Device

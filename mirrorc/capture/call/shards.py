@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere
-from mirrorc.capture.call.arguments import Call, Leaf
+from mirrorc.capture.call.call_arguments import Call, Leaf
 
 
 @dataclasses.dataclass(frozen=True)

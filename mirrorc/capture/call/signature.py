@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from mirrorc.capture.call.arguments import Call, flatten_call
 from mirrorc.capture.call.batch_norm import fewest_examples
+from mirrorc.capture.call.call_arguments import Call, flatten_call
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.torch_internals import forward_signature
 

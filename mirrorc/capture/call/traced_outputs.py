@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from mirrorc.capture.call.arguments import Structure
+from mirrorc.capture.call.call_arguments import Structure
 from mirrorc.capture.call.containers import Parts, take_apart, take_object_apart
 from mirrorc.errors import CaptureError, MirrorcError
 from mirrorc.torch_internals import StandIns, give_values, results_with_stand_ins, sizes_now, storage_key

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.capture.call.arguments import Structure, paths_of_containers, rebuilding
+from mirrorc.capture.call.call_arguments import Structure, paths_of_containers, rebuilding
 from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
 from mirrorc.torch_internals import forward_signature
 

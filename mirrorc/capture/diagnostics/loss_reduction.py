@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.messages.source_lines import last_users_frame
 from mirrorc.torch_internals import leaf_of_placeholder
 

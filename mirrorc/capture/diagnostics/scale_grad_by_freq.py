@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.messages.source_lines import last_users_frame
 
 _LOOKUPS = (

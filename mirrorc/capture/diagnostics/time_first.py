@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from mirrorc.capture.call.arguments import Leaf
+from mirrorc.capture.call.call_arguments import Leaf
 from mirrorc.custom_ops.recurrent import recurrent
 from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import leaf_of_placeholder

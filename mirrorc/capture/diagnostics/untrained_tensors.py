@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.errors import CaptureError
 from mirrorc.messages.source_lines import last_users_frame
 from mirrorc.torch_internals import guards_of, outside_tensors, reading_names, storage_key

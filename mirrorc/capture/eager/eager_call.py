@@ -12,9 +12,8 @@ from torch import nn
 from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
-from mirrorc.capture.eager.eager_run import Recorded, Run, ThreadModes, parameter_of_run
+from mirrorc.capture.eager.eager_run import Recorded, Run, ThreadModes, note_reach, parameter_of_run, reached_otherwise
 from mirrorc.capture.eager.module_copies import ModuleCopy
-from mirrorc.capture.eager.reached_parameters import note_reach, reached_otherwise
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
 from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.eager.streamed_gradients import RunGradients

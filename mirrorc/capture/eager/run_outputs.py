@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorc.capture.call.arguments import Structure
-from mirrorc.capture.call.outputs import is_same_constant
+from mirrorc.capture.call.call_arguments import Structure
+from mirrorc.capture.call.step_outputs import is_same_constant
 from mirrorc.capture.call.traced_outputs import IMMUTABLE, LeafKind, OutputReader, TracedOutputs, UnreadableOutputError
 from mirrorc.torch_internals import storage_key
 

@@ -13,17 +13,16 @@ import torch
 from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.traced_outputs import TracedOutputs, UnreadableOutputError
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.errors import (
+from mirrorc.capture.diagnostics.capture_errors import (
     HooksMissingError,
     LoneExampleError,
     check_evaluated_loss,
     check_trained_loss,
 )
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
-from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.eager.eager_call import OpaqueCall
-from mirrorc.capture.eager.eager_run import Recorded, Run
-from mirrorc.capture.eager.reached_parameters import note_reach, reached_otherwise
+from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import difference
 from mirrorc.capture.eager.shared_effects import have_same_bits, refused_effects

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from mirrorc.capture.diagnostics.errors import LoneExampleError, UnreadableError
+from mirrorc.capture.diagnostics.capture_errors import LoneExampleError, UnreadableError
 from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named, rungs
 from mirrorc.errors import CaptureError
 

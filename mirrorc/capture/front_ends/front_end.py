@@ -15,9 +15,9 @@ import torch
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.loss_reduction import Reduction
-from mirrorc.capture.diagnostics.side_effects import Note
+from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.weighted_means import WeightedMean
-from mirrorc.capture.front_ends.guards import NO_GUARDS, Guards
+from mirrorc.capture.front_ends.state_guards import NO_GUARDS, Guards
 from mirrorc.errors import CaptureError
 from mirrorc.pipeline.collector_pause import collector_paused
 from mirrorc.torch_internals import JointGraph, kept_tracing_state

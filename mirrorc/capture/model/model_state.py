@@ -33,7 +33,7 @@ class ModelState:
         first: dict[int, str] = {}
         for path, tensor in _named_tensors(roots):
             if id(tensor) not in first:
-                variable = first[id(tensor)] = _free(path.removeprefix("model."), self.tensors)
+                variable = first[id(tensor)] = free_name(path.removeprefix("model."), self.tensors)
                 self.tensors[variable] = tensor
             self.names[path] = first[id(tensor)]
         self._look_at_modules()
@@ -73,7 +73,7 @@ class ModelState:
         added: dict[str, str] = {}
         for path, tensor in _named_tensors(self._roots):
             if id(tensor) not in first:
-                variable = first[id(tensor)] = _free(path.removeprefix("model."), {*self.tensors, *added})
+                variable = first[id(tensor)] = free_name(path.removeprefix("model."), {*self.tensors, *added})
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 added[variable] = f"{kind} {path.removeprefix('model.')!r}"
             names[path] = first[id(tensor)]
@@ -194,7 +194,8 @@ def _named_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.
                 yield f"{prefix}.{name}", tensor
 
 
-def _free(name: str, taken: Container[str]) -> str:
+def free_name(name: str, taken: Container[str]) -> str:
+    """The name with as many underscores behind it as make it new."""
     while name in taken:
         name += "_"
     return name

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from mirrorc.capture.call.arguments import Call
-from mirrorc.capture.call.outputs import Outputs, outputs_of, refuse_outputs_apart
+from mirrorc.capture.call.call_arguments import Call
 from mirrorc.capture.call.shard_types import (
     STAND_IN_SIZE,
     SymbolicDims,
@@ -21,24 +20,24 @@ from mirrorc.capture.call.shard_types import (
     mark_symbolic_dims,
 )
 from mirrorc.capture.call.shards import Shards
+from mirrorc.capture.call.step_outputs import Outputs, outputs_of, refuse_outputs_apart
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import iterated_alike
 from mirrorc.capture.diagnostics.loss_reduction import notes_on_reductions
+from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.diagnostics.scale_grad_by_freq import notes_on_counted_lookups
-from mirrorc.capture.diagnostics.side_effects import Note
 from mirrorc.capture.diagnostics.time_first import refuse_split_time
 from mirrorc.capture.diagnostics.weighted_means import differences_in, remarks_on
 from mirrorc.capture.front_ends.front_end import AUTO, FrontEnd, front_end_named
-from mirrorc.capture.front_ends.guards import AllGuards
-from mirrorc.capture.model.model_state import ModelState
+from mirrorc.capture.front_ends.state_guards import AllGuards
+from mirrorc.capture.model.model_state import ModelState, free_name
 from mirrorc.capture.program.captured_graph import CapturedGraph
-from mirrorc.capture.program.constants import with_constants_apart
 from mirrorc.capture.program.gathered_rows import GatheredRows
 from mirrorc.capture.program.number_inputs import captured_with_numbers, remarks_on_numbers, with_numbers_of_each
 from mirrorc.capture.program.shard_capture import capture, outputs_for
 from mirrorc.capture.program.symbolic_inputs import SymbolicSizes, with_equal_sizes
-from mirrorc.capture.rewrites.replica_values import refuse_replica_values
+from mirrorc.capture.rewrites.replica_exchanges import refuse_replica_values
 from mirrorc.capture.rewrites.sparse_lookups import refuse_split_offsets
 from mirrorc.custom_ops.eager_calls import take_gradient
 from mirrorc.custom_ops.replica_values import gathering
@@ -222,10 +221,30 @@ def _capture_each(
 
     captured = captured_with_numbers(training_call.numbers, capture_all, type(training_call.model).__name__)
     outside = {name for graph in captured for name in graph.outside}
-    captured = with_constants_apart(captured, {*paths.values(), *state.tensors, *outside})
+    captured = _with_constants_apart(captured, {*paths.values(), *state.tensors, *outside})
     captured = with_equal_sizes(captured)
     _check_agreement(captured, type(training_call.model).__name__)
     return captured
+
+
+def _with_constants_apart(captured: Sequence[CapturedGraph], taken: Set[str]) -> list[CapturedGraph]:
+    """Renames different constants of one name, to names outside of ``taken``.
+
+    Two equal tensors of the user differ, too: one of them may be written later.
+    """
+    known: dict[str, torch.Tensor] = {}
+    named = []
+    for shard, graph in enumerate(captured):
+        names = {}
+        for name, value in graph.constants.items():
+            is_same = known.get(name, value) is value
+            names[name] = name if is_same else free_name(f"{name}_shard{shard}", {*taken, *known, *graph.constants})
+            known.setdefault(names[name], value)
+        for node in calls_to(graph.graph, ops.read):
+            variable = str(node.kwargs["variable"])
+            node.kwargs = {**node.kwargs, "variable": names.get(variable, variable)}
+        named.append(replace(graph, constants={names[name]: value for name, value in graph.constants.items()}))
+    return named
 
 
 def _check_agreement(captured: Sequence[CapturedGraph], model_name: str) -> None:
@@ -293,10 +312,8 @@ def _gathered(
 def _unique(names: list[str]) -> list[str]:
     taken = {"args", *(kind.value for kind in ArgumentKind if kind is not ArgumentKind.BATCH)}
     for i, name in enumerate(names):
-        while name in taken:
-            name += "_"
-        taken.add(name)
-        names[i] = name
+        names[i] = free_name(name, taken)
+        taken.add(names[i])
     return names
 
 

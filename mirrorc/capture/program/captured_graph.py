@@ -11,22 +11,30 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.capture.diagnostics.errors import refuse_written_inputs
+from mirrorc.capture.diagnostics.capture_errors import refuse_written_inputs
 from mirrorc.capture.front_ends.front_end import Traced
-from mirrorc.capture.rewrites.asserts import keep_asserts
-from mirrorc.capture.rewrites.checkpoint_tags import note_checkpoints
-from mirrorc.capture.rewrites.replica_values import keep_replica_values
+from mirrorc.capture.rewrites.operator_effects import keep_asserts
+from mirrorc.capture.rewrites.replica_exchanges import keep_replica_values
 from mirrorc.capture.rewrites.seed_random_ops import seed_random_ops
 from mirrorc.capture.rewrites.sparse_lookups import rows_of_lookups
 from mirrorc.capture.rewrites.strided_reads import confine_strided_reads
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
+from mirrorc.ir.checkpoints import CHECKPOINT, Checkpoint
 from mirrorc.ir.names import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Argument, ArgumentKind
 from mirrorc.ir.rearrangements import TRANSPOSITIONS
-from mirrorc.messages.source_lines import module_of
-from mirrorc.torch_internals import JointGraph, NumberInput, SizesOfArguments, has_symbols, is_symbolic, raw_symbols
+from mirrorc.messages.source_lines import module_of, source_line
+from mirrorc.torch_internals import (
+    JointGraph,
+    NumberInput,
+    SizesOfArguments,
+    checkpoint_tag,
+    has_symbols,
+    is_symbolic,
+    raw_symbols,
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ def restructure(
     arguments, seed, sizes = _add_arguments(graph, joint, leaf_names, values, keys)
     values |= {node: sizes.get(key, key) for node, key in values.items() if not isinstance(key, fx.Node)}
     constants = _copy_nodes(graph, joint, variable_names, values)
-    note_checkpoints(values, model_name)
+    _note_checkpoints(values, model_name)
     graph.output(_outputs(joint, values, variable_names, trained, model_name))
     looked_up = frozenset(variable_names.get(path, path) for path in joint.looked_up)
     sparse = rows_of_lookups(graph, looked_up, model_name)
@@ -213,6 +221,25 @@ def _copy_nodes(
     return constants
 
 
+def _note_checkpoints(values: Mapping[fx.Node, fx.Node], model_name: str) -> None:
+    """Copies the checkpoint of each operator of the joint graph to its counterpart in ``values``."""
+    numbers: dict[int, int] = {}
+    for joint_node, node in values.items():
+        if node.op != "call_function":
+            continue
+        try:
+            tag = checkpoint_tag(joint_node)
+        except ValueError as error:
+            raise CaptureError(
+                f"the policy of a checkpoint in {model_name} asks for {error} at {source_line(node) or node.name}, and a step "
+                "keeps a result where it is or computes it again. Remedy: let the policy return MUST_SAVE or PREFER_RECOMPUTE "
+                "there"
+            ) from None
+        if tag is not None:
+            number, keeps = tag
+            node.meta[CHECKPOINT] = Checkpoint(numbers.setdefault(number, len(numbers)), keeps)
+
+
 def _move_before_backward(tangent: fx.Node, results: Sequence[fx.Node]) -> None:
     """Moves the results of forward before backward: AOTAutograd regenerates views of mutated inputs at the very end."""
     if not tangent.users:
@@ -229,7 +256,7 @@ def _move_before_backward(tangent: fx.Node, results: Sequence[fx.Node]) -> None:
 
 
 def _insert_gathers(graph: fx.Graph, outputs: Mapping[str, fx.Node]) -> None:
-    """Gathers outputs, for now with each replica's part apart, see `call.outputs`."""
+    """Gathers outputs, for now with each replica's part apart, see `call.step_outputs`."""
     first = next((node for node in graph.nodes if node.op != "placeholder"), None)
     for name, value in outputs.items():
         is_early = value.op == "placeholder" and first is not None

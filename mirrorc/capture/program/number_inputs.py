@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
+from mirrorc.capture.model.model_state import free_name
 from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import Argument, ArgumentKind
@@ -70,9 +71,7 @@ def _with_numbers(captured: CapturedGraph, place: int, num_graphs: int, apart: C
             continue
         last = first
         for other in range(1, num_graphs):
-            name = f"{argument.name}_shard{other}"
-            while name in taken:
-                name += "_"
+            name = free_name(f"{argument.name}_shard{other}", taken)
             arguments.append(Argument(name, ArgumentKind.NUMBER, argument.leaf + other * len(captured.numbers)))
             with captured.graph.inserting_after(last):
                 last = captured.graph.placeholder(name)

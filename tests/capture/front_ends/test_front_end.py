@@ -13,10 +13,10 @@ from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.shards import split_call
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.dynamo.front_end import DynamoFrontEnd
+from mirrorc.capture.dynamo.dynamo_front_end import DynamoFrontEnd
 from mirrorc.capture.front_ends.fallback import ladder_named
 from mirrorc.capture.front_ends.front_end import Traced, front_end_named, register_front_end, unregister_front_end
 from mirrorc.capture.model.model_state import ModelState

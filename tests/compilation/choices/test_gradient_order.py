@@ -13,7 +13,7 @@ import torch
 from tiny_programs import SMALL_BUCKETS, captured_model, every_stage, outputs
 from torch import nn
 
-from mirrorc.capture.eager.front_end import AutogradFrontEnd
+from mirrorc.capture.eager.autograd_front_end import AutogradFrontEnd
 from mirrorc.capture.front_ends.front_end import front_end_named
 from mirrorc.compilation.choices.gradient_order import ReadyOrder
 from mirrorc.custom_ops.eager_calls import take_gradient

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import mirrorc
-from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.shards import split_call
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.model.model_state import ModelState

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import mirrorc
 from mirrorc.analysis.graph.dying_arguments import dying_places, stored_product
-from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.shards import split_call
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.model.model_state import ModelState

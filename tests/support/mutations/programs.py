@@ -17,10 +17,10 @@ from torch import fx, nn
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import ALGORITHMS, Ring, Tree
-from mirrorc.capture.call.arguments import flatten_call
+from mirrorc.capture.call.call_arguments import flatten_call
 from mirrorc.capture.call.shards import split_call
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.eager.front_end import AutogradFrontEnd
+from mirrorc.capture.eager.autograd_front_end import AutogradFrontEnd
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.capture.program.capture_program import capture_program
 from mirrorc.compression import TopK

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.errors import UnreadableError
+from mirrorc.capture.diagnostics.capture_errors import UnreadableError
 from mirrorc.errors import CaptureError
 from mirrorc.torch_internals import (
     PythonCall,

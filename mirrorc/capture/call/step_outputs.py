@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.capture.call.arguments import Call, Constant, PerReplica, Structure, rebuild
+from mirrorc.capture.call.call_arguments import Call, Constant, PerReplica, Structure, rebuild
 from mirrorc.capture.call.traced_outputs import IMMUTABLE, Leaf, LeafKind, TracedOutputs
 from mirrorc.errors import CaptureError
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from mirrorc.capture.diagnostics.errors import UnreadableError
+from mirrorc.capture.diagnostics.capture_errors import UnreadableError
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_compute

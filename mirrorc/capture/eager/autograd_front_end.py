@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mirrorc.capture.call.arguments import Constant
+from mirrorc.capture.call.call_arguments import Constant
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.eager.eager_call import OpaqueCall

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import mirrorc
 from mirrorc.analysis.communication.worker_meetings import worker_meetings
 from mirrorc.analysis.communication.worker_schedule import worker_schedule
-from mirrorc.capture.rewrites.replica_values import refuse_over_workers
+from mirrorc.capture.rewrites.replica_exchanges import refuse_over_workers
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.nodes import calls_to
@@ -78,7 +78,7 @@ def for_large_ones(y: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    r"all_reduce at test_replica_values.py:\d+ .* in Asking is given .*\[3, 3\].* on one replica and .*\[2, 3\].*reduce it "
+    r"all_reduce at test_replica_exchanges.py:\d+ .* in Asking is given .*\[3, 3\].* on one replica and .*\[2, 3\].*reduce it "
     "over the examples": mirrorc.all_reduce,
     r"all_gather at .* is given .* must be alike in all else": lambda y: mirrorc.all_gather(y.T).sum(),
     "calls mirrorc.all_reduce at .* for a shard of one size, where it calls mirrorc.all_gather at": by_size,

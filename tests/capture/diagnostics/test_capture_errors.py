@@ -53,21 +53,21 @@ CASES: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
     (nn.Linear(5, 1), F.mse_loss, ("cannot capture Linear with", "that the model takes")),
     (nn.Linear(4, 3), F.cross_entropy, ("cannot capture Linear in the loss with", "that the loss takes")),
     (nn.Linear(4, 3), nn.CrossEntropyLoss(), ("in the loss (CrossEntropyLoss) with", "that the loss takes: loss_fn(")),
-    (nn.Linear(4, 1), own_loss, ("test_errors.py:", "in own_loss", "torch.ones(9)", LINE)),
+    (nn.Linear(4, 1), own_loss, ("test_capture_errors.py:", "in own_loss", "torch.ones(9)", LINE)),
     (
         nn.Sequential(Block(), Block(5)),
         F.mse_loss,
-        ("test_errors.py:", "self.inside(x)", "in '1.inside.0' (Linear)", LINE),
+        ("test_capture_errors.py:", "self.inside(x)", "in '1.inside.0' (Linear)", LINE),
     ),
     (
         nn.Sequential(nn.Linear(4, 5), Block(5)),
         F.mse_loss,
-        ("test_errors.py:", "torch.ones(3, 3)", "in '1' (Block)", LINE),
+        ("test_capture_errors.py:", "torch.ones(3, 3)", "in '1' (Block)", LINE),
     ),
     (
         Refuses(),
         F.mse_loss,
-        ("test_errors.py:", "capture Refuses", "ValueError: four columns, say: it's 'too many'", "this line: "),
+        ("test_capture_errors.py:", "capture Refuses", "ValueError: four columns, say: it's 'too many'", "this line: "),
     ),
     (
         nn.BatchNorm2d(4),
@@ -92,5 +92,5 @@ def test_a_wrong_batch_is_told_with_its_module_or_line() -> None:
             step(torch.ones(4, 4), target=torch.ones(4, 1))
         text = str(refused.value)
         assert all(word in text for word in words), f"{words} of {text}"
-        assert "this line" not in text or "test_errors.py:" in text, text
+        assert "this line" not in text or "test_capture_errors.py:" in text, text
         assert "Dynamo" not in text and "Explanation" not in text, text

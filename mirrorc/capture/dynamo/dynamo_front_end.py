@@ -17,10 +17,10 @@ from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.packed_sequences import PaddedSequences
 from mirrorc.capture.call.traced_outputs import LeafKind, TracedOutputs, memory_of_inputs, read_outputs, remove_marks
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.errors import check_evaluated_loss, check_loss, explain
+from mirrorc.capture.diagnostics.capture_errors import check_evaluated_loss, check_loss, explain
 from mirrorc.capture.diagnostics.known_failures import DATA_DEPENDENT
 from mirrorc.capture.diagnostics.loss_reduction import reductions_of
-from mirrorc.capture.diagnostics.side_effects import Note, changed_arguments, dropped_effects
+from mirrorc.capture.diagnostics.python_effects import Note, changed_arguments, dropped_effects
 from mirrorc.capture.diagnostics.time_first import leaves_with_time_first
 from mirrorc.capture.diagnostics.untrained_tensors import untrained_tensors
 from mirrorc.capture.diagnostics.weighted_means import weighted_means_of
@@ -31,9 +31,9 @@ from mirrorc.capture.dynamo.spec_augment import masking_functions
 from mirrorc.capture.dynamo.sync_batch_norm import SYNCHRONIZED
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
 from mirrorc.capture.model.external_variables import take_outside_variables
-from mirrorc.capture.model.refused_modules import refuse_modules
-from mirrorc.capture.rewrites.asserts import refuse_effects
+from mirrorc.capture.model.refused_models import refuse_modules
 from mirrorc.capture.rewrites.masked_assignments import choose_where_masked
+from mirrorc.capture.rewrites.operator_effects import refuse_effects
 from mirrorc.capture.rewrites.sparse_lookups import BAGS_AS_ROWS, leaves_with_offsets, take_sparse_lookups
 from mirrorc.ir.program import LOSS_OUTPUT
 from mirrorc.torch_internals import (
