@@ -11,7 +11,7 @@ from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.errors import CaptureError, PassError
 from mirrorc.ir.program import Program
 from mirrorc.passes import ChooseCheckpoints
-from mirrorc.pipeline.protocol import Pass
+from mirrorc.pipeline.protocol import Instrument, Pass
 from mirrorc.printing.values import size_text
 from mirrorc.runtime.memory.report import MemoryReport
 
@@ -27,8 +27,9 @@ _Compiled = TypeVar("_Compiled")
 class BoundedPrograms(Generic[_Compiled]):
     """Search for a program of a call that keeps its activations within a bound on each device.
 
-    The pass predicts memory from the captured graph; the true size is known only when the regions are compiled.
-    So the program that keeps everything comes first. While a program takes too much, the next one aims lower by the error.
+    `ChooseCheckpoints` predicts memory from the captured graph; `report_memory` counts it once the regions are compiled.
+    The program that keeps everything comes first. Each count calibrates the prediction for the next program. A choice
+    that is predicted to take no less than the last one is not compiled.
 
     Args:
         bound: bytes as an int, or a part of the peak of the program that keeps everything.
@@ -44,7 +45,7 @@ class BoundedPrograms(Generic[_Compiled]):
         bound: float,
         most_before: int,
         captured: Program,
-        lowered: Callable[[Sequence[Pass], Sequence[str]], Program],
+        lowered: Callable[[Sequence[Pass], Sequence[str], Instrument], Program],
         compiled: Callable[[Program], _Compiled],
         memory: Callable[[Program, _Compiled], MemoryReport],
     ) -> None:
@@ -59,7 +60,10 @@ class BoundedPrograms(Generic[_Compiled]):
             PassError: no program keeps within the bound.
         """
         self._refuse_opaque()
-        program, compiled, report = self._made(pipeline, None, ())
+        choice = _Choice()
+        program = self._lowered(_bounded(pipeline, None), (), choice)
+        compiled = self._compiled(program)
+        report = self._memory(program, compiled)
         whole = _most(report)
         self.most = max(self.most, whole)
         limit = self._bound if isinstance(self._bound, int) else int(self._bound * self.most)
@@ -67,31 +71,27 @@ class BoundedPrograms(Generic[_Compiled]):
             return program, compiled
         asked = f"activation_memory={self._bound!r} allows {size_text(limit)} for each device"
         remark = f"{asked}, and everything that forward keeps for backward would take {size_text(whole)}"
-        target = predicted_peak(self._captured) * limit // whole
+        predicted = choice.predicted_peak()
+        target = predicted * limit // whole
         least, report_of_least = whole, report
-        for left in reversed(range(_MOST_TRIES)):
-            target = target if left else 0  # the last try keeps as little as possible
-            program, compiled, report = self._made(pipeline, target, (remark,))
+        for tries_left in reversed(range(_MOST_TRIES)):
+            target = target if tries_left else 0  # the last try keeps as little as possible
+            program = self._lowered(_bounded(pipeline, target), (remark,), choice)
+            before, predicted = predicted, choice.predicted_peak()
+            if predicted >= before:
+                break
+            compiled = self._compiled(program)
+            report = self._memory(program, compiled)
             peak = _most(report)
             if peak <= limit:
                 return program, compiled
             if peak < least:
                 least, report_of_least = peak, report
-            if target == 0:
+            if predicted > target:  # the least that can be predicted
                 break
-            target = max(0, target - max(peak - limit, int(limit * _LEAST_STEP)))
+            step = max(peak - limit, int(limit * _LEAST_STEP))
+            target = max(0, min(predicted * limit // peak, predicted - step))
         raise PassError(_unreachable(asked, limit, least, report_of_least))
-
-    def _made(
-        self, pipeline: Sequence[Pass], target: int | None, remarks: Sequence[str]
-    ) -> tuple[Program, _Compiled, MemoryReport]:
-        told = [
-            dataclasses.replace(one, max_bytes=target) if isinstance(one, ChooseCheckpoints) else one
-            for one in pipeline
-        ]
-        program = self._lowered(told, remarks)
-        compiled = self._compiled(program)
-        return program, compiled, self._memory(program, compiled)
 
     def _refuse_opaque(self) -> None:
         if any(node.target in OPAQUE for graph in self._captured.shard_graphs for node in graph.nodes):
@@ -102,14 +102,38 @@ class BoundedPrograms(Generic[_Compiled]):
             )
 
 
+class _Choice(Instrument):
+    """The captured program with its checkpoints."""
+
+    def __init__(self) -> None:
+        self._program: Program | None = None
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        if isinstance(compiler_pass, ChooseCheckpoints):
+            self._program = after
+
+    def predicted_peak(self) -> int:
+        assert self._program is not None, "the options ask for the pass"
+        return predicted_peak(self._program)
+
+
+def _bounded(pipeline: Sequence[Pass], max_bytes: int | None) -> list[Pass]:
+    return [
+        dataclasses.replace(compiler_pass, max_bytes=max_bytes)
+        if isinstance(compiler_pass, ChooseCheckpoints)
+        else compiler_pass
+        for compiler_pass in pipeline
+    ]
+
+
 def _most(report: MemoryReport) -> int:
     return max(device.own.activations for device in report.devices)
 
 
 def _unreachable(asked: str, limit: int, least: int, report: MemoryReport) -> str:
-    device = max(report.devices, key=lambda one: one.own.activations)
+    device = max(report.devices, key=lambda device: device.own.activations)
     peak = device.peak
-    named = ", ".join(f"{one.name} ({size_text(one.num_bytes)})" for one in peak.largest[:_MOST_NAMED])
+    named = ", ".join(f"{value.name} ({size_text(value.num_bytes)})" for value in peak.largest[:_MOST_NAMED])
     where = f"{peak.call}, at {peak.operation}" if peak.operation else peak.call
     from_source = f" from {peak.source}" if peak.source else ""
     return (

@@ -41,7 +41,7 @@ from mirrorc.options.placement import check_owned_names
 from mirrorc.options.step_options import StepOptions
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.pass_order import check_end
-from mirrorc.pipeline.protocol import Pass
+from mirrorc.pipeline.protocol import Instrument, Pass
 from mirrorc.runtime.codegen.regions import RegionCompiler, RegionFunction
 from mirrorc.runtime.execution.cuda_graphs import CudaCapturer, StepGraph, check_captured_program
 from mirrorc.runtime.execution.executor import Executor
@@ -238,7 +238,7 @@ class StepCompiler:
                 bound,
                 self._most_activations,
                 given,
-                lambda passes, remarks: self._lowered(given.with_remarks(*remarks), passes, progress),
+                lambda passes, remarks, choice: self._lowered(given.with_remarks(*remarks), passes, progress, choice),
                 lambda program: self._compiled_regions(program, progress),
                 lambda program, regions: report_memory(program, regions, self._state),
             )
@@ -263,11 +263,11 @@ class StepCompiler:
         program = with_gathered(self._choices.put_into(program.with_remarks(*options.remarks)), options)
         return program, purpose.passes_of(options.pipeline)
 
-    def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress) -> Program:
+    def _lowered(self, program: Program, pipeline: Sequence[Pass], progress: Progress, *more: Instrument) -> Program:
         options = self._options
         progress.enter("passes", len(pipeline))
         instruments = instruments_for(pipeline, options.dump, options.print_after, options.print_after_all)
-        program = run_passes(program, pipeline, [*instruments, progress])
+        program = run_passes(program, pipeline, [*instruments, progress, *more])
         check_end(program.stage)
         return program
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirrorc.analysis.memory.workspaces import workspace_bytes
 from mirrorc.ir.program import Region
 from mirrorc.printing.values import type_of
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.runtime.codegen.regions import RegionFunction, retarget
 from mirrorc.runtime.devices.current import made_current
-from mirrorc.runtime.memory.workspaces import workspace_bytes
 from mirrorc.torch_internals import inductor_wrapper, size_now, storage_key, watched_operators, with_sizes_now
 
 

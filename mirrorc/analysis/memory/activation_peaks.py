@@ -13,6 +13,7 @@ from mirrorc.analysis.cost.work import Machine, seconds_of_operator
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.analysis.graph.backward import first_of_backward
 from mirrorc.analysis.memory.recomputed_values import num_bytes_of, recomputed_values
+from mirrorc.analysis.memory.workspaces import workspace_bytes
 from mirrorc.ir import ops
 from mirrorc.ir.checkpoints import Checkpoint, checkpoint_of
 from mirrorc.ir.nodes import is_compute
@@ -38,8 +39,8 @@ class Peak:
 class JointTimeline:
     """A captured graph in execution order, with the lifetimes of its values.
 
-    Values count as in `step.memory()`. But gradients are assumed to lie in buckets, and regions, updates and temporary memory
-    of operators are unknown.
+    Values and workspaces of operators count as in `step.memory()`. But gradients are assumed to lie in buckets, and
+    fusion, regions and updates are unknown.
 
     Args:
         program, graph: the captured program and its graph, with a backward.
@@ -66,6 +67,12 @@ class JointTimeline:
         self._is_operator = [is_compute(node) or node.target is operator.getitem for node in self.nodes]
         self._owners = [self.owner(place) for place in range(len(self.nodes))]
         self.sizes = self._sizes()
+        is_on_cpu = any(device.torch_device.type == "cpu" for device in program.devices)
+        self._workspaces = {
+            place: num_bytes
+            for place, node in enumerate(self.nodes)
+            if is_on_cpu and is_compute(node) and (num_bytes := _workspace_bytes(node))
+        }
 
     def _sizes(self) -> list[int]:
         """The bytes of each node's new memory: none for views, variables, arguments, and gradients in buckets."""
@@ -114,11 +121,12 @@ class JointTimeline:
         total = most = 0
         for moment, (value, inputs) in enumerate(runs):
             size = self.sizes[value % offset]
+            workspace = self._workspaces.get(value % offset, 0)
             if size and value in last:
                 total += size
-                most = max(most, total)
-            elif size and value >= len(self.forward):  # unused values of forward are removed
-                most = max(most, total + size)
+                most = max(most, total + workspace)
+            elif value >= len(self.forward):  # unused values of forward are removed
+                most = max(most, total + size + workspace)
             for memory in {owners[source] for source in inputs}:
                 if last.get(memory) == moment:
                     total -= self.sizes[memory % offset]
@@ -162,6 +170,11 @@ def predicted_peak(program: Program) -> int:
         checkpoints = {node: checkpoint for node in graph.nodes if (checkpoint := checkpoint_of(node)) is not None}
         peaks.append(JointTimeline(program, graph).peak(checkpoints).num_bytes)
     return max(peaks)
+
+
+def _workspace_bytes(node: fx.Node) -> int:
+    args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
+    return workspace_bytes(node.target, args, node.meta["val"])
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

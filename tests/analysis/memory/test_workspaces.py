@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mirrorc.runtime.memory.workspaces import workspace_bytes
+from mirrorc.analysis.memory.workspaces import workspace_bytes
 
 aten = torch.ops.aten
 needs_blocks = pytest.mark.skipif(
