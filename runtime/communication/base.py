@@ -28,17 +28,17 @@ class Communicator:
         devices: the devices, in order of replicas.
         timeout_seconds: the longest time of every wait.
 
+        unit: name of the moved thing in messages: a bucket, or a pack.
+
     Attributes:
         link: the name of the link that the class implements, see `mirrorc.ir.links`.
-        unit: name of the moved thing in messages: a bucket, or a pack.
     """
 
     link: ClassVar[str]
-    unit: str = "bucket"
 
-    def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
+    def __init__(self, devices: Sequence[Device], timeout_seconds: float, unit: str = "bucket") -> None:
         self.devices = devices
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds, self.unit = timeout_seconds, unit
         self._rendezvous: dict[Tag, Rendezvous] = {}
         self._mailboxes: dict[Route, Mailbox] = {}
         self._prepared_for: tuple[Sequence[Tag], Sequence[Route]] = ((), ())

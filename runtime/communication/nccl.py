@@ -32,8 +32,8 @@ class NcclCommunicator(Communicator):
 
     link = "nccl"
 
-    def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
-        super().__init__(devices, timeout_seconds)
+    def __init__(self, devices: Sequence[Device], timeout_seconds: float, unit: str = "bucket") -> None:
+        super().__init__(devices, timeout_seconds, unit)
         # what waits for a bucket waits for all replicas, so its few blocks come before those of backward
         self._streams = [torch.cuda.Stream(device.torch_device, priority=_HIGH) for device in devices]
         self._offers: dict[int, int] = {}

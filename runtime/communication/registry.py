@@ -52,14 +52,16 @@ def communicators_of(program: Program, timeout_seconds: float) -> dict[str, Comm
                 link_tags[(name_of(node), pack_of(node))] = None
             else:
                 routes.setdefault(link, {})[route_of(program, node)] = None
-    made = {link: communicator_for(link, program.devices, timeout_seconds) for link in tags}
-    for link, communicator in made.items():
-        communicator.unit = "pack" if are_cut(program.buckets) else "bucket"
+    unit = "pack" if are_cut(program.buckets) else "bucket"
+    communicators = {link: communicator_for(link, program.devices, timeout_seconds, unit) for link in tags}
+    for link, communicator in communicators.items():
         communicator.prepare(list(tags[link]), list(routes.get(link, {})))
-    return made
+    return communicators
 
 
-def communicator_for(link: str, devices: Sequence[Device], timeout_seconds: float) -> Communicator:
+def communicator_for(
+    link: str, devices: Sequence[Device], timeout_seconds: float, unit: str = "bucket"
+) -> Communicator:
     """A communicator for a link, as `mirrorc.passes.LowerCollectives` names it.
 
     Raises:
@@ -70,4 +72,4 @@ def communicator_for(link: str, devices: Sequence[Device], timeout_seconds: floa
             f"nothing implements the link {link!r}: declare a Communicator with link = {link!r} and decorate it with "
             "mirrorc.runtime.communication.register_communicator"
         )
-    return _communicators[link](devices, timeout_seconds)
+    return _communicators[link](devices, timeout_seconds, unit)

@@ -49,7 +49,7 @@ class DevicePool:
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         before = torch.get_num_threads()
         self._threads: list[threading.Thread] = []
-        self.is_stuck = False  # a device never answered
+        self.is_stuck = False
         self._finalizer = weakref.finalize(self, _stop, self._inboxes, self._threads)  # also at interpreter exit
         for replica, device in enumerate(devices):
             arguments = (replica, device.torch_device, num_threads, self._inboxes[replica], self._outbox)
@@ -147,6 +147,10 @@ class DevicePool:
                 on_failure()
                 is_told = True
             self._await_a_result(deadline, results)
+
+    def mark_stuck(self) -> None:
+        """Refuses further jobs: a device may still use the memory of the last ones."""
+        self.is_stuck = True
 
     def wake(self) -> None:
         self._outbox.put(None)

@@ -26,6 +26,7 @@ from mirrorc.runtime.execution.binding.binder import Binder
 from mirrorc.runtime.execution.binding.bound_functions import BoundFunctions
 from mirrorc.runtime.execution.binding.interleaving import InterleavingTrial, PausingStep, can_interleave, interleave
 from mirrorc.runtime.execution.binding.outputs import StepOutputs
+from mirrorc.runtime.execution.commit.commit_point import OtherWorkers
 from mirrorc.runtime.execution.commit.finite_checks import commit_point_of
 from mirrorc.runtime.execution.commit.update_progress import progress_of
 from mirrorc.runtime.execution.commit.used_parameters import UsedVariables
@@ -77,13 +78,14 @@ class Executor:
     ) -> None:
         self.program, self.recorder, self._step_graph = program, recorder, step_graph
         self.regions, self.state = regions, state
-        self.commit = commit_point_of(program, timeout_seconds)
         self._communicators = communicators_of(program, timeout_seconds) | exchanges_of(program, team)
         self._is_exchanged = team is not None  # others' rows come into the buckets
         self._progress = progress_of(program)
+        self._used = UsedVariables(program, state)
+        workers = None
         if team is not None:
-            agree = functools.partial(self._agree, team, Columns.of(program))
-            self.commit.agree, self.commit.hear = agree, team.hear
+            workers = OtherWorkers(functools.partial(self._vote, team, Columns.of(program)), team.hear)
+        self.commit = commit_point_of(program, timeout_seconds, self._used.settle, workers)
         self.outputs = StepOutputs(program)
         self._replica_values = (
             WorkerValues(program, timeout_seconds, team.launch_value)
@@ -94,8 +96,6 @@ class Executor:
             *self._communicators.values(),
             self._replica_values,
         )
-        self._used = UsedVariables(program, state)
-        self.commit.settle = self._used.settle
         self._binder = Binder(
             program,
             regions,
@@ -125,7 +125,7 @@ class Executor:
     def needs_seed(self) -> bool:
         return any(argument.kind is ArgumentKind.SEED for argument in self.program.arguments)
 
-    def _agree(self, team: Team, columns: Columns, vote: Vote) -> tuple[bool, torch.Tensor | None]:
+    def _vote(self, team: Team, columns: Columns, vote: Vote) -> tuple[bool, torch.Tensor | None]:
         """Called by a single replica when all have come to the commit."""
         vote = dataclasses.replace(vote, used=self._used.tell())
         outcome = team.vote(vote, columns=columns, is_early=self._progress is not None)
@@ -328,7 +328,7 @@ class Executor:
         self.commit.stop()
         for device in dict.fromkeys(device.torch_device for device in self.program.devices if not pool.is_stuck):
             if not wait_device(device, self._timeout_seconds):
-                pool.is_stuck = True  # no further step may use its memory
+                pool.mark_stuck()
         is_untouched = self._progress is not None and not self._progress.has_begun
         if self.state.abandon(has_committed=self.commit.is_committed and not is_untouched):
             self.commit.revoke()

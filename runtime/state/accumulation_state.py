@@ -43,7 +43,8 @@ class AccumulationState(StateView):
 
     def abandon(self, *, has_committed: bool) -> bool:
         """Records a failed call; returns True if model and accumulated gradients are unchanged."""
-        self.accumulated.is_torn = self.accumulated.is_torn or has_committed
+        if has_committed:
+            self.accumulated.mark_torn()
         self._state.give_gradients_to(None)
         return not has_committed
 

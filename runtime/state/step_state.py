@@ -75,6 +75,10 @@ class StepState:
         """Consistency of variables and optimizers: all of one step."""
         return self._held.is_whole and self.optimizers.is_whole
 
+    @is_whole.setter
+    def is_whole(self, is_whole: bool) -> None:
+        self._held.is_whole = self.optimizers.is_whole = is_whole
+
     @property
     def layout(self) -> int:
         """The number of the present layout of memory; views are remade when it changes."""
@@ -138,8 +142,8 @@ class StepState:
             self.accumulated.release()
         self.unsent.fit(program)
         is_stale = self.optimizers.is_stale() if is_stale is None else is_stale
-        was_whole = self._held.is_whole and self.optimizers.is_whole and not self.optimizers.user_steps.have_written
-        self._held.is_whole = self.optimizers.is_whole = False  # an error or an interrupt on the way leaves it so
+        was_whole = self.is_whole and not self.optimizers.user_steps.have_written
+        self.is_whole = False  # an error or an interrupt on the way leaves it so
         if not was_whole:
             self._held.store.mirror_all()
         layout = self.store.lay_out(program)
@@ -155,10 +159,9 @@ class StepState:
         if self._held.store.mirror_changes(user_steps.of_others):
             self._held.layout += 1
         self.optimizers.sync_hyperparameters()
-        user_steps.have_written = False
-        user_steps.of_others.clear()
+        user_steps.mark_mirrored()
         self._held.was_behind = False
-        self._held.is_whole = self.optimizers.is_whole = True
+        self.is_whole = True
 
     def take_over_variables(self, program: Program) -> None:
         """Mirrors the user's writes to variables for an evaluation, which reads them in place.
@@ -241,7 +244,7 @@ class StepState:
             self.loss_scale.finish(has_overflowed=False)
         self.unsent.finish()
         self.accumulated.clear()
-        self._held.is_whole = self.optimizers.is_whole = True
+        self.is_whole = True
 
     def skip(self, number: int) -> None:
         """Alternative to `finish` after the ``number``-th skipped update; idempotent.
@@ -266,7 +269,7 @@ class StepState:
         kept, self._kept = self._kept, None
         if not has_committed:
             return True
-        self._held.is_whole = self.optimizers.is_whole = False
+        self.is_whole = False
         for own, copy in kept or ():
             own.copy_(copy)
         if kept is None:

@@ -26,6 +26,23 @@ class _Numbers:
     event: Any = None
 
 
+@dataclass(frozen=True)
+class OtherWorkers:
+    """The connection to the other workers at the commit.
+
+    Attributes:
+        vote: votes with them, see `Team.vote`; from its call on nothing on this worker stops the step.
+        exchange_texts: returns the texts of all workers, each with the name of its worker.
+    """
+
+    vote: Callable[[Vote], tuple[bool, torch.Tensor | None]]
+    exchange_texts: Callable[[str], Sequence[tuple[str, str]]]
+
+
+def _nothing() -> None:
+    pass
+
+
 class CommitPoint:
     """Commits a step on all replicas or on none.
 
@@ -35,23 +52,23 @@ class CommitPoint:
     Args:
         devices: the devices, in order of replicas.
         timeout_seconds: the longest wait of a replica for the others.
-
-    Attributes:
-        agree: votes with the other workers, see `Team.vote`; from its call on nothing on this worker stops the step. None
-            for a process that trains alone.
-        hear: exchanges texts with the other workers; returns those of all, each with the name of its worker.
         settle: called by each replica of a committed step, before it goes on.
+        workers: None for a process that trains alone.
     """
 
-    def __init__(self, devices: Sequence[Device], timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        timeout_seconds: float,
+        settle: Callable[[], None] = _nothing,
+        workers: OtherWorkers | None = None,
+    ) -> None:
         self._devices, self._timeout_seconds = devices, timeout_seconds
+        self._settle, self._workers = settle, workers
         self._all = range(len(devices))
         self._decision: dict[str, str] = {}
         self._numbers: list[_Numbers] = [_Numbers()] * len(devices)  # of each replica that has arrived
         self._is_suspended = False
-        self.agree: Callable[[Vote], tuple[bool, torch.Tensor | None]] | None = None
-        self.hear: Callable[[str], Sequence[tuple[str, str]]] | None = None
-        self.settle: Callable[[], None] = _nothing
         self._agreed_numbers: torch.Tensor | None = None  # the numbers with which all workers go on
         self._agreeing = threading.Lock()
         self._rendezvous = self._make_rendezvous()
@@ -107,14 +124,14 @@ class CommitPoint:
 
     def _decide(self, decision: str, numbers: torch.Tensor | None = None) -> None:
         """Decides a step that this worker's replicas can make; all workers decide alike."""
-        if self.agree is None:
+        if self._workers is None:
             if self._decision.setdefault("step", decision) is not decision:
                 raise Aborted
             return
         with self._agreeing:  # one replica asks, and the others wait for the answer
             if self._decision.setdefault("step", _AGREEING) is _AGREEING:
                 try:
-                    takes_place, self._agreed_numbers = self.agree(self._vote(decision, numbers))
+                    takes_place, self._agreed_numbers = self._workers.vote(self._vote(decision, numbers))
                     if not takes_place:
                         self._refuse()
                     self._decision["step"] = TAKES_PLACE if takes_place else SKIPPED
@@ -156,7 +173,7 @@ class CommitPoint:
 
     def _numbers_for_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
         """Numbers of all workers, bitwise the same on each."""
-        self.settle()
+        self._settle()
         return met if self._agreed_numbers is None or met is None else self._agreed_numbers.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:
@@ -178,7 +195,3 @@ class CommitPoint:
             yield
         finally:
             self._is_suspended = False
-
-
-def _nothing() -> None:
-    pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cmath
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.messages.wording import counted
-from mirrorc.runtime.execution.commit.commit_point import SKIPPED, TAKES_PLACE, CommitPoint
+from mirrorc.runtime.execution.commit.commit_point import SKIPPED, TAKES_PLACE, CommitPoint, OtherWorkers
 from mirrorc.runtime.execution.commit.part_visitors import SumVisitor, sum_of, sums_of_all
 from mirrorc.runtime.state.shares.deferred_tables import DeferredTables
 from mirrorc.runtime.workers.protocol.vote import Vote
@@ -109,11 +109,13 @@ class CheckedCommit(CommitPoint):
 
     Args:
         program: a LOWERED program whose commits take truth values.
-        timeout_seconds: the longest wait of a replica for the others.
+        timeout_seconds, settle, workers: see `CommitPoint`.
     """
 
-    def __init__(self, program: Program, timeout_seconds: float) -> None:
-        super().__init__(program.devices, timeout_seconds)
+    def __init__(
+        self, program: Program, timeout_seconds: float, settle: Callable[[], None], workers: OtherWorkers | None
+    ) -> None:
+        super().__init__(program.devices, timeout_seconds, settle, workers)
         self._program = program
         self._ranges: list[list[list[_Range]]] = []  # for each replica, for each operand of its commit
         self._num_truths: list[int] = []
@@ -156,7 +158,7 @@ class CheckedCommit(CommitPoint):
             NonFiniteError: a value is not finite, and the program raises an error then.
         """
         self._rendezvous.await_replicas(replica, self._all)
-        if self._faults_by_replica and self.agree is None and not self._skips:
+        if self._faults_by_replica and self._workers is None and not self._skips:
             gradients = self._gradient_messages(self._faults_of_gradients())
             raise NonFiniteError(_with_remedy([*self._loss_messages(), *gradients]))
         met = self._met(replica)
@@ -172,12 +174,12 @@ class CheckedCommit(CommitPoint):
         """Raises the same error on all workers, unless all skip."""
         if self._skips:
             return
-        assert self.hear is not None, "there are other workers"
+        assert self._workers is not None, "alone, a fault raises before the decision"
         losses: list[str] = []
         gradients: list[str] = []
         sums: list[Fault] = []
         local_faults = [astuple(fault) for fault in self._faults_of_gradients()]
-        for name, text in self.hear(json.dumps([list(self._loss_messages()), local_faults])):
+        for name, text in self._workers.exchange_texts(json.dumps([list(self._loss_messages()), local_faults])):
             of_losses, of_gradients = json.loads(text)
             losses += [f"{name}: {message}" for message in of_losses]
             faults = [Fault(*fault) for fault in of_gradients]
@@ -232,8 +234,12 @@ def _ranges(program: Program, value: fx.Node, part: Part | None) -> Iterator[_Ra
         yield _Range(variable, place, start, stop)
 
 
-def commit_point_of(program: Program, timeout_seconds: float) -> CommitPoint:
+def commit_point_of(
+    program: Program, timeout_seconds: float, settle: Callable[[], None], workers: OtherWorkers | None
+) -> CommitPoint:
     """The commit point of a LOWERED program: a `CheckedCommit` if its commits take truth values."""
     graphs = [module.graph for module in program.device_graphs.values()]
     checks = any(is_checked(commit) for graph in graphs for commit in calls_to(graph, ops.commit))
-    return CheckedCommit(program, timeout_seconds) if checks else CommitPoint(program.devices, timeout_seconds)
+    if checks:
+        return CheckedCommit(program, timeout_seconds, settle, workers)
+    return CommitPoint(program.devices, timeout_seconds, settle, workers)

@@ -202,6 +202,9 @@ class AccumulatedGradients:
         """Counts the call in progress, after its addition on all replicas; idempotent."""
         self._counts = self._begun
 
+    def mark_torn(self) -> None:
+        self.is_torn = True
+
     def clear(self) -> None:
         """Drops the sums and keeps their memory; idempotent."""
         self._counts, self.is_torn = _Counts(), False

@@ -37,8 +37,8 @@ class UserSteps:
     ``Optimizer.__init__`` runs no hooks; optimizers inside its ``step`` do.
 
     Attributes:
-        have_written: True after a user's step with gradients; the consumer resets it.
-        of_others: ids of other stepped parameters; the consumer clears it.
+        have_written: True after a user's step with gradients, until `mark_mirrored`.
+        of_others: ids of other stepped parameters, until they are mirrored.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], own_steps: OwnSteps) -> None:
@@ -62,6 +62,10 @@ class UserSteps:
             self._handles.append(optimizer.register_step_pre_hook(call(UserSteps._begin)))
             self._handles.append(optimizer.register_step_post_hook(call(UserSteps._end)))
         self._closing = weakref.finalize(self, _remove, self._handles)
+
+    def mark_mirrored(self) -> None:
+        self.have_written = False
+        self.of_others.clear()
 
     def stepped(self) -> set[int]:
         """The ids of all stepped parameters, watched or not."""

@@ -40,9 +40,9 @@ def held_state(
     if not is_captured and all(held.can_be_held_for(devices, groups) for held in others):
         state = _merge(others)
     if state is None:
-        state = HeldState(VariableStore(tensors, devices), is_captured)
+        remark = _why_turns_copy(others, devices, is_captured=is_captured)
+        state = HeldState(VariableStore(tensors, devices), is_captured, remark)
         _held.add(state)
-        state.remark = _why_turns_copy(others, devices, is_captured=is_captured)
     state.callers.join([held.callers for held in known if held in others or held.has_read(written)])
     return state
 

@@ -51,7 +51,7 @@ class HeldState:
         remark: the reason for copies between steps; empty without copies.
     """
 
-    def __init__(self, store: VariableStore, is_captured: bool) -> None:
+    def __init__(self, store: VariableStore, is_captured: bool, remark: str) -> None:
         self.store = store
         self.reserved = ReservedMemory(store.devices)
         self.layout = 0
@@ -60,7 +60,7 @@ class HeldState:
         self.gradients_writer: Hashable = None
         self.callers = Callers()
         self.is_used = False
-        self.remark = ""
+        self.remark = remark
         self._own_steps = OwnSteps()
         self._read: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors other than variables, by id
         self._unwritten: set[int] = set()  # ids of unwritten variables outside of models
