@@ -134,8 +134,8 @@ def check_caps(cap_mb: Any, first_mb: Any, names: tuple[str, str]) -> None:
         names, (cap_mb, first_mb), ("0 for one bucket", "math.inf for no bound"), strict=True
     ):
         is_number = not isinstance(value, bool) and isinstance(value, int | float) and not math.isnan(value)
-        is_one = is_number and value == 0 and name == names[0]
-        if not is_number or (value <= 0 and not is_one):
+        is_single_bucket = is_number and value == 0 and name == names[0]
+        if not is_number or (value <= 0 and not is_single_bucket):
             raise ValueError(f"{name} is {value!r}: give a positive number of MiB ({least})")
 
 
@@ -189,17 +189,17 @@ def in_order(gradients: Sequence[Gradient], gradient_order: GradientOrder, regis
         return list(gradients)
     if gradient_order == "reversed":
         place = {name: i for i, name in enumerate(registered)}
-        return sorted(gradients, key=lambda one: -place[one.name])
+        return sorted(gradients, key=lambda gradient: -place[gradient.name])
     assert callable(gradient_order)
     try:
-        keys = [gradient_order(one) for one in gradients]
+        keys = [gradient_order(gradient) for gradient in gradients]
     except Exception as error:
         raise _of_the_users("gradient_order", "takes a", error) from error
-    for one, key in zip(gradients, keys, strict=True):
+    for gradient, key in zip(gradients, keys, strict=True):
         if why := _why_no_key(key):
-            raise ValueError(f"gradient_order gives {why} for {one.name!r}: give numbers, texts or tuples of them")
+            raise ValueError(f"gradient_order gives {why} for {gradient.name!r}: give numbers, texts or tuples of them")
     try:
-        return [one for _, one in sorted(zip(keys, gradients, strict=True), key=lambda pair: pair[0])]
+        return [gradient for _, gradient in sorted(zip(keys, gradients, strict=True), key=lambda pair: pair[0])]
     except Exception as error:
         raise ValueError(
             f"gradient_order gives keys that cannot be compared ({error}): give numbers, texts or tuples of them"
@@ -225,13 +225,13 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
     """
     plan = f"packing={getattr(groups, '__name__', type(groups).__name__)}"
     try:
-        given = groups(list(gradients))
+        named_groups = groups(list(gradients))
     except Exception as error:
         raise _of_the_users(plan, "takes a list of", error) from error
-    if not _is_list(given) or not all(map(_is_list, given)):
-        raise TypeError(f"{plan} gives {given!r:.200}: give a list of lists of names")
-    by_name = {one.name: one for one in gradients}
-    names = [name for group in given for name in group]
+    if not _is_list(named_groups) or not all(map(_is_list, named_groups)):
+        raise TypeError(f"{plan} gives {named_groups!r:.200}: give a list of lists of names")
+    by_name = {gradient.name: gradient for gradient in gradients}
+    names = [name for group in named_groups for name in group]
     if unknown := [name for name in names if not isinstance(name, str) or name not in by_name]:
         raise ValueError(f"{plan} names {unknown[0]!r}, which has no gradient: there are {', '.join(by_name)}")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -240,18 +240,18 @@ def groups_of(groups: Groups, gradients: Sequence[Gradient]) -> list[list[Gradie
         raise ValueError(
             f"{plan} leaves out {missing[0]!r}: each gradient needs a group, of its own if it fits no other"
         )
-    found = [[by_name[name] for name in group] for group in given]
-    for group in found:
-        dtypes = list(dict.fromkeys(one.dtype for one in group))
+    resolved = [[by_name[name] for name in group] for group in named_groups]
+    for group in resolved:
+        dtypes = list(dict.fromkeys(gradient.dtype for gradient in group))
         if not dtypes:
             raise ValueError(f"{plan} gives an empty group: leave it out")
         if len(dtypes) > 1:
-            first = [next(one.name for one in group if one.dtype is dtype) for dtype in dtypes[:2]]
+            first = [next(gradient.name for gradient in group if gradient.dtype is dtype) for dtype in dtypes[:2]]
             raise ValueError(
                 f"{plan} puts {first[0]!r} ({dtypes[0]}) and {first[1]!r} ({dtypes[1]}) in one group: a pack has one dtype, so "
                 "make a group for each"
             )
-    return found
+    return resolved
 
 
 def _of_the_users(option: str, takes: str, error: Exception) -> ValueError:

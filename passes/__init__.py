@@ -94,7 +94,7 @@ __all__ = [
     "WorkerCompression",
     "compressing",
     "default_pipeline",
-    "told_of_sharing",
+    "resolve_sharing",
 ]
 
 PASSES: dict[str, Callable[..., Pass]] = {
@@ -195,7 +195,7 @@ def default_pipeline(
     clips = max_grad_norm is not None or max_grad_value is not None
     needing = {"clip_grad_norm": max_grad_norm is not None, "scaler": scales_loss, "check_finite": bool(check_finite)}
     has_owners = placement not in ("auto", "mirrored", "shared")
-    needs_all = next((option for option, is_given in needing.items() if is_given), "")
+    needs_all = next((option for option, is_set in needing.items() if is_set), "")
     unscaling: list[Pass] = [UnscaleGradients(), CheckFinite("skip")] if scales_loss else []
     return [
         DecomposeGelu(wanted=gelu_by_sigmoid),
@@ -245,15 +245,15 @@ def compressing(compression: str | TopK | Payload | None) -> list[WorkerCompress
     return [CompressExchange(compression)] if compression is not None else []
 
 
-def told_of_sharing(passes: Sequence[Pass]) -> list[Pass]:
+def resolve_sharing(passes: Sequence[Pass]) -> list[Pass]:
     """The passes, with the open fields of each `FactorGradients` set from the rest of the pipeline."""
-    told: dict[str, Any] = {}
-    if not any(isinstance(compiler_pass, ShareParameters) for compiler_pass in passes):
-        told["parameters_are_shared"] = False
-    if sending := [one.name for one in passes if isinstance(one, AllReduceAlgorithm) and one.sends]:
-        told["all_reduce"] = sending[0]
-    return [replace(one, **_untold(one, told)) if isinstance(one, FactorGradients) else one for one in passes]
+    facts: dict[str, Any] = {}
+    if not any(isinstance(step, ShareParameters) for step in passes):
+        facts["parameters_are_shared"] = False
+    if sending := [step.name for step in passes if isinstance(step, AllReduceAlgorithm) and step.sends]:
+        facts["all_reduce"] = sending[0]
+    return [replace(step, **_open_facts(step, facts)) if isinstance(step, FactorGradients) else step for step in passes]
 
 
-def _untold(one: FactorGradients, told: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in told.items() if getattr(one, name) is None}
+def _open_facts(factoring: FactorGradients, facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if getattr(factoring, name) is None}

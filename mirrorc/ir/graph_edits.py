@@ -84,6 +84,18 @@ def insert(
     return node
 
 
+def insert_write(before: fx.Node, target: Any, operands: tuple[Any, ...], maker: fx.Node) -> None:
+    """Inserts an operator that writes the value of ``maker`` into its first operand."""
+    with before.graph.inserting_before(before):
+        write = before.graph.create_node("call_function", target, operands, name=f"{maker.name}_into")
+    write.meta = source_of(maker)
+
+
+def source_of(node: fx.Node) -> dict[str, Any]:
+    """The part of a node's ``meta`` that tells its place in the user's code."""
+    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+
+
 def remove_unused(graph: fx.Graph) -> None:
     """Removes operators of torch without users and writes. Operations of the IR stay, for their effects."""
     for node in reversed(list(graph.nodes)):

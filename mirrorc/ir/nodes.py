@@ -66,6 +66,12 @@ def is_region_call(node: fx.Node) -> bool:
     return record.kind is Kind.REGION if record is not None else node.op == "call_module"
 
 
+def launch_of(wait: fx.Node) -> fx.Node:
+    launch = wait.args[0]
+    assert isinstance(launch, fx.Node), "a wait takes what a launch gives"
+    return launch
+
+
 def region_of(node: fx.Node) -> str:
     return str(node.target if node.op == "call_module" else node.kwargs["region"])
 

@@ -73,6 +73,11 @@ class Property(enum.Enum):
     CHECKED = "checked"  # each commit depends on whether losses and gradients are finite
     LINKED = "linked"  # every collective has a link
 
+    @property
+    def and_later(self) -> tuple[Property, ...]:
+        """This one and those of later passes, in the order of the pipeline."""
+        return tuple(Property)[tuple(Property).index(self) :]
+
 
 class Accumulation(enum.StrEnum):
     """The use of the gradients of several calls. Files and printed programs have its text."""

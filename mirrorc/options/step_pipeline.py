@@ -13,7 +13,7 @@ from mirrorc.messages.wording import listed
 from mirrorc.options.option import Request
 from mirrorc.options.step_options import why_replicas_are_not_compared
 from mirrorc.options.table import OPTIONS
-from mirrorc.passes import PASSES, default_pipeline, told_of_sharing
+from mirrorc.passes import PASSES, default_pipeline, resolve_sharing
 from mirrorc.pipeline.pass_order import check_order
 from mirrorc.pipeline.pipeline_edits import add_passes as put_in
 from mirrorc.pipeline.pipeline_edits import check_pass_names, in_exact_order, select_passes
@@ -32,7 +32,7 @@ def step_pipeline(request: Request, parameters: Mapping[str, Any]) -> tuple[list
     """
     base = default_pipeline(**parameters) if request["passes"] is None else request["passes"]
     added = [*OPTIONS.placed(request), *request["add_passes"]]
-    pipeline = told_of_sharing(select_passes(put_in(select_passes(base, ()), added), request["disable_passes"]))
+    pipeline = resolve_sharing(select_passes(put_in(select_passes(base, ()), added), request["disable_passes"]))
     remarks = []
     if request["check_replicas_every"] and not request.workers.are_several:
         why = why_replicas_are_not_compared(request.devices, pipeline)

@@ -67,22 +67,22 @@ class ChooseCheckpoints:
 def _choose(program: Program, graph: fx.Graph, max_bytes: int) -> str:
     if first_of_backward(program, graph) is None:
         return "nothing is chosen: nothing is kept for a backward"
-    found = _Search(program, graph, max_bytes)
-    chosen = found.best()
+    search = _Search(program, graph, max_bytes)
+    chosen = search.best()
     for node, checkpoint in chosen.items():
         if is_compute(node):
             node.meta[CHECKPOINT] = checkpoint
-    return found.remark(chosen)
+    return search.remark(chosen)
 
 
 class _Search:
     def __init__(self, program: Program, graph: fx.Graph, max_bytes: int) -> None:
         self._graph, self._max_bytes = graph, max_bytes
         self._timeline = JointTimeline(program, graph)
-        given = ((node, checkpoint_of(node)) for node in self._timeline.forward)
-        self._given = {node: own for node, own in given if own is not None}
-        self._before = self._timeline.peak(self._given)
-        self._segments = Segments(self._timeline, self._given)
+        checkpoints = ((node, checkpoint_of(node)) for node in self._timeline.forward)
+        self._of_model = {node: checkpoint for node, checkpoint in checkpoints if checkpoint is not None}
+        self._before = self._timeline.peak(self._of_model)
+        self._segments = Segments(self._timeline, self._of_model)
 
     def best(self) -> dict[fx.Node, Checkpoint]:
         if self._before.num_bytes <= self._max_bytes:
@@ -92,7 +92,7 @@ class _Search:
             segments = self._segments.cut_into(number)
             for levels, peak in self._tries(segments):
                 tried.append((self._rank(peak), segments, levels))
-        rank, chosen, its_levels = min(tried, key=lambda one: one[0])
+        rank, chosen, its_levels = min(tried, key=lambda attempt: attempt[0])
         return self._checkpoints(chosen, self._trimmed(chosen, its_levels, rank))
 
     def _numbers(self) -> list[int]:
@@ -127,27 +127,27 @@ class _Search:
         for i in [i for i in order if levels[i]][:_MOST_TRIMS]:
             for level in sorted({0, levels[i] - 1}):
                 less = (*levels[:i], level, *levels[i + 1 :])
-                found = self._rank(self._timeline.peak(self._checkpoints(segments, less)))
-                if found < rank:
-                    levels, rank = less, found
+                trimmed_rank = self._rank(self._timeline.peak(self._checkpoints(segments, less)))
+                if trimmed_rank < rank:
+                    levels, rank = less, trimmed_rank
                     break
         return levels
 
     def _checkpoints(self, segments: Sequence[Segment], levels: Levels) -> dict[fx.Node, Checkpoint]:
-        number = 1 + max((given.number for given in self._given.values()), default=-1)
-        found = dict(self._given)
+        number = 1 + max((checkpoint.number for checkpoint in self._of_model.values()), default=-1)
+        checkpoints = dict(self._of_model)
         for i, (segment, level) in enumerate(zip(segments, levels, strict=True)):
             if level:
-                kept = segment.choices[level - 1].saved
-                found.update((node, Checkpoint(number + i, _operator(node) in kept)) for node in segment.nodes)
-        return found
+                saved = segment.choices[level - 1].saved
+                checkpoints.update((node, Checkpoint(number + i, _operator(node) in saved)) for node in segment.nodes)
+        return checkpoints
 
     def remark(self, chosen: Mapping[fx.Node, Checkpoint]) -> str:
         bound, before = size_text(self._max_bytes), size_text(self._before.num_bytes)
         if not chosen:
             return f"nothing is computed again: {before} are predicted, at most {bound} asked"
         peak = self._timeline.peak(chosen)
-        numbers = {one.number for node, one in chosen.items() if node not in self._given}
+        numbers = {checkpoint.number for node, checkpoint in chosen.items() if node not in self._of_model}
         timeline = self._timeline
         again = timeline.again(chosen)
         values = len({timeline.owner(place) for place in again}.intersection(again))

@@ -47,15 +47,15 @@ class RecomputeCheckpoints:
 
 
 def _recompute(program: Program, graph: fx.Graph) -> str:
-    numbers = {found.number for node in graph.nodes if (found := checkpoint_of(node)) is not None}
-    said = counted(len(numbers), "checkpoint")
+    numbers = {checkpoint.number for node in graph.nodes if (checkpoint := checkpoint_of(node)) is not None}
+    checkpoints = counted(len(numbers), "checkpoint")
     first = first_of_backward(program, graph)
     if first is None:
         _forget_checkpoints(graph)
-        return f"{said} without effect: nothing is kept for a backward"
+        return f"{checkpoints} without effect: nothing is kept for a backward"
     nodes = list(graph.nodes)
     backward = dict.fromkeys(nodes[nodes.index(first) :])
-    before = _kept_bytes(nodes, backward)
+    before = _saved_bytes(nodes, backward)
     place = {node: i for i, node in enumerate(nodes) if node not in backward}
     again = recomputed_values(place, backward, first, checkpoint_of)
     copies: dict[fx.Node, fx.Node] = {}
@@ -63,16 +63,16 @@ def _recompute(program: Program, graph: fx.Graph) -> str:
         needed = needed_again(user, again, copies) if user.op != "output" else set()
         with graph.inserting_before(user):
             for node in sorted(needed - copies.keys(), key=place.__getitem__):
-                given = {source: copies.get(source, source) for source in node.all_input_nodes}
-                copies[node] = copy_node(graph, node, given, name=f"{node.name}_again")
+                operands = {source: copies.get(source, source) for source in node.all_input_nodes}
+                copies[node] = copy_node(graph, node, operands, name=f"{node.name}_again")
         for source in needed.intersection(user.all_input_nodes):
             user.replace_input_with(source, copies[source])
     remove_unused(graph)
     _forget_checkpoints(graph)
-    after = _kept_bytes(list(graph.nodes), {**backward, **dict.fromkeys(copies.values())})
+    after = _saved_bytes(list(graph.nodes), {**backward, **dict.fromkeys(copies.values())})
     num_run = sum(node.target is not operator.getitem for node in copies)
     return (
-        f"{said}: backward runs {counted(num_run, 'operator')} of forward again, for which forward keeps "
+        f"{checkpoints}: backward runs {counted(num_run, 'operator')} of forward again, for which forward keeps "
         f"{size_text(after)}, not {size_text(before)}"
     )
 
@@ -82,5 +82,5 @@ def _forget_checkpoints(graph: fx.Graph) -> None:
         node.meta.pop(CHECKPOINT, None)
 
 
-def _kept_bytes(nodes: list[fx.Node], backward: dict[fx.Node, None]) -> int:
+def _saved_bytes(nodes: list[fx.Node], backward: dict[fx.Node, None]) -> int:
     return sum(map(num_bytes_of, saved_values(nodes, backward)))

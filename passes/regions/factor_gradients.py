@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from mirrorc.analysis.gradients.region_gradients import calls_by_region, gradien
 from mirrorc.analysis.gradients.whole_gradients import why_whole
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
+from mirrorc.ir.buckets import Slot
 from mirrorc.ir.gradient_forms import FactoredGradient
 from mirrorc.ir.graph_edits import call, copied, remove_unused
 from mirrorc.ir.links import best_link, carrier_of, link_named, why_memory_is_not_shared
@@ -54,7 +55,7 @@ class FactorGradients:
         min_elements: smaller gradients stay whole: they fit in the cache (measured: no gain at 256 x 256, a seventh of
             the step at 512 x 512).
         parameters_are_shared: a later pass shares parameters. None: the pipeline sets it, see
-            `mirrorc.passes.told_of_sharing`; outside of a pipeline None counts as True.
+            `mirrorc.passes.resolve_sharing`; outside of a pipeline None counts as True.
         all_reduce: the algorithm that sends whole gradients between devices; the pipeline sets it.
 
     Source: sufficient factor broadcasting (Xie et al., 2016); devices of one worker need not send.
@@ -80,7 +81,6 @@ class FactorGradients:
         if not program.buckets:
             raise PassError("pass 'factor-gradients' needs a bucket plan: run 'plan-buckets' before it")
         slots = {slot.variable: slot for b in program.buckets if b.rule.elementwise for slot in b.slots}
-        cut = {slot.variable for bucket in program.buckets if bucket.is_cut for slot in bucket.slots}
         rows = {slot.variable: slot for b in program.buckets if b.rule.takes_rows for slot in b.slots}
         why_not = self._why_no_shares(program, bool(slots))
         if why_not and not rows and not program.gathered:
@@ -90,11 +90,44 @@ class FactorGradients:
                 f"sparse gradients of several calls, as that of {min(rows)}, are not kept: look it up with sparse=False"
             )
         due = {*rows, *program.gathered, *(program.workers.sent_as_factors if program.trains else ())}
-        slots |= rows
         buckets = {slot.variable: bucket.index for bucket in program.buckets for slot in bucket.slots}
         graphs = tuple(copied(graph) for graph in program.shard_graphs)
-        whole: dict[str, str] = {}  # the reason, for each gradient that does not stay factors
-        names: dict[fx.Node, str] = {}
+        names, whole = self._named(program, graphs, slots | rows, due, why_not)
+        calls = calls_by_region(graphs)
+        bodies = {name: copied(program.regions[name].graph_module.graph) for name in calls}
+        recognized = FactorsOfRegions(program, graphs, bodies, names, whole, due)
+        regions = dict(program.regions)
+        for name, nodes in calls.items():
+            if chosen := recognized.chosen(name):
+                split = _split(bodies[name], arguments_of(bodies[name], nodes), chosen)
+                for number, node in enumerate(nodes):
+                    _rewire(node, number, split, names, buckets)
+                regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
+                if not split.results:  # the region only made gradients of its arguments
+                    del regions[name]
+        if missing := due - _factored(graphs[0]):
+            name = min(missing)
+            remedy = "look it up with sparse=False" if name in rows else "compile with exchange='dense'"
+            raise PassError(
+                f"the gradient of {name} is to be sent, or given to the optimizer, as factors, but no region gives it so: it is "
+                f"one of those {whole.get(name, 'that are used otherwise, too')}; {remedy}"
+            )
+        if regions == program.regions:
+            return program.with_remarks(_remark(program, whole), is_kept=False)
+        factored = program.evolve(shard_graphs=graphs, regions=regions)
+        return factored.with_remarks(_remark(factored, whole))
+
+    def _named(
+        self,
+        program: Program,
+        graphs: Sequence[fx.Graph],
+        slots: Mapping[str, Slot],
+        due: Collection[str],
+        why_not: str,
+    ) -> tuple[dict[fx.Node, str], dict[str, str]]:
+        """The variables of gradients that may become factors, and the reasons for those that stay whole."""
+        cut = {slot.variable for bucket in program.buckets if bucket.is_cut for slot in bucket.slots}
+        names, whole = {}, {}
         for graph in graphs:
             for node, name in gradient_names(graph).items():
                 slot = slots.get(name)
@@ -106,30 +139,7 @@ class FactorGradients:
                     whole[name] = f"because {why_not}"
                 else:
                     names[node] = name
-        calls = calls_by_region(graphs)
-        bodies = {name: copied(program.regions[name].graph_module.graph) for name in calls}
-        found = FactorsOfRegions(program, graphs, bodies, names, whole, due)
-        regions = dict(program.regions)
-        for name, nodes in calls.items():
-            if chosen := found.chosen(name):
-                split = _split(bodies[name], arguments_of(bodies[name], nodes), chosen)
-                for number, node in enumerate(nodes):
-                    _rewire(node, number, split, names, buckets)
-                regions[name] = replace(regions[name], graph_module=lazy_graph_module({}, bodies[name], name))
-                if not split.results:  # the region only made gradients of its arguments
-                    del regions[name]
-        missing = due - _factored(graphs[0])
-        if missing:
-            name = min(missing)
-            remedy = "look it up with sparse=False" if name in rows else "compile with exchange='dense'"
-            raise PassError(
-                f"the gradient of {name} is to be sent, or given to the optimizer, as factors, but no region gives it so: it is "
-                f"one of those {whole.get(name, 'that are used otherwise, too')}; {remedy}"
-            )
-        if regions == program.regions:
-            return program.with_remarks(_remark(program, whole), is_kept=False)
-        factored = program.evolve(shard_graphs=graphs, regions=regions)
-        return factored.with_remarks(_remark(factored, whole))
+        return names, whole
 
     def _why_no_shares(self, program: Program, has_shares: bool) -> str:
         """Empty if devices make shares, or if no bucket is reduced by shares."""
@@ -187,11 +197,11 @@ def _remark(program: Program, whole: Mapping[str, str]) -> str:
         if program.workers.are_several
         else "only what this step or the last one adds to is written"
     )
-    said = (
+    remark = (
         f"{number} ({size_text(whole_bytes)} of {size_text(sum(sizes.values()))}) "
         f"leave their regions as factors ({size_text(factor_bytes)} on each device), so that {gain}"
     )
-    return said + (f"; the others are made whole: {others}" if others else "")
+    return remark + (f"; the others are made whole: {others}" if others else "")
 
 
 def _bytes_of_factors(graph: fx.Graph) -> int:
@@ -204,35 +214,41 @@ class _Split:
     """A region that returns factors instead of some gradients.
 
     Attributes:
-        kept: the former indices of the remaining results, in order.
+        remaining: the former indices of the remaining results, in order.
         results: the remaining results, then the factors.
         arguments: the former indices of the used arguments.
         factored: by the former index of the result.
-        given: the calls' arguments for each former placeholder of the body.
+        outer_arguments: the calls' arguments for each former placeholder of the body.
     """
 
-    kept: list[int]
+    remaining: list[int]
     results: list[fx.Node]
     arguments: list[int]
     factored: Mapping[int, FactoredGradient]
-    given: Mapping[fx.Node, list[fx.Node]]
+    outer_arguments: Mapping[fx.Node, list[fx.Node]]
 
 
-def _split(body: fx.Graph, given: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, FactoredGradient]) -> _Split:
+def _split(
+    body: fx.Graph, outer_arguments: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, FactoredGradient]
+) -> _Split:
     """Factors that are arguments of the body are not returned."""
     old: Any = body.output_node().args[0]
-    kept = [place for place in range(len(old)) if place not in factored]
-    results = [old[place] for place in kept]
+    remaining = [place for place in range(len(old)) if place not in factored]
+    results = [old[place] for place in remaining]
     factors = [factor for gradient in factored.values() for factor in gradient.factors]
-    results += dict.fromkeys(factor for factor in factors if factor not in given and factor not in results)
+    results += dict.fromkeys(factor for factor in factors if factor not in outer_arguments and factor not in results)
     body.output_node().args = (tuple(results),)
     remove_unused(body)
-    arguments = [i for i, one in enumerate(given) if one.users or (results and is_symbolic(one.meta["val"]))]
-    for i, placeholder in enumerate(given):
+    arguments = [
+        i
+        for i, argument in enumerate(outer_arguments)
+        if argument.users or (results and is_symbolic(argument.meta["val"]))
+    ]
+    for i, placeholder in enumerate(outer_arguments):
         if i not in arguments:
             body.erase_node(placeholder)
     body.lint()
-    return _Split(kept, results, arguments, factored, given)
+    return _Split(remaining, results, arguments, factored, outer_arguments)
 
 
 def _rewire(
@@ -241,19 +257,19 @@ def _rewire(
     parts: dict[int, fx.Node] = {part.args[1]: part for part in node.users}  # type: ignore[misc]
     last, graph = max([node, *parts.values()]), node.graph
     gradients: Any = node.kwargs["gradients"]
-    places = {old: new for new, old in enumerate(split.kept)}
-    own = {name: places[place] for name, place in gradients.items() if place in places}
-    node.kwargs = {**node.kwargs, "gradients": own}
+    places = {old: new for new, old in enumerate(split.remaining)}
+    whole = {name: places[place] for name, place in gradients.items() if place in places}
+    node.kwargs = {**node.kwargs, "gradients": whole}
     node.args = tuple(node.args[i] for i in split.arguments)
     node.meta["val"] = tuple(result.meta["val"] for result in split.results)
-    outside = {inside: given[number] for inside, given in split.given.items()}
+    outside = {inside: of_calls[number] for inside, of_calls in split.outer_arguments.items()}
     called: dict[fx.Node, str] = {}  # for each call anew, because its factors are for variables of its own
     for place, made in split.factored.items():
         for factor, name in zip(made.factors, made.form.factor_names, strict=True):
             called.setdefault(factor, f"{identifier(names[parts[place]])}_{name}")
     for new, result in enumerate(split.results):
-        if new < len(split.kept):
-            part = parts[split.kept[new]]
+        if new < len(split.remaining):
+            part = parts[split.remaining[new]]
             part.args = (node, new)
         else:
             with graph.inserting_after(last):

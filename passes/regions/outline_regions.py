@@ -19,7 +19,7 @@ from mirrorc.analysis.graph.cuts import moved_before_cuts
 from mirrorc.analysis.graph.meeting_cuts import Cut, cut_at_meetings, source_of_part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import are_cut
-from mirrorc.ir.graph_edits import call, copy_node
+from mirrorc.ir.graph_edits import call, copy_node, source_of
 from mirrorc.ir.names import identifier, unlike
 from mirrorc.ir.nodes import calls_to, region_title
 from mirrorc.ir.program import Program, Region, Stage
@@ -84,18 +84,18 @@ def _remark(program: Program) -> str:
     forward = counted(num_forward, "forward")
     if num_forward > num_graphs:
         forward = f"{num_forward} pieces of forward, cut where replicas meet"
-    said = (
+    remark = (
         f"{counted(num_pieces, 'piece')} of backward, cut after the last gradient of each of "
         f"{counted(len(program.packs), 'pack' if are_cut(program.buckets) else 'bucket')}, and {forward}"
     )
     if len(program.shard_graphs) > 1:
-        said += f", for {len(program.shard_graphs)} shard shapes together"
+        remark += f", for {len(program.shard_graphs)} shard shapes together"
     if repeated := [region_title(name) for name in calls if calls[name] > 1]:
         verb = "is" if len(repeated) == 1 else "are"
-        said += (
+        remark += (
             f". {numbered('region', repeated).capitalize()} {verb} called more than once: equal bodies are one region"
         )
-    return said
+    return remark
 
 
 class _RegionPool:
@@ -159,8 +159,8 @@ def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
             name = functools.partial(pool.add, i, "forward" if i < len(cut.forward) else "backward")
             region = _call(outer, nodes, used_outside, values, name)
             results = [node for node in nodes if node in used_outside]
-            found = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}
-            region.kwargs = {**region.kwargs, "gradients": found}
+            gradients = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}
+            region.kwargs = {**region.kwargs, "gradients": gradients}
         for node in cut.meetings.get(i, ()):
             values[node] = copy_node(outer, node, values)
         if i == len(cut.forward) - 1:
@@ -247,15 +247,15 @@ def _call(
 def _sizes_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """A region needs the symbols in the sizes of values as arguments, too."""
     symbols = symbols_in([node.meta.get("val") for node in nodes])
-    given = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
-    return [node for node in given if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]
+    arguments = nodes[0].graph.find_nodes(op="placeholder") if symbols else ()
+    return [node for node in arguments if is_symbolic(node.meta.get("val")) and size_key(node.meta["val"]) in symbols]
 
 
 def _call_meta(results: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> dict[str, Any]:
     meta: dict[str, Any] = {"val": tuple(node.meta["val"] for node in results)}
     for node in reversed(nodes):
         if node.meta.get("stack_trace"):
-            return meta | {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+            return meta | source_of(node)
     return meta
 
 

@@ -18,7 +18,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot
 from mirrorc.ir.gradient_forms import matrix_product
-from mirrorc.ir.graph_edits import call, copied, remove_unused
+from mirrorc.ir.graph_edits import call, copied, insert_write, remove_unused
 from mirrorc.ir.names import identifier, unlike
 from mirrorc.ir.nodes import region_of
 from mirrorc.ir.program import Program, Region, Stage
@@ -174,10 +174,8 @@ def _adding_rows(region: Region, places: Sequence[int]) -> Region:
     for place in places:
         before, table = results[place].args
         rows, indices, _, padding_idx, _ = table.args
-        with graph.inserting_before(results[place]):
-            operands = (before, rows, indices, padding_idx)
-            into = graph.create_node("call_function", out_products.add_rows_into, operands, name=f"{table.name}_into")
-        into.meta = {key: table.meta[key] for key in ("stack_trace", "nn_module_stack") if key in table.meta}
+        operands = (before, rows, indices, padding_idx)
+        insert_write(results[place], out_products.add_rows_into, operands, table)
         results[place] = before
     graph.output_node().args = (tuple(results),)
     remove_unused(graph)
@@ -209,11 +207,7 @@ def _place(region: Region, places: Mapping[int, Slot]) -> Region:
 def _write(graph: fx.Graph, gradient: fx.Node, slot: fx.Node) -> fx.Node:
     product = matrix_product(gradient)
     if product is not None and slot.meta["val"].is_contiguous():
-        with graph.inserting_before(product):
-            into = graph.create_node(
-                "call_function", out_products.mm_into, (slot, *product.args), name=f"{product.name}_into"
-            )
-        into.meta = {key: product.meta[key] for key in ("stack_trace", "nn_module_stack") if key in product.meta}
+        insert_write(product, out_products.mm_into, (slot, *product.args), product)
         return slot
     with graph.inserting_after(gradient):
         name = slot.name.replace("slot_", "write_", 1)

@@ -113,7 +113,7 @@ class PlanBuckets:
         rows = {name for name, variable in program.variables.items() if variable.update and variable.update.takes_rows}
         factored = {*as_factors, *program.gathered, *rows}
         ready = _gradients(program)
-        position = {one.name: one.ready for one in ready}
+        position = {gradient.name: gradient.ready for gradient in ready}
         try:
             gradients = in_order(ready, self.gradient_order, list(program.variables))
             planned = self._planned(program, gradients, factored)
@@ -124,7 +124,7 @@ class PlanBuckets:
         buckets = [_bucket(i, members, as_factors, unit) for i, members in enumerate(closed)]
         buckets = [replace(b, gathers_factors=b.slots[0].variable in program.gathered) for b in buckets]
         buckets = _cut(program, buckets, _equal_packs(buckets, planned.num_packs, position))
-        remarks = [*planned.remarks, *_said_of_packs(buckets, planned.num_packs)]
+        remarks = [*planned.remarks, *_pack_remarks(buckets, planned.num_packs)]
         result = program.evolve(buckets=tuple(buckets)).with_remarks(*remarks, is_kept=False)
         alike = "one dtype and one update rule" + (", sent to other workers in one way" if as_factors else "")
         alike += ", sent to other devices in one way" if program.gathered else ""
@@ -142,7 +142,7 @@ class PlanBuckets:
 
     def _remark(self, buckets: Sequence[Bucket]) -> str:
         number = counted(sum(len(bucket.slots) for bucket in buckets), "gradient")
-        plan, order = self._plan, self._said_of_order()
+        plan, order = self._plan, self._order_text()
         if not isinstance(plan, ByBytes):
             whose = plan if isinstance(plan, EqualPacks | EqualSplits) else f"the groups of packing={_name(plan)}"
             return f"{number} in {counted(len(buckets), 'bucket')}{order}: {whose}"
@@ -150,10 +150,10 @@ class PlanBuckets:
             return f"{number} in one bucket" + ("" if self.gradient_order == "ready" else order)
         return (
             f"{number} in {len(buckets)} buckets{order}: a gradient that would take a bucket "
-            f"over {plan.cap_mb:g} MiB (bucket 0: {plan.first_mb:g} MiB) opens the next{_said_of_larger(buckets, plan)}"
+            f"over {plan.cap_mb:g} MiB (bucket 0: {plan.first_mb:g} MiB) opens the next{_excess_text(buckets, plan)}"
         )
 
-    def _said_of_order(self) -> str:
+    def _order_text(self) -> str:
         if self.gradient_order == "ready":
             return ", in the order in which backward makes them"
         if self.gradient_order == "reversed":
@@ -208,8 +208,8 @@ def _by_groups(groups: Sequence[Sequence[Gradient]], program: Program, as_factor
 
 def _kinds(program: Program, gradients: Sequence[Gradient], as_factors: Collection[str]) -> list[list[Variable]]:
     kinds: dict[_Kind, list[Variable]] = {}
-    for one in gradients:
-        variable = program.variables[one.name]
+    for gradient in gradients:
+        variable = program.variables[gradient.name]
         kinds.setdefault(_kind(variable, as_factors), []).append(variable)
     return list(kinds.values())
 
@@ -219,10 +219,10 @@ def _equal(
 ) -> _Planned:
     """One bucket for each gradient, where the plan declines."""
     number = plan.num_packs if isinstance(plan, EqualPacks) else plan.num_splits
-    alone = [[program.variables[one.name]] for one in gradients]
+    alone = [[program.variables[gradient.name]] for gradient in gradients]
     if number == 0:
         return _Planned(alone, ["each gradient is reduced by itself: nothing is packed"])
-    dtypes = dict.fromkeys(str(one.dtype) for one in gradients)
+    dtypes = dict.fromkeys(str(gradient.dtype) for gradient in gradients)
     if isinstance(plan, EqualSplits) and len(dtypes) > 1:
         why = f"{plan} declines: gradients are {listed(dtypes)}, and a pack has one dtype; each is reduced by itself"
         return _Planned(alone, [why])
@@ -249,12 +249,12 @@ def _equal_packs(
     buckets: Sequence[Bucket], num_packs: Mapping[str, int], position: Mapping[str, int]
 ) -> list[tuple[int, tuple[int, int]]]:
     """Packs by completion in backward: the number of a bucket, and its elements."""
-    found: list[tuple[int, int, tuple[int, int]]] = []  # the time of completion, the bucket, its elements
+    packs: list[tuple[int, int, tuple[int, int]]] = []  # the time of completion, the bucket, its elements
     for bucket in buckets:
         for start, stop in equal_ranges(bucket.num_elements, num_packs.get(bucket.slots[0].variable, 1)):
-            own = bucket.slots_in(Pack(0, start, stop))
-            found.append((max(position[slot.variable] for slot in own), bucket.index, (start, stop)))
-    return [(index, elements) for _, index, elements in sorted(found)]
+            slots = bucket.slots_in(Pack(0, start, stop))
+            packs.append((max(position[slot.variable] for slot in slots), bucket.index, (start, stop)))
+    return [(index, elements) for _, index, elements in sorted(packs)]
 
 
 def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tuple[int, int]]]) -> list[Bucket]:
@@ -274,14 +274,14 @@ def _cut(program: Program, buckets: list[Bucket], ranges: Sequence[tuple[int, tu
     ]
 
 
-def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> list[str]:
-    said = []
+def _pack_remarks(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> list[str]:
+    remarks = []
     for bucket in buckets:
         asked = num_packs.get(bucket.slots[0].variable, 0)
         if not asked:
             continue
         if len(bucket.own_packs) < asked:
-            said.append(
+            remarks.append(
                 f"bucket {bucket.index} has {counted(len(bucket.own_packs), 'pack')}, not {asked}: it has as many elements"
             )
         starts = {pack.start for pack in bucket.packs}
@@ -291,17 +291,20 @@ def _said_of_packs(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> l
             if any(slot.offset < start < slot.offset + slot.num_elements for start in starts)
         ]
         if parted:
-            said.append(
+            remarks.append(
                 f"bucket {bucket.index}: {listed(parted)} {'lies' if len(parted) == 1 else 'lie'} in several packs"
             )
-    return said
+    return remarks
 
 
 def _gradients(program: Program) -> list[Gradient]:
     output = program.shard_graphs[0].output_node().args[0]
     assert isinstance(output, dict)
     variables = [program.variables[name] for name in output["gradients"]]
-    return [Gradient(one.name, math.prod(one.shape), one.dtype, ready) for ready, one in enumerate(variables)]
+    return [
+        Gradient(variable.name, math.prod(variable.shape), variable.dtype, ready)
+        for ready, variable in enumerate(variables)
+    ]
 
 
 def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFactors], unit: int) -> Bucket:
@@ -316,7 +319,7 @@ def _bucket(index: int, members: list[Variable], as_factors: Mapping[str, SentFa
     return Bucket(index, members[0].dtype, tuple(slots), num_elements, members[0].update, sent_factors=sent)
 
 
-def _said_of_larger(buckets: Sequence[Bucket], plan: ByBytes) -> str:
+def _excess_text(buckets: Sequence[Bucket], plan: ByBytes) -> str:
     """Buckets over their cap were too small for a message without their last gradient."""
     first, other = plan.caps
     larger = [b for b in buckets if len(b.slots) > 1 and _slot_bytes(b) > (other if b.index else first)]

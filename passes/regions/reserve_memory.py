@@ -16,7 +16,7 @@ from mirrorc.analysis.graph.dying_arguments import unaliased_product
 from mirrorc.analysis.graph.lifetimes import last_reader
 from mirrorc.custom_ops import out_products
 from mirrorc.ir import ops
-from mirrorc.ir.graph_edits import call, copied
+from mirrorc.ir.graph_edits import call, copied, insert_write
 from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.messages.wording import counted
@@ -115,11 +115,7 @@ def _reserving(region: Region, places: list[int]) -> Region:
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
             argument = graph.placeholder(f"reserved_{product.name}")
         argument.meta["val"] = product.meta["val"]
-        with graph.inserting_before(product):
-            into = graph.create_node(
-                "call_function", _INTO[product.target], (argument, *product.args), name=f"{product.name}_into"
-            )
-        into.meta = {key: product.meta[key] for key in ("stack_trace", "nn_module_stack") if key in product.meta}
+        insert_write(product, _INTO[product.target], (argument, *product.args), product)
         product.replace_all_uses_with(argument)
         graph.erase_node(product)
     graph.lint()

@@ -31,16 +31,7 @@ class ScheduleOverlap:
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     establishes: ClassVar = (Property.ORDERED,)
-    precedes: ClassVar = (
-        Property.ORDERED,
-        Property.PLACED,
-        Property.EXCHANGED,
-        Property.SHARDED,
-        Property.CLIPPED,
-        Property.UNSCALED,
-        Property.CHECKED,
-        Property.LINKED,
-    )
+    precedes: ClassVar = Property.ORDERED.and_later
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)

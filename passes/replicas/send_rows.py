@@ -45,7 +45,7 @@ class SendRows:
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     trains_only: ClassVar = True
     updates_only: ClassVar = True
-    precedes: ClassVar = (Property.LINKED,)
+    precedes: ClassVar = Property.LINKED.and_later
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)

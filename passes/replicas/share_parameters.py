@@ -52,14 +52,7 @@ class ShareParameters:
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     establishes: ClassVar = (Property.PLACED,)
-    precedes: ClassVar = (
-        Property.EXCHANGED,
-        Property.SHARDED,
-        Property.CLIPPED,
-        Property.UNSCALED,
-        Property.CHECKED,
-        Property.LINKED,
-    )
+    precedes: ClassVar = Property.EXCHANGED.and_later
 
     def run(self, program: Program) -> Program:
         if any(bucket.placement is Placement.SHARED for bucket in program.buckets):

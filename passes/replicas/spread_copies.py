@@ -50,7 +50,7 @@ class SpreadCopies:
     trains_only: ClassVar = True
     updates_only: ClassVar = True
     requires: ClassVar = (Property.PLACED,)
-    precedes: ClassVar = (Property.LINKED,)
+    precedes: ClassVar = Property.LINKED.and_later
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)

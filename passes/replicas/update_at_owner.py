@@ -45,15 +45,7 @@ class UpdateAtOwner:
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     trains_only: ClassVar = True
     establishes: ClassVar = (Property.PLACED,)
-    precedes: ClassVar = (
-        Property.PLACED,
-        Property.EXCHANGED,
-        Property.SHARDED,
-        Property.CLIPPED,
-        Property.UNSCALED,
-        Property.CHECKED,
-        Property.LINKED,
-    )
+    precedes: ClassVar = Property.PLACED.and_later
 
     def run(self, program: Program) -> Program:
         if program.workers.are_several:

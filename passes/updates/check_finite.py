@@ -47,7 +47,7 @@ class CheckFinite:
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     trains_only: ClassVar = True
     establishes: ClassVar = (Property.CHECKED,)
-    precedes: ClassVar = (Property.CHECKED, Property.LINKED)
+    precedes: ClassVar = Property.CHECKED.and_later
 
     def __post_init__(self) -> None:
         if self.otherwise not in OTHERWISE:

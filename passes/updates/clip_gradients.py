@@ -88,7 +88,7 @@ class ClipGradients:
     trains_only: ClassVar = True
     updates_only: ClassVar = True
     establishes: ClassVar = (Property.CLIPPED,)
-    precedes: ClassVar = (Property.CLIPPED, Property.UNSCALED, Property.CHECKED, Property.LINKED)
+    precedes: ClassVar = Property.CLIPPED.and_later
 
     def __post_init__(self) -> None:
         for bound in self.bounds:

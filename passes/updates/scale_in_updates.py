@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import lies_in_own_memory
+from mirrorc.analysis.buckets.clipping import has_exclusive_memory
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to
@@ -76,5 +76,5 @@ class ScaleInUpdates:
             and bucket.dtype == factor.meta["val"].dtype == torch.float32
             and list(scaled.users) == [update]
             and has_places
-            and lies_in_own_memory(gradient)
+            and has_exclusive_memory(gradient)
         )

@@ -46,7 +46,7 @@ class UnscaleGradients:
     trains_only: ClassVar = True
     updates_only: ClassVar = True
     establishes: ClassVar = (Property.UNSCALED,)
-    precedes: ClassVar = (Property.UNSCALED, Property.CHECKED, Property.LINKED)
+    precedes: ClassVar = Property.UNSCALED.and_later
 
     def run(self, program: Program) -> Program:
         graph = copied(program.mirrored_graph)

@@ -88,11 +88,11 @@ def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
     The plan names products of workers' factors: a worker without examples has no factors itself, and others' rows
     differ from step to step.
     """
-    found: dict[int, list[Size]] = defaultdict(list)
+    sizes: dict[int, list[Size]] = defaultdict(list)
     for bucket in program.buckets:
         for slot, sent in zip(bucket.slots, bucket.sent_factors, strict=bucket.is_sent_as_factors):
             if sent.operation == ops.product.__name__:
-                found[bucket.index].append((slot.shape[0], slot.shape[1], 0))
+                sizes[bucket.index].append((slot.shape[0], slot.shape[1], 0))
     inner: Counter[str] = Counter()
     products: dict[str, tuple[int, fx.Node]] = {}
     for pack in filter(has_link, calls_to(graph, ops.pack)):
@@ -103,5 +103,5 @@ def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
                 products[variable] = bucket_of(pack), gradient
     for variable, (index, gradient) in products.items():
         num_rows, width = gradient.meta["val"].shape
-        found[index].append((num_rows, width, inner[variable]))
-    return found
+        sizes[index].append((num_rows, width, inner[variable]))
+    return sizes

@@ -17,7 +17,7 @@ from mirrorc.ir.nodes import bucket_of, pack_of, replica_of, words_of_pack
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import set_type
 from mirrorc.messages.wording import counted
-from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring
+from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, ring_bytes_text
 
 NARROW = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
 """The narrower dtypes for sums, by name."""
@@ -64,35 +64,34 @@ class CompressExchange(WorkerCompression):
                 program,
                 launch,
                 ops.compress,
-                (own,),
-                {"dtype": NARROW[self.dtype], **words, "replica": replica_of(own)},
+                (local_sum,),
+                {"dtype": NARROW[self.dtype], **words, "replica": replica_of(local_sum)},
             )
-            for own in launch.all_input_nodes
+            for local_sum in launch.all_input_nodes
         )
         set_type(program, launch)
         for wait in list(launch.users):
             set_type(program, wait)
             users = list(wait.users)  # none, where a device has no share, or another one runs the optimizer
             if users:
-                own = {**words, "replica": replica_of(wait)}
-                total = insert(program, wait.next, ops.decompress, (wait,), own)
+                total = insert(program, wait.next, ops.decompress, (wait,), {**words, "replica": replica_of(wait)})
                 for user in users:
                     user.replace_input_with(wait, total)
         return launch
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        told = []
+        remarks = []
         if new:
             number, after = program.workers.num_workers, sum(num_bytes_sent(program, launch) for launch in new)
-            told.append(
+            remarks.append(
                 f"{counted(len(new), 'exchange')} in {self.dtype}, which changes numbers: each of {number} workers sends "
-                f"{said_of_ring(program, after)} in a step, in place of {said_of_ring(program, before)}"
+                f"{ring_bytes_text(program, after)} in a step, in place of {ring_bytes_text(program, before)}"
             )
         if self.dtype == "float16" and new:
-            told.append(
+            remarks.append(
                 "a sum beyond 65504 becomes infinite in float16: check_finite= or a scaler notices it; bfloat16 has the range of "
                 "float32"
             )
         if others := others_than(program, new):
-            told.append(f"{others} not compressed: sent as factors, or {self.dtype} is not narrower than the dtype")
-        return told
+            remarks.append(f"{others} not compressed: sent as factors, or {self.dtype} is not narrower than the dtype")
+        return remarks

@@ -76,14 +76,7 @@ class ReduceOverWorkers:
     trains_only: ClassVar = True
     updates_only: ClassVar = True
     establishes: ClassVar = (Property.EXCHANGED,)
-    precedes: ClassVar = (
-        Property.EXCHANGED,
-        Property.SHARDED,
-        Property.CLIPPED,
-        Property.UNSCALED,
-        Property.CHECKED,
-        Property.LINKED,
-    )
+    precedes: ClassVar = Property.EXCHANGED.and_later
 
     def run(self, program: Program) -> Program:
         if not program.workers.are_several:
@@ -110,9 +103,9 @@ class ReduceOverWorkers:
                     user.replace_input_with(value, total)
             last = launch
         is_early = self.early_update and not self.needs_all_sums and _update_early(graph)
-        return program.with_remarks(*_remarks(program), self._said_of_commit(is_early))
+        return program.with_remarks(*_remarks(program), self._commit_remark(is_early))
 
-    def _said_of_commit(self, is_early: bool) -> str:
+    def _commit_remark(self, is_early: bool) -> str:
         order = "workers exchange in the order of the bucket plan, the same on all of them"
         if is_early:
             return (
@@ -140,20 +133,17 @@ def _sums(program: Program) -> list[list[fx.Node]]:
     """The parts of each pack's sum over this worker's replicas, by replica."""
     graph = program.mirrored_graph
     if program.num_replicas > 1:
-        found: list[list[fx.Node]] = [[] for _ in program.packs]
+        sums: list[list[fx.Node]] = [[] for _ in program.packs]
         waits = filter(_is_sum, calls_to(graph, ops.wait))
-        for node in sorted(
-            waits, key=lambda node: replica_at(program, node)
-        ):  # a device that waits for all others does so last
-            found[pack_of(node)].append(node)
-        return found
+        for node in sorted(waits, key=lambda node: replica_at(program, node)):  # a device that waits for all comes last
+            sums[pack_of(node)].append(node)
+        return sums
     ends = program.accumulation is Accumulation.ENDS
     packs = {pack_of(node): node for node in calls_to(graph, ops.add_accumulated if ends else ops.pack)}
     for taker in gradient_takers(graph):
         for index, value in taken_by(taker):
-            own = program.buckets[index].own_packs
             taken = value.args if value.target is ops.unpack else (value,)
-            if tuple(packs[pack.number] for pack in own) != taken:
+            if tuple(packs[pack.number] for pack in program.buckets[index].own_packs) != taken:
                 raise PassError(
                     f"{value.name} is computed of bucket {index} before it is exchanged, and it is not said whether it is to be "
                     "computed of each worker's gradients or of their sum: place the pass that makes it after "
@@ -171,18 +161,18 @@ def _exchange(
     program: Program, bucket: Bucket, pack: Pack, sums: Sequence[Sequence[fx.Node]], last: fx.Node | None
 ) -> fx.Node:
     """Inserts the exchange of a pack after the last one; the waits for its sums move before it."""
-    own = sums[pack.number]
-    place = own[0]
-    if own[0].target is ops.wait:
-        ready = [values[0].all_input_nodes[0] for values in sums[pack.number : pack.number + 2]]
+    values = sums[pack.number]
+    place = values[0]
+    if values[0].target is ops.wait:
+        ready = [parts[0].all_input_nodes[0] for parts in sums[pack.number : pack.number + 2]]
         place = max(ready)
     place = max(place, last) if last is not None else place
-    if own[0].target is ops.wait:
-        for value in own:
+    if values[0].target is ops.wait:
+        for value in values:
             place.append(value)
             place = value
             set_type(program, value)
-    return insert(program, place.next, ops.exchange, tuple(own), {**words_of_pack(bucket, pack), "op": "sum"})
+    return insert(program, place.next, ops.exchange, tuple(values), {**words_of_pack(bucket, pack), "op": "sum"})
 
 
 def _gather(
@@ -190,10 +180,10 @@ def _gather(
 ) -> fx.Node:
     first, graph = sums[0], program.mirrored_graph
     packed: Any = first.all_input_nodes[0].args if first.target is ops.wait else (first,)
-    for given in packed:
-        if given.target is not ops.pack or not all(map(stays_factored, given.args)):
+    for packed_bucket in packed:
+        if packed_bucket.target is not ops.pack or not all(map(stays_factored, packed_bucket.args)):
             raise PassError(
-                f"{given.name} of bucket {bucket.index} is computed of gradients that are to be sent to other workers as "
+                f"{packed_bucket.name} of bucket {bucket.index} is computed of gradients that are to be sent to other workers as "
                 "factors, which would not make it: compile with exchange='dense'"
             )
     launched = first.all_input_nodes[0] if first.target is ops.wait else first
@@ -239,11 +229,11 @@ def _remarks(program: Program) -> list[str]:
     dense = [bucket for bucket in program.buckets if not bucket.is_sent_as_factors]
     gathered = [bucket for bucket in program.buckets if bucket.is_sent_as_factors]
     whole = [bucket for bucket in program.buckets if not bucket.rule.elementwise]
-    kinds = [(dense, _said), (gathered, _said_of), (whole, _said_of_whole)]
+    kinds = [(dense, _sums_remark), (gathered, _factors_remark), (whole, _whole_remark)]
     return [say(program, buckets) for buckets, say in kinds if buckets]
 
 
-def _said_of_whole(program: Program, buckets: Sequence[Bucket]) -> str:
+def _whole_remark(program: Program, buckets: Sequence[Bucket]) -> str:
     names = numbered("bucket", [bucket.index for bucket in buckets])
     rules = listed(dict.fromkeys(bucket.rule.label for bucket in buckets))
     return (
@@ -252,12 +242,12 @@ def _said_of_whole(program: Program, buckets: Sequence[Bucket]) -> str:
     )
 
 
-def _said_of(program: Program, buckets: Sequence[Bucket]) -> str:
+def _factors_remark(program: Program, buckets: Sequence[Bucket]) -> str:
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
-    own = sum(factor_bytes(pack) for pack in _packs(program, buckets))
+    sent = sum(factor_bytes(pack) for pack in _packs(program, buckets))
     made = "its part of the sum" if program.workers.shards_optimizer else "the sum"
     return (
-        f"{counted(len(buckets), 'bucket')} ({size_text(num_bytes)}) sent as factors: this worker's are {size_text(own)}, and "
+        f"{counted(len(buckets), 'bucket')} ({size_text(num_bytes)}) sent as factors: this worker's are {size_text(sent)}, and "
         f"every worker makes {made} from those of all, in the order of ranks"
     )
 
@@ -267,7 +257,7 @@ def _packs(program: Program, buckets: Sequence[Bucket]) -> list[fx.Node]:
     return [node for node in calls_to(program.mirrored_graph, ops.pack) if bucket_of(node) in wanted]
 
 
-def _said(program: Program, buckets: Sequence[Bucket]) -> str:
+def _sums_remark(program: Program, buckets: Sequence[Bucket]) -> str:
     workers = program.workers
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
     sent = round(2 * num_bytes * (workers.num_workers - 1) / workers.num_workers)

@@ -15,7 +15,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
 from mirrorc.messages.wording import counted
-from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring, send_part
+from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, ring_bytes_text, send_part
 from mirrorc.printing.values import size_text
 
 
@@ -54,8 +54,8 @@ class SendLargest(WorkerCompression):
         whole = num_elements * dtype.itemsize
         if not num_elements or not dtype.is_floating_point:
             return whole
-        own = bytes_of_largest(TopK(self.ratio).count(num_elements), num_elements, dtype)
-        return min(whole, -(-own * num_workers // 2))
+        largest = bytes_of_largest(TopK(self.ratio).count(num_elements), num_elements, dtype)
+        return min(whole, -(-largest * num_workers // 2))
 
     def applies_to(self, program: Program, launch: fx.Node) -> bool:
         bucket, pack = program.packs[pack_of(launch)]
@@ -67,13 +67,13 @@ class SendLargest(WorkerCompression):
         return send_part(program, launch, ops.gather_largest, {"count": TopK(self.ratio).count(pack.num_elements)})
 
     def remarks(self, program: Program, new: Sequence[fx.Node], before: int) -> list[str]:
-        told, number = [], program.workers.num_workers
+        remarks, number = [], program.workers.num_workers
         if new:
-            own = size_text((number - 1) * sum(num_bytes_sent(program, launch) for launch in new))
-            told.append(
+            sent = size_text((number - 1) * sum(num_bytes_sent(program, launch) for launch in new))
+            remarks.append(
                 f"{counted(len(new), 'exchange')} of the largest elements, {self.ratio:g} of all, which changes numbers: each of "
-                f"{number} workers sends {own} in a step, in place of {said_of_ring(program, before)}"
+                f"{number} workers sends {sent} in a step, in place of {ring_bytes_text(program, before)}"
             )
         if others := others_than(program, new):
-            told.append(f"{others} sent whole, or as factors: elements with their places would be no fewer bytes")
-        return told
+            remarks.append(f"{others} sent whole, or as factors: elements with their places would be no fewer bytes")
+        return remarks

@@ -16,7 +16,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
 from mirrorc.messages.wording import counted
-from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, said_of_ring, send_part
+from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, ring_bytes_text, send_part
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class SendPayload(WorkerCompression):
             after = sum(num_bytes_sent(program, launch) for launch in new)
             texts.append(
                 f"{counted(len(new), 'exchange')} of {self.payload!r}, which changes numbers: each of "
-                f"{program.workers.num_workers} workers sends {said_of_ring(program, after)} in a step, in place of "
-                f"{said_of_ring(program, before)}"
+                f"{program.workers.num_workers} workers sends {ring_bytes_text(program, after)} in a step, in place of "
+                f"{ring_bytes_text(program, before)}"
             )
         if others := others_than(program, new):
             texts.append(f"{others} sent whole, or as factors: the payload would be no fewer bytes")

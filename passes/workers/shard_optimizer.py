@@ -57,13 +57,7 @@ class ShardOptimizer:
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)
     trains_only: ClassVar = True
     establishes: ClassVar = (Property.SHARDED,)
-    precedes: ClassVar = (
-        Property.SHARDED,
-        Property.CLIPPED,
-        Property.UNSCALED,
-        Property.CHECKED,
-        Property.LINKED,
-    )
+    precedes: ClassVar = Property.SHARDED.and_later
 
     def run(self, program: Program) -> Program:
         if not program.workers.are_several:
@@ -113,12 +107,12 @@ def _dealt(workers: Workers, bucket: Bucket) -> Bucket:
 def _deal_out_sum(program: Program, bucket: Bucket) -> None:
     """From gathered factors the worker makes only its part."""
     graph = program.mirrored_graph
-    (given,) = [node for node in calls_to(graph, *ops.EXCHANGES) if bucket_of(node) == bucket.index]
-    launch = given
-    if given.target is ops.exchange:
-        words = {"bucket": bucket.index, "op": given.kwargs["op"]}
-        launch = insert(program, given.next, ops.scatter_sums, given.args, words)
-    for wait in sorted(given.users):
+    (exchange,) = [node for node in calls_to(graph, *ops.EXCHANGES) if bucket_of(node) == bucket.index]
+    launch = exchange
+    if exchange.target is ops.exchange:
+        words = {"bucket": bucket.index, "op": exchange.kwargs["op"]}
+        launch = insert(program, exchange.next, ops.scatter_sums, exchange.args, words)
+    for wait in sorted(exchange.users):
         replica = replica_of(wait)
         assert replica is not None, "waits belong to replicas"
         wait.args = (launch,)
@@ -129,8 +123,8 @@ def _deal_out_sum(program: Program, bucket: Bucket) -> None:
             graph.erase_node(node)
         for node in () if is_empty else used_by:
             set_type(program, node)
-    if launch is not given:
-        graph.erase_node(given)
+    if launch is not exchange:
+        graph.erase_node(exchange)
 
 
 def _remarks(program: Program) -> Sequence[str]:

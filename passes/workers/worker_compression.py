@@ -34,14 +34,7 @@ class WorkerCompression:
     trains_only: ClassVar = True
     updates_only: ClassVar = True
     establishes: ClassVar = (Property.COMPRESSED,)
-    precedes: ClassVar = (
-        Property.COMPRESSED,
-        Property.SHARDED,
-        Property.CLIPPED,
-        Property.UNSCALED,
-        Property.CHECKED,
-        Property.LINKED,
-    )
+    precedes: ClassVar = Property.COMPRESSED.and_later
     does: ClassVar[str]
     """The effect on the workers' sums, for a message."""
 
@@ -77,11 +70,11 @@ class WorkerCompression:
 def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str, Any]) -> fx.Node:
     """Replaces an exchange by an operation that sends a part of an `add_unsent` and keeps the rest."""
     of_pack = words_of_pack(*program.packs[pack_of(launch)])
-    own = tuple(
-        insert(program, launch, ops.add_unsent, (given,), {**of_pack, "replica": replica_of(given)})
-        for given in launch.all_input_nodes
+    totals = tuple(
+        insert(program, launch, ops.add_unsent, (local_sum,), {**of_pack, "replica": replica_of(local_sum)})
+        for local_sum in launch.all_input_nodes
     )
-    new = insert(program, launch, operation, own, {**words, **of_pack, "op": launch.kwargs["op"]})
+    new = insert(program, launch, operation, totals, {**words, **of_pack, "op": launch.kwargs["op"]})
     launch.replace_all_uses_with(new)
     program.mirrored_graph.erase_node(launch)
     for wait in new.users:
@@ -89,7 +82,7 @@ def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str
     return new
 
 
-def said_of_ring(program: Program, num_bytes: int) -> str:
+def ring_bytes_text(program: Program, num_bytes: int) -> str:
     """The bytes that each worker sends for a sum in a ring, in words."""
     number = program.workers.num_workers
     return size_text(round(2 * num_bytes * (number - 1) / number))

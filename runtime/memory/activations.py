@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import is_known_by_rows, lies_in_own_memory, truths_of
+from mirrorc.analysis.buckets.clipping import has_exclusive_memory, is_known_by_rows, truths_of
 from mirrorc.analysis.communication.compressed_sums import (
     num_bytes_sent,
     writes_for_all,
@@ -418,7 +418,7 @@ class _Walk:
 
     @accounts(ops.RESCALING)
     def _rescale(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        return (self._of(node.args[:1]) if lies_in_own_memory(node.args[0]) else self._new(node)), 0
+        return (self._of(node.args[:1]) if has_exclusive_memory(node.args[0]) else self._new(node)), 0
 
     @accounts(ops.commit)
     def _commit(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:

@@ -44,7 +44,7 @@ from mirrorc.passes import (
     LayChannelsLast,
     RecomputeCheckpoints,
     default_pipeline,
-    told_of_sharing,
+    resolve_sharing,
 )
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.user.optimizer_groups import OptimizerGroups
@@ -293,7 +293,7 @@ def golden_program(
     program = golden_program_before(name, num_devices, workers=workers)
     options = {"check_finite": check_finite, "over_workers": program.workers.are_several, "placement": placement}
     pipeline = default_pipeline(**MODELS[name].buckets, **options)  # type: ignore[arg-type]
-    return run_passes(program, told_of_sharing(pipeline))
+    return run_passes(program, resolve_sharing(pipeline))
 
 
 def golden_program_before(name: str, num_devices: int, *, workers: Workers | None = None) -> Program:

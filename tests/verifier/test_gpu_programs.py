@@ -14,7 +14,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.variables import Role, Variable
-from mirrorc.passes import default_pipeline, told_of_sharing
+from mirrorc.passes import default_pipeline, resolve_sharing
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.runtime.codegen.regions import retarget
 from mirrorc.verifier.verifier import Verify, verify
@@ -26,7 +26,7 @@ MODELS = ("mlp", "conv", "resnet", "dropout", "noisy")
 
 def compiled(name: str, *names: str, **options: Any) -> Program:
     program = on_gpus(captured(name), gpus(*names))
-    return run_passes(program, told_of_sharing(default_pipeline(**options)), [Verify()])
+    return run_passes(program, resolve_sharing(default_pipeline(**options)), [Verify()])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -75,7 +75,7 @@ def test_a_number_of_the_host_is_read_there() -> None:
             with pytest.raises(VerifyError, match="scale"):
                 verify(given)
             continue
-        lowered = run_passes(given, told_of_sharing(default_pipeline()), [Verify()])
+        lowered = run_passes(given, resolve_sharing(default_pipeline()), [Verify()])
         reads = [n for m in lowered.device_graphs.values() for n in calls_to(m.graph, ops.read)]
         assert {n.meta["val"].device.type for n in reads if n.kwargs["variable"] == "scale"} == {"cpu"}
 

@@ -157,12 +157,12 @@ def replica_commits(graph: fx.Graph) -> dict[int | None, fx.Node]:
     return {replica_of(node): node for node in calls_to(graph, ops.commit)}
 
 
-def lies_in_own_memory(value: Any) -> bool:
+def has_exclusive_memory(value: Any) -> bool:
     """Tests for a reduced gradient of a lowered program in memory that nothing else reads."""
     if value.target in ops.RESCALING or value.target in (ops.pack, ops.add_accumulated, ops.decompress):
         return True  # it was made so, or there is one replica
     if value.target is ops.unpack:
-        return all(map(lies_in_own_memory, value.all_input_nodes))
+        return all(map(has_exclusive_memory, value.all_input_nodes))
     launch = value.all_input_nodes[0] if value.target is ops.wait else None
     if launch is not None and launch.target in ops.EXCHANGES:
         return True  # it was the replica's own part of its worker's sum

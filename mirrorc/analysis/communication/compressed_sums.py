@@ -13,7 +13,7 @@ from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
 
 
-def own_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, int]:
+def local_elements(program: Program, node: fx.Node, replica: int) -> tuple[int, int]:
     """The elements of its pack's sum on one replica."""
     bucket, pack = program.packs[pack_of(node)]
     if program.num_replicas > 1 and bucket.reduces_by_shares:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.nodes import bucket_of, is_computed, is_region_call, name_of, pack_of
+from mirrorc.ir.nodes import bucket_of, is_computed, is_region_call, launch_of, name_of, pack_of
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 
@@ -59,17 +59,15 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        return max((own[-1].end for own in self.calls if own), default=0.0)
+        return max((device_calls[-1].end for device_calls in self.calls if device_calls), default=0.0)
 
     def exposed_seconds(self, bucket: int, kind: str) -> float:
         """The mean over devices of their waits for one kind of launch."""
         waits = [
             call.end - call.start
-            for own in self.calls
-            for call in own
-            if call.node.target is ops.wait
-            and bucket_of(call.node) == bucket
-            and name_of(_launch_of(call.node)) == kind
+            for device_calls in self.calls
+            for call in device_calls
+            if call.node.target is ops.wait and bucket_of(call.node) == bucket and name_of(launch_of(call.node)) == kind
         ]
         return sum(waits) / len(self.calls)
 
@@ -114,19 +112,19 @@ class _Run:
         """False if the device's next call waits for calls that other devices have yet to make."""
         node = self._todo[replica][self._next[replica]]
         start = self.now[replica]
-        own = self._durations.seconds_of(replica, node)
+        duration = self._durations.seconds_of(replica, node)
         if node.target is ops.commit:
             came = self._came.setdefault("commit", {})
             came[replica] = start
             ready = max(came.values()) if len(came) == len(self.replicas) else None
         elif node.target is ops.wait:
-            ready = self._ready(replica, _launch_of(node))
+            ready = self._ready(replica, launch_of(node))
         else:
             ready = start
         if ready is None:
             return False
         waited = max(0.0, ready - start)
-        end = start + waited + own
+        end = start + waited + duration
         self.calls[replica].append(SimulatedCall(node, start, end, waited))
         self.now[replica] = end
         self._next[replica] += 1
@@ -172,12 +170,6 @@ def _tag(node: fx.Node, replica: int) -> Any:
             to,
         )
     return name_of(node), pack_of(node)
-
-
-def _launch_of(wait: fx.Node) -> fx.Node:
-    launch = wait.args[0]
-    assert isinstance(launch, fx.Node), "a wait takes what a launch gives"
-    return launch
 
 
 def _is_call(node: fx.Node) -> bool:

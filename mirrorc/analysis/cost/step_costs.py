@@ -23,7 +23,7 @@ from mirrorc.analysis.gradients.sparse_update_rows import bytes_of_rows_sent
 from mirrorc.analysis.gradients.tiled_updates import part_elements_of
 from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import form_of
-from mirrorc.ir.nodes import bucket_of, is_region_call, name_of, pack_of, region_calls, region_of
+from mirrorc.ir.nodes import bucket_of, is_region_call, launch_of, name_of, pack_of, region_calls, region_of
 from mirrorc.ir.program import Program
 from mirrorc.torch_internals import num_bytes_now, size_now
 
@@ -102,13 +102,13 @@ class ProgramDurations:
     def seconds_of(self, replica: int, node: fx.Node) -> float:
         if is_region_call(node):
             return self._of_regions[replica][node]
-        if node.target is ops.wait and _launch(node).target is ops.gather_factors:
+        if node.target is ops.wait and launch_of(node).target is ops.gather_factors:
             if part_elements_of(node) is not None:  # the update makes them
                 return 0.0
             return self._seconds_of_products(bucket_of(node))
-        if node.target is ops.wait and _launch(node).target is ops.scatter_sums:
+        if node.target is ops.wait and launch_of(node).target is ops.scatter_sums:
             return self._seconds_of_adding(replica, node)
-        if node.target is ops.wait and _launch(node).target is ops.gather_parameters:
+        if node.target is ops.wait and launch_of(node).target is ops.gather_parameters:
             return 0.0  # they come to where they belong
         kind, size = kind_of_call(self._program, node), num_bytes_of_call(self._program, replica, node)
         line = self._costs.lines.get(kind)
@@ -137,7 +137,7 @@ class ProgramDurations:
                 num_rows = sum(size_now(part[0].shape[0]) for part in rows)
                 whole = torch.empty(slot.shape, device="meta")
                 work += form.num_multiplications(whole, num_rows) * machine.seconds_per_multiplication
-                work += sum(num_bytes_now(one) for part in rows for one in part) * machine.seconds_per_byte
+                work += sum(num_bytes_now(factor) for part in rows for factor in part) * machine.seconds_per_byte
         written = program.buckets[bucket].num_bytes * machine.seconds_per_byte
         num_makers = num_devices * (num_workers if program.buckets[bucket].part is not None else 1)
         return (work * num_workers + written) / num_makers
@@ -181,7 +181,7 @@ def kind_of_call(program: Program, node: fx.Node) -> str:
     """Calls of one kind take the same time per byte."""
     kind = name_of(node)
     if node.target is ops.wait:
-        kind = f"wait {name_of(_launch(node))}"
+        kind = f"wait {name_of(launch_of(node))}"
     if "bucket" not in node.kwargs:
         return kind
     bucket = program.buckets[bucket_of(node)]
@@ -195,7 +195,7 @@ def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
     if node.target in (*ops.EXCHANGES_OF_SUMS, ops.scatter_sums, ops.commit):
         return 0
     if "bucket" not in node.kwargs:
-        return sum(_num_bytes(source.meta.get("val")) for source in node.all_input_nodes)
+        return sum(num_bytes_now(source.meta.get("val")) for source in node.all_input_nodes)
     bucket = program.buckets[bucket_of(node)]
     if node.target is ops.gather_factors:  # it copies them into a message
         return sum(map(factor_bytes, packs_of(program, bucket.index)))
@@ -203,7 +203,7 @@ def num_bytes_of_call(program: Program, replica: int, node: fx.Node) -> int:
         return bytes_of_rows_sent(program, bucket.index)
     if node.target is ops.pack or (bucket.is_cut and node.target is ops.wait):
         return _pack_bytes(program, node)
-    is_of_sum = node.target is ops.wait and _launch(node).target in ops.REDUCTIONS
+    is_of_sum = node.target is ops.wait and launch_of(node).target in ops.REDUCTIONS
     start, stop = (bucket.share if is_of_sum else bucket.updated)(replica, program.num_replicas)
     return (stop - start) * bucket.dtype.itemsize
 
@@ -213,13 +213,3 @@ def _pack_bytes(program: Program, node: fx.Node) -> int:
         return program.buckets[bucket_of(node)].num_bytes
     bucket, pack = program.packs[pack_of(node)]
     return pack.num_elements * bucket.dtype.itemsize
-
-
-def _num_bytes(value: object) -> int:
-    return num_bytes_now(value)
-
-
-def _launch(wait: fx.Node) -> fx.Node:
-    launch = wait.args[0]
-    assert isinstance(launch, fx.Node), "a wait takes what a launch gives"
-    return launch

@@ -50,8 +50,8 @@ def seconds_of_operator(node: fx.Node, machine: Machine) -> float:
 
 def _num_multiplications(node: fx.Node) -> float:
     target: Any = node.target
-    given: Any = fx.node.map_arg((node.args, node.kwargs), lambda source: _now(source.meta.get("val")))
-    args, kwargs = given
+    operands: Any = fx.node.map_arg((node.args, node.kwargs), lambda source: _now(source.meta.get("val")))
+    args, kwargs = operands
     if target in _PRODUCTS:
         left, right = args[-2:]
         return float(left.numel() * right.shape[-1])

@@ -56,15 +56,15 @@ def sendable(program: Program, least_elements: int) -> Iterator[Sendable]:
 
 
 def _recognized(graph: fx.Graph, variables: ViewedVariables) -> dict[str, tuple[fx.Node, FactoredGradient]]:
-    gradients, found = _gradients(graph), {}
+    gradients, sendable_gradients = _gradients(graph), {}
     nodes = list(gradients.values())
     for name, node in gradients.items():
         gradient = recognize(node) if nodes.count(node) == 1 else None
         if gradient is None or any(variables.of(factor) for factor in gradient.factors):
             continue
         if _described(gradient.form, fake_rows(gradient), gradient.details) is not None:
-            found[name] = node, gradient
-    return found
+            sendable_gradients[name] = node, gradient
+    return sendable_gradients
 
 
 def sent_factors(program: Program, variable: str) -> SentFactors:

@@ -54,9 +54,13 @@ def why_not_in_parts(program: Program, update: fx.Node) -> str:
         return "it scales the gradient as a whole"
     if any(device.is_asynchronous for device in program.devices):
         return "devices run it behind the host's back"
-    own = [pack for launch in launches for pack in launch.all_input_nodes if pack.target is ops.pack and has_link(pack)]
+    packs = [
+        pack for launch in launches for pack in launch.all_input_nodes if pack.target is ops.pack and has_link(pack)
+    ]
     is_sent = program.buckets[bucket_of(update)].is_sent_as_factors
-    if not is_sent and not any(map(left_to_shares, own if any(pack.args for pack in own) else _packs(program, update))):
+    if not is_sent and not any(
+        map(left_to_shares, packs if any(pack.args for pack in packs) else _packs(program, update))
+    ):
         return f"no gradient of bucket {bucket_of(update)} is left as factors"
     return ""
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import slots_in
-from mirrorc.analysis.buckets.clipping import lies_in_own_memory, scaling_factor
+from mirrorc.analysis.buckets.clipping import has_exclusive_memory, scaling_factor
 from mirrorc.analysis.gradients.tiled_updates import part_elements_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of
@@ -167,7 +167,7 @@ def _usual(factor: torch.Tensor) -> float | None:
 
 
 def _scaling(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
-    if not lies_in_own_memory(node.args[0]):
+    if not has_exclusive_memory(node.args[0]):
         return lambda gradient, factor, **_: gradient.mul(factor)
 
     make_deferred, few = _make_deferred(binder, node.args[0]), binder.few_made(replica, node.args[0])
@@ -202,7 +202,7 @@ def _bind_clip_value(binder: Binder, replica: int, node: fx.Node) -> Callable[..
     source: Any = node.args[0]
     if source.target is ops.wait and part_elements_of(source) is not None:
         return lambda share, *, max_value, **_: share.bounded(max_value)
-    if not lies_in_own_memory(source):
+    if not has_exclusive_memory(source):
         return lambda gradient, *, max_value, **_: torch.clamp(gradient, -max_value, max_value)
     few = binder.few_made(replica, source)
 

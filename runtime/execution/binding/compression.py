@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.communication.compressed_sums import gradients_of_pack, own_elements, writes_for_all
+from mirrorc.analysis.communication.compressed_sums import gradients_of_pack, local_elements, writes_for_all
 from mirrorc.compression import payload_named
 from mirrorc.errors import ExecutionError
 from mirrorc.ir import ops
@@ -28,7 +28,7 @@ LaunchPart = Callable[[int, int, Callable[[], SentPart]], None]
 def _bind_compress(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
     (launch,) = node.users
     exchanges, (_, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
-    (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
+    (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
 
     def compress(local_sum: torch.Tensor, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
         into = exchanges.memory_to_send(pack.number, pack.num_elements, local_sum, dtype)[start:stop]
@@ -40,7 +40,7 @@ def _bind_compress(binder: Binder, replica: int, node: fx.Node) -> Callable[...,
 @binds(ops.decompress)
 def _bind_decompress(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
     bucket, pack = binder.program.packs[pack_of(node)]
-    (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
+    (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
     into = binder.state.store.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
 
     def decompress(total: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -52,7 +52,7 @@ def _bind_decompress(binder: Binder, replica: int, node: fx.Node) -> Callable[..
 @binds(ops.add_unsent)
 def _bind_add_unsent(binder: Binder, replica: int, node: fx.Node) -> Callable[..., torch.Tensor]:
     (bucket, pack), unsent = binder.program.packs[pack_of(node)], _unsent_of(binder)
-    (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
+    (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
     elements = slice(pack.start + start, pack.start + stop)
 
     def add_unsent(local_sum: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -102,7 +102,7 @@ def _bind_wait_for_parts(binder: Binder, replica: int, node: fx.Node) -> Callabl
     """Sums the parts of all workers in the bucket's gradients, or in new memory on replicas that do not write."""
     launch: Any = node.args[0]
     exchanges, (bucket, pack) = binder.communicators[str(launch.kwargs["link"])], binder.program.packs[pack_of(node)]
-    (start, stop), writes = own_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
+    (start, stop), writes = local_elements(binder.program, node, replica), writes_for_all(binder.program, node, replica)
     gradients = binder.state.store.buckets[bucket.index].gradients[0][pack.start + start : pack.start + stop]
     is_needed = writes or bool(node.users)
 

@@ -16,7 +16,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.links import Link, register_link, unregister_link
 from mirrorc.ir.program import Program, Stage
-from mirrorc.passes import FactorGradients, default_pipeline, told_of_sharing
+from mirrorc.passes import FactorGradients, default_pipeline, resolve_sharing
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier.verifier import verify
 
@@ -334,11 +334,11 @@ def test_a_link_counts_by_what_carries_its_shares() -> None:
 
 def test_the_pipeline_tells_whether_parameters_are_shared() -> None:
     pipeline = default_pipeline(link="copy")
-    assert told_of_sharing(pipeline) == pipeline and FactorGradients(link="copy") in pipeline
+    assert resolve_sharing(pipeline) == pipeline and FactorGradients(link="copy") in pipeline
     without = [p for p in pipeline if p.name != "share-parameters"]
-    assert FactorGradients(link="copy", parameters_are_shared=False) in told_of_sharing(without)
+    assert FactorGradients(link="copy", parameters_are_shared=False) in resolve_sharing(without)
     asked = [FactorGradients(parameters_are_shared=True)]
-    assert told_of_sharing(asked) == asked
+    assert resolve_sharing(asked) == asked
 
 
 @pytest.mark.slow
