@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import is_checked, numbers_of
+from mirrorc.analysis.buckets.rescaling import is_checked, numbers_of
 from mirrorc.analysis.buckets.slots_of_values import slot_arguments
 from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
 from mirrorc.analysis.gradients.eager_gradients import taken_gradients

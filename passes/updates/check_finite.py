@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import before_rescaling, gradient_takers, is_checked, taken_by
+from mirrorc.analysis.buckets.rescaling import before_rescaling, gradient_takers, is_checked, taken_by
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import gradient_takers, measured_elements, numbers_of, replica_commits, taken_by
+from mirrorc.analysis.buckets.rescaling import gradient_takers, measured_elements, numbers_of, replica_commits, taken_by
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Elements

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import has_exclusive_memory
+from mirrorc.analysis.buckets.rescaling import has_exclusive_memory
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import bucket_of, calls_to

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import before_rescaling, gradient_takers, rescalings_of, taken_by
+from mirrorc.analysis.buckets.rescaling import before_rescaling, gradient_takers, rescalings_of, taken_by
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import calls_to, replica_of

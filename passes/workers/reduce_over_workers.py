@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import gradient_takers, taken_by
+from mirrorc.analysis.buckets.rescaling import gradient_takers, taken_by
 from mirrorc.analysis.gradients.factored_gradients import stays_factored
 from mirrorc.analysis.gradients.sent_factors import factor_bytes
 from mirrorc.errors import PassError

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import has_exclusive_memory, is_known_by_rows, truths_of
+from mirrorc.analysis.buckets.rescaling import has_exclusive_memory, is_known_by_rows, truths_of
 from mirrorc.analysis.communication.compressed_sums import (
     num_bytes_sent,
     writes_for_all,

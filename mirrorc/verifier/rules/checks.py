@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import before_rescaling, gradient_takers, is_checked, taken_by, truths_of
+from mirrorc.analysis.buckets.rescaling import before_rescaling, gradient_takers, is_checked, taken_by, truths_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, owners_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage

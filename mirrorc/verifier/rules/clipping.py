@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import GRADIENTS
-from mirrorc.analysis.buckets.clipping import (
+from mirrorc.analysis.buckets.rescaling import (
     Measured,
     Norms,
     factor_of,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import BucketParts, named_step
-from mirrorc.analysis.buckets.clipping import scaling_factor
+from mirrorc.analysis.buckets.rescaling import scaling_factor
 from mirrorc.analysis.buckets.slots_of_values import packed_slots
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Slot

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import BucketParts
-from mirrorc.analysis.buckets.clipping import before_rescaling, is_known_by_rows
+from mirrorc.analysis.buckets.rescaling import before_rescaling, is_known_by_rows
 from mirrorc.analysis.gradients.factored_gradients import is_left_to_shares, slots_left_as_factors, stays_factored
 from mirrorc.analysis.gradients.sparse_update_rows import gives_indices_alone
 from mirrorc.analysis.gradients.tiled_updates import part_elements_of

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import slots_in
-from mirrorc.analysis.buckets.clipping import has_exclusive_memory, scaling_factor
+from mirrorc.analysis.buckets.rescaling import has_exclusive_memory, scaling_factor
 from mirrorc.analysis.gradients.tiled_updates import part_elements_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of

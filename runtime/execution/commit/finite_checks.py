@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.buckets.bucket_parts import BucketParts, Part, slots_in
-from mirrorc.analysis.buckets.clipping import is_checked, truths_of
+from mirrorc.analysis.buckets.rescaling import is_checked, truths_of
 from mirrorc.errors import NonFiniteError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to

@@ -5,7 +5,7 @@ import math
 import pytest
 from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
 
-from mirrorc.analysis.buckets.clipping import numbers_of, taken_by
+from mirrorc.analysis.buckets.rescaling import numbers_of, taken_by
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, replica_of

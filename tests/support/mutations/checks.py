@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import is_checked, numbers_of, truths_of
+from mirrorc.analysis.buckets.rescaling import is_checked, numbers_of, truths_of
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program, Stage

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import scaling_factor
+from mirrorc.analysis.buckets.rescaling import scaling_factor
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import replica_of
 from mirrorc.ir.program import Program

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from mirrorc.analysis.buckets.clipping import is_checked
+from mirrorc.analysis.buckets.rescaling import is_checked
 from mirrorc.analysis.buckets.slots_of_values import slot_of
 from mirrorc.analysis.gradients.eager_gradients import taken_gradients
 from mirrorc.ir import ops
