@@ -173,22 +173,16 @@ def default_pipeline(
     """The passes that `mirrorc.compile` runs, in order.
 
     Args:
-        bucket_cap_mb, first_bucket_mb, packing, gradient_order: the bucket plan, see `PlanBuckets`.
-        link: None for the choice of `LowerCollectives`.
-        all_reduce: None for the link's own sums.
-        min_factored_elements: see `FactorGradients`.
-        part_elements: see `UpdateInParts`.
+        link, all_reduce: None for the choice of `LowerCollectives`, and for the link's own sums.
         gelu_by_sigmoid, channels_last, pads_products, recomputes, chooses_checkpoints, reuses_arguments,
             reserves_memory: add `DecomposeGelu`, `LayChannelsLast`, `PadProducts`, `RecomputeElementwise`,
             `ChooseCheckpoints`, `ReuseArguments` and `ReserveMemory`.
         microbatches: the number of parts of a shard, as captured.
-        max_grad_norm, grad_norm_type, max_grad_value: see `ClipGradients`.
         scales_loss: add `UnscaleGradients`; non-finite gradients skip the update.
-        fused_groups: the optimizers' groups that torch's fused kernels update, by number, see `ScaleInUpdates`.
+        fused_groups: for `ScaleInUpdates`.
         check_finite: add `CheckFinite`; "skip" skips the update, True raises an error.
         over_workers: add `ReduceOverWorkers`.
         early_update: update each bucket as soon as its own sum is there, unless all sums are needed before.
-        compression: for `CompressExchange`, `SendLargest` or `SendPayload`; None sends whole sums.
         placement: "auto" and "shared" add `ShareParameters`; "mirrored" has a copy on each device; another rule gives
             each parameter an owner, see `PlaceVariables`.
     """

@@ -1,4 +1,4 @@
-"""``python -m mirrorc.passes.all_reduce docs/all_reduce`` draws every algorithm, from the graphs that it makes."""
+"""``python -m mirrorc.passes.all_reduce docs/all_reduce`` draws every algorithm."""
 
 from __future__ import annotations
 

@@ -36,11 +36,10 @@ class AllReduceAlgorithm:
                                                          update(v1, bucket=0, replica=1)
 
     `add_up` makes sums, until some replica holds each element's sum, and `spread` brings them to all replicas. If
-    devices share one copy of the parameters, each needs only its share of the sum (`reduce_scatter`): then `spread` is
-    left out, and each replica is sent the missing elements of its share. Gathered factors (`all_gather`) stay as they
-    are.
+    devices share one copy of the parameters, each needs only its share of the sum, and `spread` is left out. Gathered
+    factors stay as they are.
 
-    Needs: collectives with links; messages use the sending link in place of the sum's.
+    Needs: collectives with links.
     Guarantees: each replica gets the sum, or its share of it, with the same bits as the others; the verifier proves it.
     """
 

@@ -1,4 +1,4 @@
-"""Chooses an algorithm for each bucket, by devices, link and size."""
+"""A choice for each bucket."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mirrorc.printing.values import size_text
 class Auto(AllReduceAlgorithm):
     """Chooses an algorithm for each bucket, with a reason.
 
-    Native sums are best if the link sums by itself (NCCL), if devices read each other's buckets in one memory, for two
-    devices, and if each device needs only its share. Otherwise small buckets take a tree, with few messages, and large
-    ones the fewest bytes: halving-doubling for a power of two, else a ring.
+    Native sums are best if the link sums by itself (NCCL), if devices share one memory, for two devices, and if each
+    device needs only its share. Otherwise small buckets take a tree, with few messages, and large ones halving-doubling
+    or a ring, with few bytes.
 
     Attributes:
         small_bytes: the largest size of a small bucket, where messages take longer to begin than to move.

@@ -26,7 +26,7 @@ class Held:
     Attributes:
         node: None without elements.
         start, stop: counted from the start of the bucket or pack.
-        is_packed: True if it is ready when the bucket is packed, since it depends on no message.
+        is_packed: True if it depends on no message, and is ready when the bucket is packed.
     """
 
     node: fx.Node | None
@@ -39,13 +39,8 @@ class Held:
 class Traffic:
     """Writes an algorithm down: each method inserts nodes into the graph, and returns their values.
 
-    Operations on a replica's packed bucket alone, above all its first sends, stand at the bucket's launch. All others
-    stand at the replica's wait for the sum, as late as possible, so that backward goes on before. Values without
-    elements are not sent.
-
-    Args:
-        launch: an `all_reduce` or a `reduce_scatter`, with a link.
-        first_round: unused by other messages of the bucket.
+    Operations on a replica's packed bucket alone stand at the bucket's launch, all others at the replica's wait for the
+    sum, so that backward goes on before. Values without elements are not sent.
 
     Attributes:
         number: of the bucket; of the pack, if buckets are sent in packs.
@@ -66,18 +61,18 @@ class Traffic:
         self._round = first_round
 
     def next_round(self) -> None:
-        """Begins the next round; rounds distinguish sends of one chunk between the same replicas."""
+        """Rounds distinguish sends of one chunk between the same replicas."""
         self._round += 1
 
     def chunks(self, count: int) -> list[tuple[int, int]]:
-        """Chunks of nearly equal lengths; with as many chunks as replicas, these are the shares if needed."""
+        """Chunks of nearly equal lengths, or the replicas' shares."""
         length = self.num_elements
         if self.by_shares and count == self.num_replicas:
             return [self.share(replica) for replica in range(count)]
         return [(length * i // count, length * (i + 1) // count) for i in range(count)]
 
     def share(self, replica: int) -> tuple[int, int]:
-        """The elements of the sum that a replica needs: its share, or all."""
+        """The elements of the sum that a replica needs."""
         return self._bucket.share(replica, self.num_replicas) if self.by_shares else (0, self.num_elements)
 
     def own(self, replica: int, start: int = 0, stop: int | None = None) -> Held:
@@ -86,7 +81,7 @@ class Traffic:
         return self.cut(whole, start, whole.stop if stop is None else stop)
 
     def cut(self, held: Held, start: int, stop: int) -> Held:
-        """The elements from ``start`` to ``stop``, counted from the start of the bucket or pack."""
+        """Counts from the start of the bucket or pack."""
         if (start, stop) == (held.start, held.stop):
             return held
         if start == stop or held.node is None:
@@ -95,9 +90,7 @@ class Traffic:
         return replace(held, node=self._compute(held, aten.slice.Tensor, place), start=start, stop=stop)
 
     def send(self, held: Held, destination: int, chunk: int = 0) -> Held:
-        """Sends a value to another replica; returns the received value. ``chunk`` numbers the values between the two in
-        this round.
-        """
+        """Sends a value to another replica; ``chunk`` numbers the values between the two in this round."""
         if held.node is None:
             return replace(held, replica=destination)
         tag = {**self._words, "chunk": chunk, "round": self._round, "link": self._link}
@@ -118,7 +111,6 @@ class Traffic:
         return replace(both, node=self._compute(both, aten.add.Tensor, (value.node, other.node)))
 
     def add_all(self, values: Sequence[Held]) -> Held:
-        """The sum of values of the same elements on the same replica, in their order."""
         total = values[0]
         for value in values[1:]:
             total = self.add(total, value)
@@ -138,7 +130,6 @@ class Traffic:
         return replace(held, node=self._compute(held, aten.div.Tensor, (held.node, divisor)))
 
     def joined(self, values: Iterable[Held]) -> Held:
-        """Values of consecutive elements on one replica as one value."""
         parts = sorted(values, key=lambda held: (held.start, held.stop))
         some = [held for held in parts if held.node is not None]
         if len(some) < 2:
@@ -147,10 +138,8 @@ class Traffic:
         return replace(whole, node=self._compute(whole, aten.cat.default, ([held.node for held in some],)))
 
     def collected(self, replica: int, sums: Sequence[Held], start: int, stop: int) -> Held:
-        """Brings elements of the sum to a replica; elements that it holds are not sent.
-
-        Args:
-            sums: the replicas' parts of the sum, with each element at least once; its first holder sends it.
+        """Brings elements of the sum to a replica; ``sums`` have each element at least once, and its first holder sends
+        it.
         """
         pieces, place = [Held(None, replica, start, start)], start
         while place < stop:

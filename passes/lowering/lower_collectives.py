@@ -1,4 +1,4 @@
-"""Assigns links to collectives, and lowers collectives that a link does not offer."""
+"""Assigns links to collectives."""
 
 from __future__ import annotations
 

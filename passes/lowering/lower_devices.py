@@ -1,4 +1,4 @@
-"""Splits the mirrored graph into one graph module per device."""
+"""Splits the mirrored graph by devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses values that backward recomputes, to bound the memory of activations."""
+"""Chooses values that backward recomputes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ChooseCheckpoints:
         grad  = aten.mm(t, tanh)                 grad  = aten.mm(t, tanh)
 
     `RecomputeCheckpoints`, the next pass, then lets backward recompute them. Forward is cut into segments where few
-    values pass. In each segment, a minimum cut through the operators separates kept values, at a price per byte, from
-    recomputed ones. The prices and the number of segments minimize recomputation within the bound, by the prediction of
-    `memory.activation_peaks`. If the bound cannot be kept, the nearest choice is taken.
+    values pass. In each, a minimum cut separates kept values, at a price per byte, from recomputed ones. The prices and
+    the number of segments minimize recomputation within the bound, by the prediction of `memory.activation_peaks`; else
+    the nearest choice is taken.
 
     Guarantees: every value is the same expression, bit for bit. The model's own checkpoints stay.
 

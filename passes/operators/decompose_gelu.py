@@ -1,4 +1,4 @@
-"""Replaces the tanh in GELU's approximation by a sigmoid."""
+"""Replaces the tanh in GELU by a sigmoid."""
 
 from __future__ import annotations
 

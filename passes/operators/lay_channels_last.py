@@ -1,4 +1,4 @@
-"""Converts the operands and results of convolutions to channels-last format."""
+"""Lays convolutions out channels-last."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class LayChannelsLast:
                                                      relu = aten.relu(conv)
                                                      flat = aten.reshape(relu, [2, -1])
 
-    The results have channels-last format, and so have the values computed from them, up to an operator that changes the
-    shape. Parameters keep their format. Operators from outside torch, and operations of mirrorc, get their arguments in
-    the former layout.
+    Values computed from the results have channels-last format, too, up to an operator that changes the shape. Operators
+    from outside torch, and operations of mirrorc, get their arguments in the former layout.
 
     Guarantees: every value keeps its elements. If an operator addresses elements by their position in memory, the
         program stays as it is, and a remark names the operator.

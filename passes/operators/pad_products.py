@@ -1,4 +1,4 @@
-"""Pads products with odd numbers of columns, to align their rows for fast kernels."""
+"""Pads products with odd numbers of columns."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ class PadProducts:
                                              logits = aten.slice(logits_padded, 1, 0, 50257)
                                              loss   = f(logits)
 
-    The result keeps its shape and has longer rows, as have elementwise results computed from it. Operators from outside
-    torch, and operations of mirrorc, get their arguments in the former layout. Gradients of weights are made in their
-    buckets, and stay as they are.
+    The result keeps its shape and has longer rows, as have elementwise results computed from it. Gradients of weights
+    are made in their buckets, and stay as they are.
 
     Guarantees: as `LayChannelsLast`.
     Source: torch's compiler on GPUs. Here values for backward need longer rows before the graph is cut.

@@ -1,4 +1,4 @@
-"""Replaces sums and reads of whole rows by those of their only relevant element."""
+"""Reads single elements in place of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputes elementwise values in backward if forward would store them for backward alone."""
+"""Recomputes elementwise values in backward."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ class RecomputeElementwise:
         exp  = aten.exp(sub)    # in backward              again = aten.sub(mm, lse)
                                                            exp   = aten.exp(again)
 
-    Forward has ``mm`` in memory in any case; it would write ``sub`` for backward alone. Fused into its reader, ``sub``
-    costs backward nothing.
-
-    A value is recomputed if forward stores it only for backward, and if backward then moves fewer bytes: saving costs a
-    write and a read, recomputing reads of its sources, and writes of those that would not be in memory otherwise.
+    Forward has ``mm`` in memory in any case; it would write ``sub`` for backward alone. A value is recomputed if
+    backward then moves fewer bytes: saving costs a write and a read, recomputing reads of its sources, and writes of
+    those that would not be in memory otherwise.
 
     Guarantees: every value is the same expression, bit for bit. Forward saves no more memory, except for small values.
     """

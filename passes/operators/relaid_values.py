@@ -1,4 +1,4 @@
-"""Infers types again, in order, for values with a new layout and their users."""
+"""Values with a new layout."""
 
 from __future__ import annotations
 

@@ -50,9 +50,8 @@ class AccumulateMicrobatches:
             return [w_slot]                                   return [w_slot]
 
     A microbatch's loss is weighted by its part of the shard's examples, unless the loss is a sum. It has a separate
-    random stream, and reads buffers as the previous microbatch wrote them, except those that all write alike
-    (`Aggregation.SAME`). A factored gradient gets the factors of all microbatches: ``product(left_0, right_0, left_1,
-    right_1)``. The last microbatch's gradients are those of the shard, so that their reduction overlaps with its
+    random stream, and reads buffers as the previous microbatch wrote them. A factored gradient gets the factors of all
+    microbatches. The last microbatch's gradients are those of the shard, so that their reduction overlaps with its
     backward.
 
     Needs: outlined graphs of microbatches.

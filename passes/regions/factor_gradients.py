@@ -1,4 +1,4 @@
-"""Leaves gradients as factors, so that each device makes only its own share."""
+"""Leaves gradients as factors."""
 
 from __future__ import annotations
 
@@ -38,27 +38,23 @@ class FactorGradients:
                                                           output {gradients: {w: g}}
 
     The gradient of a linear layer's weight is a matrix product over the examples; that of an embedding's table is zero
-    except for the rows that were looked up: ``index_add(rows, indices)`` (`mirrorc.ir.gradient_forms`).
+    except for the rows that were looked up (`mirrorc.ir.gradient_forms`). With shared memory, each device makes its
+    share of the gradient from the factors of all replicas. The products cost the same, but each gradient is written
+    once instead of once per replica, and no sum in memory remains.
 
-    With shared memory, each device makes its share of the gradient from the factors of all replicas. The products cost
-    the same, but each gradient is written once instead of once per replica, and no sum in memory remains. Over a link
-    that reads no shared memory, no gradient stays factors. A single CPU has no shares: tables' gradients stay rows, and
-    `pack` writes no others.
+    Some gradients become factors whatever their size: those that workers or devices exchange as factors, and those of
+    tables whose optimizer takes rows. On a single CPU, tables' gradients stay rows.
 
-    Some gradients become factors whatever their size: those that workers exchange as factors, those of tables whose
-    optimizer takes rows, and those that devices gather (`mirrorc.ir.program.Program.gathered`).
-
-    Guarantees: gradients are the same expressions. Factors are never variables or views of variables, because an update
-        may write a variable before the gradient is made.
+    Guarantees: factors are never variables or views of variables, because an update may write a variable before the
+        gradient is made.
 
     Attributes:
-        min_elements: smaller gradients stay whole: they fit in the cache (measured: no gain at 256 x 256, a seventh of
-            the step at 512 x 512).
-        parameters_are_shared: a later pass shares parameters. None: the pipeline sets it, see
-            `mirrorc.passes.resolve_sharing`; outside of a pipeline None counts as True.
-        all_reduce: the algorithm that sends whole gradients between devices; the pipeline sets it.
+        min_elements: smaller gradients stay whole: they fit in the cache (no gain at 256 x 256, a seventh of the step
+            at 512 x 512).
+        parameters_are_shared, all_reduce: set by the pipeline, see `mirrorc.passes.resolve_sharing`. Outside of one,
+            None counts as True, and as no algorithm that sends whole gradients.
 
-    Source: sufficient factor broadcasting (Xie et al., 2016); devices of one worker need not send.
+    Source: sufficient factor broadcasting (Xie et al., 2016).
     """
 
     min_elements: int = 2**17
@@ -214,9 +210,8 @@ class _Split:
     """A region that returns factors instead of some gradients.
 
     Attributes:
-        remaining: the former indices of the remaining results, in order.
+        remaining, arguments: the former indices of remaining results, and of used arguments.
         results: the remaining results, then the factors.
-        arguments: the former indices of the used arguments.
         factored: by the former index of the result.
         outer_arguments: the calls' arguments for each former placeholder of the body.
     """
@@ -231,7 +226,6 @@ class _Split:
 def _split(
     body: fx.Graph, outer_arguments: Mapping[fx.Node, list[fx.Node]], factored: Mapping[int, FactoredGradient]
 ) -> _Split:
-    """Factors that are arguments of the body are not returned."""
     old: Any = body.output_node().args[0]
     remaining = [place for place in range(len(old)) if place not in factored]
     results = [old[place] for place in remaining]

@@ -1,4 +1,4 @@
-"""Cuts the captured graph into regions: forward, and a piece of backward for each bucket."""
+"""Cuts the captured graph into regions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from mirrorc.analysis.graph.backward import first_of_backward
-from mirrorc.analysis.graph.cuts import moved_before_cuts
-from mirrorc.analysis.graph.meeting_cuts import Cut, cut_at_meetings, source_of_part
+from mirrorc.analysis.graph.cuts import Cut, cut_at_meetings, moved_before_cuts, source_of_part
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import are_cut
 from mirrorc.ir.graph_edits import call, copy_node, source_of
@@ -49,9 +48,8 @@ class OutlineRegions:
         mm    = aten.mm(expand, x)                  bwd_0 = call_region(fwd_0[1], x, region=bwd_0)
         output {loss: loss, gradients: {w: mm}}     output {loss: loss, gradients: {w: bwd_0[0]}}
 
-    A large value does not pass a cut for the sake of a much smaller product alone: ``bwd_k`` then ends with that
-    product, see `graph.cuts`. So the gradient of logits over many words stays within its region, where its memory is
-    reused. Forward and backward are also cut where replicas meet.
+    A large value, such as the gradient of logits over many words, does not pass a cut for the sake of a much smaller
+    product: ``bwd_k`` then ends with that product. Forward and backward are also cut where replicas meet.
 
     Needs: a bucket plan.
     Guarantees: outside of regions are only arguments, reads, region calls and their outputs, checks and gathers of
@@ -69,7 +67,7 @@ class OutlineRegions:
     def run(self, program: Program) -> Program:
         pool = _RegionPool()
         graphs = tuple(
-            _outline(graph, _pieces(graph, program, self.min_bytes), pool.of_shard(i))
+            _outline(graph, _pieces(graph, program, self.min_bytes), functools.partial(pool.add, i))
             for i, graph in enumerate(program.shard_graphs)
         )
         outlined = program.evolve(stage=Stage.OUTLINED, shard_graphs=graphs, regions=pool.regions)
@@ -103,27 +101,22 @@ class _RegionPool:
         self.regions: dict[str, Region] = {}
         self._by_body: dict[Any, str] = {}
         self._first_shape: dict[int, str] = {}  # the region of each piece, for the first shape of a shard
-        self._shard = 0
 
-    def of_shard(self, shard: int) -> _RegionPool:
-        self._shard = shard
-        return self
-
-    def add(self, piece: int, phase: str, graph: fx.Graph) -> str:
+    def add(self, shard: int, piece: int, phase: str, graph: fx.Graph) -> str:
         """The name of the region with this body; ``piece`` is the index of the piece in its graph."""
         key = (phase, _body_key(graph))
         if key not in self._by_body:
-            name = self._free_name({"forward": "fwd", "backward": "bwd"}[phase], piece)
+            name = self._free_name({"forward": "fwd", "backward": "bwd"}[phase], shard, piece)
             self.regions[name] = Region(name, phase, lazy_graph_module({}, graph, name))
             self._by_body[key] = name
-        if not self._shard:
+        if not shard:
             self._first_shape[piece] = self._by_body[key]
         return self._by_body[key]
 
-    def _free_name(self, prefix: str, piece: int) -> str:
-        variant = f"_shard{self._shard}" if self._shard else ""
+    def _free_name(self, prefix: str, shard: int, piece: int) -> str:
+        variant = f"_shard{shard}" if shard else ""
         counterpart = self._first_shape.get(piece, "") + variant
-        if self._shard and piece in self._first_shape and counterpart not in self.regions:
+        if shard and piece in self._first_shape and counterpart not in self.regions:
             return counterpart
         numbers = (number for number in itertools.count() if f"{prefix}_{number}" not in self.regions)
         return next(f"{prefix}_{n}{variant}" for n in numbers if f"{prefix}_{n}{variant}" not in self.regions)
@@ -144,7 +137,7 @@ def _body_key(graph: fx.Graph) -> Any:
     return tuple(lines)
 
 
-def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
+def _outline(graph: fx.Graph, cut: Cut, add_region: Callable[[int, str, fx.Graph], str]) -> fx.Graph:
     outer = fx.Graph()
     pieces = [*cut.forward, *cut.backward]
     values: dict[fx.Node, fx.Node] = {}
@@ -156,7 +149,7 @@ def _outline(graph: fx.Graph, cut: Cut, pool: _RegionPool) -> fx.Graph:
     gradient_of = {node: name for name, node in captured["gradients"].items()}
     for i, nodes in enumerate(pieces):
         if nodes:
-            name = functools.partial(pool.add, i, "forward" if i < len(cut.forward) else "backward")
+            name = functools.partial(add_region, i, "forward" if i < len(cut.forward) else "backward")
             region = _call(outer, nodes, used_outside, values, name)
             results = [node for node in nodes if node in used_outside]
             gradients = {gradient_of[node]: place for place, node in enumerate(results) if node in gradient_of}

@@ -1,4 +1,4 @@
-"""Lets backward write gradients straight into their slots, so that packing copies nothing."""
+"""Lets backward write gradients straight into their slots."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from mirrorc.torch_internals import lazy_graph_module
 class PlaceGradients:
     """Passes each region the slots of its gradients, and makes the region write each gradient into its slot.
 
-    A matrix product is computed into the slot. Any other gradient is copied there at the region's end, and Inductor
-    fuses the copy with the operator before it::
+    A matrix product is computed into the slot. Any other gradient is copied there, and Inductor fuses the copy with the
+    operator before it::
 
         bwd_0 = call_region(x, dy, region=bwd_0)          slot  = slot(bucket=0, variable=w)
         g     = bwd_0[0]                            ->    bwd_0 = call_region(x, dy, slot, region=bwd_0)
@@ -44,8 +44,8 @@ class PlaceGradients:
             mm = aten.mm(dy, x)                     ->        mirrorc.mm_into(w_slot, dy, x)
             return [mm]                                       return [w_slot]
 
-    If a linear layer's weight is also an embedding's table, two regions make its gradient. The first computes its
-    product into the slot, and the second adds the few rows of the lookup, in place of a table of zeros::
+    If a linear layer's weight is also an embedding's table, the second of its two regions adds the few rows of the
+    lookup, in place of a table of zeros; with microbatches it does not, because the sum over them has another order::
 
         g0    = bwd_0[1]                                  g0    = bwd_0[1]                # is the slot
         bwd_1 = call_region(dx, i, g0, region=bwd_1)  ->  bwd_1 = call_region(dx, i, g0, region=bwd_1)
@@ -55,8 +55,6 @@ class PlaceGradients:
             t   = aten.embedding_dense_backward(dx, i)        mirrorc.add_rows_into(g0, dx, i)
             sum = aten.add(g0, t)                   ->        return [g0]
             return [sum]
-
-    With microbatches it does not, because the sum over them has another order.
 
     Needs: a bucket plan and outlined regions.
     Guarantees: a region's outputs keep their places and values. `pack` copies the remaining gradients.
@@ -146,7 +144,7 @@ def _places(
     slots: Mapping[str, tuple[int, Slot]],
     left: list[str],
 ) -> dict[int, Slot]:
-    """The outputs of a region that are gradients, or products in them, in every call, each with a slot of its shape."""
+    """Outputs that are gradients, or products in them, in every call, each with a slot of its shape."""
     places: list[dict[int, str]] = []
     for node in nodes:
         direct, used = gradient_places(node, names)
@@ -161,7 +159,7 @@ def _parts_of(node: fx.Node, products: Mapping[fx.Node, str]) -> dict[int, str]:
 
 
 def _name_parts(node: fx.Node, products: Mapping[fx.Node, str]) -> None:
-    """Marks a call with its part of a gradient; the call that adds the rows is marked with the whole."""
+    """The call that adds the rows is marked with the whole gradient."""
     gradients: Any = node.kwargs["gradients"]
     parts = {variable: place for place, variable in _parts_of(node, products).items()}
     node.kwargs = {**node.kwargs, "gradients": {**gradients, **parts}}

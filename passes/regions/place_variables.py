@@ -1,4 +1,4 @@
-"""Assigns each variable to an owner, and gives each bucket one owner."""
+"""Gives each variable and each bucket an owner."""
 
 from __future__ import annotations
 
@@ -30,17 +30,15 @@ class PlaceVariables:
         bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]   ->   bucket 1  f32  fc1.weight[512, 2048]             cpu:0
                                                                   bucket 2  f32  fc1.bias[512]                     cpu:1
 
-    Variables in ``owners`` go to the devices named there. Those of optimizers that are not element-wise go to the first
-    device, on which these run. All others follow the rule. Buckets are numbered anew in the order in which they become
-    ready.
+    Variables of optimizers that are not element-wise go to the first device, on which these run; all others by
+    ``owners``, or by the rule.
 
     Needs: a bucket plan, before regions are cut.
-    Guarantees: each bucket has an owner; none has gradients of variables of two owners.
+    Guarantees: each bucket has an owner, and a new number, in the order in which buckets become ready.
     Source: TensorFlow's CentralStorageStrategy; tensorpack's LeastLoadedDeviceSetter and OverrideCachingDevice.
 
     Attributes:
-        rule: "central", "least-loaded", "cached", or the name of a device for all variables without an entry in
-            ``owners``.
+        rule: "central", "least-loaded", "cached", or the name of a device.
         owners: pairs of a variable's name and a device's name.
         small_elements: by "cached", variables of fewer elements are small.
     """

@@ -1,4 +1,4 @@
-"""Plans buckets: the gradients of each, their order, and their packs."""
+"""Plans buckets and packs."""
 
 from __future__ import annotations
 
@@ -41,12 +41,7 @@ _LEAST_PART = 16  # a smaller part of a cap is not worth a message of its own
 
 @dataclass
 class _Planned:
-    """The result of a plan.
-
-    Attributes:
-        closed: the gradients of each bucket.
-        num_packs: the number of packs of a cut bucket, by the name of its first gradient.
-    """
+    """The gradients of each bucket; ``num_packs`` are those of cut buckets, by the name of the first gradient."""
 
     closed: list[list[Variable]]
     remarks: list[str]
@@ -57,11 +52,10 @@ class _Planned:
 class PlanBuckets:
     """Groups gradients into buckets, in the order in which backward makes them.
 
-    A bucket has one dtype, one update rule and one form of exchange: sums, or factors between workers or devices. A
-    table whose optimizer takes rows has its own bucket. A gradient that would exceed the cap opens the next bucket,
-    unless the bucket has less than a sixteenth of its cap: a few biases are not worth a message. The first bucket has a
-    smaller cap, to begin communication early. Buckets are numbered as they become ready. For a sharded optimizer, they
-    are padded to equal parts for all workers.
+    A bucket has one dtype, one update rule and one form of exchange. A table whose optimizer takes rows has its own. A
+    gradient that would exceed the cap opens the next bucket, unless the bucket has less than a sixteenth of its cap: a
+    few biases are not worth a message. The first cap is smaller, to begin communication early. For a sharded optimizer,
+    buckets are padded to equal parts for all workers.
 
     The graph does not change::
 
@@ -70,14 +64,12 @@ class PlanBuckets:
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10]        <- as planned, in the program's bucket table
         bucket 1  f32  fc1.weight[512, 2048] fc1.bias[512]
 
-    Needs: a captured graph whose output lists gradients in program order, or over several workers in the order of the
-        chief's.
+    Needs: a captured graph whose output lists gradients in program order, or in the order of the chief's.
     Guarantees: every gradient in exactly one slot; slots disjoint, aligned, inside their bucket.
     Source: PyTorch DDP (Li et al., 2020).
 
-    Another ``packing`` may give a bucket to each gradient, or to each group of the user's; a group with several update
-    rules becomes several buckets. Or one bucket of each kind is communicated in packs of equal length
-    (`mirrorc.ir.buckets.Pack`), numbered over all buckets as they become complete::
+    Another ``packing`` may give a bucket to each gradient, or to each group of the user's. Or one bucket of each kind
+    is communicated in packs of equal length, numbered over all buckets as they become complete::
 
         bucket 0  f32  fc2.weight[10, 512] fc2.bias[10] fc1.weight[512, 2048] fc1.bias[512]
         packs, of elements 0 ... 1054207: 0 at 0 ... 527103, 1 at 527104 ... 1054207

@@ -1,4 +1,4 @@
-"""Keeps memory for large results of regions from step to step."""
+"""Keeps memory of regions from step to step."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ReserveMemory:
             mm = aten.mm(x, w)                     ->         mirrorc.mm_into(reserved_mm, x, w)
             return [mm]                                       return [reserved_mm]
 
-    The C library returns freed blocks of this size to the system, which clears new ones at the first write: for logits
-    over 16,000 words, that takes a twentieth of the step. Results with disjoint lifetimes share memory.
+    The C library returns freed blocks of this size to the system, which clears new ones at the first write: a twentieth
+    of the step for logits over 16,000 words. Results with disjoint lifetimes share memory.
 
     Needs: regions in their final form.
     Guarantees: reserved memory holds only products that regions alone read and never return as a view (the rule
@@ -49,7 +49,7 @@ class ReserveMemory:
 
     Attributes:
         wanted: True if the C library allocates the devices' memory; allocators of GPUs keep freed memory.
-        min_bytes: smaller results are allocated in each step. glibc never returns blocks of less than 32 MiB.
+        min_bytes: glibc never returns blocks of less than 32 MiB.
     """
 
     wanted: bool = True

@@ -1,4 +1,4 @@
-"""Lets regions write results into the memory of arguments without later reads."""
+"""Lets regions write into dying arguments."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class ReuseArguments:
             return [mm]                                      mm    = aten.mm(reuse, w)
                                                              return [mm]
 
-    A backend that fuses operators computes the result in place. For blocks larger than the C library keeps, the
-    system's allocation and clearing can take longer than the computation.
+    For blocks larger than the C library keeps, the system's allocation and clearing can take longer than the
+    computation.
 
     Needs: regions in their final form.
     Guarantees: an argument is written only if no call of its region leaves a possible reader (the rule
-        regions_write_only_what_is_theirs); values stay the same expressions, bit for bit.
+        regions_write_only_what_is_theirs).
 
     Attributes:
         wanted: True if the backend fuses the copy with its source.
@@ -128,14 +128,13 @@ def _fits(value: fx.Node, argument: fx.Node) -> bool:
 
 
 def _reads_memory(user: fx.Node) -> bool:
-    """True for products, also behind a view or into a slot: a backend stores their operands."""
+    """A backend stores the operands of products, also behind a view or into a slot."""
     if stored_product(user) is user or user.target in _INTO_SLOTS:
         return True
     return is_compute(user) and viewed(user) is not None and any(_reads_memory(other) for other in user.users)
 
 
 def _leaves(value: fx.Node) -> bool:
-    """True if a value, or a view of it, is a result of its region."""
     results = value.graph.output_node().all_input_nodes
     return any(value in origins(result) for result in results)
 

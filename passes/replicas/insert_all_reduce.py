@@ -1,4 +1,4 @@
-"""Inserts one all-reduce per bucket, in the order in which buckets become ready."""
+"""Inserts one all-reduce per bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inserts the optimizer's update of every bucket, and the writes of per-replica variables."""
+"""Inserts the optimizer's updates."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mirrorc.messages.wording import listed, numbered
 class InsertUpdate:
     """Puts the optimizer at the end of every replica's program.
 
-    An element-wise optimizer runs on whole buckets, on every replica. Any other runs once, on replica 0's parameters,
-    because it cannot be copied safely and might draw random numbers; the new parameters are broadcast::
+    An element-wise optimizer runs on whole buckets, on every replica. Any other runs once, on replica 0, because it
+    cannot be copied safely and might draw random numbers::
 
         output {losses: (l, l_1), reduced: ((wait, wait_1),), writes: {bn.mean: (m, m_1)}}
 

@@ -1,4 +1,4 @@
-"""Repeats the outlined graph for every device: the mirrored graph."""
+"""Repeats the outlined graph for every device."""
 
 from __future__ import annotations
 

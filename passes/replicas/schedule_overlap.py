@@ -1,4 +1,4 @@
-"""Moves launches early and waits late, so that communication overlaps with backward."""
+"""Overlaps communication with backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends only the written rows of a table from the device that steps."""
+"""Sends only the written rows of a table."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class SendRows:
 
     Attributes:
         most_in_one_memory: the largest part of a table to send as rows between devices of one memory, which copy a
-            whole table faster than they gather and scatter its rows (with an eighth, SGD's steps take 0.80 of the time
-            on two CPUs; with a tenth, SparseAdam's as long either way).
+            whole table faster than they gather and scatter its rows (measured in benchmarks/README.md).
     """
 
     most_in_one_memory: float = 1 / 8

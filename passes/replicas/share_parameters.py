@@ -1,4 +1,4 @@
-"""Stores parameters and optimizer state once for devices of one memory; each device updates its share."""
+"""Stores parameters once for devices of one memory."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ShareParameters:
         (the same on replica 1)                               (the same on replica 1: the other shares)
 
     Waits and updates come after the commit, because a device must not write a parameter before another device's last
-    read. An optimizer that runs by itself updates the one copy after all waits, and nothing is broadcast.
+    read. An optimizer that runs by itself updates the one copy after all waits.
 
-    A bucket in packs is reduced whole, and each device takes its share of the result of `unpack`: a share is one range
-    of the bucket, and some devices would otherwise sum up packs outside their share::
+    A bucket in packs is reduced whole, and each device takes its share of the result of `unpack`: some devices would
+    otherwise sum up packs outside their share::
 
         unpack = unpack(wait_0, wait_1, bucket=0, replica=0)  ->  unpack = unpack(wait_0, wait_1, bucket=0, replica=0)
         update(unpack, bucket=0, replica=0)                       share  = aten.slice(unpack, 0, 0, 64)

@@ -1,4 +1,4 @@
-"""Relays parts of large updated buckets between devices, so that no owner sends everything to all."""
+"""Relays updated buckets between devices."""
 
 from __future__ import annotations
 

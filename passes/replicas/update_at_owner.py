@@ -1,4 +1,4 @@
-"""Updates each bucket at its owner only, and copies the result to all other devices."""
+"""Updates each bucket at its owner only."""
 
 from __future__ import annotations
 

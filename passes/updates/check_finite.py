@@ -1,4 +1,4 @@
-"""Makes a step depend on finite losses and reduced gradients."""
+"""Makes a step depend on finite losses and gradients."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class CheckFinite:
                                                               update(wait_0, bucket=0, replica=0)
                                                               (the same on replica 1)
 
-    A sum over all replicas is the same on all of them, but a loss or a share of a sum is not. All replicas exchange
-    their checks at the commit, and decide alike. A program that accumulates gradients checks each replica's packed
-    gradients, unless the pass only skips updates.
+    All replicas exchange their checks at the commit, and decide alike. A program that accumulates gradients checks each
+    replica's packed gradients, unless the pass only skips updates.
 
-    Guarantees: the operands of updates and each replica's loss are checked before the commit. Where the loss is scaled,
-        gradients alone decide, as with torch's GradScaler.
+    Guarantees: the operands of updates and each replica's loss are checked. Where the loss is scaled, gradients alone
+        decide, as with torch's GradScaler.
 
     Attributes:
         otherwise: "raise" an error at a non-finite value, or "skip" the update and return the loss.
@@ -95,10 +94,8 @@ def _remark(program: Program, otherwise: str, num_moved: int, is_scaled: bool) -
 
 
 def _move_before(commit: fx.Node) -> int:
-    """Moves nodes behind the first commit before it, except writes, their sources, and nodes that depend on either or
-    on commits.
-
-    Returns the number of moved waits.
+    """Moves nodes before the first commit, except writes, their sources, and their users; returns the number of moved
+    waits.
     """
     late = set(calls_to(commit.graph, ops.commit))
     num_moved, nodes = 0, list(commit.graph.nodes)

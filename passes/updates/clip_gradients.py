@@ -1,4 +1,4 @@
-"""Clips the reduced gradients by their norm and by their elements."""
+"""Clips the reduced gradients."""
 
 from __future__ import annotations
 
@@ -57,12 +57,11 @@ class ClipGradients:
                                                        update(g, bucket=0, replica=0)
                                                        (the same on replica 1)
 
-    A replica with shares of the sums measures these, and all replicas exchange their norms at the commit. A replica
-    with whole sums measures them alone: all get the same number. If workers have different numbers of devices, all use
-    the chief's.
+    A replica with shares of the sums measures these, and all replicas exchange their norms at the commit; one with
+    whole sums measures them alone. If workers have different numbers of devices, all use the chief's norm.
 
-    If each worker has only the sum of its part of a bucket, the commit exchanges the norms of all workers' replicas. Of
-    a bucket that each worker updates whole, each measures as many elements::
+    If each worker has only the sum of its part of a bucket, all workers' replicas exchange their norms. Of a bucket
+    that each worker updates whole, each measures as many elements::
 
         commit(replica=0)                              own = slice(total_1, 0, 64, 128)
         update(part_0, bucket=0, replica=0)      ->    n_0 = norm(part_0, own, norm_type=2.0, replica=0)
@@ -76,7 +75,7 @@ class ClipGradients:
     Attributes:
         max_norm: a tuple has one norm for each group. None leaves gradients alone; math.inf only measures their norm.
         norm_type: a positive number or math.inf; or a tuple with one for each group.
-        max_value: the largest absolute value of an element, applied after scaling; None for no bound.
+        max_value: the largest absolute value of an element, applied after scaling.
     """
 
     max_norm: float | tuple[float | None, ...] | None = None
@@ -238,7 +237,7 @@ def _measured_part(program: Program, reduced: _Sum, before: fx.Node, *, are_exch
 
 
 def _empty_shares(program: Program, sums: Sequence[_Sum], taken: Sequence[_Sum], before: fx.Node) -> Iterator[_Sum]:
-    """Empty shares for a replica without the widest dtype that others measure: the norms of all replicas form one row."""
+    """The norms of all replicas form one row, so a replica without the widest dtype measures an empty share of it."""
     widths = [program.buckets[reduced.bucket].dtype.itemsize for reduced in taken]
     for reduced in sorted(sums, key=lambda reduced: -program.buckets[reduced.bucket].dtype.itemsize):
         bucket = program.buckets[reduced.bucket]

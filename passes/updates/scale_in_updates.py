@@ -1,4 +1,4 @@
-"""Moves the scaling of gradients into updates, if the optimizer's kernel supports it."""
+"""Moves the scaling of gradients into updates."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ class ScaleInUpdates:
         g = scale(wait_0, f, replica=0)           ->   update(wait_0, f, bucket=0, replica=0)
         update(g, bucket=0, replica=0)
 
-    torch's fused kernels divide each gradient by a number, here the inverse of the factor. A separate scaling reads and
-    writes each gradient once more: nine passes over memory instead of AdamW's seven.
+    torch's fused kernels divide each gradient by a number, here the inverse of the factor. A separate scaling takes
+    nine passes over memory instead of AdamW's seven.
 
     Needs: links, which tell the memory of a sum: after lower-collectives.
     Guarantees: an optimizer gets the same gradient up to rounding. A gradient in memory that other replicas read, one
         with a bound for its elements, and one of other than 32 bits on CPUs are scaled as before.
 
     Attributes:
-        groups: the groups whose updates are torch's fused kernels, by number. If a group changes its implementation
-            later, its updates scale gradients before they run.
+        groups: those that torch's fused kernels update, by number.
     """
 
     groups: tuple[int, ...] = ()

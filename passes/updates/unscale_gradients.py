@@ -1,4 +1,4 @@
-"""Divides reduced gradients by the scale of the loss, before updates take them."""
+"""Divides reduced gradients by the scale of the loss."""
 
 from __future__ import annotations
 

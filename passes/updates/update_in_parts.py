@@ -1,4 +1,4 @@
-"""Lets updates make products of factors in parts, in the cache."""
+"""Lets updates make products of factors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class UpdateInParts:
         update(wait_0, bucket=0, replica=0)              update(wait_0, part_elements=524288, bucket=0, replica=0)
 
     A wait that makes a share writes all of it to memory, and the update reads it back: three of the nine passes over
-    memory of product and AdamW. Parts share one small buffer, which stays in the processor's cache. A product that adds
-    up many numbers would lose more time in parts than that saves.
+    memory of product and AdamW. Parts share one small buffer, which stays in the processor's cache.
 
     Needs: links, which determine the makers of shares: after lower-collectives, and after all passes that look at sums.
     Guarantees: an optimizer gets the same gradients, but for the order of additions in a product of fewer rows.
@@ -83,11 +82,7 @@ def _fewest(size: Any) -> int:
 
 
 def _products(program: Program, graph: fx.Graph) -> dict[int, list[Size]]:
-    """The sizes of each bucket's products that devices make from factors.
-
-    The plan names products of workers' factors: a worker without examples has no factors itself, and others' rows
-    differ from step to step.
-    """
+    """The sizes of each bucket's products that devices make from factors, and of workers' factors by the plan."""
     sizes: dict[int, list[Size]] = defaultdict(list)
     for bucket in program.buckets:
         for slot, sent in zip(bucket.slots, bucket.sent_factors, strict=bucket.is_sent_as_factors):

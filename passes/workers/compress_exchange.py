@@ -1,4 +1,4 @@
-"""Exchanges gradient sums in a narrower dtype, on request: it changes numbers."""
+"""Exchanges gradient sums in a narrower dtype."""
 
 from __future__ import annotations
 

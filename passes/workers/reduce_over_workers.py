@@ -1,4 +1,4 @@
-"""Inserts the all-reduce of every bucket over the workers."""
+"""Adds up buckets over workers."""
 
 from __future__ import annotations
 
@@ -52,14 +52,12 @@ class ReduceOverWorkers:
         rs_0   = reduce_scatter(p_0, q_0, bucket=0, ...)        f_0    = gather_factors(p_0, q_0, bucket=0, op=sum)
         wait_0 = wait(rs_0, bucket=0, replica=0)          ->    total_0 = wait(f_0, bucket=0, replica=0)
 
-    Devices add up their gradients first, and each sends its share. If a bucket's optimizer needs the whole sum, the sum
-    is made in one place and sent from there. The wait for a bucket's shares comes at the launch of the next bucket, so
-    that no device waits for a straggler while backward can run.
+    Devices add up their gradients first, and each sends its share. The wait for a bucket's shares comes at the launch
+    of the next bucket, so that no device waits for a straggler while backward can run.
 
     All workers exchange in the order of the bucket plan, so no two wait for each other's next exchange. Everything that
     can fail on one worker comes before its commit. After an early commit only a connection can fail; the runtime then
-    knows the updated buckets, and refuses any use of them. An optimizer that is not element-wise runs on replica 0 of
-    each worker, from the same sums.
+    knows the updated buckets, and refuses any use of them.
 
     Needs: one copy of the parameters where a worker has several devices: after share-parameters.
     Guarantees: each bucket is exchanged once, in the order of the plan; updates take sums over all workers.
@@ -160,7 +158,7 @@ def _is_sum(wait: fx.Node) -> bool:
 def _exchange(
     program: Program, bucket: Bucket, pack: Pack, sums: Sequence[Sequence[fx.Node]], last: fx.Node | None
 ) -> fx.Node:
-    """Inserts the exchange of a pack after the last one; the waits for its sums move before it."""
+    """Moves the waits for the pack's sums before its exchange."""
     values = sums[pack.number]
     place = values[0]
     if values[0].target is ops.wait:
@@ -205,11 +203,7 @@ def _gather(
 
 
 def _update_early(graph: fx.Graph) -> bool:
-    """Moves waits for sums over workers behind the commits, and the users of each sum to its wait, in the order of the
-    plan.
-
-    Returns False, and changes nothing, if a commit needs a sum.
-    """
+    """Moves waits for sums over workers, and their users, behind the commits; False if a commit needs a sum."""
     places: dict[fx.Node, int] = {}
     for number, launch in enumerate(calls_to(graph, *ops.EXCHANGES)):
         for wait in launch.users:

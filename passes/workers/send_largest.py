@@ -1,4 +1,4 @@
-"""Sends the largest elements of gradient sums between workers (top-k), on request: it changes numbers."""
+"""Exchanges the largest elements of gradient sums (top-k)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,9 @@ class SendLargest(WorkerCompression):
         update(total_0, bucket=0, replica=0)                  total_0 = wait(x_0, bucket=0, replica=0)
                                                               update(total_0, bucket=0, replica=0)
 
-    The rest is error feedback: the worker adds it to its sum in the next step. Every worker adds up the sent elements
-    in the order of ranks, so all have the same bits. NaN and infinities count as largest. A bucket is sent so only if
-    that is fewer bytes than its whole sum; complex ones and factors never are.
-
-    Attributes:
-        ratio: see `mirrorc.TopK`.
+    The rest is error feedback: the worker adds it to its sum in the next step. Every worker adds up in the order of
+    ranks, so all have the same bits. NaN and infinities count as largest. A bucket is sent so only if that is fewer
+    bytes than its whole sum.
     """
 
     ratio: float = 0.01
@@ -48,9 +45,7 @@ class SendLargest(WorkerCompression):
         TopK(self.ratio)  # refuses numbers out of range
 
     def bytes_of_sum(self, num_elements: int, dtype: torch.dtype, num_workers: int) -> int:
-        """The bytes of a whole sum that takes as long: an all-reduce sends nearly two bytes for each byte, an
-        all-gather those of each worker.
-        """
+        """The bytes of a whole sum that takes as long."""
         whole = num_elements * dtype.itemsize
         if not num_elements or not dtype.is_floating_point:
             return whole

@@ -1,4 +1,4 @@
-"""Exchanges user-defined payloads instead of gradient sums, on request: it changes numbers."""
+"""Exchanges user-defined payloads."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ class ShardOptimizer:
                                                                      new_1   = wait(g_1, bucket=1, replica=0)
                                                                      new_0   = wait(g_0, bucket=0, replica=0)
 
-    Each worker keeps the optimizer's state of its part alone; its devices have shares of the part. The bytes sent are
-    those of an all-reduce. Buckets are gathered in the order of the next forward, the reverse of the plan. Without an
-    early commit they are updated in that order, too, so that one is sent during the update of the next.
+    Each worker keeps the optimizer's state of its part alone. Buckets are gathered in the order of the next forward,
+    the reverse of the plan. Without an early commit they are updated in that order, too, so that one is sent during the
+    update of the next.
 
     Factors go to all workers as before, and each makes the gradient of its part alone::
 

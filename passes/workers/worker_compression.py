@@ -1,4 +1,4 @@
-"""The base class of passes that compress messages between workers, and so change numbers."""
+"""The base class of compression between workers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class WorkerCompression:
 
 
 def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str, Any]) -> fx.Node:
-    """Replaces an exchange by an operation that sends a part of an `add_unsent` and keeps the rest."""
+    """Sends a part of an `add_unsent` in place of an exchange."""
     of_pack = words_of_pack(*program.packs[pack_of(launch)])
     totals = tuple(
         insert(program, launch, ops.add_unsent, (local_sum,), {**of_pack, "replica": replica_of(local_sum)})

@@ -1,4 +1,4 @@
-"""The elements of buckets in values outside of regions, and the replicas that they come from."""
+"""The elements of buckets in values outside of regions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Part:
         return sum(span.stop - span.start for span in self.spans)
 
     def holds(self, kind: str, bucket: int, start: int, stop: int, replicas: Iterable[int] | None = None) -> bool:
-        """Tests for exactly the elements from ``start`` to ``stop``, from exactly ``replicas``, unless these are None."""
+        """Tests for exactly these elements, and replicas unless None."""
         if (self.kind, self.bucket) != (kind, bucket) or not self.spans:
             return False
         are_those = replicas is None or all(span.replicas == frozenset(replicas) for span in self.spans)
@@ -279,9 +279,8 @@ def _named_cast(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def slots_in(program: Program, part: Part) -> Iterator[tuple[str, int, int, int]]:
-    """The gradients in a value.
-
-    Gives the variable, the place in the bucket of its first element in the value, and its start and stop in the value.
+    """Gives the variable, the place in the bucket of its first element in the value, and its start and stop in the
+    value.
     """
     place = 0
     for span in part.spans:
@@ -318,7 +317,7 @@ def _concatenated(parts: list[Part | None]) -> Part | None:
 
 
 def _sent_alike(parts: list[Part | None]) -> list[Part | None]:
-    """Treats all packs of a bucket as sent in part if workers send some in part and others whole."""
+    """Treats all packs as sent in part if workers send some in part."""
     name = target_name(ops.add_unsent)
     steps = {part.steps for part in parts if part is not None}
     in_part = [ways for ways in steps if any(step[0] == name for step in ways)]

@@ -1,4 +1,4 @@
-"""Scaling of gradients in a program, and the norms behind it."""
+"""Scaling of gradients, and the norms behind it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _is_scale(value: Any, target: Any) -> bool:
 
 
 def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
-    """The elements of a bucket in a worker's norm: an equal portion for each worker if norms are exchanged."""
+    """The elements in a worker's norm: an equal portion if norms are exchanged."""
     if not (program.deals_out and are_exchanged):
         return Elements(0, bucket.num_elements)
     if bucket.part is not None:
@@ -173,9 +173,7 @@ def has_exclusive_memory(value: Any) -> bool:
 
 
 def is_known_by_rows(wait: fx.Node) -> bool:
-    """Tests for a share whose norms and checks follow from the rows of its tables, which may be scattered behind the
-    commit.
-    """
+    """Tests for a share whose norms and checks follow from the rows of its tables."""
     asking = [user for user in wait.users if user.target in (ops.norm, ops.is_finite)]
     takers = [user for user in wait.users if user not in asking]
     return (

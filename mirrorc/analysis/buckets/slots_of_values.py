@@ -14,9 +14,8 @@ from mirrorc.ir.program import Program
 
 
 def slot_of(value: Any) -> fx.Node | None:
-    """The slot in a value's memory; None if there is none.
-
-    A region writes a gradient into its argument for the variable: the slot, or an earlier gradient there.
+    """The slot in a value's memory; None if there is none. A region writes a gradient into its argument for the
+    variable.
     """
     while isinstance(value, fx.Node) and value.target is not ops.slot:
         variable = gradient_of(value)
@@ -30,7 +29,6 @@ def slot_of(value: Any) -> fx.Node | None:
 
 
 def gradient_of(value: Any) -> str | None:
-    """The variable of a gradient, if a region gives this value as one."""
     if not isinstance(value, fx.Node) or value.target is not operator.getitem:
         return None
     call, place = value.args

@@ -1,4 +1,4 @@
-"""The elements and bytes that workers send of a pack."""
+"""The elements and bytes sent of a pack."""
 
 from __future__ import annotations
 

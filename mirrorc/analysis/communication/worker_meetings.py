@@ -1,4 +1,4 @@
-"""Meetings of a worker's replicas with those of other workers, and the rows in them."""
+"""Meetings of the replicas of all workers."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ RowsElsewhere = tuple[tuple[int, int], ...]
 
 
 def gathered_rows(program: Program) -> tuple[int, ...]:
-    """For each meeting of rows: this worker's number, the number assumed for the workers before it, and the assumed
-    total.
-    """
+    """For each meeting: this worker's rows, those assumed before it, and the assumed total."""
     meetings = [meeting for meeting in worker_meetings(program) if meeting.rows is not None]
     return tuple(number for meeting in meetings for number in (meeting.rows or 0, meeting.before, meeting.shape[0]))
 

@@ -1,6 +1,4 @@
-"""A worker's schedule of communication, and its hash: workers with different schedules would wait for each other
-forever.
-"""
+"""A worker's schedule of communication: without the same one, workers would wait for each other forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of the link between workers, and the messages of ring collectives."""
+"""The speed of the link between workers, and ring collectives."""
 
 from __future__ import annotations
 

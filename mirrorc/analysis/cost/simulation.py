@@ -1,4 +1,4 @@
-"""Simulates a step of a lowered program, in the order of each device's graph and by the dependencies of its waits."""
+"""Simulates a step of a lowered program."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Durations(Protocol):
     """The durations of the calls of a lowered program."""
 
     def start_seconds(self, replica: int) -> float:
-        """The time from the step's beginning until a device's function begins."""
+        """The time until a device's function begins."""
 
     def seconds_of(self, replica: int, node: fx.Node) -> float:
-        """The time of a call itself: of a wait, the work after everything has arrived."""
+        """Of a wait, the work after everything has arrived."""
 
     def flight_seconds(self, node: fx.Node) -> float:
-        """The time of a launch between workers on an idle link, after the last worker has launched it."""
+        """The time of a launch between workers on an idle link."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class _Run:
         return self._next[replica] < len(self._todo[replica])
 
     def advance(self, replica: int) -> bool:
-        """False if the device's next call waits for calls that other devices have yet to make."""
+        """False if the next call waits for other devices."""
         node = self._todo[replica][self._next[replica]]
         start = self.now[replica]
         duration = self._durations.seconds_of(replica, node)

@@ -1,7 +1,6 @@
 """The cost of the calls of a step: measured on one program, for any bucket plan of the same model.
 
-Regions differ, but have the same operators in the same order: measured regions become a pace. Other calls take as long
-for each byte as measured calls of their kind.
+Regions differ, but have the same operators in the same order: measured regions become a pace.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class ProgramDurations:
         return line.at(size) if line is not None else 0.0
 
     def _seconds_of_update(self, node: fx.Node, kind: str, size: int) -> float:
-        """Derives the time of an update in parts from updates that are not, or the reverse."""
+        """Uses updates in parts for those that are not, and the reverse."""
         is_in_parts = kind.startswith(_IN_PARTS)
         other = kind.replace(_IN_PARTS, _WHOLE, 1) if is_in_parts else kind.replace(_WHOLE, _IN_PARTS, 1)
         line = self._costs.lines.get(other)

@@ -1,4 +1,4 @@
-"""Estimated work of operators and regions: the slower of multiplications and memory traffic."""
+"""Estimated work of operators."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def stays_factored(gradient: Any) -> bool:
 
 
 def is_left_to_shares(pack: fx.Node) -> bool:
-    """Tests that every use makes the sum in shared memory or from gathered factors."""
+    """Tests that every use reads factors."""
     return all(
         user.target in (ops.gather_factors, ops.all_gather)
         or (user.target is ops.reduce_scatter and link_named(user.kwargs["link"]).reads_one_memory)

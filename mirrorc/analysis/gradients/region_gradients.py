@@ -33,7 +33,7 @@ def calls_by_region(graphs: Sequence[fx.Graph]) -> dict[str, list[fx.Node]]:
 
 
 def gradient_places(call: fx.Node, names: Mapping[fx.Node, str]) -> tuple[dict[int, str], list[str]]:
-    """The variables by the index of the result, and those whose gradients have other uses, too."""
+    """The variables by the index of the result, and those with other uses."""
     variables: dict[int, str] = {}
     left = []
     for part in call.users:

@@ -1,4 +1,4 @@
-"""Factors that a worker sends to the others, and their numbers of rows."""
+"""Factors that a worker sends to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds on the rows of a table that a row-wise optimizer writes in a step."""
+"""Bounds on the rows that a row-wise optimizer writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of a weight shared by an embedding and a linear layer: a product plus rows of a table."""
+"""Gradients of a weight shared by an embedding and a linear layer."""
 
 from __future__ import annotations
 

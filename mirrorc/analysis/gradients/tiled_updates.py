@@ -77,10 +77,8 @@ def has_link(pack: fx.Node) -> bool:
 
 
 def elements_of_part(num_rows: int, width: int, num_inner: int, part_elements: int) -> int:
-    """The elements of the largest part, whole rows; 0 for a product that is not made in parts.
-
-    Args:
-        num_inner: the number of addends of each element.
+    """The elements of the largest part, in whole rows; 0 for no parts. ``num_inner`` counts the addends of each
+    element.
     """
     is_worth_it = width <= part_elements <= _SMALLEST_PART * num_rows * width and num_inner <= MOST_INNER
     return min(num_rows, part_elements // width) * width if is_worth_it else 0

@@ -8,11 +8,7 @@ from mirrorc.ir.gradient_forms import GradientForm
 
 
 def why_whole(gradient: torch.Tensor, strides: tuple[int, ...] | None, least_elements: int) -> str:
-    """Empty if the gradient can stay factors.
-
-    Args:
-        strides: of its variable; None if its optimizer does not update it element by element.
-    """
+    """Empty if the gradient can stay factors. ``strides`` are None if its optimizer is not element-wise."""
     if strides is None:
         return "of optimizers that need them whole"
     if gradient.numel() < least_elements:

@@ -45,7 +45,7 @@ def _may_give_any(target: Any) -> bool:
 
 
 def shared_by(value: fx.Node) -> list[fx.Node]:
-    """The values of the same graph that a value may be a view of; results of regions are not followed."""
+    """The values that a value may be a view of, in one graph."""
     while value.target is operator.getitem and isinstance(value.args[0], fx.Node):
         value = value.args[0]
     if not is_computed(value):
@@ -90,7 +90,7 @@ def origins(value: fx.Node) -> set[fx.Node]:
 
 
 class ViewedVariables:
-    """The variables whose memory values outside of regions may share. The program's graphs must not change."""
+    """The variables whose memory values outside of regions may share."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

@@ -28,9 +28,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def decomposition_of(node: fx.Node) -> fx.Graph | None:
-    """A graph with a placeholder for each tensor of the node, in order; None without a decomposition. Its shapes are
-    others.
-    """
+    """Has a placeholder for each tensor of the node, in order."""
     if not is_tanh_gelu(node):
         return None
     return _decomposition(node.target, tuple([tensor.meta["val"].dtype for tensor in tensors_of(node)]))

@@ -23,9 +23,7 @@ PRODUCTS = frozenset(
 
 
 def dying_places(program: Program, call: fx.Node) -> set[int]:
-    """The places of a call's arguments in memory that nothing but this call reads: contiguous products of other
-    regions.
-    """
+    """The places of contiguous products of other regions that nothing else reads."""
     return {
         i for i, argument in enumerate(call.args) if isinstance(argument, fx.Node) and _dies(program, call, argument)
     }
@@ -53,7 +51,7 @@ def _is_unshared(program: Program, maker: fx.Node, place: Any) -> bool:
 
 
 def unaliased_product(body: fx.Graph, place: Any) -> fx.Node | None:
-    """The product behind a region's result, if it shares its memory with no other result and no argument."""
+    """The product behind a result that shares its memory with no other result and no argument."""
     results: Any = body.output_node().args[0]
     product = stored_product(results[place])
     if product is None or any(origin.op == "placeholder" for origin in origins(results[place])):
@@ -62,7 +60,7 @@ def unaliased_product(body: fx.Graph, place: Any) -> fx.Node | None:
 
 
 def reserved_argument(body: fx.Graph, place: Any) -> int | None:
-    """The place of the argument in whose memory a region's result lies, if no other result lies there."""
+    """The place of the argument in whose memory only this result lies."""
     results: Any = body.output_node().args[0]
     owners = origins(results[place])
     argument = next(iter(owners))
@@ -89,9 +87,8 @@ def stored_product(value: Any) -> fx.Node | None:
 
 
 def _numbers(body: fx.Graph) -> dict[fx.Node, int]:
-    """Equal numbers for values that a backend may keep in the same memory.
-
-    It may merge equal operators, and drop an operator without effect, such as a product with ones.
+    """Equal numbers for values that a backend may keep in the same memory: it merges equal operators, and drops those
+    without effect.
     """
     numbers: dict[fx.Node, int] = {}
     known: dict[str, int] = {}

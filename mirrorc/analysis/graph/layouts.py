@@ -48,5 +48,5 @@ def reads_strides(target: Any) -> bool:
 
 
 def may_read_memory_in_order(target: Any) -> bool:
-    """Tests for an operator that torch does not define: it may draw random numbers in the order of memory."""
+    """Operators outside of torch may draw random numbers in the order of memory."""
     return is_operator(target) and target.namespace not in _OF_TORCH

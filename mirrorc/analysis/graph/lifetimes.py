@@ -13,10 +13,7 @@ from mirrorc.ir.program import Region
 
 
 def last_reader(part: fx.Node, regions: Mapping[str, Region]) -> fx.Node | None:
-    """The last reader of a part of a call's result.
-
-    None if any reader returns a view, or is neither a region nor an operator of torch.
-    """
+    """None if any reader returns a view, or is neither a region nor an operator of torch."""
     readers: list[Any] = list(part.users)
     return max(readers) if readers and all(_uses_up(reader, part, regions) for reader in readers) else None
 

@@ -75,7 +75,7 @@ def sum_of_one_hot(values: RowValues[V], made: Made[V]) -> V | None:
 
 
 def element_of_row(values: RowValues[V], made: Made[V]) -> V | None:
-    """The result of a gather, bit for bit, from elements of operands; None if there is no other way."""
+    """The result of a gather, bit for bit, from elements of operands."""
     if made.target is not aten.gather.default or made.kwargs or len(made.args) != 3:
         return None
     source, dim, index = made.args
@@ -162,7 +162,7 @@ def _scaled(
 
 
 def _is_row_of(shape: tuple[int, ...], whole: tuple[int, ...], dim: int, size: int | None) -> bool:
-    """Tests for the shape of the whole with another size along the rows: ``size``, or any."""
+    """Tests for the shape of the whole with ``size``, or any, along the rows."""
     if len(shape) != len(whole) or (size is not None and shape[dim] != size):
         return False
     return all(size_there == other for i, (size_there, other) in enumerate(zip(shape, whole, strict=True)) if i != dim)
