@@ -22,7 +22,7 @@ from mirrorc.errors import (
 from mirrorc.ir.program import Program
 from mirrorc.ir.workers import World
 from mirrorc.loss_check.check import LossCheck, check_loss
-from mirrorc.options.clipping import ClipGradNorm
+from mirrorc.options.gradient_clipping import ClipGradNorm
 from mirrorc.options.tf_communication import CommunicationOptions
 from mirrorc.pipeline.pipeline_edits import Placed, after, before
 from mirrorc.step import Step, join

@@ -22,8 +22,8 @@ from mirrorc.ir.links import check_link
 from mirrorc.ir.workers import World
 from mirrorc.options.all_reduce import checked_all_reduce
 from mirrorc.options.bucketing import checked_packing, with_default_cap
-from mirrorc.options.clipping import ClipNorms, clipping
 from mirrorc.options.dynamic_shapes import check_dynamic
+from mirrorc.options.gradient_clipping import ClipNorms, clipping
 from mirrorc.options.mixed_precision import checked_autocast
 from mirrorc.options.option import Request
 from mirrorc.options.placement import placing
@@ -49,7 +49,7 @@ from mirrorc.options.table import (
     checked_arguments,
 )
 from mirrorc.options.tf_communication import CommunicationOptions
-from mirrorc.options.workers import check_devices_of_worker, joined_workers, worker_devices, workers_of
+from mirrorc.options.worker_options import check_devices_of_worker, joined_workers, worker_devices, workers_of
 from mirrorc.packing import GradientOrder, Packing
 from mirrorc.passes import AllReduceAlgorithm
 from mirrorc.pipeline.pipeline_edits import Placed

@@ -145,11 +145,11 @@ def diff(
 ) -> None:
     """Says in words what differs between two programs, then shows the lines; exits with 1 if anything does."""
     try:
-        found = diff_files(old, new)
+        differences = diff_files(old, new)
     except (ValueError, OSError) as error:
         _fail(error)
-    if found:
-        sys.stdout.write(printable(found.rstrip("\n") + "\n"))
+    if differences:
+        sys.stdout.write(printable(differences.rstrip("\n") + "\n"))
         raise typer.Exit(1)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mirrorc.custom_ops import replica_values
+from mirrorc.custom_ops import replica_collectives
 
 _OPS = ("sum", "mean")
 
@@ -38,7 +38,7 @@ def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
         raise TypeError(
             f"all_reduce was asked for a mean of {value.dtype}: convert the value with .float(), or take the sum"
         )
-    total = replica_values.all_reduce_value(value)
+    total = replica_collectives.all_reduce_value(value)
     return total / num_replicas() if op == "mean" else total
 
 
@@ -63,7 +63,7 @@ def all_gather(value: torch.Tensor) -> torch.Tensor:
     _check_tensor(value, "all_gather")
     if value.dim() == 0:
         raise ValueError("all_gather puts rows one after the other, and a scalar has none: gather value[None]")
-    return replica_values.all_gather_value(value)
+    return replica_collectives.all_gather_value(value)
 
 
 def replica_id() -> torch.Tensor:
@@ -71,12 +71,12 @@ def replica_id() -> torch.Tensor:
 
     It is a tensor, because replicas share one graph: compute with it, or compare it (``torch.where``); Python cannot read it.
     """
-    return replica_values.replica_number(torch.zeros((), dtype=torch.int64, device="cpu"))
+    return replica_collectives.replica_number(torch.zeros((), dtype=torch.int64, device="cpu"))
 
 
 def num_replicas() -> torch.Tensor:
     """The number of replicas with examples, a scalar of int64; 1 in plain PyTorch. See `replica_id`."""
-    return replica_values.replica_count(torch.zeros((), dtype=torch.int64, device="cpu"))
+    return replica_collectives.replica_count(torch.zeros((), dtype=torch.int64, device="cpu"))
 
 
 def _check_tensor(value: object, name: str) -> None:

@@ -20,7 +20,7 @@ from mirrorc.calls.zero_grad import ZeroableGradients
 from mirrorc.capture.call.signature import Signature
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.compilation.call_kind import Purpose
-from mirrorc.compilation.choices.state import ExchangeState
+from mirrorc.compilation.choices.exchange_state import ExchangeState
 from mirrorc.compilation.specializer import Specializer
 from mirrorc.coordination.coordinator import LocalCoordinator, coordinator_of
 from mirrorc.coordination.residual_checkpoint import unsent_of_worker
@@ -30,7 +30,7 @@ from mirrorc.ir.program import Program
 from mirrorc.messages.source_lines import users_stack_level
 from mirrorc.messages.wording import counted
 from mirrorc.options.step_options import StepOptions
-from mirrorc.options.workers import refuse_to_run
+from mirrorc.options.worker_options import refuse_to_run
 from mirrorc.passes import SendLargest, SendPayload
 from mirrorc.runtime.devices.machine import measured_machine
 from mirrorc.runtime.execution.interrupts import InterruptGuard

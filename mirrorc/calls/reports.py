@@ -17,9 +17,9 @@ from mirrorc.capture.call.batch_norm import fewest_examples
 from mirrorc.capture.model.model_state import ModelState
 from mirrorc.errors import ExecutionError
 from mirrorc.ir.program import Program
-from mirrorc.options.clipping import told_norms
+from mirrorc.options.gradient_clipping import measured_norms
 from mirrorc.options.step_options import StepOptions
-from mirrorc.options.workers import refuse_to_run
+from mirrorc.options.worker_options import refuse_to_run
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.memory.estimate import report_memory
 from mirrorc.runtime.memory.report import MemoryReport
@@ -150,7 +150,7 @@ class StepReports(ABC):
         """
         last = self._runs.last_update
         num_groups = len(self._options.optimizers)
-        norms = last and told_norms(self._state.told, last.program, num_groups, is_skipped=last.commit.is_skipped)
+        norms = last and measured_norms(self._state.told, last.program, num_groups, is_skipped=last.commit.is_skipped)
         if norms is None:
             raise ExecutionError(
                 "no norm was measured: it is after the first step that is compiled with clip_grad_norm=; math.inf only measures"

@@ -91,7 +91,7 @@ class BoundedPrograms(Generic[_Compiled]):
                 break
             step = max(peak - limit, int(limit * _LEAST_STEP))
             target = max(0, min(predicted * limit // peak, predicted - step))
-        raise PassError(_unreachable(asked, limit, least, report_of_least))
+        raise PassError(_unreachable(asked, least, report_of_least))
 
     def _refuse_opaque(self) -> None:
         if any(node.target in OPAQUE for graph in self._captured.shard_graphs for node in graph.nodes):
@@ -130,7 +130,7 @@ def _most(report: MemoryReport) -> int:
     return max(device.own.activations for device in report.devices)
 
 
-def _unreachable(asked: str, limit: int, least: int, report: MemoryReport) -> str:
+def _unreachable(asked: str, least: int, report: MemoryReport) -> str:
     device = max(report.devices, key=lambda device: device.own.activations)
     peak = device.peak
     named = ", ".join(f"{value.name} ({size_text(value.num_bytes)})" for value in peak.largest[:_MOST_NAMED])

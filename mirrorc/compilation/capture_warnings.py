@@ -12,14 +12,14 @@ from mirrorc.messages.source_lines import users_stack_level
 
 class CaptureWarnings:
     def __init__(self, num_devices: int) -> None:
-        self._num_devices, self._has_told_differences = num_devices, False
+        self._num_devices, self._has_warned_of_differences = num_devices, False
         self._noted: set[Note] = set()
-        self._has_told_ladder = False
+        self._has_warned_of_ladder = False
 
     def warn_of_differences(self, differences: Sequence[str]) -> None:
         """Warns of a difference from a step on one device: the loss is no mean over examples."""
-        if differences and not self._has_told_differences:
-            self._has_told_differences = True
+        if differences and not self._has_warned_of_differences:
+            self._has_warned_of_differences = True
             warnings.warn(
                 f"a step on {self._num_devices} devices is not exactly that of one device on the whole batch: "
                 f"{'; '.join(differences)}. DistributedDataParallel does the same. {REMEDY[0].upper()}{REMEDY[1:]}; "
@@ -29,8 +29,8 @@ class CaptureWarnings:
 
     def warn_of_ladder(self, text: str) -> None:
         """Warns of a fallback to another front end; an empty text is no warning."""
-        if text and not self._has_told_ladder:
-            self._has_told_ladder = True
+        if text and not self._has_warned_of_ladder:
+            self._has_warned_of_ladder = True
             warnings.warn(text, stacklevel=users_stack_level())
 
     def warn_of_notes(self, notes: Sequence[Note]) -> None:

@@ -18,7 +18,7 @@ def instruments_for(
 ) -> list[Instrument]:
     """Dumps and prints precede the verifier, to show a broken program."""
     sinks = dump_sinks(dump)
-    found: list[Instrument] = [DumpFiles(sinks)] if sinks else []
+    instruments: list[Instrument] = [DumpFiles(sinks)] if sinks else []
     if print_after or print_after_all:
-        found.append(PrintAfter(None if print_after_all else frozenset(print_after)))
-    return [*found, Verify(), Reproducer(passes, dump)]
+        instruments.append(PrintAfter(None if print_after_all else frozenset(print_after)))
+    return [*instruments, Verify(), Reproducer(passes, dump)]

@@ -62,16 +62,16 @@ class _Compiled:
 
 
 def _changing_attributes(each: Sequence[Mapping[str, tuple[type, Any]]]) -> str:
-    told = []
+    texts = []
     for path in dict.fromkeys(path for attributes in each for path in attributes):
         values = list(dict.fromkeys(attributes.get(path) for attributes in each))
         if len(values) > 1:
             shown = [_shown(value) for value in values[:_MOST_SHOWN]]
-            told.append(
+            texts.append(
                 f"the model's {path!r} ({', '.join([*shown, *(['...'] if len(values) > _MOST_SHOWN else [])])})"
             )
-    more = [f"{len(told) - _MOST_SHOWN} more of its attributes"] if len(told) > _MOST_SHOWN else []
-    return " and ".join([*told[:_MOST_SHOWN], *more])
+    more = [f"{len(texts) - _MOST_SHOWN} more of its attributes"] if len(texts) > _MOST_SHOWN else []
+    return " and ".join([*texts[:_MOST_SHOWN], *more])
 
 
 def _shown(value: tuple[type, Any] | None) -> str:
@@ -104,9 +104,9 @@ class Specialization:
 
     def sizes_of(self, shards: Shards) -> list[tuple[int | float, ...]]:
         """For each replica, the numbers for the symbolic sizes of its shard."""
-        found = self.sizes.of_shards(shards) if self.sizes is not None else []
-        assert found is not None, "the program was found for these shards"
-        return found
+        sizes = self.sizes.of_shards(shards) if self.sizes is not None else []
+        assert sizes is not None, "the program was found for these shards"
+        return sizes
 
     def fits(self, shards: Shards) -> bool:
         """Tests for shards of sizes within a program's symbolic sizes."""
@@ -171,8 +171,8 @@ class Specializations:
         has_numbers_as_sizes: each size has its own program, for lack of a request for symbols.
     """
 
-    def __init__(self, what: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
-        self._what, self._has_numbers_as_sizes = what, has_numbers_as_sizes
+    def __init__(self, subject: str = "step", *, has_numbers_as_sizes: bool = False) -> None:
+        self._subject, self._has_numbers_as_sizes = subject, has_numbers_as_sizes
         self._by_key: OrderedDict[Key, list[Specialization]] = OrderedDict()  # both in the order of their last use
         self._homes: dict[Key, Key] = {}  # from call keys to keys of programs with symbolic sizes
         self._numbers = itertools.count()
@@ -186,16 +186,16 @@ class Specializations:
         A program with symbolic sizes serves all fitting sizes. The cache then remembers their keys.
         """
         home = self._homes.get(key, key)
-        found = self._usable(home, plain)
-        if found is not None or shards is None:
-            return found
-        for other, own in reversed(list(self._by_key.items())):
+        cached = self._usable(home, plain)
+        if cached is not None or shards is None:
+            return cached
+        for other, entries in reversed(list(self._by_key.items())):
             is_alike = other[0] == key[0] and other[2:] == key[2:]
-            if other != home and is_alike and own[-1].fits(shards):
-                found = self._usable(other, plain)
-                if found is not None:
+            if other != home and is_alike and entries[-1].fits(shards):
+                cached = self._usable(other, plain)
+                if cached is not None:
                     self._remember_home(key, other)
-                    return found
+                    return cached
         return None
 
     def _remember_home(self, key: Key, home: Key) -> None:
@@ -204,28 +204,28 @@ class Specializations:
             del self._homes[next(iter(self._homes))]
 
     def _usable(self, key: Key, plain: Mapping[str, Any]) -> Specialization | None:
-        own = self._by_key.get(key)
-        if own is None:
+        entries = self._by_key.get(key)
+        if entries is None:
             return None
-        for place in range(len(own) - 1, -1, -1):
+        for place in range(len(entries) - 1, -1, -1):
             if plain:
-                own[place].training_call.plain = plain
-            if own[place].guards.hold():
-                if own is not next(reversed(self._by_key.values())):  # hashing a key is slow
+                entries[place].training_call.plain = plain
+            if entries[place].guards.hold():
+                if entries is not next(reversed(self._by_key.values())):  # hashing a key is slow
                     self._by_key.move_to_end(key)
-                if place != len(own) - 1:
-                    own.append(own.pop(place))
-                return own[-1]
+                if place != len(entries) - 1:
+                    entries.append(entries.pop(place))
+                return entries[-1]
         return None
 
     def changed_numbers(self, structure: Structure, plain: Mapping[str, Any]) -> list[str]:
         """The expressions of changed numbers that programs of this structure took as constants."""
-        found: list[str] = []
-        for key, own in self._by_key.items():
-            for one in own if key[0] == structure else ():
-                one.training_call.plain = plain
-                found += one.guards.changed_numbers()
-        return list(dict.fromkeys(found))
+        changed: list[str] = []
+        for key, entries in self._by_key.items():
+            for cached in entries if key[0] == structure else ():
+                cached.training_call.plain = plain
+                changed += cached.guards.changed_numbers()
+        return list(dict.fromkeys(changed))
 
     def add(
         self,
@@ -250,12 +250,12 @@ class Specializations:
         dropped = [instead.executor] if instead is not None else []
         if instead is not None:
             self._remove(instead)
-        own = self._by_key.setdefault(key, [])
-        if own:
-            names, besides = own[-1].changes(call.plain)
+        entries = self._by_key.setdefault(key, [])
+        if entries:
+            names, besides = entries[-1].changes(call.plain)
             self._read_plain.update(names)
             self._read += [besides] if besides else []
-        own.append(new)
+        entries.append(new)
         self._by_key.move_to_end(key)
         while len(self) > MOST_SPECIALIZATIONS:
             dropped.append(self._drop().executor)
@@ -268,7 +268,7 @@ class Specializations:
             self._warn_of_many(self._first, reasons)
         return dropped
 
-    def what_is_new(self, key: Key) -> str:
+    def new_parts(self, key: Key) -> str:
         """The parts of a key that differ from the nearest key, in words."""
         if not self._by_key:
             return "the first call"
@@ -279,17 +279,17 @@ class Specializations:
             return "something else that forward or the loss reads"
         return " and ".join(f"another {parts[i]}" if i < 2 else f"{parts[i]} have changed" for i in nearest)
 
-    def _remove(self, one: Specialization) -> None:
-        for key, own in list(self._by_key.items()):
-            if one in own:
-                own.remove(one)
-                if not own:
+    def _remove(self, removed: Specialization) -> None:
+        for key, entries in list(self._by_key.items()):
+            if removed in entries:
+                entries.remove(removed)
+                if not entries:
                     del self._by_key[key]
 
     def _drop(self) -> Specialization:
-        key, own = next(iter(self._by_key.items()))
-        dropped = own.pop(0)
-        if not own:
+        key, entries = next(iter(self._by_key.items()))
+        dropped = entries.pop(0)
+        if not entries:
             del self._by_key[key]
         return dropped
 
@@ -297,17 +297,17 @@ class Specializations:
         return sum(map(len, self._by_key.values()))
 
     def __iter__(self) -> Iterator[Executor]:
-        return iter([one.executor for own in self._by_key.values() for one in own])
+        return iter([cached.executor for entries in self._by_key.values() for cached in entries])
 
     def _warn_of_many(self, first: list[_Compiled], reasons: Sequence[str]) -> None:
         if len(first) < _MANY_COMPILATIONS:
             return
         self._first = None
-        keys, kinds = [one.key for one in first], [one.kind for one in first]
+        keys, kinds = [compiled.key for compiled in first], [compiled.kind for compiled in first]
         always = set.intersection(*(set(kind.plain) for kind in kinds))
         kinds = [kind.without(always - self._read_plain) for kind in kinds]
         changing = changing_arguments(kinds)
-        attributes = _changing_attributes([one.attributes for one in first])
+        attributes = _changing_attributes([compiled.attributes for compiled in first])
         parts = (attributes or _OTHER_PARTS[0], *_OTHER_PARTS[1:])
         others = [i for i in range(len(parts)) if len({key[i + 2] for key in keys}) > 1]
         are_shapes = self._has_numbers_as_sizes and len({kind.shapes for kind in kinds}) > 1
@@ -317,10 +317,10 @@ class Specializations:
         changing += [parts[i] for i in others]
         if self._read:
             changing.append(f"what Python reads in forward and loss (last: {self._read[-1]})")
-        what = " and ".join(changing) or "the optimizer's state"
+        causes = " and ".join(changing) or "the optimizer's state"
         constants = f" ({'; '.join(reasons)})" if reasons else ""
         warnings.warn(
-            f"the {self._what} was compiled {len(first)} times, because {what} keep changing{constants}; each new value is "
+            f"the {self._subject} was compiled {len(first)} times, because {causes} keep changing{constants}; each new value is "
             f"compiled anew: {'; '.join(remedies)}",
             stacklevel=users_stack_level(),
         )

@@ -31,9 +31,9 @@ class Progress(Instrument):
     second and removes its line.
     """
 
-    def __init__(self, what: str, *, is_shown: bool) -> None:
+    def __init__(self, subject: str, *, is_shown: bool) -> None:
         self.is_over = False
-        self._what = what
+        self._subject = subject
         self._phase, self._num_done, self._num_all = "begins", 0, 0
         self._began = time.monotonic()
         self._ended = threading.Event()
@@ -84,7 +84,7 @@ class Progress(Instrument):
 
     def _line(self) -> str:
         counted = f", {self._num_done} of {self._num_all}" if self._num_all else ""
-        return f"compiling {self._what}: {self._phase}{counted}, {time.monotonic() - self._began:.0f} s"
+        return f"compiling {self._subject}: {self._phase}{counted}, {time.monotonic() - self._began:.0f} s"
 
 
 def free_terminal() -> IO[str] | None:

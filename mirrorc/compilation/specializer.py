@@ -59,7 +59,9 @@ class Specializer:
         self._model = model
         self._interrupts = interrupts
         are_numbers = options.dynamic is False and not why_sizes_are_numbers(replace(options, dynamic=None))
-        self._kept = {purpose: Specializations(purpose.value, has_numbers_as_sizes=are_numbers) for purpose in Purpose}
+        self._caches = {
+            purpose: Specializations(purpose.value, has_numbers_as_sizes=are_numbers) for purpose in Purpose
+        }
         self._lone: set[Key] = set()  # call keys with a shard of one example that torch refused
         self._rows_elsewhere: dict[Key, RowsElsewhere] = {}
         self._numbers = ChangingNumbers(can_be_inputs=not options.cuda_graphs)  # a graph would keep its first numbers
@@ -77,7 +79,7 @@ class Specializer:
         ``is_stale``: the user changed the optimizer's state, and the buckets must hold it.
         """
         with self._autocast():
-            return self._found_or_compiled(call, shards, is_stale, purpose)
+            return self._cached_or_compiled(call, shards, is_stale, purpose)
 
     def _autocast(self) -> AbstractContextManager[object]:
         """The context of captures; its modes are part of the cache key."""
@@ -85,10 +87,10 @@ class Specializer:
             return nullcontext()
         return torch.autocast(self._options.devices[0].torch_device.type, self._options.autocast)
 
-    def _found_or_compiled(
+    def _cached_or_compiled(
         self, call: Call, shards: Shards, is_stale: bool, purpose: Purpose
     ) -> tuple[Specialization, Shards]:
-        kept = self._kept[purpose]
+        cache = self._caches[purpose]
         parts = self._options.microbatches if purpose.trains else 1
         by_twos = functools.partial(split_call, call, len(shards.num_examples), fewest=2, microbatches=parts)
         shards = self._with_rows(call, shards, purpose)
@@ -98,27 +100,27 @@ class Specializer:
             key = self._key(call, shards, purpose)
         try:
             self._interrupts.hold()
-            found = kept.get(key, call.plain, shards if purpose in self._symbolic else None)
+            cached = cache.get(key, call.plain, shards if purpose in self._symbolic else None)
         finally:
             self._interrupts.let_go()
-        program = found.executor.program if found is not None else None
+        program = cached.executor.program if cached is not None else None
         is_usable = program and not self._compiler.states[purpose].needs_other_buckets(program, is_stale=is_stale)
-        if found is not None and program is not None and is_usable:
+        if cached is not None and program is not None and is_usable:
             self.choices.settle(program)
             if self.choices.apply_to(program):
-                return found, shards
-        key = self._note_changes(kept, key, call, shards, purpose) if found is None else key
+                return cached, shards
+        key = self._note_changes(cache, key, call, shards, purpose) if cached is None else key
         try:
-            new = self._compiled(call, shards, kept.what_is_new(key), purpose)
+            new = self._compiled(call, shards, cache.new_parts(key), purpose)
         except LoneExampleError:
             if not shards.have_one_example or by_twos().have_one_example:
                 raise
             self._lone.add(key)
-            return self._found_or_compiled(call, shards, is_stale, purpose)
+            return self._cached_or_compiled(call, shards, is_stale, purpose)
         except HooksMissingError:
             if not install_capturing_hooks(self._options.model):
                 raise
-            return self._found_or_compiled(call, shards, is_stale, purpose)
+            return self._cached_or_compiled(call, shards, is_stale, purpose)
         try:
             self._interrupts.hold()
             is_true = new.guards.hold()
@@ -129,27 +131,27 @@ class Specializer:
                 f"what {type(self._options.model).__name__} reads changes while it is captured, so no graph of it stays true: "
                 f"{new.guards.broken()}. Remedy: read it between steps, and pass it to the step as an argument."
             )
-        for dropped in kept.add(key, call, new, found, self._model.plain_attributes(), self._numbers.reasons):
+        for dropped in cache.add(key, call, new, cached, self._model.plain_attributes(), self._numbers.reasons):
             dropped.release()
-        self._compiler.keep_only([executor.program for kept in self._kept.values() for executor in kept])
+        self._compiler.keep_only([executor.program for cache in self._caches.values() for executor in cache])
         return new, shards
 
-    def _compiled(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
+    def _compiled(self, call: Call, shards: Shards, new_parts: str, purpose: Purpose) -> Specialization:
         with without_dispatch_modes():  # a mode would take traced values for computed ones
-            return self._compiled_without_modes(call, shards, what_is_new, purpose)
+            return self._compiled_without_modes(call, shards, new_parts, purpose)
 
-    def _compiled_without_modes(self, call: Call, shards: Shards, what_is_new: str, purpose: Purpose) -> Specialization:
+    def _compiled_without_modes(self, call: Call, shards: Shards, new_parts: str, purpose: Purpose) -> Specialization:
         about = (purpose, len(shards.num_examples))
         is_lone = shards.have_one_example
         wished = self._sizes.symbolic_dims(call, about, has_one_example=is_lone)
         symbolic = without_numbers_of_examples(call, wished) if shards.microbatches else wished
         why = self._why_numbers(shards) if symbolic else _CUT_BY_EXAMPLES
         if wished and why:
-            return self._compiler.compile(call, shards, what_is_new, purpose, on_sizes=_told_of_numbers(why))
+            return self._compiler.compile(call, shards, new_parts, purpose, on_sizes=_remark_on_numbers(why))
         if symbolic:
-            told = f"numbers of examples are numbers: {_CUT_BY_EXAMPLES}" if symbolic != wished else ""
+            remark = f"numbers of examples are numbers: {_CUT_BY_EXAMPLES}" if symbolic != wished else ""
             try:
-                new = self._compiler.compile(call, shards, what_is_new, purpose, symbolic, told)
+                new = self._compiler.compile(call, shards, new_parts, purpose, symbolic, remark)
                 if new.sizes is None or new.fits(shards):
                     self._symbolic.add(purpose)
                     self._sizes.note_program(call, about)
@@ -160,14 +162,14 @@ class Specializer:
             except Exception as error:
                 logger.debug("not compiled with symbolic sizes", exc_info=error)
                 why = next(iter(str(error).splitlines()), type(error).__name__)
-            told = _told_of_numbers(why)
+            remark = _remark_on_numbers(why)
             new = self._compiler.compile(
-                call, shards, what_is_new, purpose, on_sizes=told
+                call, shards, new_parts, purpose, on_sizes=remark
             )  # raises if that is no reason
             self._sizes.give_up(call, about, why, has_one_example=is_lone)
             return new
         why = self._sizes.why_not(call, about, has_one_example=is_lone)
-        return self._compiler.compile(call, shards, what_is_new, purpose, on_sizes=_told_of_numbers(why))
+        return self._compiler.compile(call, shards, new_parts, purpose, on_sizes=_remark_on_numbers(why))
 
     def _why_numbers(self, shards: Shards) -> str:
         """The reason for numbers as sizes, whatever the model; empty if there is none."""
@@ -177,10 +179,10 @@ class Specializer:
             return "numbers that Python computes are arguments, and one graph does not take both"
         return why_sizes_are_numbers(self._options)
 
-    def _note_changes(self, kept: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose) -> Key:
+    def _note_changes(self, cache: Specializations, key: Key, call: Call, shards: Shards, purpose: Purpose) -> Key:
         """Returns the key without the changed numbers."""
         freed = [attribute_source(path, name) for path, name in self._model.free_changed_numbers()]
-        self._numbers.add([*freed, *kept.changed_numbers(call.structure, call.plain)])
+        self._numbers.add([*freed, *cache.changed_numbers(call.structure, call.plain)])
         return self._key(call, shards, purpose) if freed else key
 
     def note_rows(self, call: Call, shards: Shards, purpose: Purpose, elsewhere: RowsElsewhere) -> None:
@@ -193,26 +195,26 @@ class Specializer:
     def _with_rows(self, call: Call, shards: Shards, purpose: Purpose) -> Shards:
         if not self._rows_elsewhere or not purpose.trains:
             return shards
-        found = self._rows_elsewhere.get(self._key(call, replace(shards, rows_elsewhere=None), purpose))
-        return replace(shards, rows_elsewhere=found)
+        rows = self._rows_elsewhere.get(self._key(call, replace(shards, rows_elsewhere=None), purpose))
+        return replace(shards, rows_elsewhere=rows)
 
     @property
     def num_programs(self) -> int:
-        return sum(map(len, self._kept.values()))
+        return sum(map(len, self._caches.values()))
 
     def release(self) -> None:
         """Frees the GPU memory kept for later steps."""
-        for kept in self._kept.values():
-            for executor in kept:
+        for cache in self._caches.values():
+            for executor in cache:
                 executor.release()
 
     def _key(self, call: Call, shards: Shards, purpose: Purpose) -> Key:
         devices = self._options.devices
-        types = (shard_types(own, d.torch_device) for own, d in zip(shards.tensors, devices, strict=True))
+        types = (shard_types(tensors, d.torch_device) for tensors, d in zip(shards.tensors, devices, strict=True))
         of_optimizers = self._options.optimizers.structure() if purpose.trains else ()
         parts, rows = (*types, shards.microbatches), shards.rows_elsewhere
         return call.structure, parts, self._model.fingerprint(), of_optimizers, torch_modes(), rows
 
 
-def _told_of_numbers(why: str) -> str:
+def _remark_on_numbers(why: str) -> str:
     return f"sizes of arguments are numbers: {why}" if why else ""

@@ -36,7 +36,7 @@ from mirrorc.ir.program import CAPTURE, Accumulation, Program, Remark
 from mirrorc.ir.variables import Synchronization
 from mirrorc.ir.workers import ALONE
 from mirrorc.messages.wording import counted
-from mirrorc.options.clipping import check_bounds_of_groups
+from mirrorc.options.gradient_clipping import check_bounds_of_groups
 from mirrorc.options.placement import check_owned_names
 from mirrorc.options.step_options import StepOptions
 from mirrorc.pipeline.pass_manager import run_passes
@@ -80,7 +80,7 @@ class StepCompiler:
         self._options, self._model, self._state, self._numbers = options, model, state, numbers
         self._choices, self._team = choices, team
         names = ", ".join(device.name for device in options.devices)
-        self._what = f"{type(options.model).__name__} for {names}"
+        self._subject = f"{type(options.model).__name__} for {names}"
         self._home = options.devices[0].torch_device  # the user's parameters are those of replica 0
         self._regions = RegionCompiler(options.backend, num_threads)
         self._capturer = CudaCapturer(self._home, options.timeout_seconds) if options.cuda_graphs else None
@@ -92,7 +92,7 @@ class StepCompiler:
         self,
         call: Call,
         shards: Shards,
-        what_is_new: str,
+        new_parts: str,
         purpose: Purpose,
         symbolic: SymbolicDims = (),
         on_sizes: str = "",
@@ -100,7 +100,7 @@ class StepCompiler:
         """Compiles for a call. On failure the model's tensors return to their former devices.
 
         Args:
-            what_is_new: the news of this call, for the progress line.
+            new_parts: the news of this call, for the progress line.
             symbolic: the symbolic dimensions of the arguments.
             on_sizes: a remark on changing sizes that are numbers; may be empty.
 
@@ -112,11 +112,11 @@ class StepCompiler:
         self._model.note_numbers()
         self._model.check_memory()
         moved = self._move_to_home()
-        what = purpose.of(self._what)
-        progress = Progress(f"{what} ({what_is_new})", is_shown=self._options.progress)
+        subject = purpose.of(self._subject)
+        progress = Progress(f"{subject} ({new_parts})", is_shown=self._options.progress)
         try:
             progress.begin()
-            return self._compile_at_home(call, shards, what, progress, purpose, symbolic, on_sizes)
+            return self._compile_at_home(call, shards, subject, progress, purpose, symbolic, on_sizes)
         except BaseException as error:
             progress.is_over = True
             for tensor, data in moved:
@@ -145,7 +145,7 @@ class StepCompiler:
         self,
         call: Call,
         shards: Shards,
-        what: str,
+        subject: str,
         progress: Progress,
         purpose: Purpose,
         symbolic: SymbolicDims,
@@ -153,7 +153,7 @@ class StepCompiler:
     ) -> Specialization:
         times = [time.perf_counter()]
         types = shard_types(shards.tensors[0], self._home)
-        logger.info("compiling %s, for a shard of %s", what, CallKind.of(call, types))
+        logger.info("compiling %s, for a shard of %s", subject, CallKind.of(call, types))
         if purpose.trains:
             self._options.optimizers.check(self._model.parameters)
             check_bounds_of_groups(self._options.pipeline, self._options.optimizers)
@@ -163,7 +163,7 @@ class StepCompiler:
             _refuse_counted_rows(captured.program)
         times.append(time.perf_counter())
         program, regions = self._lowered_and_compiled(captured, progress, purpose, times)
-        _log_times(what, program, times)
+        _log_times(subject, program, times)
         executor = self._executor(program, regions, captured, purpose)
         graph_of = captured.program.shard_of_replica
         return Specialization(
@@ -187,14 +187,14 @@ class StepCompiler:
         )  # without symbols, the whole ladder is tried
         climbed = ladder.climb(lambda front_end: self._captured_by(front_end, call, shards, purpose, symbolic))
         training_call, captured = climbed.result
-        what = type(self._options.model).__name__
-        self._warnings.warn_of_ladder(climbed.warning(what))
-        told = [Remark(text, by=CAPTURE) for text in (*climbed.remarks(what), on_sizes) if text]
-        captured = replace(captured, program=captured.program.evolve(remarks=(*captured.program.remarks, *told)))
+        model = type(self._options.model).__name__
+        self._warnings.warn_of_ladder(climbed.warning(model))
+        remarks = [Remark(text, by=CAPTURE) for text in (*climbed.remarks(model), on_sizes) if text]
+        captured = replace(captured, program=captured.program.evolve(remarks=(*captured.program.remarks, *remarks)))
         self._check_memory(captured)
         counters = self._model.outside.counters_of(captured.outside)
         last = dict(counters.values())  # errors then name statistics, not their counters
-        outside = {**{name: own for name, own in captured.outside.items() if name not in last}, **last}
+        outside = {**{name: tensor for name, tensor in captured.outside.items() if name not in last}, **last}
         self._state.take_in(outside, {name: counter for name, (counter, _) in counters.items()}, captured.written())
         self._state.reads(captured.constants.values())
         return training_call, captured
@@ -227,9 +227,9 @@ class StepCompiler:
     ) -> tuple[Program, list[dict[str, RegionFunction]]]:
         """Appends the finish time of each phase to ``times``."""
         bound = self._options.activation_memory
-        given, pipeline = self._prepared(captured, progress, purpose)
+        prepared, pipeline = self._prepared(captured, purpose)
         if bound is None or not purpose.trains:
-            program = self._lowered(given, pipeline, progress)
+            program = self._lowered(prepared, pipeline, progress)
             times.append(time.perf_counter())
             regions = self._compiled_regions(program, progress)
         else:
@@ -237,8 +237,10 @@ class StepCompiler:
             search = BoundedPrograms(
                 bound,
                 self._most_activations,
-                given,
-                lambda passes, remarks, choice: self._lowered(given.with_remarks(*remarks), passes, progress, choice),
+                prepared,
+                lambda passes, remarks, choice: self._lowered(
+                    prepared.with_remarks(*remarks), passes, progress, choice
+                ),
                 lambda program: self._compiled_regions(program, progress),
                 lambda program, regions: report_memory(program, regions, self._state),
             )
@@ -247,9 +249,7 @@ class StepCompiler:
         times.append(time.perf_counter())
         return program, regions
 
-    def _prepared(
-        self, captured: CapturedProgram, progress: Progress, purpose: Purpose
-    ) -> tuple[Program, Sequence[Pass]]:
+    def _prepared(self, captured: CapturedProgram, purpose: Purpose) -> tuple[Program, Sequence[Pass]]:
         options = self._options
         if purpose.accumulation is not Accumulation.NONE:
             _refuse_rows(captured.program)
@@ -332,8 +332,8 @@ def _refuse_rows(program: Program) -> None:
             )
 
 
-def _log_times(what: str, program: Program, times: Sequence[float]) -> None:
+def _log_times(subject: str, program: Program, times: Sequence[float]) -> None:
     seconds = [after - before for before, after in itertools.pairwise(times)]
     counts = f"{counted(len(program.regions), 'region')}, {counted(len(program.buckets), 'bucket')}"
     named = "%.2f s for the capture, %.2f s for the passes, %.2f s for the regions"
-    logger.info(f"compiled %s in %.2f s: {named}; %s", what, sum(seconds), *seconds, counts)
+    logger.info(f"compiled %s in %.2f s: {named}; %s", subject, sum(seconds), *seconds, counts)

@@ -82,7 +82,7 @@ def seeded(op: Any) -> Any:
 
 def unseeded(op: Any) -> Any:
     """The random operator of an operator from `seeded`; None for any other operator."""
-    return next((drawn for drawn, own in _seeded_ops.items() if own is op), None)
+    return next((drawn for drawn, seeded_op in _seeded_ops.items() if seeded_op is op), None)
 
 
 def _run_under_seed(op: Any, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

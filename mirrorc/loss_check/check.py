@@ -17,7 +17,7 @@ from mirrorc.capture.call.call_arguments import Call, flatten_call
 from mirrorc.capture.call.shards import Shards, split_call
 from mirrorc.capture.dynamo.sync_batch_norm import synchronizes
 from mirrorc.capture.model.refused_models import check_model
-from mirrorc.custom_ops.replica_values import nobody_answers
+from mirrorc.custom_ops.replica_collectives import nobody_answers
 from mirrorc.errors import MirrorcError
 from mirrorc.loss_check.evaluation import Evaluated, Evaluation
 from mirrorc.loss_check.reasons import reasons_for

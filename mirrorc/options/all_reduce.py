@@ -54,30 +54,30 @@ def checked_all_reduce(request: Request) -> AllReduceAlgorithm | None:
     return algorithm
 
 
-def algorithm_of(given: Any) -> AllReduceAlgorithm:
+def algorithm_of(algorithm: Any) -> AllReduceAlgorithm:
     """An algorithm from its name, from its name with options, such as ``"reduce-to-one{device=1}"``, or from itself.
 
     Raises:
         TypeError, ValueError: it is none; lists the algorithms.
     """
-    if isinstance(given, AllReduceAlgorithm):
-        return given
+    if isinstance(algorithm, AllReduceAlgorithm):
+        return algorithm
     there_are = f"give one of {', '.join(map(repr, ALGORITHMS))}, or an object of mirrorc.all_reduce_algorithms"
-    if not isinstance(given, str):
-        raise TypeError(f"all_reduce is {given!r}: {there_are}, such as ReduceToOne(device=1)")
-    name = given.partition("{")[0].strip()
+    if not isinstance(algorithm, str):
+        raise TypeError(f"all_reduce is {algorithm!r}: {there_are}, such as ReduceToOne(device=1)")
+    name = algorithm.partition("{")[0].strip()
     if name in link_names():
         raise ValueError(
-            f"all_reduce is {given!r}, which is a link and not an algorithm: give link={given!r}, or {there_are}"
+            f"all_reduce is {algorithm!r}, which is a link and not an algorithm: give link={algorithm!r}, or {there_are}"
         )
     if name not in ALGORITHMS and ":" not in name:
-        raise ValueError(f"all_reduce is {given!r}: {there_are}")
+        raise ValueError(f"all_reduce is {algorithm!r}: {there_are}")
     try:
-        made = parse_passes(given, ALGORITHMS)
+        made = parse_passes(algorithm, ALGORITHMS)
     except ValueError as error:
-        raise ValueError(f"all_reduce is {given!r}: {error}; {there_are}") from error
+        raise ValueError(f"all_reduce is {algorithm!r}: {error}; {there_are}") from error
     if len(made) != 1 or not isinstance(made[0], AllReduceAlgorithm):
-        raise ValueError(f"all_reduce is {given!r}, which is not one algorithm: {there_are}")
+        raise ValueError(f"all_reduce is {algorithm!r}, which is not one algorithm: {there_are}")
     return made[0]
 
 

@@ -176,7 +176,7 @@ class Options:
                 raise TypeError(f"mirrorc.compile() has no option {name!r} any more: {self._withdrawn[name]}")
             guess = _closest(name, ("model", "devices", *self._records))
             raise TypeError(f"mirrorc.compile() got an unexpected keyword argument {name!r}{guess}")
-        outside = {one.name: one.default for one in self if one.name not in self._builtin}
+        outside = {option.name: option.default for option in self if option.name not in self._builtin}
         return {**asked, **outside, **declared}
 
     def check_kinds(self, asked: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class Options:
                     raise ValueError(
                         f"{option.text(value)} asks for the pass {name!r}, which disable_passes leaves out: leave out one of them"
                     )
-            is_there = passes is not None and {*names} <= {getattr(one, "name", "") for one in passes}
+            is_there = passes is not None and {*names} <= {getattr(entry, "name", "") for entry in passes}
             if passes is not None and not (option.passes.may_be_in_passes and is_there):
                 raise ValueError(
                     f"{option.text(value)} has no part in a pipeline given with passes=: {option.passes.remedy_for(value)}, or "
@@ -229,7 +229,7 @@ class Options:
     def placed(self, request: Request) -> list[Placed]:
         """The passes that declared options add to the pipeline."""
         asked = ((option, request[option.name]) for option in self if option.places is not None)
-        return [one for option, value in asked if option.is_asked(value) for one in option.places(value)]  # type: ignore[misc]
+        return [placed for option, value in asked if option.is_asked(value) for placed in option.places(value)]  # type: ignore[misc]
 
 
 def shown(value: Any) -> str:

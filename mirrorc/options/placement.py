@@ -33,10 +33,10 @@ def _named(placement: Mapping[str, str | torch.device], model: ModelState, devic
     """Tied parameters have several names."""
     known = [device.name for device in devices]
     owners: dict[str, str] = {}
-    for name, given in placement.items():
+    for name, owner in placement.items():
         if name == REST:
             continue
-        device = _device_name(given)
+        device = _device_name(owner)
         variable = model.names.get(f"model.{name}", model.names.get(name, name))
         if variable not in model.parameters:
             close = difflib.get_close_matches(str(name), list(model.parameters), n=1, cutoff=0.0)
@@ -46,29 +46,29 @@ def _named(placement: Mapping[str, str | torch.device], model: ModelState, devic
             )
         if device not in known:
             raise ValueError(
-                f"placement gives {name!r} to {given!r}, which is none of the devices: name one of {', '.join(known)}"
+                f"placement gives {name!r} to {owner!r}, which is none of the devices: name one of {', '.join(known)}"
             )
         if owners.setdefault(variable, device) != device:
             raise ValueError(
                 f"placement gives {name!r} to {device!r} and {variable!r} to {owners[variable]!r}, which are one parameter: "
                 "name one device for it"
             )
-    given = placement.get(REST, LEAST_LOADED)
-    rule = _device_name(given)
+    owner = placement.get(REST, LEAST_LOADED)
+    rule = _device_name(owner)
     if rule not in (CENTRAL, LEAST_LOADED, CACHED, *known):
         raise ValueError(
-            f"placement gives {REST!r}, all parameters that are not named, to {given!r}: say {CENTRAL!r}, "
+            f"placement gives {REST!r}, all parameters that are not named, to {owner!r}: say {CENTRAL!r}, "
             f"{LEAST_LOADED!r}, {CACHED!r} or one of the devices {', '.join(known)}"
         )
     return {"placement": rule, "owners": tuple(owners.items())}
 
 
-def _device_name(given: Any) -> Any:
-    return f"{given.type}:{given.index or 0}" if isinstance(given, torch.device) else given
+def _device_name(device: Any) -> Any:
+    return f"{device.type}:{device.index or 0}" if isinstance(device, torch.device) else device
 
 
 def check_owned_names(pipeline: Sequence[Pass], known: Collection[str]) -> None:
     """Raises PassError if 'place-variables' names none of the ``known`` variables of step and program."""
-    for name in (name for one in pipeline if isinstance(one, PlaceVariables) for name, _ in one.owners):
+    for name in (name for entry in pipeline if isinstance(entry, PlaceVariables) for name, _ in entry.owners):
         if name not in known:
             raise PassError(f"pass 'place-variables' names {name!r}, which is no variable of the step")

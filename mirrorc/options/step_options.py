@@ -73,7 +73,7 @@ def why_replicas_are_not_compared(devices: Sequence[Device], pipeline: Sequence[
     """A remark for a program whose replicas have one copy of everything to compare; else empty."""
     if len(devices) == 1:
         why = "there is one device"
-    elif any(isinstance(one, ShareParameters) for one in pipeline) and not why_memory_is_not_shared(devices):
+    elif any(isinstance(entry, ShareParameters) for entry in pipeline) and not why_memory_is_not_shared(devices):
         why = "parameters and optimizer state are kept once for all devices"
     else:
         return ""

@@ -55,15 +55,15 @@ def check_whole(
         for name, why in _missing(pipeline, workers, devices):
             raise PassError(f"the pass {name!r} is missing, and {why}; add mirrorc.passes.{_class_of(name)}()")
     except PassError as error:
-        given = listed(f"{o}=" for o in ("passes", "add_passes", "disable_passes", "exact_order") if asked[o])
-        raise PassError(f"what {given or 'passes='} gives is no pipeline of a whole step: {error}") from None
+        options = listed(f"{o}=" for o in ("passes", "add_passes", "disable_passes", "exact_order") if asked[o])
+        raise PassError(f"what {options or 'passes='} gives is no pipeline of a whole step: {error}") from None
 
 
 def _missing(pipeline: Sequence[Pass], workers: Workers, devices: Sequence[Device]) -> Iterator[tuple[str, str]]:
     """Passes from outside may do the work of any missing one."""
-    if not all(type(one) in PASSES.values() for one in pipeline):
+    if not all(type(entry) in PASSES.values() for entry in pipeline):
         return
-    names = [one.name for one in pipeline]
+    names = [entry.name for entry in pipeline]
     count = len(devices)
     needed = {
         "plan-buckets": (True, "no gradient has a bucket without"),

@@ -79,8 +79,8 @@ def _packs_cut_gradients(request: Request) -> bool:
 
 
 def _compression_pass(request: Request) -> Any:
-    (one,) = compressing(request["compression"])
-    return one
+    (entry,) = compressing(request["compression"])
+    return entry
 
 
 def _uses_float16_parameters(request: Request) -> str:
@@ -92,13 +92,13 @@ def _uses_float16_parameters(request: Request) -> str:
 
 
 def _finite_check_in_a_graph(request: Request) -> str:
-    if not any(one.name == "check-finite" for one in request.pipeline):
+    if not any(entry.name == "check-finite" for entry in request.pipeline):
         return ""
     return "the host looks at what is finite in every step, before anything is written, and a graph runs without it"
 
 
 def _no_factors(request: Request) -> str:
-    if request["exchange"] != "factors" or any(isinstance(one, FactorGradients) for one in request.pipeline):
+    if request["exchange"] != "factors" or any(isinstance(entry, FactorGradients) for entry in request.pipeline):
         return ""
     return "the pass 'factor-gradients' is not in it (exact_order=True leaves it out, too)"
 
@@ -353,7 +353,7 @@ OPTIONS = Options(
             kinds=(Payload, TopK, NoneType),
             texts=get_args(Compression),
             passes=NeededPasses(
-                lambda value: [one.name for one in compressing(value)],
+                lambda value: [entry.name for entry in compressing(value)],
                 lambda value: f"put mirrorc.passes.{compressing(value)[0]!r} behind ReduceOverWorkers() there",
             ),
             excludes=(

@@ -1,15 +1,13 @@
+# ruff: noqa: F401
 """The private torch APIs of mirrorc under names of ours; a test calls each and fails when one moves."""
 
-from __future__ import annotations
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mirrorc.torch_internals.aot.checkpoint_tags import checkpoint_tag
+from mirrorc.torch_internals.aot.checkpoint_policies import checkpoint_tag
 from mirrorc.torch_internals.aot.joint_graph import JointGraph, NumberInput
-from mirrorc.torch_internals.distributed.gloo import GlooGroup
-from mirrorc.torch_internals.distributed.nccl import NcclGroup
-from mirrorc.torch_internals.fx.asserts import CHECKS_OF_TENSORS, assert_true
+from mirrorc.torch_internals.distributed.gloo_group import GlooGroup
+from mirrorc.torch_internals.distributed.nccl_group import NcclGroup
 from mirrorc.torch_internals.fx.graphs import (
-    FakeTensor,
-    FakeTensorMode,
     add_node,
     lazy_graph_module,
     quiet_fake_tensors,
@@ -22,6 +20,7 @@ from mirrorc.torch_internals.fx.operators import (
     is_operator,
     lazily_negative,
     norms_of_each,
+    recorded_by_autograd,
     replaced_operators,
     scale_each,
     schema_of,
@@ -29,10 +28,10 @@ from mirrorc.torch_internals.fx.operators import (
     with_overload,
     writes_argument,
 )
-from mirrorc.torch_internals.hooks.clip_grad_observer import observe_clipping
+from mirrorc.torch_internals.fx.tensor_asserts import CHECKS_OF_TENSORS, assert_true
 from mirrorc.torch_internals.hooks.flat_rnn_weights import renew_recurrent_weights, weights_for_cudnn
+from mirrorc.torch_internals.hooks.gradient_observers import observe_clipping, observe_zero_grad
 from mirrorc.torch_internals.hooks.profiled_threads import is_profiled, seen_by_profiler
-from mirrorc.torch_internals.hooks.recorded_kernels import recorded_by_autograd
 from mirrorc.torch_internals.hooks.script_modules import ScriptCopy, forward_signature, is_script_module, object_within
 from mirrorc.torch_internals.hooks.settings import (
     UncountedHook,
@@ -56,7 +55,6 @@ from mirrorc.torch_internals.hooks.settings import (
     trace_artifact,
     without_dispatch_modes,
 )
-from mirrorc.torch_internals.hooks.zero_grad_observer import observe_zero_grad
 from mirrorc.torch_internals.inductor.allocations import (
     inductor_wrapper,
     num_users,
@@ -66,7 +64,7 @@ from mirrorc.torch_internals.inductor.allocations import (
 )
 from mirrorc.torch_internals.inductor.cpp_compiler import kernels_compiled_together, prepare_cpp_compiler
 from mirrorc.torch_internals.inductor.extern_calls import call_directly
-from mirrorc.torch_internals.inductor.inductor import (
+from mirrorc.torch_internals.inductor.graph_compilation import (
     compile_with_inductor,
     has_cpp_compiler,
     inductor_decompositions,
@@ -75,17 +73,18 @@ from mirrorc.torch_internals.inductor.inductor import (
     tells_places_of_maxima,
 )
 from mirrorc.torch_internals.inductor.kernel_files import fresh_kernel_files
-from mirrorc.torch_internals.numbers.drawn_numbers import is_drawn, one_of_torchs
+from mirrorc.torch_internals.numbers.drawn_numbers import is_drawn, torch_random
 from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp, attribute_source, is_ordinary
 from mirrorc.torch_internals.symbols.saved_sizes import SavedSizes, SizeSymbol, symbols_of_environment
-from mirrorc.torch_internals.symbols.size_assumptions import assume_num_elements, knowledge_of
 from mirrorc.torch_internals.symbols.symbolic_sizes import (
     SizesGivenUp,
     SizesOfArguments,
+    assume_num_elements,
     dims_marked_by_user,
     environment_of,
     has_symbols,
     is_symbolic,
+    knowledge_of,
     mark_symbolic,
     num_bytes_now,
     num_elements_now,
@@ -102,19 +101,19 @@ from mirrorc.torch_internals.symbols.symbolic_sizes import (
     text_of_size,
     with_sizes_now,
 )
+from mirrorc.torch_internals.tracing.dynamo_guards import DynamoGuards, GuardsChange
 from mirrorc.torch_internals.tracing.graph_inputs import (
     ReadVariable,
+    module_variables,
     outside_tensors,
     outside_variables,
-    own_variables,
     read_from_module,
     reading_names,
 )
 from mirrorc.torch_internals.tracing.graph_results import StandIns, give_values, results_with_stand_ins
-from mirrorc.torch_internals.tracing.guards import DynamoGuards, GuardsChange
-from mirrorc.torch_internals.tracing.out_arguments import given_results
+from mirrorc.torch_internals.tracing.out_arguments import returned_out_arguments
+from mirrorc.torch_internals.tracing.python_effects import PythonCall, PythonWrite
 from mirrorc.torch_internals.tracing.requires_grad_writes import made_leaves
-from mirrorc.torch_internals.tracing.side_effects import PythonCall, PythonWrite
 from mirrorc.torch_internals.tracing.source_names import SourceWords, in_users_words, source_words
 from mirrorc.torch_internals.tracing.substituted_calls import (
     asked_for_class,
@@ -129,149 +128,10 @@ from mirrorc.torch_internals.tracing.tracing import (
     failing_node,
     guards_of,
     is_users_file,
-    kept_tracing_state,
     leaf_of_placeholder,
     python_effects_of,
+    restored_tracing_state,
     trace_full_graph,
     traced_frames,
     user_frames,
 )
-
-__all__ = [
-    "CHECKS_OF_TENSORS",
-    "DynamoGuards",
-    "FakeTensor",
-    "FakeTensorMode",
-    "GlooGroup",
-    "GuardsChange",
-    "JointGraph",
-    "NcclGroup",
-    "NumberInput",
-    "NumbersGivenUp",
-    "PythonCall",
-    "PythonWrite",
-    "ReadVariable",
-    "SavedSizes",
-    "ScriptCopy",
-    "SizeSymbol",
-    "SizesGivenUp",
-    "SizesOfArguments",
-    "SourceWords",
-    "StandIns",
-    "UncountedHook",
-    "adagrad_is_fused_on_gpus",
-    "add_node",
-    "asked_for_class",
-    "assert_true",
-    "assume_num_elements",
-    "attribute_source",
-    "bare_name",
-    "bare_step",
-    "call_directly",
-    "called_while_traced",
-    "calls_step_hooks",
-    "checkpoint_tag",
-    "compile_with_inductor",
-    "copy_each",
-    "dims_marked_by_user",
-    "dispatch_modes",
-    "dividing_gradients",
-    "environment_of",
-    "export_forward_graph",
-    "export_joint_graph",
-    "failing_node",
-    "forward_signature",
-    "fresh_kernel_files",
-    "give_values",
-    "given_results",
-    "global_hook_tables",
-    "guards_of",
-    "has_cpp_compiler",
-    "has_gradient_hooks",
-    "has_hooks_on_saved_tensors",
-    "has_step_hooks",
-    "has_symbols",
-    "has_torchs_step",
-    "hook_tables",
-    "in_users_words",
-    "inductor_decompositions",
-    "inductor_wrapper",
-    "is_composite",
-    "is_dense",
-    "is_drawn",
-    "is_operator",
-    "is_ordinary",
-    "is_plain_thread",
-    "is_profiled",
-    "is_script_module",
-    "is_structured_trace_on",
-    "is_symbolic",
-    "is_users_file",
-    "keep_small_loops_small",
-    "kept_tracing_state",
-    "kernels_compiled_together",
-    "knowledge_of",
-    "lazily_negative",
-    "lazy_graph_module",
-    "leaf_of_placeholder",
-    "made_leaves",
-    "mark_optimizer_stepped",
-    "mark_symbolic",
-    "norms_of_each",
-    "noted_calls",
-    "num_bytes_now",
-    "num_elements_now",
-    "num_users",
-    "object_within",
-    "observe_clipping",
-    "observe_zero_grad",
-    "one_of_torchs",
-    "outside_tensors",
-    "outside_variables",
-    "own_variables",
-    "peak_allocation",
-    "pools_maxima",
-    "prepare_cpp_compiler",
-    "python_effects_of",
-    "quiet_fake_tensors",
-    "raw_sizes_allowed",
-    "raw_symbols",
-    "read_from_module",
-    "reading_names",
-    "recorded_by_autograd",
-    "renew_recurrent_weights",
-    "replaced_operators",
-    "results_with_stand_ins",
-    "scale_each",
-    "schema_of",
-    "seen_by_profiler",
-    "size_key",
-    "size_now",
-    "size_of_key",
-    "sizes_key",
-    "sizes_now",
-    "source_words",
-    "storage_bytes_now",
-    "storage_key",
-    "subtract_each",
-    "symbols_dispatched",
-    "symbols_in",
-    "symbols_of_environment",
-    "takes_divisor",
-    "tells_places_of_maxima",
-    "text_of_size",
-    "torch_modes",
-    "trace_artifact",
-    "trace_full_graph",
-    "traced_file",
-    "traced_frames",
-    "traced_instead",
-    "traced_on_fake_tensors",
-    "user_frames",
-    "watched_operators",
-    "weights_for_cudnn",
-    "with_overload",
-    "with_sizes_now",
-    "without_dispatch_modes",
-    "writes_argument",
-]

@@ -48,7 +48,7 @@ def dropped_effects(
         again: traces the same call once more.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
-    _refuse_draws(effects.draws, effects.kept_draws, model_name)
+    _refuse_draws(effects.draws, effects.cached_draws, model_name)
     lasting = []
     for write in effects.writes:
         is_read = write.is_read_by_changing or any(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirrorc.torch_internals import one_of_torchs, traced_file
+from mirrorc.torch_internals import torch_random, traced_file
 
 
 class _Scalar:
@@ -88,7 +88,7 @@ def _rand(*size: Any, **options: Any) -> Any:
     dtype = torch.get_default_dtype()
     if options or any(length != 1 for length in shape) or dtype not in (torch.float32, torch.float64):
         return torch.empty(*size, **options).uniform_()
-    return DrawnScalar(one_of_torchs(), tuple(shape), dtype)
+    return DrawnScalar(torch_random(), tuple(shape), dtype)
 
 
 def _is_tensor(value: Any) -> bool:

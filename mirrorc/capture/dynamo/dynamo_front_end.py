@@ -45,12 +45,12 @@ from mirrorc.torch_internals import (
     export_forward_graph,
     export_joint_graph,
     give_values,
-    given_results,
     guards_of,
     is_drawn,
     made_leaves,
     noted_calls,
     quiet_fake_tensors,
+    returned_out_arguments,
     storage_key,
     trace_full_graph,
     traced_instead,
@@ -170,7 +170,7 @@ def _trace(
             stack.enter_context(traced_instead(functions))
             stack.enter_context(called_while_traced(ASKED_OF_CLASSES))
             stack.enter_context(made_leaves())
-            stack.enter_context(given_results())
+            stack.enter_context(returned_out_arguments())
             for kind in (PaddedSequences, DrawnScalar, DrawnScalarDecides):
                 stack.enter_context(asked_for_class(kind))
             return trace_full_graph(

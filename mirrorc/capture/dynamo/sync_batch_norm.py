@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mirrorc.custom_ops.replica_values import all_reduce_value
+from mirrorc.custom_ops.replica_collectives import all_reduce_value
 from mirrorc.torch_internals import assert_true
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

@@ -19,7 +19,7 @@ from mirrorc.capture.eager.run_outputs import difference, read_run
 from mirrorc.capture.eager.streamed_gradients import RunGradients
 from mirrorc.capture.model.transient_attributes import AssignedAttributeError, Attribute
 from mirrorc.custom_ops.eager_calls import UsedParameters
-from mirrorc.custom_ops.replica_values import nobody_answers
+from mirrorc.custom_ops.replica_collectives import nobody_answers
 from mirrorc.custom_ops.run_tokens import RunTokens
 from mirrorc.errors import CaptureError, ExecutionError
 

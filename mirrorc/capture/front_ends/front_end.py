@@ -20,7 +20,7 @@ from mirrorc.capture.diagnostics.weighted_means import WeightedMean
 from mirrorc.capture.front_ends.state_guards import NO_GUARDS, Guards
 from mirrorc.errors import CaptureError
 from mirrorc.pipeline.collector_pause import collector_paused
-from mirrorc.torch_internals import JointGraph, kept_tracing_state
+from mirrorc.torch_internals import JointGraph, restored_tracing_state
 from mirrorc.user.restore import restored
 
 
@@ -145,7 +145,7 @@ def tracing(call: TrainingCall) -> Iterator[contextlib.ExitStack]:
     """A block for a trace of a call; restores the model."""
     with _exclusive(), restored(call), collector_paused(), contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.trains))
-        stack.enter_context(kept_tracing_state())
+        stack.enter_context(restored_tracing_state())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "To copy construct from a tensor")  # of arrays, which are tensors in a trace
         yield stack

@@ -40,7 +40,7 @@ from mirrorc.capture.program.symbolic_inputs import SymbolicSizes, with_equal_si
 from mirrorc.capture.rewrites.replica_exchanges import refuse_replica_values
 from mirrorc.capture.rewrites.sparse_lookups import refuse_split_offsets
 from mirrorc.custom_ops.eager_calls import take_gradient
-from mirrorc.custom_ops.replica_values import gathering
+from mirrorc.custom_ops.replica_collectives import gathering
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device

@@ -10,7 +10,7 @@ import torch
 from mirrorc.analysis.communication.worker_meetings import RowsElsewhere, meetings_of_rows, rows_of_meeting
 from mirrorc.capture.call.shard_types import STAND_IN_SIZE
 from mirrorc.capture.program.captured_graph import CapturedGraph
-from mirrorc.custom_ops.replica_values import RowsOfAll
+from mirrorc.custom_ops.replica_collectives import RowsOfAll
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.workers import ALONE, Workers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.custom_ops import replica_values
+from mirrorc.custom_ops import replica_collectives
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
@@ -18,13 +18,13 @@ from mirrorc.ir.value_types import say_type, value_type
 from mirrorc.messages.source_lines import module_of, source_line
 
 _ARGUMENTS = {
-    replica_values.replica_number: ArgumentKind.REPLICA,
-    replica_values.replica_count: ArgumentKind.NUM_REPLICAS,
+    replica_collectives.replica_number: ArgumentKind.REPLICA,
+    replica_collectives.replica_count: ArgumentKind.NUM_REPLICAS,
 }
 _MEETINGS = {
-    replica_values.all_reduce_value: ops.sum_over_replicas,
-    replica_values.all_gather_value: ops.rows_of_replicas,
-    replica_values.own_rows_of_sum: ops.own_rows_of_sum,
+    replica_collectives.all_reduce_value: ops.sum_over_replicas,
+    replica_collectives.all_gather_value: ops.rows_of_replicas,
+    replica_collectives.own_rows_of_sum: ops.own_rows_of_sum,
 }
 _ASKED_BY: dict[Any, str] = {
     ops.sum_over_replicas: "mirrorc.all_reduce",
@@ -42,7 +42,7 @@ def keep_replica_values(graph: fx.Graph) -> list[Argument]:
     arguments = [argument for target, kind in _ARGUMENTS.items() for argument in _number(graph, target, kind)]
     for number, node in enumerate(list(calls_to(graph, *_MEETINGS))):
         details: dict[str, Any] = {"number": number}
-        if node.target is not replica_values.all_reduce_value:
+        if node.target is not replica_collectives.all_reduce_value:
             details["rows"] = len(node.meta["val"])
         node.target, node.args, node.kwargs = _MEETINGS[node.target], node.args[:1], details
         results = [user for user in node.users if user.op == "output" or user.target in ops.OF_FORWARD]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from mirrorc.capture.call.call_arguments import Leaf
 from mirrorc.errors import CaptureError
 from mirrorc.ir.type_inference import find_type_anew
-from mirrorc.torch_internals import leaf_of_placeholder, own_variables
+from mirrorc.torch_internals import leaf_of_placeholder, module_variables
 
 _LOOKUPS = (F.embedding, F.embedding_bag)
 _MEAN, _MAX = 1, 2  # the modes of bags, as the operator numbers them
@@ -30,7 +30,7 @@ def take_sparse_lookups(traced: fx.GraphModule, leaves: Sequence[torch.Tensor], 
     lookups = [(node, _arguments_of(node)) for node in _lookups(traced.graph)]
     if not any(arguments.get("sparse") is True for _, arguments in lookups):
         return frozenset()
-    paths = own_variables(traced, leaves)
+    paths = module_variables(traced, leaves)
     for node, arguments in lookups:
         weight: Any = arguments["weight"]
         path = paths.get(weight, "")

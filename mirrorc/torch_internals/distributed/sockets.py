@@ -12,15 +12,15 @@ from collections.abc import Mapping
 
 def open_sockets() -> dict[int, int]:
     """Inodes of this process's sockets by file number; empty without ``/proc``."""
-    found: dict[int, int] = {}
+    inodes: dict[int, int] = {}
     if not os.path.isdir("/proc/self/fd"):  # as on macOS
-        return found
+        return inodes
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             status = os.stat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
+                inodes[int(name)] = status.st_ino
+    return inodes
 
 
 def connections_since(before: Mapping[int, int], port: int) -> dict[int, int]:
@@ -44,8 +44,8 @@ def _is_there(number: int, inode: int) -> bool:
 
 def _leads_to(number: int, port: int) -> bool:
     try:
-        with socket.socket(fileno=os.dup(number)) as found:
-            return bool(found.getpeername()[1] == port)
+        with socket.socket(fileno=os.dup(number)) as duplicate:
+            return bool(duplicate.getpeername()[1] == port)
     except (OSError, IndexError, TypeError):  # not connected, or no network socket
         return False
 

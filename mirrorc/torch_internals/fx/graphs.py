@@ -5,19 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "add_node",
-    "lazy_graph_module",
-    "lazy_graph_modules",
-    "quiet_fake_tensors",
-    "traced_on_fake_tensors",
-]
 
 
 def lazy_graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
@@ -80,8 +70,5 @@ def quiet_fake_tensors() -> Iterator[None]:
     """Silences torch's log of failures on fake tensors; the caller reports the error."""
     from torch._subclasses.fake_tensor import log
 
-    was, log.disabled = log.disabled, True
-    try:
+    with patch.object(log, "disabled", True):
         yield
-    finally:
-        log.disabled = was

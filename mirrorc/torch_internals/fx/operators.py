@@ -78,3 +78,15 @@ def norms_of_each(
     tensors: list[torch.Tensor], norm_type: float = 2.0, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype)) if tensors else []
+
+
+@contextlib.contextmanager
+def recorded_by_autograd() -> Iterator[None]:
+    """Enables autograd within a kernel, for which the dispatcher has disabled it."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield

@@ -73,33 +73,33 @@ class ScriptCopy:
     def load(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Copies the original's attributes, and sets replacements of its parameters and buffers."""
         self._loaded = []
-        for name, source, own in self._attributes():
+        for name, source, copy in self._attributes():
             value = getattr(source, name)
-            _native(own).setattr(name, value)
-            self._loaded.append((name, own, value, _shown(value)))
-        for name, source, own in self._tensors():
-            _native(own).setattr(name, replaced(getattr(source, name)))
+            _native(copy).setattr(name, value)
+            self._loaded.append((name, copy, value, _shown(value)))
+        for name, source, copy in self._tensors():
+            _native(copy).setattr(name, replaced(getattr(source, name)))
 
     def unload(self) -> None:
         self._loaded = []
-        for name, source, own in self._tensors():
-            _native(own).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
+        for name, source, copy in self._tensors():
+            _native(copy).setattr(name, torch.empty(0, dtype=getattr(source, name).dtype))
 
     def changed(self) -> str | None:
         """An attribute, no parameter or buffer, that changed since `load`; None if there is none."""
-        return next((name for name, own, _, shown in self._loaded if _shown(getattr(own, name)) != shown), None)
+        return next((name for name, copy, _, shown in self._loaded if _shown(getattr(copy, name)) != shown), None)
 
     def _attributes(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-        for source, own in self.pairs:
+        for source, copy in self.pairs:
             for name in _attribute_names(source):
-                yield name, source, own
+                yield name, source, copy
 
     def _tensors(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-        for source, own in self.pairs:
+        for source, copy in self.pairs:
             for table in _TABLES:
                 for name, tensor in getattr(source, table).items():
                     if tensor is not None:
-                        yield name, source, own
+                        yield name, source, copy
 
 
 def _shown(value: Any) -> tuple[Any, ...] | None:

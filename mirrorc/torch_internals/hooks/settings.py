@@ -120,11 +120,11 @@ def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
             step = getattr(step, "__wrapped__", step)
         if isinstance(step, MethodType) and step.__self__ is optimizer:
             step = step.__func__
-    return step is of_class and _is_torchs_own(of_class)
+    return step is of_class and _is_from_torch(of_class)
 
 
 @functools.lru_cache(maxsize=256)
-def _is_torchs_own(function: Any) -> bool:
+def _is_from_torch(function: Any) -> bool:
     while function is not None:
         code = getattr(function, "__code__", None)
         if code is None or not code.co_filename.startswith(torch.__path__[0]):

@@ -70,12 +70,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def peak_allocation(action: Callable[[], object], given: Sequence[torch.Tensor]) -> int:
+def peak_allocation(action: Callable[[], object], older: Sequence[torch.Tensor]) -> int:
     """The most bytes of tensors that torch's operators allocate during an action, which is called once.
 
     Memory within an operator, and that of the older tensors ``given``, does not count.
     """
-    known = {storage_key(tensor) for tensor in given}
+    known = {storage_key(tensor) for tensor in older}
     holders: dict[int, int] = {}
     sizes: dict[int, int] = {}
     peak = 0

@@ -95,13 +95,13 @@ def _let_instructions_be_tried_together() -> None:
     """A trial changes flags of its instructions for a while, so two threads must not try the same ones."""
     from torch._inductor import cpu_vec_isa
 
-    try_one_by_one = cpu_vec_isa.valid_vec_isa_list
+    try_serially = cpu_vec_isa.valid_vec_isa_list
 
     def valid_vec_isa_list() -> list[Any]:
         _instructions_tried(os.getpid()).wait(_MOST_SECONDS)  # after that, Inductor tries them
-        return try_one_by_one()
+        return try_serially()
 
-    valid_vec_isa_list.cache_clear = try_one_by_one.cache_clear  # type: ignore[attr-defined]
+    valid_vec_isa_list.cache_clear = try_serially.cache_clear  # type: ignore[attr-defined]
     cpu_vec_isa.valid_vec_isa_list = valid_vec_isa_list  # type: ignore[assignment]
 
 

@@ -23,7 +23,7 @@ def fresh_kernel_files() -> Iterator[None]:
     from torch._inductor.runtime.runtime_utils import cache_dir
     from torch._inductor.utils import fresh_inductor_cache
 
-    kept = Path(cache_dir())
+    cached = Path(cache_dir())
     forget_loaded_kernels()
     forget_instructions()
     with tempfile.TemporaryDirectory(prefix="mirrorc-kernels-", ignore_cleanup_errors=True) as place:
@@ -33,15 +33,15 @@ def fresh_kernel_files() -> Iterator[None]:
         for made in fresh.rglob("*"):
             if made.suffix in _LOADED:
                 with contextlib.suppress(OSError):  # the next caller tries again
-                    _mend(kept / made.relative_to(fresh), made)
+                    _mend(cached / made.relative_to(fresh), made)
 
 
-def _mend(own: Path, made: Path) -> None:
-    if not own.exists() or own.read_bytes() == made.read_bytes():
+def _mend(file: Path, made: Path) -> None:
+    if not file.exists() or file.read_bytes() == made.read_bytes():
         return
-    new = own.with_name(f".mirrorc-{os.getpid()}-{own.name}")
+    new = file.with_name(f".mirrorc-{os.getpid()}-{file.name}")
     try:
         shutil.copy2(made, new)
-        os.replace(new, own)
+        os.replace(new, file)
     finally:
         new.unlink(missing_ok=True)

@@ -17,13 +17,13 @@ from mirrorc.torch_internals.numbers.host_numbers import is_ordinary
 from mirrorc.torch_internals.numbers.number_trace import NumberTrace
 
 
-def one_of_torchs() -> float:
+def torch_random() -> float:
     """A number between 0 and 1 from torch's CPU generator."""
     return torch.rand(()).item()
 
 
 _DRAWS: dict[Callable[..., Any], int] = {  # most positional arguments for a single number
-    **dict.fromkeys((random.random, np.random.random, np.random.random_sample, one_of_torchs), 0),
+    **dict.fromkeys((random.random, np.random.random, np.random.random_sample, torch_random), 0),
     **dict.fromkeys((np.random.rand, np.random.randn), 0),
     **dict.fromkeys((random.uniform, random.randint, np.random.uniform, np.random.normal, np.random.randint), 2),
     random.randrange: 3,
@@ -102,7 +102,7 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
 
     def taken(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
         """None if the call is no draw."""
-        if not trace.is_here or not _is_one_draw(function, args, kwargs):
+        if not trace.is_here or not _is_single_draw(function, args, kwargs):
             return None
         constants = tuple(arg.as_python_constant() for arg in args)
         named = {key: arg.as_python_constant() for key, arg in kwargs.items()}
@@ -135,7 +135,7 @@ def taken_draws(module: nn.Module, trace: NumberTrace) -> Iterator[DrawnNumbers]
             drawn.before.put_back()
 
 
-def _is_one_draw(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _is_single_draw(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     most = _DRAWS.get(function) if isinstance(function, Hashable) else None  # type: ignore[call-overload]
     if most is None or len(args) > most or not _KEYWORDS.issuperset(kwargs):
         return False

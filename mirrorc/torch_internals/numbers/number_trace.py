@@ -42,12 +42,12 @@ class NumberTrace:
         names: the expressions of numbers to take as inputs.
         index_of: the graph's number nodes, and their indices in ``inputs``.
         flags: nodes of bools computed from numbers.
-        given_up: the reason, if a number ended the trace.
+        refusal: the reason, if a number ended the trace.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self.names, self._thread = frozenset(names), threading.get_ident()
-        self.given_up: NumbersGivenUp | None = None
+        self.refusal: NumbersGivenUp | None = None
         self._begin(None, None)
 
     def _begin(self, environment: Any, fake_mode: Any) -> None:
@@ -100,8 +100,8 @@ class NumberTrace:
         except Exception as error:  # noqa: BLE001 - the number is given up
             value, why = None, f"Python cannot compute with it ({error})"
         if not is_ordinary(value):
-            self.given_up = NumbersGivenUp(self.names_at(numbers), why)
-            raise self.given_up
+            self.refusal = NumbersGivenUp(self.names_at(numbers), why)
+            raise self.refusal
         symbol, example = self._symbol(value, f"number_{len(self.inputs.numbers)}")
         number = HostNumber(type(value), tuple(self.names_at(numbers)), function, args)
         self.index_of[node] = self.inputs.add(number, value, symbol)
@@ -175,8 +175,8 @@ def traced_numbers(names: Collection[str]) -> Iterator[NumberTrace]:
         ):
             yield trace
     except Exception as error:
-        if trace.given_up is not None:  # in place of Dynamo's own error
-            raise trace.given_up from error
+        if trace.refusal is not None:  # in place of Dynamo's own error
+            raise trace.refusal from error
         raise
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirrorc.torch_internals.fx.graphs import FakeTensorMode
-from mirrorc.torch_internals.symbols.symbol_names import numbered_by
-from mirrorc.torch_internals.symbols.symbolic_sizes import Size, size_key, size_of_key, text_of_size
+from mirrorc.torch_internals.symbols.symbolic_sizes import Size, numbered_by, size_key, size_of_key, text_of_size
 
 _LEAST = 2  # sizes of 0 and 1 are numbers
 
@@ -35,7 +34,7 @@ def symbols_of_environment(environment: Any) -> tuple[SizeSymbol, ...]:
         return ()
     values = getattr(environment, "backed_var_to_val", None)
     values = environment.var_to_val if values is None else values  # before torch 2.13
-    found = [
+    symbols = [
         SizeSymbol(str(symbol), int(value), max(int(bounds.lower), 0))
         for symbol, value in values.items()
         if _number_in(str(symbol)) is not None
@@ -43,7 +42,7 @@ def symbols_of_environment(environment: Any) -> tuple[SizeSymbol, ...]:
         and (bounds := environment.var_to_range.get(symbol)) is not None
         and bounds.lower.is_Integer
     ]
-    return tuple(sorted(found, key=lambda symbol: _number_in(symbol.name) or 0))
+    return tuple(sorted(symbols, key=lambda symbol: _number_in(symbol.name) or 0))
 
 
 def _number_in(name: str) -> int | None:
@@ -65,15 +64,15 @@ class SavedSizes:
 
         environment = ShapeEnv()
         self._sizes: dict[str, Size] = {}
-        for one in symbols:
-            number = _number_in(one.name)
-            if number is None or one.value < max(one.least, _LEAST) or one.name in self._sizes:
-                raise ValueError(f"{one} is no symbol for a size")
-            source = ConstantSource(one.name)
-            bounds = StrictMinMaxConstraint(vr=ValueRanges(one.least, int_oo), warn_only=False)
+        for saved in symbols:
+            number = _number_in(saved.name)
+            if number is None or saved.value < max(saved.least, _LEAST) or saved.name in self._sizes:
+                raise ValueError(f"{saved} is no symbol for a size")
+            source = ConstantSource(saved.name)
+            bounds = StrictMinMaxConstraint(vr=ValueRanges(saved.least, int_oo), warn_only=False)
             with numbered_by(lambda number=number: number):  # type: ignore[misc]
-                symbol = environment.create_symbol(one.value, source, DimDynamic.DYNAMIC, bounds)
-            self._sizes[one.name] = environment.create_symintnode(symbol, hint=one.value, source=source)
+                symbol = environment.create_symbol(saved.value, source, DimDynamic.DYNAMIC, bounds)
+            self._sizes[saved.name] = environment.create_symintnode(symbol, hint=saved.value, source=source)
         self.fake_mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
     def size(self, text: str) -> Size:
@@ -83,8 +82,8 @@ class SavedSizes:
             ValueError: the text is no expression of these symbols.
         """
         try:
-            found = self._expression(ast.parse(text, mode="eval").body)
-            return int(found) if found.is_Integer else size_of_key(found, self.fake_mode)
+            expression = self._expression(ast.parse(text, mode="eval").body)
+            return int(expression) if expression.is_Integer else size_of_key(expression, self.fake_mode)
         except (SyntaxError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:
             raise ValueError(f"{text!r:.60} is no size") from error
 

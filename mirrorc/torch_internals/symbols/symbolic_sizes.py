@@ -1,11 +1,13 @@
-"""Symbolic sizes: Dynamo's symbols for sizes of arguments, computations with them, and guards on them."""
+"""Symbolic sizes: Dynamo's symbols for sizes of arguments, their names, computations with them, and guards on them."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -150,7 +152,7 @@ def raw_symbols(value: Any) -> list[Any]:
     if isinstance(value, _NUMBERS):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [one for item in items if type(item) not in _PLAIN for one in raw_symbols(item)]
+    return [symbol for item in items if type(item) not in _PLAIN for symbol in raw_symbols(item)]
 
 
 class SizesOfArguments:
@@ -168,8 +170,7 @@ class SizesOfArguments:
         for leaf, tensor in self._leaves.items():
             for kind, sizes in (("shape", tensor.shape), ("stride()", tensor.stride())):
                 for dim, size in enumerate(sizes):
-                    one: Any = size
-                    key = one.node._expr if is_symbolic(one) else one  # even if known to equal another one
+                    key = size.node._expr if is_symbolic(size) else size  # type: ignore[attr-defined]
                     if getattr(key, "is_Symbol", False):
                         self._places.setdefault(key, (leaf, kind, dim))
         self._numbers: dict[Any, Any] = {}  # by expression
@@ -265,3 +266,48 @@ def _code(key: Any) -> str:
 
 def _tuple(sizes: Sequence[Size]) -> str:
     return f"({' '.join(f'{text_of_size(size)},' for size in sizes)})"
+
+
+def knowledge_of(tensor: Any) -> tuple[Any, tuple[int, int]]:
+    """The environment of a fake tensor's symbols, and a version of its guards and facts."""
+    environment = tensor.fake_mode.shape_env
+    return environment, (len(environment.guards), len(environment.replacements))
+
+
+def assume_num_elements(tensors: Sequence[torch.Tensor], *, least: float = 0, most: float = math.inf) -> None:
+    """Guards the present outcome of each bound on the total number of elements."""
+    symbolic = [tensor for tensor in tensors if has_symbols(tensor)]
+    rest = sum(num_elements_now(tensor) for tensor in tensors if not has_symbols(tensor))
+    if symbolic:
+        count: Any = rest + sum(math.prod(tensor.shape) for tensor in symbolic)
+        for holds in (count >= math.floor(least), most == math.inf or count <= math.floor(most)):
+            bool(holds)  # adds a guard, unless it is known
+
+
+@contextlib.contextmanager
+def symbols_by_number() -> Iterator[None]:
+    """In a trace, names symbols ``s0``, ``s1``, ... in the order of the arguments, with a symbol for each size.
+
+    Dynamo would name them by a hash, and share a symbol among equal sizes.
+    """
+    from torch.fx.experimental import _config
+
+    with numbered_by(None), _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        yield
+
+
+@contextlib.contextmanager
+def numbered_by(number: Callable[[], int] | None) -> Iterator[None]:
+    """Sets the numbers in the names of new symbols; None counts them."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def next_id(self: Any, source_name: str) -> int:
+        new_id = len(self.unique_ids) if number is None else number()
+        self.unique_ids.add(new_id)
+        return new_id
+
+    if not hasattr(ShapeEnv, "_generate_unique_id"):
+        yield
+        return
+    with patch.object(ShapeEnv, "_generate_unique_id", next_id):
+        yield

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from mirrorc.torch_internals.tracing.guards import scope_of_guards
+from mirrorc.torch_internals.tracing.dynamo_guards import scope_of_guards
 from mirrorc.torch_internals.tracing.source_names import source_words
 
 _COUNTER = "num_batches_tracked"  # of forwards that write a batch norm's statistics
@@ -36,7 +36,6 @@ class ReadVariable(NamedTuple):
     tensor: torch.Tensor
     words: str
     root: nn.Module | None = None
-    root_words: str = ""
     counter: torch.Tensor | None = None
     counter_words: str = ""
 
@@ -55,18 +54,18 @@ def outside_tensors(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> l
     """The graph's tensors that are neither ``leaves`` nor the module's."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
-    known = {*map(id, leaves), *read.own}
-    found = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
-    return [OutsideTensor(n, t) for n, t in found if isinstance(t, torch.Tensor) and id(t) not in known]
+    known = {*map(id, leaves), *read.named}
+    inputs = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
+    return [OutsideTensor(n, t) for n, t in inputs if isinstance(t, torch.Tensor) and id(t) not in known]
 
 
-def own_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[fx.Node, str]:
+def module_variables(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[fx.Node, str]:
     """Placeholders of the module's tensors, with their first names."""
     codegen: Any = traced.graph._codegen
     read: _ModulesTensors = codegen.dynamo_bytecode_flatten
-    found = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
-    names = {id(tensor): name for tensor, name in read.own.values()}
-    return {node: names[id(tensor)] for node, tensor in found if id(tensor) in names}
+    inputs = zip(traced.graph.find_nodes(op="placeholder"), read(*leaves), strict=True)
+    names = {id(tensor): name for tensor, name in read.named.values()}
+    return {node: names[id(tensor)] for node, tensor in inputs if id(tensor) in names}
 
 
 def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -77,8 +76,8 @@ def reading_names(module: nn.Module, names: Collection[str], tensors: Sequence[t
         with contextlib.suppress(Exception):  # the expression runs the user's code
             value = eval(name, scope)
             by_id.setdefault(id(value), name)
-            for key, own in value._parameters.items() if isinstance(value, nn.Module) else ():
-                by_id.setdefault(id(own), f"{name}.{key}")
+            for key, variable in value._parameters.items() if isinstance(value, nn.Module) else ():
+                by_id.setdefault(id(variable), f"{name}.{key}")
     return [source_words(by_id[id(tensor)], scope).name if id(tensor) in by_id else "" for tensor in tensors]
 
 
@@ -89,8 +88,8 @@ def outside_variables(
     wanted = {id(tensor): tensor for _, tensor in outside_tensors(traced, leaves)}
     if not wanted:
         return []
-    scope, found = scope_of_guards(module), dict[int, ReadVariable]()
-    seen = {id(own) for own in module.modules()}
+    scope, variables = scope_of_guards(module), dict[int, ReadVariable]()
+    seen = {id(child) for child in module.modules()}
     for name in sorted(names, key=lambda name: (len(name), name)):
         value = None
         with contextlib.suppress(Exception):  # the expression runs the user's code
@@ -99,17 +98,17 @@ def outside_variables(
             words = source_words(name, scope).name
             if name.startswith(_OF_MODEL):
                 words = words.removeprefix("model.")
-            for path, own in value.named_modules():
-                seen.add(id(own))
+            for path, child in value.named_modules():
+                seen.add(id(child))
                 place = f"{words}.{path}" if path else words
-                counter = own._buffers.get(_COUNTER), f"{place}.{_COUNTER}"
-                for key, tensor in (*own._parameters.items(), *own._buffers.items()):
-                    if id(tensor) in wanted and id(tensor) not in found:
-                        counts = counter if key in own._buffers and key != _COUNTER else ()
-                        found[id(tensor)] = ReadVariable(wanted[id(tensor)], f"{place}.{key}", value, words, *counts)
+                counter = child._buffers.get(_COUNTER), f"{place}.{_COUNTER}"
+                for key, tensor in (*child._parameters.items(), *child._buffers.items()):
+                    if id(tensor) in wanted and id(tensor) not in variables:
+                        counts = counter if key in child._buffers and key != _COUNTER else ()
+                        variables[id(tensor)] = ReadVariable(wanted[id(tensor)], f"{place}.{key}", value, *counts)
         elif isinstance(value, nn.Parameter) and id(value) in wanted:
-            found.setdefault(id(value), ReadVariable(value, source_words(name, scope).name))
-    return [found[key] for key in wanted if key in found]
+            variables.setdefault(id(value), ReadVariable(value, source_words(name, scope).name))
+    return [variables[key] for key in wanted if key in variables]
 
 
 def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -119,7 +118,7 @@ def read_from_module(traced: fx.GraphModule, place: str, tensors: Sequence[torch
     holder = nn.Module()
     for i, tensor in enumerate(tensors):
         holder.register_buffer(f"v{i}", tensor.detach())
-        read.own[id(tensor)] = tensor, f"{place}.v{i}"
+        read.named[id(tensor)] = tensor, f"{place}.v{i}"
     traced.add_module(place, holder)
     return [f"{place}.v{i}" for i in range(len(tensors))]
 
@@ -128,18 +127,18 @@ class _ModulesTensors:
     def __init__(self, read: Any, module: fx.GraphModule) -> None:
         self.input_processor = read.input_processor
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        self.own = {id(tensor): (tensor, name) for name, tensor in reversed(named)}
+        self.named = {id(tensor): (tensor, name) for name, tensor in reversed(named)}
         self._read, self._module = read, module
 
     def __call__(self, *inputs: object) -> tuple[Any, ...]:
-        found = tuple(self._current(value) for value in self._read(*inputs))
-        _admit(found)
-        return found
+        tensors = tuple(self._current(value) for value in self._read(*inputs))
+        _admit(tensors)
+        return tensors
 
     def _current(self, value: Any) -> Any:
-        if id(value) not in self.own:
+        if id(value) not in self.named:
             return value
-        return functools.reduce(getattr, self.own[id(value)][1].split("."), self._module)
+        return functools.reduce(getattr, self.named[id(value)][1].split("."), self._module)
 
 
 def _admit(values: Sequence[Any]) -> None:

@@ -15,17 +15,17 @@ class StandIns:
     """Tensors that stand for the values of a graph's output; only weak references remain after `give`."""
 
     def __init__(self, values: Sequence[object]) -> None:
-        self._own = [torch.empty(0, device="meta") for _ in values]
-        self._known = [(weakref.ref(own), node) for own, node in zip(self._own, values, strict=True)]
+        self._tensors = [torch.empty(0, device="meta") for _ in values]
+        self._known = [(weakref.ref(tensor), node) for tensor, node in zip(self._tensors, values, strict=True)]
 
     def give(self) -> tuple[torch.Tensor, ...]:
         """Hands over the tensors; this object drops them."""
-        given, self._own = tuple(self._own), []
-        return given
+        tensors, self._tensors = tuple(self._tensors), []
+        return tensors
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
-        found = (node for own, node in self._known if own() is tensor and isinstance(node, fx.Node))
-        return next(found, None)
+        nodes = (node for reference, node in self._known if reference() is tensor and isinstance(node, fx.Node))
+        return next(nodes, None)
 
     def any_held_beyond(self, met: Collection[int]) -> bool:
         """Tests for live stand-ins other than those with the ids ``met``."""
@@ -34,7 +34,7 @@ class StandIns:
         return bool(self._held() - set(met))
 
     def _held(self) -> set[int]:
-        return {id(own) for ref, _ in self._known if (own := ref()) is not None}
+        return {id(tensor) for ref, _ in self._known if (tensor := ref()) is not None}
 
 
 def results_with_stand_ins(traced: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> tuple[Any, StandIns]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from unittest.mock import patch
 
 from mirrorc.torch_internals.hooks.settings import is_structured_trace_on
 
@@ -18,16 +18,13 @@ def metrics_if_heard() -> Iterator[None]:
     """
     from torch._dynamo.utils import get_metrics_context
 
-    logger = logging.getLogger("torch._dynamo.metrics_context")
-    was_disabled, context = logger.disabled, get_metrics_context()
-    tell: Any = context._on_exit
-    try:
-        logger.disabled = True
-        if not is_structured_trace_on():
-            context._on_exit = lambda *_: None
+    context = get_metrics_context()
+    report = context._on_exit if is_structured_trace_on() else lambda *_: None
+    with (
+        patch.object(logging.getLogger("torch._dynamo.metrics_context"), "disabled", True),
+        patch.object(context, "_on_exit", report),
+    ):
         yield
-    finally:
-        logger.disabled, context._on_exit = was_disabled, tell
 
 
 @contextlib.contextmanager
@@ -35,9 +32,5 @@ def guards_not_timed() -> Iterator[None]:
     """Keeps Dynamo from timing new guards, for which it empties the processor's caches (20 ms and more)."""
     from torch._dynamo import guards
 
-    measure: Callable[..., float] = guards.profile_guard_manager
-    guards.profile_guard_manager = lambda *_: 0.0
-    try:
+    with patch.object(guards, "profile_guard_manager", lambda *_: 0.0):
         yield
-    finally:
-        guards.profile_guard_manager = measure

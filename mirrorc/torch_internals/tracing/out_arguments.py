@@ -6,10 +6,11 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 
 @contextlib.contextmanager
-def given_results() -> Iterator[None]:
+def returned_out_arguments() -> Iterator[None]:
     """In traces of this thread, torch functions return the very tensor of ``out=``.
 
     Dynamo returns another variable, so ``self.u = torch.mul(a, b, out=self.u)`` would seem to assign an attribute.
@@ -20,13 +21,10 @@ def given_results() -> Iterator[None]:
     thread, call = threading.get_ident(), TorchInGraphFunctionVariable.call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        found, out = call(self, tx, args, kwargs), kwargs.get("out")
+        result, out = call(self, tx, args, kwargs), kwargs.get("out")
         out = out.realize() if hasattr(out, "realize") else out
-        is_given = isinstance(out, TensorVariable) and isinstance(found, TensorVariable)
-        return out if is_given and threading.get_ident() == thread else found
+        is_out = isinstance(out, TensorVariable) and isinstance(result, TensorVariable)
+        return out if is_out and threading.get_ident() == thread else result
 
-    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign]
-    try:
+    with patch.object(TorchInGraphFunctionVariable, "call_function", call_function):
         yield
-    finally:
-        TorchInGraphFunctionVariable.call_function = call  # type: ignore[method-assign]

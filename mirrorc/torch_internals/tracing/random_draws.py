@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -19,28 +20,24 @@ def observed_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
     from torch._guards import TracingContext
 
     draw: Callable[..., Any] = user_defined.call_random_fn
-    found: list[Sequence[traceback.FrameSummary]] = []
+    stacks: list[Sequence[traceback.FrameSummary]] = []
     thread, state = threading.get_ident(), random.getstate()
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:
-            found.append(list(TracingContext.extract_stack()))
+            stacks.append(list(TracingContext.extract_stack()))
         return draw(*args, **kwargs)
 
-    modules: tuple[Any, ...] = (misc, user_defined)
-    for module in modules:
-        module.call_random_fn = observed
     try:
-        yield found
+        with patch.object(misc, "call_random_fn", observed), patch.object(user_defined, "call_random_fn", observed):
+            yield stacks
     finally:
-        for module in modules:
-            module.call_random_fn = draw
-        if found:
+        if stacks:
             random.setstate(state)
 
 
 @contextlib.contextmanager
-def observed_kept_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
+def observed_cached_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
     """Frames of calls of cached random functions in traces of this thread, outermost first.
 
     The tracer ignores ``functools.cache`` and ``lru_cache``.
@@ -48,9 +45,8 @@ def observed_kept_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
     from torch._guards import TracingContext
 
-    wrapped: Any = WrapperUserFunctionVariable
-    call: Callable[..., Any] = wrapped.call_function
-    found: list[Sequence[traceback.FrameSummary]] = []
+    call = WrapperUserFunctionVariable.call_function
+    stacks: list[Sequence[traceback.FrameSummary]] = []
     thread = threading.get_ident()
 
     def observed(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -59,14 +55,11 @@ def observed_kept_draws() -> Iterator[list[Sequence[traceback.FrameSummary]]]:
         before, stack = set(tx.output.graph.nodes), list(TracingContext.extract_stack())
         result = call(self, tx, args, kwargs)
         if any(_is_random(node.target) for node in tx.output.graph.nodes if node not in before):
-            found.append(stack)
+            stacks.append(stack)
         return result
 
-    wrapped.call_function = observed
-    try:
-        yield found
-    finally:
-        wrapped.call_function = call
+    with patch.object(WrapperUserFunctionVariable, "call_function", observed):
+        yield stacks
 
 
 def _is_random(target: Any) -> bool:

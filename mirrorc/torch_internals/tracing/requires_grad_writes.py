@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -26,21 +27,18 @@ def made_leaves() -> Iterator[None]:
         if threading.get_ident() == thread and getattr(self, "fn", setattr) is setattr and len(args) == 3:
             owner, name, value = (arg.realize() if hasattr(arg, "realize") else arg for arg in args)
             is_computed = isinstance(owner, TensorVariable) and owner.source is None
-            said = [arg.as_python_constant() for arg in (name, value) if arg.is_python_constant()]
-            if is_computed and said == ["requires_grad", True] and _is_leaf_of_its_own(owner.as_proxy().node):
+            constants = [arg.as_python_constant() for arg in (name, value) if arg.is_python_constant()]
+            if is_computed and constants == ["requires_grad", True] and _is_separate_leaf(owner.as_proxy().node):
                 owner.as_proxy().node.meta["example_value"].requires_grad_()
                 owner.requires_grad = True
                 return ConstantVariable.create(None)
         return call(self, tx, args, kwargs)
 
-    kind.call_function = call_function
-    try:
+    with patch.object(kind, "call_function", call_function):
         yield
-    finally:
-        kind.call_function = call
 
 
-def _is_leaf_of_its_own(node: Any) -> bool:
+def _is_separate_leaf(node: Any) -> bool:
     """A leaf has no gradient function, is not its operand, and has no views yet."""
     value = node.meta["example_value"]
 
@@ -48,14 +46,14 @@ def _is_leaf_of_its_own(node: Any) -> bool:
         return other.untyped_storage()._cdata
 
     def values(nodes: Any) -> list[torch.Tensor]:
-        found = [other.meta.get("example_value") for other in nodes]
-        return [one for one in found if isinstance(one, torch.Tensor)]
+        examples = [other.meta.get("example_value") for other in nodes]
+        return [tensor for tensor in examples if isinstance(tensor, torch.Tensor)]
 
     if value.grad_fn is not None:
         return False
     place = (value.shape, value.stride(), value.storage_offset())
     is_input = any(
-        memory(one) == memory(value) and (one.shape, one.stride(), one.storage_offset()) == place
-        for one in values(node.all_input_nodes)
+        memory(tensor) == memory(value) and (tensor.shape, tensor.stride(), tensor.storage_offset()) == place
+        for tensor in values(node.all_input_nodes)
     )
-    return not is_input and all(memory(one) != memory(value) for one in values(node.users))
+    return not is_input and all(memory(tensor) != memory(value) for tensor in values(node.users))

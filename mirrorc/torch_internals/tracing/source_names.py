@@ -46,8 +46,8 @@ def source_words(expression: str, scope: Mapping[str, Any]) -> SourceWords:
     """
     reader = _Reader(scope)
     with contextlib.suppress(SyntaxError):
-        told = ast.unparse(reader.visit(ast.parse(expression.strip(), mode="eval")))
-        return SourceWords(told, reader.place)
+        name = ast.unparse(reader.visit(ast.parse(expression.strip(), mode="eval")))
+        return SourceWords(name, reader.place)
     return SourceWords(expression.strip(), "")
 
 
@@ -56,10 +56,10 @@ def in_users_words(guard: str, scope: Mapping[str, Any]) -> str:
     condition, _, comment = guard.partition("  # ")
     condition = re.sub(r"^\d+/\d+: |, type=<.*$", "", condition.strip())
     gone = re.fullmatch(r"\w+Error on (.*)", condition)  # the expression no longer evaluates
-    told, place = source_words(gone[1] if gone else condition, scope)
-    told += " is gone" if gone else ""
+    text, place = source_words(gone[1] if gone else condition, scope)
+    text += " is gone" if gone else ""
     line = re.sub(r"^.*/", "", comment.rpartition("# ")[2].partition(" (HINT: ")[0].strip())
-    return f"{told}{f' in {place}' if place else ''}{f', read at {line}' if line else ''}"
+    return f"{text}{f' in {place}' if place else ''}{f', read at {line}' if line else ''}"
 
 
 class _Reader(ast.NodeTransformer):
@@ -193,8 +193,8 @@ class _Reader(ast.NodeTransformer):
         if name.startswith("loss_fn"):
             return "loss_fn"
         value = self._value(function)
-        own = getattr(value, "__name__", type(value).__name__)
-        return "" if own == "<lambda>" else f"{own}()"
+        function_name = getattr(value, "__name__", type(value).__name__)
+        return "" if function_name == "<lambda>" else f"{function_name}()"
 
     def _module(self, module: ast.expr) -> str:
         name = _Reader(self._scope)._name(module) or "model"

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
 
 @contextlib.contextmanager
@@ -34,14 +35,13 @@ def traced_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -
         SkipFunctionVariable: "value",
         UserFunctionVariable: "fn",
     }
-    calls = [kind.call_function for kind in kinds]
-    for (kind, attribute), call in zip(kinds.items(), calls, strict=True):
-        kind.call_function = substituted(call, attribute)
-    try:
+    patches = [
+        patch.object(kind, "call_function", substituted(kind.call_function, name)) for kind, name in kinds.items()
+    ]
+    with contextlib.ExitStack() as stack:
+        for replacement in patches:
+            stack.enter_context(replacement)
         yield
-    finally:
-        for kind, call in zip(kinds, calls, strict=True):
-            kind.call_function = call
 
 
 @contextlib.contextmanager
@@ -58,15 +58,12 @@ def called_while_traced(functions: Collection[Callable[..., Any]]) -> Iterator[N
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.fn not in functions or threading.get_ident() != thread:
             return call(self, tx, args, kwargs)
-        given = {key: value.as_python_constant() for key, value in kwargs.items()}
-        found = self.fn(*(arg.as_python_constant() for arg in args), **given)
-        return UserFunctionVariable(found) if isinstance(found, FunctionType) else ConstantVariable.create(found)
+        constants = {key: value.as_python_constant() for key, value in kwargs.items()}
+        result = self.fn(*(arg.as_python_constant() for arg in args), **constants)
+        return UserFunctionVariable(result) if isinstance(result, FunctionType) else ConstantVariable.create(result)
 
-    UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
-    try:
+    with patch.object(UserFunctionVariable, "call_function", call_function):
         yield
-    finally:
-        UserFunctionVariable.call_function = call  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -74,18 +71,15 @@ def noted_calls(function: Callable[..., Any]) -> Iterator[list[int]]:
     """Lines at which traces of this thread call a function of torch."""
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-    thread, found, call = threading.get_ident(), list[int](), TorchInGraphFunctionVariable.call_function
+    thread, lines, call = threading.get_ident(), list[int](), TorchInGraphFunctionVariable.call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value is function and threading.get_ident() == thread:
-            found.append(tx.lineno)
+            lines.append(tx.lineno)
         return call(self, tx, args, kwargs)
 
-    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        TorchInGraphFunctionVariable.call_function = call  # type: ignore[method-assign]
+    with patch.object(TorchInGraphFunctionVariable, "call_function", call_function):
+        yield lines
 
 
 @contextlib.contextmanager
@@ -107,22 +101,16 @@ def asked_for_class(kind: type) -> Iterator[None]:
             frame = frame.f_back
         return self.value.__class__ if frame.f_code.co_name == "call_isinstance" else python_type(self)
 
-    def found(self: Any, name: str) -> Any:
+    def look_up(self: Any, name: str) -> Any:
         if self.value_type is kind and threading.get_ident() == thread:
             for base in kind.__mro__:
                 if name in vars(base):
                     return vars(base)[name]
         return looked_up(self, name)
 
-    UserDefinedObjectVariable.python_type = class_of  # type: ignore[method-assign]
-    if looked_up is not None:
-        UserDefinedObjectVariable.lookup_class_mro_attr = found  # type: ignore[method-assign]
-    try:
+    methods = {"python_type": class_of, **({"lookup_class_mro_attr": look_up} if looked_up is not None else {})}
+    with patch.multiple(UserDefinedObjectVariable, **methods):
         yield
-    finally:
-        UserDefinedObjectVariable.python_type = python_type  # type: ignore[method-assign]
-        if looked_up is not None:
-            UserDefinedObjectVariable.lookup_class_mro_attr = looked_up  # type: ignore[method-assign]
 
 
 def traced_file() -> str:

@@ -42,7 +42,7 @@ def made_container(output: Any, variable: Any) -> MadeContainer:
 
 def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[ChangedContainer]:
     """Containers that were changed in the attempt with these side effects."""
-    found = []
+    changed = []
     recorded = getattr(effects, "mutation_user_stacks", {})
     of_this_attempt = [container for container in made if container.output.side_effects is effects]
     for index, container in enumerate(of_this_attempt):
@@ -52,8 +52,8 @@ def changed_containers(made: Sequence[MadeContainer], effects: Any) -> list[Chan
         has_same_attributes = _are_same([*container.attributes.items()], attributes)
         if not has_same_attributes or not _are_same(before, after):
             stacks = recorded.get(content_of(variable)) or recorded.get(variable) or [[]]
-            found.append(ChangedContainer(index, list(stacks[-1]), has_same_attributes and _is_part(after, before)))
-    return found
+            changed.append(ChangedContainer(index, list(stacks[-1]), has_same_attributes and _is_part(after, before)))
+    return changed
 
 
 def _without_defaults(variable: Any, before: Sequence[Any] | None, items: Sequence[Any] | None) -> Sequence[Any] | None:

@@ -16,10 +16,10 @@ _FROM_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: attributes of other classes cannot
 class _Method:
     owner: type
     name: str
-    found: Any
+    method: Any
 
     def is_same(self) -> bool:
-        return _looked_up(self.owner, self.name) is self.found
+        return _looked_up(self.owner, self.name) is self.method
 
 
 class TracedMethods:
@@ -35,9 +35,9 @@ class TracedMethods:
             self._enter_functions(_functions_in(value))
             for kind in (type(value), value) if isinstance(value, type) else (type(value),):
                 self._enter_class(kind)
-        plain = {key: found for key, found in self._entries.items() if getattr(*key, None) is found}
-        self._plain = [(owner, name, found) for (owner, name), found in plain.items()]
-        self._others = [_Method(*key, found) for key, found in self._entries.items() if key not in plain]
+        plain = {key: method for key, method in self._entries.items() if getattr(*key, None) is method}
+        self._plain = [(owner, name, method) for (owner, name), method in plain.items()]
+        self._others = [_Method(*key, method) for key, method in self._entries.items() if key not in plain]
         self._codes = [(function, function.__code__) for function in self._functions.values()]
 
     def _enter_class(self, kind: type) -> None:
@@ -69,8 +69,8 @@ class TracedMethods:
         return bool(traced)
 
     def hold(self) -> bool:
-        for owner, name, found in self._plain:
-            if getattr(owner, name, None) is not found:  # by far the fastest lookup
+        for owner, name, method in self._plain:
+            if getattr(owner, name, None) is not method:  # by far the fastest lookup
                 return False
         for function, code in self._codes:
             if function.__code__ is not code:
@@ -118,12 +118,12 @@ def _functions_in(value: Any, depth: int = 4) -> Iterator[FunctionType]:
     elif isinstance(value, functools.cached_property | functools.partialmethod | functools.partial):
         around = [value.func]
     else:
-        around = [_own_attributes(value).get("__wrapped__")]
+        around = [_instance_attributes(value).get("__wrapped__")]
     for inner in around:
         yield from _functions_in(inner, depth - 1)
 
 
-def _own_attributes(value: Any) -> Mapping[str, Any]:
+def _instance_attributes(value: Any) -> Mapping[str, Any]:
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -140,7 +140,7 @@ def _content(cell: CellType) -> Any:
 
 def _looked_up(kind: type, name: str) -> Any:
     for base in kind.__mro__:
-        found = base.__dict__.get(name, _ABSENT)
-        if found is not _ABSENT:
-            return found
+        value = base.__dict__.get(name, _ABSENT)
+        if value is not _ABSENT:
+            return value
     return _ABSENT

@@ -18,18 +18,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mirrorc.torch_internals.aot.effect_tokens import kept_checks_of_linalg, remove_effect_tokens
+from mirrorc.torch_internals.aot.export_cleanup import no_states_of_gpus, ordered_linalg_checks, remove_effect_tokens
 from mirrorc.torch_internals.aot.joint_graph import JointGraph
-from mirrorc.torch_internals.aot.philox_states import no_states_of_gpus
 from mirrorc.torch_internals.fx.graphs import lazy_graph_modules
 from mirrorc.torch_internals.numbers.drawn_numbers import taken_draws
 from mirrorc.torch_internals.numbers.host_numbers import NumbersGivenUp
 from mirrorc.torch_internals.numbers.number_tensors import BUFFER, take_numbers_as_tensors
 from mirrorc.torch_internals.numbers.number_trace import traced_numbers
-from mirrorc.torch_internals.symbols.symbol_names import symbols_by_number
-from mirrorc.torch_internals.symbols.symbolic_sizes import SizesGivenUp, SizesOfArguments, is_marked, is_symbolic
-from mirrorc.torch_internals.tracing.graph_inputs import read_variables_from_module
-from mirrorc.torch_internals.tracing.guards import (
+from mirrorc.torch_internals.symbols.symbolic_sizes import (
+    SizesGivenUp,
+    SizesOfArguments,
+    is_marked,
+    is_symbolic,
+    symbols_by_number,
+)
+from mirrorc.torch_internals.tracing.dynamo_guards import (
     DynamoGuards,
     build_guards,
     captured_output,
@@ -37,14 +40,15 @@ from mirrorc.torch_internals.tracing.guards import (
     scope_of_guards,
     traced_globals,
 )
+from mirrorc.torch_internals.tracing.graph_inputs import read_variables_from_module
 from mirrorc.torch_internals.tracing.metrics import metrics_if_heard
-from mirrorc.torch_internals.tracing.random_draws import observed_draws, observed_kept_draws
-from mirrorc.torch_internals.tracing.side_effects import PythonEffects, observed_effects, reported_functions
+from mirrorc.torch_internals.tracing.python_effects import PythonEffects, observed_effects, reported_functions
+from mirrorc.torch_internals.tracing.random_draws import observed_cached_draws, observed_draws
 from mirrorc.torch_internals.tracing.source_names import source_words
 
 
 @contextlib.contextmanager
-def kept_tracing_state() -> Iterator[None]:
+def restored_tracing_state() -> Iterator[None]:
     """Restores tracing state after Ctrl-C, which may interrupt torch's own cleanup.
 
     A stale tracing context makes all later traces fail.
@@ -94,7 +98,7 @@ def trace_full_graph(
             guarded_results() if guards_results else contextlib.nullcontext(),
             observed_effects(module, names, makes_arguments) as effects,
             observed_draws() as draws,
-            observed_kept_draws() as kept_draws,
+            observed_cached_draws() as cached_draws,
             traced_numbers(numbers) as trace,
             taken_draws(module, trace) if takes_draws else contextlib.nullcontext() as drawn,
             symbols_by_number() if any(map(is_marked, leaves)) else contextlib.nullcontext(),
@@ -110,7 +114,7 @@ def trace_full_graph(
             if len(node.args) == 1:  # AOTAutograd drops an assert without a text
                 node.args = (node.args[0], "assertion error")
         traced.meta["mirrorc_guards"] = build_guards(outputs[-1], module, inputs, drawn)
-        effects.draws, effects.kept_draws = draws, kept_draws
+        effects.draws, effects.cached_draws = draws, cached_draws
         traced.meta["mirrorc_effects"] = effects
         return traced
     except NumbersGivenUp as error:
@@ -158,8 +162,8 @@ def python_effects_of(traced: fx.GraphModule) -> PythonEffects:
 
 def leaf_of_placeholder(node: fx.Node) -> int | None:
     """The index of a placeholder's tensor argument in ``*leaves``; None for a variable."""
-    found = re.fullmatch(r"L_leaves_(\d+)_", str(node.target))
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"L_leaves_(\d+)_", str(node.target))
+    return int(match[1]) if match else None
 
 
 def _logging_methods() -> set[Callable[..., Any]]:
@@ -189,8 +193,8 @@ def export_forward_graph(
 ) -> JointGraph:
     """The functional graph of a result of `trace_full_graph`, without gradients."""
     with torch.no_grad():
-        joint, found = _exported(stack, traced, leaves, decompositions)
-    joint.outputs = dict(zip(outputs, found, strict=True))
+        joint, nodes = _exported(stack, traced, leaves, decompositions)
+    joint.outputs = dict(zip(outputs, nodes, strict=True))
     return joint
 
 
@@ -205,10 +209,12 @@ def _exported(
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     known = _with_symbols(traced) if any(map(is_marked, leaves)) else {}
-    given = [known.get(leaf, tensor) for leaf, tensor in enumerate(leaves)]
+    arguments = [known.get(leaf, tensor) for leaf, tensor in enumerate(leaves)]
     stack.enter_context(no_states_of_gpus())
-    with kept_checks_of_linalg(), lazy_graph_modules():
-        exported = aot_export_joint_with_descriptors(stack, traced, tuple(given), decompositions=dict(decompositions))
+    with ordered_linalg_checks(), lazy_graph_modules():
+        exported = aot_export_joint_with_descriptors(
+            stack, traced, tuple(arguments), decompositions=dict(decompositions)
+        )
     graph_module = exported.graph_module
     remove_effect_tokens(graph_module)
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
@@ -272,11 +278,11 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def failing_node(error: BaseException) -> fx.Node | None:
     """The node that failed on fake tensors; None for a failure elsewhere."""
-    found, traced = None, error.__traceback__
+    failing, traced = None, error.__traceback__
     while traced is not None:
         nodes = [value for value in traced.tb_frame.f_locals.values() if isinstance(value, fx.Node)]
-        found, traced = nodes[-1] if nodes else found, traced.tb_next
-    return found
+        failing, traced = nodes[-1] if nodes else failing, traced.tb_next
+    return failing
 
 
 def is_users_file(path: str) -> bool:

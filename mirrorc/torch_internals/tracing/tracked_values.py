@@ -27,10 +27,10 @@ def changed_items(variable: Any, real: Any, scope: Mapping[str, Any]) -> list[st
         return ["["]
     if not isinstance(real, dict) or not isinstance(getattr(variable, "items", None), dict):
         return [] if is_same(variable, real, scope) else ["["]
-    found = _items_of(variable)
-    if found is None:
+    items = _items_of(variable)
+    if items is None:
         return ["["]
-    keys = [key for key in {**found, **real} if not is_same(found.get(key), real.get(key, MISSING), scope)]
+    keys = [key for key in {**items, **real} if not is_same(items.get(key), real.get(key, MISSING), scope)]
     return [f"[{key!r}]" for key in keys]
 
 
@@ -44,8 +44,8 @@ def _items_of(variable: Any) -> dict[Any, Any] | None:
 
 def attribute_of(real: Any, key: str) -> Any:
     """`MISSING` if there is none."""
-    own = getattr(real, "__dict__", {})
-    return own[key] if key in own else getattr(real, key, MISSING)
+    attributes = getattr(real, "__dict__", {})
+    return attributes[key] if key in attributes else getattr(real, key, MISSING)
 
 
 def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
@@ -60,10 +60,10 @@ def is_same(variable: Any, real: Any, scope: Mapping[str, Any]) -> bool:
         pairs = zip(variable.items, real, strict=False)
         return len(variable.items) == len(real) and all(is_same(v, r, scope) for v, r in pairs)
     if isinstance(real, dict | set) and isinstance(getattr(variable, "items", None), dict):
-        found = _items_of(variable)
-        if found is None or found.keys() != set(real):
+        items = _items_of(variable)
+        if items is None or items.keys() != set(real):
             return False
-        return not isinstance(real, dict) or all(is_same(found[key], real[key], scope) for key in found)
+        return not isinstance(real, dict) or all(is_same(items[key], real[key], scope) for key in items)
     if getattr(variable, "is_python_constant", lambda: False)():
         value = variable.as_python_constant()
         return type(value) is type(real) and repr(value) == repr(real)
@@ -137,13 +137,13 @@ def items_of(variable: Any, real: Any, scope: Mapping[str, Any]) -> Any:
     if isinstance(items, list) and isinstance(real, list | tuple | deque):
         held = [stand_in(item, scope) for item in items]
         return MISSING if any(item is MISSING for item in held) else held
-    found = _items_of(variable) if isinstance(items, dict) and isinstance(real, dict | set) else None
-    if found is None:
+    by_key = _items_of(variable) if isinstance(items, dict) and isinstance(real, dict | set) else None
+    if by_key is None:
         return MISSING
     if isinstance(real, set):
-        return list(found)
-    kept = {key: stand_in(value, scope) for key, value in found.items()}
-    return MISSING if any(value is MISSING for value in kept.values()) else kept
+        return list(by_key)
+    values = {key: stand_in(value, scope) for key, value in by_key.items()}
+    return MISSING if any(value is MISSING for value in values.values()) else values
 
 
 def replace_items(real: Any, items: Iterable[Any]) -> None:
@@ -160,5 +160,5 @@ def replace_items(real: Any, items: Iterable[Any]) -> None:
 
 
 def _tensor_like(example: torch.Tensor) -> torch.Tensor:
-    one = torch.zeros((), dtype=example.dtype, device=example.device)
-    return one.expand(tuple(int(size) for size in example.shape)).requires_grad_(example.requires_grad)
+    element = torch.zeros((), dtype=example.dtype, device=example.device)
+    return element.expand(tuple(int(size) for size in example.shape)).requires_grad_(example.requires_grad)

@@ -4,7 +4,7 @@ from typing import Any
 import torch
 
 from mirrorc import torch_internals as internals
-from mirrorc.torch_internals import replaced_operators
+from mirrorc.torch_internals import recorded_by_autograd, replaced_operators
 
 aten = torch.ops.aten
 
@@ -101,3 +101,14 @@ def test_fake_tensors_have_a_mode_and_a_device_and_no_memory() -> None:
     assert made.fake_mode is mode and made.device.type == "cpu" and made.stride() == (1, 2)
     with mode:
         assert isinstance(torch.empty(2), internals.FakeTensor)
+
+
+def test_a_kernel_is_recorded_only_within_the_block() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    with torch._C._AutoDispatchBelowAutograd():  # as in a kernel
+        assert not (leaf * 2).requires_grad
+        with recorded_by_autograd():
+            doubled = leaf * 2
+        assert not (leaf * 2).requires_grad
+    (gradient,) = torch.autograd.grad(doubled.sum(), leaf)
+    assert gradient.tolist() == [2.0, 2.0, 2.0]

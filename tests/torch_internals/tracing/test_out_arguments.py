@@ -18,7 +18,7 @@ class Writes(nn.Module):
 
 def test_what_is_given_for_a_result_is_the_result() -> None:
     module = Writes()
-    with internals.given_results():
+    with internals.returned_out_arguments():
         traced = internals.trace_full_graph(module, (torch.ones(2),))
     assert internals.python_effects_of(traced).writes == []
     assert traced(torch.ones(2)) == 6 and module.u.sum() == 6

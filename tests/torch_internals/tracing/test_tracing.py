@@ -122,9 +122,7 @@ def test_draws_are_inputs_that_are_drawn_again() -> None:
             self.drawn: list[float] = []
 
         def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
-            scale = (
-                np.random.rand() if random.random() < 0.5 and internals.one_of_torchs() < 2 else random.randint(1, 3)
-            )
+            scale = np.random.rand() if random.random() < 0.5 and internals.torch_random() < 2 else random.randint(1, 3)
             return super().forward(*leaves) * scale
 
     module = Draws()
@@ -148,7 +146,7 @@ def test_draws_are_inputs_that_are_drawn_again() -> None:
 
 def test_an_interrupted_trace_leaves_no_state_of_torch_behind() -> None:
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        with pytest.raises(KeyboardInterrupt), internals.kept_tracing_state():
+        with pytest.raises(KeyboardInterrupt), internals.restored_tracing_state():
             for manager in (torch._guards.tracing(torch._guards.TracingContext(None)), torch.autograd.detect_anomaly()):
                 manager.__enter__()  # and Ctrl-C ends its exit
             raise KeyboardInterrupt

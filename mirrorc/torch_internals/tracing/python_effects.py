@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
@@ -130,14 +131,14 @@ class PythonEffects:
     """Side effects of one trace; stacks are outermost first.
 
     Attributes:
-        kept_draws: calls of functions that cache their draws.
+        cached_draws: calls of functions that cache their draws.
         changed_arguments: changed containers of arguments, which were made anew for the trace.
     """
 
     writes: list[PythonWrite] = field(default_factory=list)
     calls: list[PythonCall] = field(default_factory=list)
     draws: list[Sequence[traceback.FrameSummary]] = field(default_factory=list)
-    kept_draws: list[Sequence[traceback.FrameSummary]] = field(default_factory=list)
+    cached_draws: list[Sequence[traceback.FrameSummary]] = field(default_factory=list)
     changed_arguments: list[ChangedContainer] = field(default_factory=list)
 
 
@@ -160,19 +161,19 @@ def observed_effects(
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
 
-    found, thread, scope = PythonEffects(), threading.get_ident(), {"L": {"self": module}, "G": names}
+    effects, thread, scope = PythonEffects(), threading.get_ident(), {"L": {"self": module}, "G": names}
     clear, call, log = SideEffects.clear, IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
     enter = UserFunctionVariable.call_function
     prune, made = SideEffects.prune_dead_object_new, list[MadeContainer]()
 
     def observed_clear(self: Any) -> None:
         if threading.get_ident() == thread:
-            found.writes = _writes(self, scope)  # the last attempt wins
+            effects.writes = _writes(self, scope)  # the last attempt wins
         clear(self)
 
     def observed_prune(self: Any, tx: Any) -> None:
         if threading.get_ident() == thread:
-            found.changed_arguments = changed_containers(made, self)
+            effects.changed_arguments = changed_containers(made, self)
         prune(self, tx)  # it forgets the attributes of new objects
 
     def observed_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -180,13 +181,13 @@ def observed_effects(
             is_warning = self.value is warnings.warn  # Python shows a warning of a line once
             name = "" if self.value is builtins.print else f"{self.value.__module__}."
             name += self.value.__name__
-            found.calls.append(_run(name, _warn if is_warning else self.value, args, kwargs, not is_warning))
+            effects.calls.append(_run(name, _warn if is_warning else self.value, args, kwargs, not is_warning))
         return call(self, tx, args, kwargs)
 
     def observed_log(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() == thread and (name in _METHODS or name == "warning_once"):
             repeats = name in _METHODS and name != "log" and self.value.isEnabledFor(_level(name))
-            found.calls.append(_run(f"logger.{name}", getattr(self.value, name), args, kwargs, repeats))
+            effects.calls.append(_run(f"logger.{name}", getattr(self.value, name), args, kwargs, repeats))
         return log(self, tx, name, args, kwargs)
 
     def observed_enter(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -196,7 +197,7 @@ def observed_effects(
             made.append(made_container(tx.output, result))
         return result
 
-    patched: list[tuple[Any, str, Any]] = [
+    patches: list[tuple[Any, str, Any]] = [
         (SideEffects, "clear", observed_clear),
         (SideEffects, "prune_dead_object_new", observed_prune),
         (IgnoredFunctionVariable, "call_function", observed_call),
@@ -204,10 +205,9 @@ def observed_effects(
         (UserFunctionVariable, "call_function", observed_enter),
     ]
     with contextlib.ExitStack() as stack:
-        for owner, name, function in patched:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
-        yield found
+        for owner, name, function in patches:
+            stack.enter_context(patch.object(owner, name, function))
+        yield effects
 
 
 def _logger(args: Sequence[Any]) -> Any:
@@ -237,8 +237,8 @@ def _run(name: str, function: Callable[..., Any], args: Any, kwargs: Any, repeat
 
     stack, has_run = list(TracingContext.extract_stack()), False
     with contextlib.suppress(Exception):  # the tracer may not know the arguments
-        given, named = [_value_of(arg) for arg in args], {key: _value_of(arg) for key, arg in kwargs.items()}
-        function(*given, **named)
+        values, named = [_value_of(arg) for arg in args], {key: _value_of(arg) for key, arg in kwargs.items()}
+        function(*values, **named)
         has_run = True
     return PythonCall(name, stack, has_run, repeats)
 

@@ -20,7 +20,7 @@ from mirrorc.errors import ExecutionError, PassError
 from mirrorc.ir import ops
 from mirrorc.ir.devices import Device
 from mirrorc.ir.program import Program
-from mirrorc.options.workers import joined_workers
+from mirrorc.options.worker_options import joined_workers
 from mirrorc.packing import ByBytes
 from mirrorc.printing.reader import read_program_text
 from mirrorc.verifier.verifier import verify

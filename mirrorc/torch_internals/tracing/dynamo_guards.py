@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -56,8 +57,8 @@ class DynamoGuards:
         taken = inputs.sources if inputs is not None else ()
         values = {name: value for name in names for value in _evaluated(name, self._scope)}
         self._methods = TracedMethods([*module.modules(), *values.values()], traced_code)
-        self._kept = list(values.values())  # guards compare by id, which must not be reused
-        is_environment_read = any(value is read for value in self._kept for read in (os.environ, os.getenv))
+        self._values_alive = list(values.values())  # guards compare by id, which must not be reused
+        is_environment_read = any(value is read for value in self._values_alive for read in (os.environ, os.getenv))
         self._environment = dict(os.environ) if is_environment_read else None
         self._zeros = [
             (compile(name, "<guard>", "eval"), repr(value))
@@ -112,12 +113,12 @@ class DynamoGuards:
 
     def changed_numbers(self) -> list[str]:
         """Expressions whose number differs from the graph's constant."""
-        found = []
+        changed = []
         for name, value in self._constants.items():
             now = next(iter(_evaluated(name, self._scope)), None)
             if is_ordinary(now) and (type(now) is not type(value) or repr(now) != repr(value)):
-                found.append(name)
-        return found
+                changed.append(name)
+        return changed
 
     def words_for(self, name: str) -> str:
         return source_words(name, self._scope).name
@@ -170,17 +171,14 @@ def captured_output() -> Iterator[list[Any]]:
     from torch._dynamo import functional_export
 
     capture: Callable[..., Any] = functional_export.fullgraph_capture
-    kept: list[Any] = []
+    outputs: list[Any] = []
 
     def keeping(*args: Any, **kwargs: Any) -> Any:
-        kept.append(capture(*args, **kwargs))
-        return kept[-1]
+        outputs.append(capture(*args, **kwargs))
+        return outputs[-1]
 
-    functional_export.fullgraph_capture = keeping
-    try:
-        yield kept
-    finally:
-        functional_export.fullgraph_capture = capture
+    with patch.object(functional_export, "fullgraph_capture", keeping):
+        yield outputs
 
 
 @contextlib.contextmanager
@@ -199,11 +197,8 @@ def guarded_results() -> Iterator[None]:
             value.realize()
         generate(self, value, *args, **kwargs)
 
-    PyCodegen.__call__ = guarding  # type: ignore[method-assign]
-    try:
+    with patch.object(PyCodegen, "__call__", guarding):
         yield
-    finally:
-        PyCodegen.__call__ = generate  # type: ignore[method-assign]
 
 
 def build_guards(
@@ -220,11 +215,11 @@ def build_guards(
 
     captured = output.graph_capture_output
     guards = captured.output_graph.guards
-    kept = [guard for guard in guards if _is_kept(guard.name, guard.create_fn_name())]
+    needed = [guard for guard in guards if _is_needed(guard.name, guard.create_fn_name())]
     scope = scope_of_guards(module)
     variables = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     _empty(guards)
-    for guard in kept:
+    for guard in needed:
         if guard.create_fn_name() != "TENSOR_MATCH":
             guards.add(guard, collect_debug_stack=False)
             continue
@@ -244,7 +239,7 @@ def build_guards(
     except AssertionError as error:
         raise GuardsChange(in_users_words(str(error).rpartition("reason: ")[2], scope)) from error
     return DynamoGuards(
-        manager, module, captured.traced_code, list(dict.fromkeys(guard.name for guard in kept)), inputs, drawn
+        manager, module, captured.traced_code, list(dict.fromkeys(guard.name for guard in needed)), inputs, drawn
     )
 
 
@@ -265,7 +260,7 @@ def _identity(guard: Any) -> Any:
     return identity
 
 
-def _is_kept(name: str, kind: str) -> bool:
+def _is_needed(name: str, kind: str) -> bool:
     if kind in _LEFT_OUT or (name.startswith("L[") and not name.startswith("L['self']")):
         return False
     if kind == "EMPTY_NN_MODULE_HOOKS_DICT":

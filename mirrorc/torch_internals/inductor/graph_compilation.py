@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from mirrorc.torch_internals.fx.graphs import traced_on_fake_tensors
-from mirrorc.torch_internals.symbols.size_assumptions import assume_num_elements
-from mirrorc.torch_internals.symbols.symbolic_sizes import has_symbols, num_elements_now, sizes_key
+from mirrorc.torch_internals.symbols.symbolic_sizes import assume_num_elements, has_symbols, num_elements_now, sizes_key
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -25,7 +24,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
-    for packet in (torch.ops.aten.native_dropout, *(kept.overloadpacket for kept in _EXPANDED_LATE)):
+    for packet in (torch.ops.aten.native_dropout, *(operator.overloadpacket for operator in _EXPANDED_LATE)):
         for overload in packet.overloads():
             table.pop(getattr(packet, overload), None)
     return table
@@ -117,15 +116,15 @@ def _keep_strides(graph_module: fx.GraphModule, example_inputs: Sequence[Any], w
     graph_module.recompile()
     fake_tensor_prop(graph_module, list(example_inputs))
     output = graph.output_node()
-    kept = []
-    for node, strides, found in zip(output.args[0], wanted, _strides_of_outputs(graph), strict=True):  # type: ignore[arg-type]
-        if strides != found:
+    outputs = []
+    for node, strides, current in zip(output.args[0], wanted, _strides_of_outputs(graph), strict=True):  # type: ignore[arg-type]
+        if strides != current:
             value = node.meta["val"]
             with graph.inserting_before(output):
                 memory = graph.call_function(torch.ops.aten.new_empty_strided.default, (node, value.shape, strides))
                 node = graph.call_function(torch.ops.aten.copy.default, (memory, node))
-        kept.append(node)
-    output.args = (tuple(kept),)
+        outputs.append(node)
+    output.args = (tuple(outputs),)
     graph_module.recompile()
 
 

@@ -46,7 +46,7 @@ def test_guards_hold_until_something_that_was_read_changes(call: Call) -> None:
     assert guards.hold()
     globals()["factor"] = 3.0
     assert not guards.hold()
-    assert guards.broken().startswith("factor == 2.0, read at ") and "test_guards.py:" in guards.broken()
+    assert guards.broken().startswith("factor == 2.0, read at ") and "test_dynamo_guards.py:" in guards.broken()
     globals()["factor"] = 2.0
     assert guards.hold()
 

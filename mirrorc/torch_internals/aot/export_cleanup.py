@@ -1,17 +1,18 @@
-"""Removal of AOTAutograd's effect tokens, which order operators with side effects."""
+"""Removal from joint export of effect tokens, which order operators, and of unused GPU generator states."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
 
 
 @contextlib.contextmanager
-def kept_checks_of_linalg() -> Iterator[None]:
+def ordered_linalg_checks() -> Iterator[None]:
     """In a trace, checks of ``torch.linalg`` results count as side effects; torch 2.11 would drop them."""
     from torch._higher_order_ops import effects
 
@@ -49,9 +50,9 @@ def remove_effect_tokens(graph_module: fx.GraphModule) -> None:
     output = graph.output_node()
     results: Any = output.args[0]
     tokens = d.ForwardTokenAOTOutput | d.BackwardTokenAOTOutput
-    kept = [pair for pair in zip(results, output.meta["desc"], strict=True) if not isinstance(pair[1], tokens)]
-    output.args = (tuple(value for value, _ in kept),)
-    output.meta["desc"] = [kind for _, kind in kept]
+    plain = [pair for pair in zip(results, output.meta["desc"], strict=True) if not isinstance(pair[1], tokens)]
+    output.args = (tuple(value for value, _ in plain),)
+    output.meta["desc"] = [kind for _, kind in plain]
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["desc"], d.ForwardTokenAOTInput | d.BackwardTokenAOTInput):
             graph.erase_node(node)
@@ -71,3 +72,20 @@ def _assert_is_computed(graph: fx.Graph, like: fx.Node, info: fx.Node, name: str
             value = target(value, *constants)
         node.meta = {**like.meta, "val": value}
     graph.call_function(aten._assert_async.msg, (node, text)).meta = {**like.meta, "val": None}
+
+
+@contextlib.contextmanager
+def no_states_of_gpus() -> Iterator[None]:
+    """Keeps AOTAutograd from making unused fake tensors for GPU generator states, 2% of a small compilation."""
+    from torch._decomp.decompositions_for_rng import PhiloxState
+    from torch._functorch import config
+
+    def reset(self: Any) -> None:
+        self.seed = self.base_offset = None
+        self.relative_offset, self.offset_advanced_at_least_once = 0, False
+
+    if config.functionalize_rng_ops:
+        yield
+        return
+    with patch.object(PhiloxState, "reset", reset):
+        yield

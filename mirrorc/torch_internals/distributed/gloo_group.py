@@ -127,11 +127,11 @@ def _places(store: Any, rank: int, num_workers: int) -> list[dict[str, str]]:
     if names:
         return [{"interface": name} for name in names]
     addresses = [store.get(f"address/{other}").decode() for other in range(num_workers)]
-    own = addresses[rank]
+    address = addresses[rank]
     elsewhere = next((other for other in addresses if other and not _is_loopback(other)), "")
-    if _is_loopback(own) and elsewhere:
-        own = _address_towards(elsewhere)
-    return [{"hostname": own}] if own else []
+    if _is_loopback(address) and elsewhere:
+        address = _address_towards(elsewhere)
+    return [{"hostname": address}] if address else []
 
 
 def _host(store: Any) -> str:
@@ -142,10 +142,10 @@ def _host(store: Any) -> str:
 
 def _address_towards(host: str) -> str:
     """Sends nothing; empty if the address is unknown."""
-    found = []
+    addresses = []
     with contextlib.suppress(OSError):  # an unknown name
-        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []
-    for family, kind, protocol, _, address in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+        addresses = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []
+    for family, kind, protocol, _, address in sorted(addresses, key=lambda entry: entry[0] != socket.AF_INET):
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as way:  # no route
             way.connect(address)
             return socket.getnameinfo(way.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
@@ -157,21 +157,21 @@ def _is_loopback(address: str) -> bool:
 
 
 def _port(number: int) -> int:
-    with socket.socket(fileno=os.dup(number)) as found:
-        return int(found.getsockname()[1])
+    with socket.socket(fileno=os.dup(number)) as duplicate:
+        return int(duplicate.getsockname()[1])
 
 
 def _is_listening(number: int) -> bool:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
-        return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as duplicate:
+        return bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     return False
 
 
 def _joins(number: int, ports: set[int]) -> bool:
     try:
-        with socket.socket(fileno=os.dup(number)) as found:
-            theirs = found.getpeername()  # a listener has none
-            return theirs[1] in ports or found.getsockname()[1] in ports
+        with socket.socket(fileno=os.dup(number)) as duplicate:
+            theirs = duplicate.getpeername()  # a listener has none
+            return theirs[1] in ports or duplicate.getsockname()[1] in ports
     except (OSError, IndexError, TypeError):  # not connected, or no network socket
         return False
 

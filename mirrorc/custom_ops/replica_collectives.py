@@ -47,7 +47,7 @@ def _like(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
-def _own_rows_alone(value: torch.Tensor, rows: int) -> torch.Tensor:
+def _rows_alone(value: torch.Tensor, rows: int) -> torch.Tensor:
     if len(value) != rows:
         raise RuntimeError(f"own_rows_of_sum is asked for {rows} rows of {len(value)}, and there is one replica")
     return _alone(value)
@@ -57,7 +57,7 @@ def _gathered(value: torch.Tensor) -> torch.Tensor:
     return value.new_empty((_rows.get()(value), *value.shape[1:]))
 
 
-def _own_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
+def _fake_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
     return value.new_empty((rows, *value.shape[1:]))
 
 
@@ -74,7 +74,7 @@ def _gradient_of_gathered(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     return own_rows_of_sum(gradient, ctx.rows)
 
 
-def _gradient_of_own_rows(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _gradient_of_rows(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
     return all_gather_value(gradient), None
 
 
@@ -97,7 +97,7 @@ all_gather_value = _register(
 """``all_gather_value(value)``: the values of all replicas, concatenated along dim 0; alone, a copy of the value."""
 
 own_rows_of_sum = _register(
-    "own_rows_of_sum(Tensor value, int rows) -> Tensor", _own_rows_alone, _own_rows, _gradient_of_own_rows
+    "own_rows_of_sum(Tensor value, int rows) -> Tensor", _rows_alone, _fake_rows, _gradient_of_rows
 )
 """``own_rows_of_sum(value, rows)``: this replica's rows of the sum over all replicas; alone, a copy of the value.
 

@@ -59,7 +59,7 @@ def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups)
     """
     if clip_grad_value is not None:
         _check("clip_grad_value", clip_grad_value)
-    given: dict[str, Any] = {"max_grad_value": None if clip_grad_value is None else float(clip_grad_value)}
+    arguments: dict[str, Any] = {"max_grad_value": None if clip_grad_value is None else float(clip_grad_value)}
     if isinstance(clip_grad_norm, Sequence) and not isinstance(clip_grad_norm, str | bytes):
         bounds = [_bound(value) for value in clip_grad_norm]
         if len(bounds) != len(groups):
@@ -68,20 +68,20 @@ def clipping(clip_grad_norm: Any, clip_grad_value: Any, groups: OptimizerGroups)
                 f"clip_grad_norm is {clip_grad_norm!r}, but the {who} {counted(len(groups), 'group')}: give one number for all "
                 "gradients together, or a number or None for each group"
             )
-        given["max_grad_norm"] = tuple(None if bound is None else float(bound.max_norm) for bound in bounds)
-        given["grad_norm_type"] = tuple(2.0 if bound is None else float(bound.norm_type) for bound in bounds)
+        arguments["max_grad_norm"] = tuple(None if bound is None else float(bound.max_norm) for bound in bounds)
+        arguments["grad_norm_type"] = tuple(2.0 if bound is None else float(bound.norm_type) for bound in bounds)
     elif (bound := _bound(clip_grad_norm)) is not None:
-        given |= {"max_grad_norm": float(bound.max_norm), "grad_norm_type": float(bound.norm_type)}
-    return given
+        arguments |= {"max_grad_norm": float(bound.max_norm), "grad_norm_type": float(bound.norm_type)}
+    return arguments
 
 
 def check_bounds_of_groups(pipeline: Sequence[Pass], groups: OptimizerGroups) -> None:
     """Refuses bounds per group after the optimizers' groups have changed."""
-    given = next((getattr(one, "max_norm", None) for one in pipeline if one.name == "clip-gradients"), None)
-    if isinstance(given, tuple) and len(given) != len(groups):
+    bounds = next((getattr(entry, "max_norm", None) for entry in pipeline if entry.name == "clip-gradients"), None)
+    if isinstance(bounds, tuple) and len(bounds) != len(groups):
         who = "optimizers have" if len(groups.optimizers) > 1 else "optimizer has"
         raise ValueError(
-            f"clip_grad_norm has {counted(len(given), 'bound')}, one for each group, but the {who} "
+            f"clip_grad_norm has {counted(len(bounds), 'bound')}, one for each group, but the {who} "
             f"{counted(len(groups), 'group')} now: close this step and compile one with a bound, or None, for each group, or "
             "with one number for all gradients together"
         )
@@ -99,7 +99,7 @@ def _bound(value: Any) -> ClipGradNorm | None:
         ) from None
 
 
-def told_norms(told: dict[str, torch.Tensor], program: Program, num_groups: int, *, is_skipped: bool) -> Any:
+def measured_norms(measured: dict[str, torch.Tensor], program: Program, num_groups: int, *, is_skipped: bool) -> Any:
     """The value of `Step.grad_norm`; None if the step measures no norm.
 
     ``told`` are the measured numbers of the last step, or of one before it. A skipped step has measured nothing: its
@@ -112,10 +112,12 @@ def told_norms(told: dict[str, torch.Tensor], program: Program, num_groups: int,
             for graph in program.graphs()
             for node in calls_to(graph, ops.tell)
         }
-        told = {what: torch.full(val.shape, math.nan, dtype=val.dtype, device=device) for what, val in types.items()}
-    if "grad_norm" in told:
-        return told["grad_norm"].clone()
-    norms = [told.get(f"grad_norm_{group}") for group in range(num_groups)]
+        measured = {
+            name: torch.full(val.shape, math.nan, dtype=val.dtype, device=device) for name, val in types.items()
+        }
+    if "grad_norm" in measured:
+        return measured["grad_norm"].clone()
+    norms = [measured.get(f"grad_norm_{group}") for group in range(num_groups)]
     return (
         tuple(None if norm is None else norm.clone() for norm in norms) if any(n is not None for n in norms) else None
     )
