@@ -104,6 +104,16 @@ def origin_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """The node, and all nodes that its value is made of."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        new = [source for source in waiting.pop().all_input_nodes if source not in seen]
+        seen.update(new)
+        waiting += new
+    return seen
+
+
 def is_early(commit: fx.Node) -> bool:
     """Tests for a commit before sums over workers."""
     return bool(commit.kwargs.get("early"))

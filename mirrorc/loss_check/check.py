@@ -116,17 +116,12 @@ def check_loss(
         MirrorcError: they are not the same, if ``raises``; with the text of the result.
     """
     check_model(model)
-    if loss_reduction not in ("mean", "sum"):
-        raise ValueError(
-            f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
-        )
-    if not isinstance(num_replicas, int) or num_replicas < 1:
-        raise ValueError(f"num_replicas is {num_replicas!r}: give the number of shards, such as 2")
     if loss_fn is not None and "target" not in kwargs:
         raise TypeError("target is missing: with a loss_fn, call check_loss(model, x, target=y, loss_fn=...)")
-    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    _check_options(loss_reduction, num_replicas)
     if any(isinstance(root, nn.Module) and synchronizes(root) for root in (model, loss_fn)):
         raise MirrorcError(_ASKS)
+    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
     call = flatten_call(names, args, kwargs)
     split = split_call(call, num_replicas, fewest=fewest_examples(model, loss_fn))
     present = [tensors for tensors, size in zip(split.tensors, split.num_examples, strict=True) if size]
@@ -155,6 +150,15 @@ def check_loss(
     if raises and not is_same:
         raise MirrorcError(str(result))
     return result
+
+
+def _check_options(loss_reduction: str, num_replicas: int) -> None:
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"loss_reduction is {loss_reduction!r}: say 'mean' or 'sum', as the loss does over its examples"
+        )
+    if not isinstance(num_replicas, int) or num_replicas < 1:
+        raise ValueError(f"num_replicas is {num_replicas!r}: give the number of shards, such as 2")
 
 
 def _joined(call: Call) -> list[torch.Tensor]:

@@ -11,31 +11,10 @@ import torch
 from mirrorc.torch_internals import replaced_operators, schema_of
 
 _DRAWS = (
-    *(
-        "bernoulli",
-        "exponential",
-        "multinomial",
-        "normal",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-    ),
-    *(
-        "randn_like",
-        "uniform",
-        "bernoulli_",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "normal_",
-        "random_",
-    ),
-    "uniform_",
-)
+    "bernoulli", "bernoulli_", "cauchy_", "exponential", "exponential_", "geometric_", "log_normal_", "multinomial",
+    "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_",
+    "uniform", "uniform_",
+)  # fmt: skip
 """Operators of ATen with nothing but random numbers as results."""
 
 

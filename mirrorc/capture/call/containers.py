@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +93,10 @@ def put_together(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any
     if kind == "packed sequence":
         values, lengths = entries
         return made_again(values, lengths, detail[0])
-    return _with_attributes(_of_class(kind, detail, entries), names, children[len(entries) :])
+    made = _of_class(kind, detail, entries)
+    for name, value in zip(names, children[len(entries) :], strict=True):
+        object.__setattr__(made, name, value)
+    return made
 
 
 def _of_class(kind: str, detail: tuple[Any, ...], entries: list[Any]) -> Any:
@@ -111,12 +114,6 @@ def _of_class(kind: str, detail: tuple[Any, ...], entries: list[Any]) -> Any:
             OrderedDict.__setitem__(made, key, entry)
     else:
         made = object.__new__(detail[0])
-    return made
-
-
-def _with_attributes(made: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
     return made
 
 
@@ -170,14 +167,14 @@ def _entries_of(kind: str, value: Any, path: str) -> tuple[list[tuple[str, Any]]
         entries = list(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
     keys = tuple(key for key, _ in entries)
     factory = ((value.default_factory,),) if kind == "defaultdict" else ()
-    if not _is_hashable(factory):
+    if not has_hash(factory):
         raise TypeError(f"argument {path!r} is a defaultdict whose default_factory has no hash: pass dict({path})")
     classes = (cls,) if kind.startswith("kind of") else ()
     kinds = tuple(map(type, keys))  # 1, 1.0 and True are equal
     return [(f"{path}.{key}", entry) for key, entry in entries], (keys, *factory, *classes, kinds)
 
 
-def _is_hashable(value: Any) -> bool:
+def has_hash(value: Any) -> bool:
     try:
         hash(value)
     except TypeError:

@@ -55,17 +55,7 @@ class PaddedSequences:
     def data(self) -> torch.Tensor:
         _refuse_parts()
 
-    @property
-    def batch_sizes(self) -> torch.Tensor:
-        _refuse_parts()
-
-    @property
-    def sorted_indices(self) -> torch.Tensor:
-        _refuse_parts()
-
-    @property
-    def unsorted_indices(self) -> torch.Tensor:
-        _refuse_parts()
+    batch_sizes = sorted_indices = unsorted_indices = data
 
     def __iter__(self) -> NoReturn:
         _refuse_parts()

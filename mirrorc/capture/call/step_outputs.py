@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mirrorc.capture.call.call_arguments import Call, Constant, PerReplica, Structure, rebuild
+from mirrorc.capture.call.containers import has_hash
 from mirrorc.capture.call.traced_outputs import IMMUTABLE, Leaf, LeafKind, TracedOutputs
 from mirrorc.errors import CaptureError
 
@@ -162,17 +163,7 @@ def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> L
 def is_same_constant(value: Any, other: Any) -> bool:
     """Tests for equal constants (zeros by their signs), or one object if mutable."""
     if isinstance(value, IMMUTABLE) and isinstance(other, IMMUTABLE):
-        return (
-            Constant(value) == Constant(other)
-            if _has_hash(value)
-            else bool(type(value) is type(other) and value == other)
-        )
+        if has_hash(value):
+            return Constant(value) == Constant(other)
+        return bool(type(value) is type(other) and value == other)  # a slice before Python 3.12
     return value is other
-
-
-def _has_hash(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:  # a slice before Python 3.12
-        return False
-    return True

@@ -16,6 +16,7 @@ from torch import fx, nn
 from mirrorc.capture.call.call_arguments import Structure
 from mirrorc.capture.call.containers import Parts, take_apart, take_object_apart
 from mirrorc.errors import CaptureError, MirrorcError
+from mirrorc.ir.nodes import ancestors
 from mirrorc.torch_internals import StandIns, give_values, results_with_stand_ins, sizes_now, storage_key
 
 
@@ -138,7 +139,7 @@ def _marked(traced: fx.GraphModule, gathered: Mapping[str, fx.Node], model_name:
     marks = set(traced.graph.find_nodes(op="call_function", target=summed))
     names = frozenset(name for name, node in gathered.items() if _behind_conversions(node) in marks)
     for name, node in gathered.items() if marks else ():
-        if name not in names and not marks.isdisjoint(_sources(node)):
+        if name not in names and not marks.isdisjoint(ancestors(node)):
             raise CaptureError(
                 f"{name!r}, which {model_name} or its loss returns, is computed of a value that is marked by mirrorc.summed(), "
                 "and is no sum itself. Remedy: mark what is returned, after everything that is computed of it"
@@ -156,15 +157,6 @@ def _behind_conversions(node: fx.Node) -> fx.Node:
     while node.op == "call_method" and node.target in _KEEPS_MARK:
         node = node.all_input_nodes[0]
     return node
-
-
-def _sources(node: fx.Node) -> set[fx.Node]:
-    seen, waiting = {node}, [node]
-    while waiting:
-        new = [source for source in waiting.pop().all_input_nodes if source not in seen]
-        seen.update(new)
-        waiting += new
-    return seen
 
 
 def _detached_copy(traced: fx.GraphModule, node: fx.Node, memory: set[int]) -> fx.Node:

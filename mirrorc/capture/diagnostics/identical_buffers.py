@@ -69,8 +69,3 @@ def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
         operands = fx.node.map_arg((node.args, node.kwargs), lambda source: f"value {made[source]}")
         made[node] = hash((node.op, str(node.target), repr(operands)))
     return made
-
-
-def tensors_at(module: nn.Module, outside: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The buffers of a traced module by each of their paths, and those outside of it by theirs."""
-    return {**dict(module.named_buffers(remove_duplicate=False)), **outside}

@@ -13,6 +13,8 @@ from torch import fx
 from torch.nn import functional as F
 
 from mirrorc.capture.diagnostics.python_effects import Note
+from mirrorc.capture.diagnostics.weighted_means import bound_arguments
+from mirrorc.ir.nodes import ancestors
 from mirrorc.messages.source_lines import last_users_frame
 from mirrorc.torch_internals import leaf_of_placeholder
 
@@ -69,30 +71,14 @@ def _summands(loss: Any) -> Iterator[fx.Node]:
 
 
 def _reduction(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    try:
-        signature = _SIGNATURES.get(function)
-    except TypeError:  # not hashable
-        return None
-    if signature is None:
-        return None
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    kind = bound.arguments["reduction"]
+    arguments = bound_arguments(_SIGNATURES, function, args, kwargs)
+    kind = arguments["reduction"] if arguments is not None else None
     return kind if kind in ("mean", "batchmean", _SUM) else None
 
 
 def _is_of_the_batch(node: fx.Node) -> bool:
     """A penalty on parameters is the same in every shard."""
-    seen: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            if node.op == "placeholder" and leaf_of_placeholder(node) is not None:
-                return True
-            waiting += node.all_input_nodes
-    return False
+    return any(source.op == "placeholder" and leaf_of_placeholder(source) is not None for source in ancestors(node))
 
 
 def notes_on_reductions(

@@ -31,8 +31,12 @@ class Note:
     """A warning to give once, at a line of the user's."""
 
     message: str
-    filename: str
-    lineno: int
+    filename: str = "<unknown>"
+    lineno: int = 0
+
+    @classmethod
+    def at(cls, frame: traceback.FrameSummary | None, message: str) -> Note:
+        return cls(message, frame.filename, frame.lineno or 0) if frame is not None else cls(message)
 
 
 def dropped_effects(
@@ -73,7 +77,7 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
         if container.only_loses:
             continue
         raise CaptureError(
-            f"forward or loss of {model_name} changes its argument {path!r}{_where(container.stack)}: each replica has a "
+            f"forward or loss of {model_name} changes its argument {path!r}{users_place(container.stack)}: each replica has a "
             "container of its own, made for the step, so that the caller's would stay as it is. Remedy: change a copy, as in "
             "dict(batch) or list(states), return what is to last with the output, or keep it in a buffer and write that in place "
             "(self.x.copy_(value))."
@@ -81,17 +85,17 @@ def changed_arguments(traced: fx.GraphModule, call: TrainingCall, model_name: st
     for path, container in changed:
         frame = _users_frame(container.stack) or _UNKNOWN
         notes.append(
-            Note(
+            Note.at(
+                frame,
                 f"{model_name} takes items out of its argument {path!r} ({frame.line}), which stay in yours: each replica has a "
                 "container of its own. Take them out of a copy, as in dict(batch), or before the step",
-                frame.filename,
-                frame.lineno or 0,
             )
         )
     return tuple(notes)
 
 
-def _where(stack: Sequence[traceback.FrameSummary]) -> str:
+def users_place(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The user's innermost line of a stack, as a continuation; empty without one."""
     frame = _users_frame(stack)
     return f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
 
@@ -102,15 +106,15 @@ _Stacks = Sequence[Sequence[traceback.FrameSummary]]
 def _refuse_draws(draws: _Stacks, cached_draws: _Stacks, model_name: str) -> None:
     for stack in draws:
         raise CaptureError(
-            f"forward or loss of {model_name} draws a number from Python's random{_where(stack)}, which would be the same in "
-            "every step of a captured graph. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and "
+            f"forward or loss of {model_name} draws a number from Python's random{users_place(stack)}, which would be the same "
+            "in every step of a captured graph. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and "
             "pass it as a replicated tensor."
         )
     for stack in cached_draws:
         raise CaptureError(
             f"forward or loss of {model_name} calls a function that keeps the random numbers that it has drawn (functools.cache)"
-            f"{_where(stack)}: a captured step would draw them anew each time. Remedy: call it before the step, and keep the "
-            "result in a buffer, or pass it as a replicated tensor."
+            f"{users_place(stack)}: a captured step would draw them anew each time. Remedy: call it before the step, and keep "
+            "the result in a buffer, or pass it as a replicated tensor."
         )
 
 
@@ -147,7 +151,7 @@ def _is_same_after(writes: Sequence[PythonWrite], text: str, again: Callable[[],
 
 
 def _refuse_state(write: PythonWrite, is_read: bool, model_name: str) -> None:
-    where = _where(write.stack)
+    where = users_place(write.stack)
     if _OF_A_MODULE.match(write.source):
         name = ".".join(_SUBMODULE.findall(write.source)).removeprefix("model").removeprefix(".")
         owner = f"its module {name!r}" if name else "itself"
@@ -174,11 +178,10 @@ def _reads_of(write: PythonWrite, part: str) -> tuple[str, ...]:
 def _of_write(write: PythonWrite, model_name: str) -> Note:
     frame = _users_frame(write.stack) or _UNKNOWN
     name, place = write.words
-    return Note(
+    return Note.at(
+        frame,
         f"{model_name} changes {name} in {place or 'forward or loss'} ({frame.line}), which a captured step does not do. "
         "Return what you want to see with the output, keep it in a buffer, or collect it with the plain model between steps",
-        frame.filename,
-        frame.lineno or 0,
     )
 
 
@@ -190,10 +193,9 @@ def _of_calls(calls: Sequence[PythonCall], model_name: str) -> list[Note]:
             continue  # a library says such things once, if at all
         done = "ran while the step was traced" if call.has_run else "was left out"
         notes.append(
-            Note(
+            Note.at(
+                frame,
                 f"{call.name} in {model_name} {done}: a captured step does not call it ({frame.line}). Call it between steps",
-                frame.filename,
-                frame.lineno or 0,
             )
         )
     return notes

@@ -26,5 +26,5 @@ def notes_on_counted_lookups(graph: fx.Graph, model_name: str) -> tuple[Note, ..
                 "row occurs in its own shard, one device by how often it occurs in the whole batch. DistributedDataParallel "
                 "does the same. To have the update of one device, leave it out"
             )
-            notes[Note(message, frame.filename if frame else "<unknown>", (frame.lineno or 0) if frame else 0)] = None
+            notes[Note.at(frame, message)] = None
     return tuple(notes)

@@ -47,7 +47,7 @@ def untrained_tensors(
         "of a critic, make that step before this one is first called; if nothing is to train it, call requires_grad_(False) on "
         "it"
     )
-    return (Note(note, frame.filename if frame else "<unknown>", frame.lineno or 0 if frame else 0),)
+    return (Note.at(frame, note),)
 
 
 def _users_frame(node: fx.Node) -> traceback.FrameSummary | None:

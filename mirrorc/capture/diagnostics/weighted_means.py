@@ -41,17 +41,24 @@ class WeightedMean:
     leaf: int | None = None
 
 
-def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> WeightedMean | None:
+def bound_arguments(
+    signatures: Mapping[Any, inspect.Signature], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """A call's arguments by name, defaults included; None for a function without a signature here."""
     try:
-        signature = _SIGNATURES.get(function)
+        signature = signatures.get(function)
     except TypeError:  # not hashable
         return None
     if signature is None:
         return None
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    arguments = bound.arguments
-    if arguments["reduction"] != "mean":
+    return bound.arguments
+
+
+def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> WeightedMean | None:
+    arguments = bound_arguments(_SIGNATURES, function, args, kwargs)
+    if arguments is None or arguments["reduction"] != "mean":
         return None
     return WeightedMean(
         function.__name__, arguments["target"], arguments["weight"] is not None, arguments["ignore_index"]
@@ -83,48 +90,36 @@ def _leaf_behind(node: fx.Node) -> int | None:
 
 def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, ...]:
     """Sentences on possible differences between a step and one device, for any batch."""
-    remarks: dict[str, None] = {}
+    remarks: list[str] = []
     for mean in means if num_replicas > 1 else ():
-        if mean.is_weighted:
-            remarks[
-                f"{_place(mean)} is a mean weighted by class: a replica divides by the weights of its own targets"
-            ] = None
+        remarks += _remarks_on_weights(mean)
         if mean.ignore_index != DEFAULT_IGNORE_INDEX:
-            remarks[
+            remarks.append(
                 f"{_place(mean)} leaves out targets that are {mean.ignore_index}: a replica divides by how many it keeps"
-            ] = None
-    return tuple(remarks)
+            )
+    return tuple(dict.fromkeys(remarks))
 
 
 def differences_in(means: Sequence[WeightedMean], shards: Shards) -> tuple[str, ...]:
     """Sentences on the differences between the step of this batch and one device."""
-    differences: dict[str, None] = {}
+    differences: list[str] = []
     present = [tensors for tensors, size in zip(shards.tensors, shards.num_examples, strict=True) if size]
     for mean in means if len(present) > 1 else ():
-        if mean.is_weighted:
-            differences[
-                f"{_place(mean)} is a mean weighted by class: a replica divides by the weights of its own targets"
-            ] = None
+        differences += _remarks_on_weights(mean)
         targets_of_shards = [] if mean.leaf is None else [tensors[mean.leaf] for tensors in present]
-        left_out = [int((targets == mean.ignore_index).sum()) for targets in targets_of_shards]
-        if (
-            len(
-                {
-                    few / targets.numel()
-                    for few, targets in zip(left_out, targets_of_shards, strict=True)
-                    if targets.numel()
-                }
-            )
-            > 1
-        ):
-            numbers = ", ".join(
-                f"{few} of {targets.numel()}" for few, targets in zip(left_out, targets_of_shards, strict=True)
-            )
-            differences[
+        counts = [(int((targets == mean.ignore_index).sum()), targets.numel()) for targets in targets_of_shards]
+        if len({few / many for few, many in counts if many}) > 1:
+            numbers = ", ".join(f"{few} of {many}" for few, many in counts)
+            differences.append(
                 f"{_place(mean)} leaves out targets that are {mean.ignore_index}, {numbers} in the shards of this batch: a "
                 "replica divides by how many it keeps"
-            ] = None
-    return tuple(differences)
+            )
+    return tuple(dict.fromkeys(differences))
+
+
+def _remarks_on_weights(mean: WeightedMean) -> list[str]:
+    text = f"{_place(mean)} is a mean weighted by class: a replica divides by the weights of its own targets"
+    return [text] if mean.is_weighted else []
 
 
 def _place(mean: WeightedMean) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from mirrorc.capture.call.call_arguments import Constant
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
+from mirrorc.capture.dynamo.sync_batch_norm import synchronizes
 from mirrorc.capture.eager.eager_call import OpaqueCall
 from mirrorc.capture.eager.trial_run import first_runs
 from mirrorc.capture.front_ends.front_end import FrontEnd, Traced
@@ -58,12 +59,11 @@ class AutogradFrontEnd(FrontEnd):
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Traced:
         model_name = type(call.model).__name__
-        for module in call.modules():
-            if isinstance(module, nn.SyncBatchNorm) and (module.training or module.running_mean is None):
-                raise CaptureError(
-                    f"{model_name} has a SyncBatchNorm in train mode, which takes statistics over all replicas, and those that "
-                    "run as plain PyTorch have their own alone. Remedy: compile it with capture='dynamo', or use a BatchNorm"
-                )
+        if synchronizes(call):
+            raise CaptureError(
+                f"{model_name} has a SyncBatchNorm in train mode, which takes statistics over all replicas, and those that "
+                "run as plain PyTorch have their own alone. Remedy: compile it with capture='dynamo', or use a BatchNorm"
+            )
         opaque = OpaqueCall(call, model_name)
         trials = first_runs(opaque, call, call.data or [leaves], leaves, model_name)
         opaque.recorded = trials.recorded
@@ -172,7 +172,7 @@ class _Graph:
 
     def parts_of_forward(self, target: Any) -> list[fx.Node]:
         recorded = self.call.recorded
-        outputs = recorded.outputs_of_graph
+        outputs = recorded.outputs.types.values() if recorded.outputs is not None else ()
         types = [dtype for _, dtype in outputs], sizes_of([shape for shape, _ in outputs])
         inputs = (self.number, self.seed, self.arguments, self.parameters, self.buffers)
         return self.parts_of(target, *inputs, recorded.loss_dtype, list(recorded.written), *types)

@@ -12,7 +12,15 @@ from torch import nn
 from mirrorc.capture.call.traced_outputs import UnreadableOutputError, noted_marks
 from mirrorc.capture.call.training_call import TrainingCall
 from mirrorc.capture.diagnostics.identical_buffers import are_alike
-from mirrorc.capture.eager.eager_run import Recorded, Run, ThreadModes, note_reach, parameter_of_run, reached_otherwise
+from mirrorc.capture.eager.eager_run import (
+    REACHED_OTHERWISE,
+    Recorded,
+    Run,
+    ThreadModes,
+    note_reach,
+    parameter_of_run,
+    reached_otherwise,
+)
 from mirrorc.capture.eager.module_copies import ModuleCopy
 from mirrorc.capture.eager.rng_streams import ReplicaStream, generator_states
 from mirrorc.capture.eager.run_outputs import difference, read_run
@@ -218,9 +226,7 @@ class OpaqueCall:
         name = reached_otherwise(note_reach(run), self.parameters) if self._call.trains else None
         if name is not None:
             raise ExecutionError(
-                f"forward or loss of {self._model_name} reaches the parameter {_short(name)!r} in this call by another way than "
-                "through the model's modules, as by a global variable or a closure, where each replica has modules of its own. "
-                "Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
+                f"forward or loss of {self._model_name} reaches the parameter {_short(name)!r} in this call {REACHED_OTHERWISE}"
             )
 
     def _check_outputs(self, run: Run) -> None:

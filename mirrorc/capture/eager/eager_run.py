@@ -91,9 +91,11 @@ class Recorded:
     passing: frozenset[Attribute] = frozenset()
     alike: frozenset[int] = frozenset()
 
-    @property
-    def outputs_of_graph(self) -> list[tuple[torch.Size, torch.dtype]]:
-        return list(self.outputs.types.values()) if self.outputs is not None else []
+
+REACHED_OTHERWISE = (
+    "by another way than through the model's modules, as by a global variable or a closure, where each replica has modules of "
+    "its own. Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
+)
 
 
 def parameter_of_run(original: nn.Parameter, value: torch.Tensor) -> nn.Parameter:

@@ -45,28 +45,10 @@ def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
                 "would draw other numbers in every run. Remedy: draw with torch, as in torch.rand(()).item(), or draw before "
                 "the step and pass what was drawn as an argument"
             )
-        drawn = generators.drawn()
-        if drawn is not None:
-            raise CaptureError(
-                f"forward or loss of {model_name} draws from {drawn}, which all replicas share, and which number each gets would "
-                "follow their threads. Remedy: draw from torch's default generator, of which each replica has a stream of its "
-                "own, as in torch.rand(4), or draw before the step and pass what was drawn as an argument"
-            )
         changed = next((key for key, value, content in contents if not is_same(value, content)), None)
-        if changed is not None:
-            raise CaptureError(
-                f"forward or loss of {model_name} changes {changed!r}, a collection that all replicas share, and whose order "
-                "would follow their threads. Remedy: collect it with the plain model between steps, or keep it in a buffer and "
-                "write that in place (self.x.copy_(value))"
-            )
-        if not all(
-            have_same_bits(*pair) for pair in snapshots
-        ):  # a normalization does not count its writes as versions
-            raise CaptureError(
-                f"forward or loss of {model_name} writes a buffer of a module that neither model nor loss holds as a "
-                "submodule, so that all replicas would write the same memory. Remedy: make the module a submodule, or put it "
-                "into eval mode"
-            )
+        # a normalization does not count its writes as versions
+        writes = not all(have_same_bits(*pair) for pair in snapshots)
+        _refuse(generators.drawn(), changed, writes, model_name)
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
@@ -74,6 +56,27 @@ def refused_effects(call: TrainingCall, model_name: str) -> Iterator[None]:
         for buffer, value in snapshots:
             if not have_same_bits(buffer, value):
                 buffer.detach().copy_(value)
+
+
+def _refuse(drawn: str | None, changed: str | None, writes: bool, model_name: str) -> None:
+    if drawn is not None:
+        raise CaptureError(
+            f"forward or loss of {model_name} draws from {drawn}, which all replicas share, and which number each gets would "
+            "follow their threads. Remedy: draw from torch's default generator, of which each replica has a stream of its "
+            "own, as in torch.rand(4), or draw before the step and pass what was drawn as an argument"
+        )
+    if changed is not None:
+        raise CaptureError(
+            f"forward or loss of {model_name} changes {changed!r}, a collection that all replicas share, and whose order "
+            "would follow their threads. Remedy: collect it with the plain model between steps, or keep it in a buffer and "
+            "write that in place (self.x.copy_(value))"
+        )
+    if writes:
+        raise CaptureError(
+            f"forward or loss of {model_name} writes a buffer of a module that neither model nor loss holds as a "
+            "submodule, so that all replicas would write the same memory. Remedy: make the module a submodule, or put it "
+            "into eval mode"
+        )
 
 
 def _kinds_of(kind: type) -> set[type]:

@@ -22,7 +22,7 @@ from mirrorc.capture.diagnostics.capture_errors import (
 from mirrorc.capture.diagnostics.identical_buffers import are_alike, vectors_of_spectral_norms
 from mirrorc.capture.diagnostics.python_effects import Note
 from mirrorc.capture.eager.eager_call import OpaqueCall
-from mirrorc.capture.eager.eager_run import Recorded, Run, note_reach, reached_otherwise
+from mirrorc.capture.eager.eager_run import REACHED_OTHERWISE, Recorded, Run, note_reach, reached_otherwise
 from mirrorc.capture.eager.rng_streams import ReplicaStream
 from mirrorc.capture.eager.run_outputs import difference
 from mirrorc.capture.eager.shared_effects import have_same_bits, refused_effects
@@ -85,19 +85,12 @@ def first_runs(
             "each time"
         )
     written = sorted({place for record in recorded for place in record.written})
-    draws, outputs = any(record.draws for record in recorded), None
-    if call.keeps_outputs:
-        alike = [
-            record.outputs
-            for part, record in zip(parts, recorded, strict=True)
-            if list(map(_type_of, part)) == list(map(_type_of, leaves))
-        ]
-        outputs = _common_outputs([record for record in alike if record is not None], model_name)
+    outputs = _common_outputs(recorded, parts, leaves, model_name) if call.keeps_outputs else None
     common = Recorded(
         recorded[0].loss_dtype,
         _order(opaque, recorded),
         tuple(written),
-        draws,
+        any(record.draws for record in recorded),
         outputs,
         late=frozenset().union(*(record.late for record in recorded)),
         passing=frozenset(passing),
@@ -124,16 +117,28 @@ def _type_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _common_outputs(outputs: Sequence[TracedOutputs], model_name: str) -> TracedOutputs:
-    for other in outputs[1:]:
-        name = difference(other, outputs[0])
+def _common_outputs(
+    recorded: Sequence[Recorded],
+    parts: Sequence[Sequence[torch.Tensor]],
+    leaves: Sequence[torch.Tensor],
+    model_name: str,
+) -> TracedOutputs:
+    """The outputs of the parts with the types of ``leaves``, refused if they differ."""
+    types = list(map(_type_of, leaves))
+    first, *others = (
+        record.outputs
+        for part, record in zip(parts, recorded, strict=True)
+        if record.outputs is not None and list(map(_type_of, part)) == types
+    )
+    for other in others:
+        name = difference(other, first)
         if name:
             raise CaptureError(
                 f"{model_name} or its loss returns something else as {name!r} for one shard than for another of the same shape: "
                 "another structure, a tensor of another shape, or a Python number that is made of data. Remedy: return tensors "
                 "whose shapes follow those of the shard, and numbers as tensors; or compile without return_outputs"
             )
-    return outputs[0]
+    return first
 
 
 def _first_run(
@@ -241,9 +246,7 @@ def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str
     name = reached_otherwise(besides, opaque.parameters)
     if name is not None:
         raise CaptureError(
-            f"forward or loss of {model_name} reaches the parameter {name.removeprefix('model.')!r} by another way than "
-            "through the model's modules, as by a global variable or a closure, where each replica has modules of its own. "
-            "Remedy: reach it through self, or make the loss a module that holds the model as a submodule"
+            f"forward or loss of {model_name} reaches the parameter {name.removeprefix('model.')!r} {REACHED_OTHERWISE}"
         )
     unknown = [parameter for parameter in besides if id(parameter) not in call.trained_elsewhere]
     if not unknown:
@@ -254,8 +257,6 @@ def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str
             f"the loss of {model_name} depends on {len(unknown)} parameter(s) of modules that neither model nor loss holds (of "
             f"shape {shapes}): this step gives no gradient to them. Make their module a submodule; if another step trains "
             "them, make that step before this one is first called; if nothing is to train them, call requires_grad_(False)",
-            "<unknown>",
-            0,
         ),
     )
 
@@ -269,7 +270,5 @@ def _notes_on_passing(passing: Set[Attribute], model_name: str) -> list[Note]:
             f"forward of {model_name} assigns attributes of modules ({names}) before it reads them: in a step each replica has "
             "modules of its own, so that what forward leaves there does not reach the model. Remedy, if you read them: call "
             "the model itself, or keep the values in buffers",
-            "<unknown>",
-            0,
         )
     ]

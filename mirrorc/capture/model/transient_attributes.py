@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from mirrorc.capture.diagnostics.python_effects import users_place
 from mirrorc.errors import CaptureError, ExecutionError
-from mirrorc.torch_internals import is_users_file
 
 Attribute = tuple[int, str]
 """An attribute other than a parameter, buffer or submodule: the module's index among those of Python in ``root.modules()``,
@@ -85,8 +85,7 @@ class _LeftAttribute(_PassingAttribute):
 
 
 def _read_elsewhere(name: str) -> CaptureError:
-    lines = [frame for frame in traceback.extract_stack() if is_users_file(frame.filename)]
-    where = f" at {lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line!r}" if lines else ""
+    where = users_place(traceback.extract_stack())
     return CaptureError(
         f"the attribute {name!r} of a module, which forward assigns, is read{where} by another way than through the model's "
         "modules, as by a global variable or a closure: each replica has modules of its own, so that what forward leaves "

@@ -273,7 +273,7 @@ def _notes(
 ) -> tuple[Note, ...]:
     notes = [note for graph in captured for note in graph.traced.notes]
     if outputs is not None and outputs.unknown:
-        notes.append(Note(f"{model_name}: {outputs.unknown}", "<unknown>", 0))
+        notes.append(Note(f"{model_name}: {outputs.unknown}"))
     if num_parts > 1 and captured[0].trains:
         notes += notes_on_counted_lookups(captured[0].graph, model_name)
         notes += notes_on_reductions(captured[0].traced.reductions, loss_reduction, num_parts, model_name)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
+from mirrorc.capture.diagnostics.python_effects import users_place
 from mirrorc.capture.model.model_state import free_name
 from mirrorc.capture.program.captured_graph import CapturedGraph
 from mirrorc.errors import CaptureError
 from mirrorc.ir.program import Argument, ArgumentKind
-from mirrorc.torch_internals import NumbersGivenUp, is_drawn, is_users_file
+from mirrorc.torch_internals import NumbersGivenUp, is_drawn
 
 
 def captured_with_numbers(
@@ -41,12 +42,10 @@ def captured_with_numbers(
 
 
 def _no_constant(error: NumbersGivenUp, model: str) -> CaptureError:
-    frame = next((frame for frame in reversed(error.stack) if is_users_file(frame.filename)), None)
-    where = f" at {frame.filename}:{frame.lineno}: {frame.line!r}" if frame is not None else ""
     return CaptureError(
-        f"forward or loss of {model} draws a number at random{where}, which would be the same in every step of a captured "
-        f"graph, because {error.why}. Remedy: draw it with torch, as in torch.rand(()), or draw it before the step and pass it "
-        "as a replicated tensor."
+        f"forward or loss of {model} draws a number at random{users_place(error.stack)}, which would be the same in every "
+        f"step of a captured graph, because {error.why}. Remedy: draw it with torch, as in torch.rand(()), or draw it before "
+        "the step and pass it as a replicated tensor."
     )
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from mirrorc.capture.call.traced_outputs import TracedOutputs
 from mirrorc.capture.call.training_call import TrainingCall
-from mirrorc.capture.diagnostics.identical_buffers import tensors_at, vectors_of_spectral_norms, written_alike
+from mirrorc.capture.diagnostics.identical_buffers import vectors_of_spectral_norms, written_alike
 from mirrorc.capture.dynamo.sync_batch_norm import buffers_of_synchronized_norms
 from mirrorc.capture.front_ends.front_end import FrontEnd, tracing
 from mirrorc.capture.model.external_variables import OutsideNames, check_outside_writes
@@ -55,7 +55,8 @@ def _written_alike(graph: fx.Graph, call: TrainingCall, joint: JointGraph, names
     ids = {tensor_id for ids_in in of_norms for tensor_id in ids_in(roots)} if joint.buffer_writes else set()
     if not ids:
         return {}
-    tensors = tensors_at(call, {path: variable.tensor for path, variable in joint.outside.items()})
+    outside = {path: variable.tensor for path, variable in joint.outside.items()}
+    tensors = {**dict(call.named_buffers(remove_duplicate=False)), **outside}
     vectors = [names[path] for path in joint.buffer_writes if id(tensors.get(path)) in ids]
     output: Any = graph.output_node().args[0]
     return written_alike(graph, output["writes"], vectors)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from mirrorc.capture.call.call_arguments import Leaf
 from mirrorc.errors import CaptureError
+from mirrorc.ir.nodes import ancestors
 from mirrorc.ir.type_inference import find_type_anew
 from mirrorc.torch_internals import leaf_of_placeholder, module_variables
 
@@ -70,23 +71,13 @@ def _check(arguments: Mapping[str, Any], path: str, model_name: str) -> None:
 
 def leaves_with_offsets(graph: fx.Graph) -> tuple[int, ...]:
     """The tensor arguments that are offsets of bags of an ``embedding_bag``, in a tracer's graph."""
-    leaves: dict[int, None] = {}
+    leaves: set[int] = set()
     for node in _lookups(graph):
         offsets = _arguments_of(node).get("offsets")
-        for leaf in _origins(offsets) if isinstance(offsets, fx.Node) else ():
-            leaves[leaf] = None
-    return tuple(leaves)
-
-
-def _origins(value: fx.Node) -> Iterator[int]:
-    waiting, seen = [value], {value}
-    while waiting:
-        node = waiting.pop()
-        leaf = leaf_of_placeholder(node) if node.op == "placeholder" else None
-        if leaf is not None:
-            yield leaf
-        waiting += [source for source in node.all_input_nodes if source not in seen]
-        seen.update(node.all_input_nodes)
+        for source in ancestors(offsets) if isinstance(offsets, fx.Node) else ():
+            leaf = leaf_of_placeholder(source) if source.op == "placeholder" else None
+            leaves |= {leaf} if leaf is not None else set()
+    return tuple(sorted(leaves))
 
 
 def refuse_split_offsets(leaves: Sequence[Leaf], with_offsets: Sequence[int], model_name: str) -> None:
