@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mirrorc.capture.call.containers import paths_of_children, put_together, take_apart
+from mirrorc.capture.call.containers import flatten_container, paths_of_children, unflatten_container
 
 Structure = tuple[Any, ...]  # nested and hashable; see _flatten
 
@@ -146,7 +146,7 @@ def _flatten(value: Any, path: str, leaves: list[Leaf], mode: str, plain: dict[s
         raise TypeError(f"argument {path!r} is a numpy array: pass torch.from_numpy({path}), so that it can be split")
     if plain is not None and _is_plain(value):
         return _plain_leaf(value, path, plain)
-    parts = take_apart(value, path)
+    parts = flatten_container(value, path)
     if parts is None:
         return ("constant", Constant(value, path))
     children = []
@@ -245,15 +245,18 @@ def rebuild(structure: Structure, leaves: Sequence[Any], plain: Mapping[str, Any
     children = [rebuild(child, leaves, plain) for child in structure[2]]
     if kind == "packed sequence" and any(isinstance(child, PerReplica) for child in children):
         return _packed_of_replicas(structure[1], *children)
-    return put_together(kind, structure[1], children)
+    return unflatten_container(kind, structure[1], children)
 
 
 def _packed_of_replicas(detail: tuple[Any, ...], values: Any, lengths: Any) -> Any:
     if not isinstance(values, PerReplica):
-        return put_together("packed sequence", detail, [values, torch.cat(lengths.values)])
+        return unflatten_container("packed sequence", detail, [values, torch.cat(lengths.values)])
     each_lengths = lengths.values if isinstance(lengths, PerReplica) else [lengths] * len(values.values)
     return PerReplica(
-        [put_together("packed sequence", detail, [*parts]) for parts in zip(values.values, each_lengths, strict=True)]
+        [
+            unflatten_container("packed sequence", detail, [*parts])
+            for parts in zip(values.values, each_lengths, strict=True)
+        ]
     )
 
 

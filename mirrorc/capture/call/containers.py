@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from mirrorc.capture.call.packed_sequences import PaddedSequences, made_again, parts_of
+from mirrorc.capture.call.packed_sequences import PaddedSequences, packed_or_padded, padded_parts
 from mirrorc.user.slots import slots_of
 
 
@@ -26,14 +26,14 @@ class Parts(NamedTuple):
     num_attributes: int = 0
 
 
-def take_apart(value: Any, path: str) -> Parts | None:
+def flatten_container(value: Any, path: str) -> Parts | None:
     """The parts of a container at ``path``; None for any other value.
 
     Raises:
         TypeError: a container that cannot be rebuilt.
     """
     if isinstance(value, PackedSequence | PaddedSequences):
-        values, lengths, is_sorted = parts_of(value)
+        values, lengths, is_sorted = padded_parts(value)
         return Parts("packed sequence", (is_sorted, ()), [(f"{path}.data", values), (f"{path}.lengths", lengths)])
     kind = _kind_of(type(value))  # type: ignore[arg-type]
     if kind == "":
@@ -50,7 +50,7 @@ def take_apart(value: Any, path: str) -> Parts | None:
     return Parts(kind, (*detail, tuple(attributes)), entries + members, len(members))
 
 
-def take_object_apart(value: Any, path: str) -> Parts:
+def flatten_object(value: Any, path: str) -> Parts:
     """The attributes of an object as parts; a TypeError if its class is based on one written in C."""
     cls = type(value)
     if _if_made(object, cls) != "object":
@@ -61,7 +61,7 @@ def take_object_apart(value: Any, path: str) -> Parts:
 
 
 def paths_of_children(kind: str, detail: tuple[Any, ...], num_children: int, path: str) -> list[str]:
-    """The names of a container's children, as `take_apart` gives them."""
+    """The names of a container's children, as `flatten_container` gives them."""
     attributes = [f"{path}.{name}" for name in detail[-1]]
     named = getattr(detail[0], "_fields", ())
     num_entries = num_children - len(attributes)
@@ -72,7 +72,7 @@ def paths_of_children(kind: str, detail: tuple[Any, ...], num_children: int, pat
     return entries + attributes
 
 
-def put_together(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any:
+def unflatten_container(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any:
     """Rebuilds a container from its kind and children; runs under the tracer."""
     names = detail[-1]
     entries = children[: len(children) - len(names)]
@@ -92,7 +92,7 @@ def put_together(kind: str, detail: tuple[Any, ...], children: list[Any]) -> Any
         return detail[0](tuple(entries))
     if kind == "packed sequence":
         values, lengths = entries
-        return made_again(values, lengths, detail[0])
+        return packed_or_padded(values, lengths, detail[0])
     made = _of_class(kind, detail, entries)
     for name, value in zip(names, children[len(entries) :], strict=True):
         object.__setattr__(made, name, value)

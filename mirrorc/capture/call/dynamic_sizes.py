@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Seen:
+class _SizeHistory:
     """The sizes of one dimension of an argument; ``spared`` are those of one later call, perhaps with a shorter last batch."""
 
     sizes: frozenset[int] = frozenset()
@@ -53,7 +53,7 @@ class ChangingSizes:
 
     def __init__(self, *, dynamic: bool | None) -> None:
         self._dynamic = dynamic
-        self._seen: dict[Hashable, list[list[_Seen]]] = {}
+        self._seen: dict[Hashable, list[list[_SizeHistory]]] = {}
         self._refusals: dict[Hashable, str] = {}  # why, by the kind of a call and whether a shard has one example
         self._num_programs: dict[Hashable, int] = {}
 
@@ -61,7 +61,7 @@ class ChangingSizes:
         key = _kind(call, purpose)
         if (key, has_one_example) in self._refusals:
             return ()
-        seen = self._seen.setdefault(key, [[_Seen() for _ in range(_rank(leaf))] for leaf in call.leaves])
+        seen = self._seen.setdefault(key, [[_SizeHistory() for _ in range(_rank(leaf))] for leaf in call.leaves])
         for leaf, dims in zip(call.leaves, seen, strict=True):
             for dim, sizes in enumerate(dims):
                 self._note_marks(leaf, dim, sizes)
@@ -74,7 +74,7 @@ class ChangingSizes:
                     dims[0].add(_sizes(leaf, 0), spares_larger=not any(others))
         return _unless_empty(frozenset(dim for dim, sizes in enumerate(dims) if sizes.is_symbolic) for dims in seen)
 
-    def _note_marks(self, leaf: Leaf, dim: int, sizes: _Seen) -> None:
+    def _note_marks(self, leaf: Leaf, dim: int, sizes: _SizeHistory) -> None:
         marked = [tensor.shape[dim] for tensor in _tensors(leaf) if dim in dims_marked_by_user(tensor)]
         sizes.is_symbolic = sizes.is_symbolic or bool(marked) or bool(self._dynamic)
         if marked and min(marked) < FEWEST_SYMBOLIC:

@@ -65,7 +65,7 @@ def _refuse_parts() -> NoReturn:
     raise RuntimeError("a part of a packed sequence is read")  # see mirrorc.capture.diagnostics.known_failures
 
 
-def parts_of(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def padded_parts(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Values [batch, time, ...], lengths [batch], and a flag for sorted ones.
 
     The time is rounded up, by a quarter at most, so that batches of many lengths have few shapes.
@@ -78,7 +78,7 @@ def parts_of(sequences: PackedSequence | PaddedSequences) -> tuple[torch.Tensor,
     return values, lengths, sequences.sorted_indices is None
 
 
-def made_again(values: torch.Tensor, lengths: torch.Tensor, is_sorted: bool) -> PackedSequence | PaddedSequences:
+def packed_or_padded(values: torch.Tensor, lengths: torch.Tensor, is_sorted: bool) -> PackedSequence | PaddedSequences:
     """Sequences of these parts: packed ones, or under the tracer padded ones."""
     if torch.compiler.is_dynamo_compiling():
         return PaddedSequences(values, lengths, is_sorted)

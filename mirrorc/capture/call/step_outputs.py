@@ -10,7 +10,7 @@ import torch
 
 from mirrorc.capture.call.call_arguments import Call, Constant, PerReplica, Structure, rebuild
 from mirrorc.capture.call.containers import has_hash
-from mirrorc.capture.call.traced_outputs import IMMUTABLE, Leaf, LeafKind, TracedOutputs
+from mirrorc.capture.call.traced_outputs import IMMUTABLE, LeafKind, OutputLeaf, TracedOutputs
 from mirrorc.errors import CaptureError
 
 
@@ -26,7 +26,7 @@ class Outputs:
     ways: Mapping[str, str]
     unknown: str
     _structure: Structure
-    _leaves: tuple[Leaf, ...]
+    _leaves: tuple[OutputLeaf, ...]
     _is_whole: bool  # whether there is one device
     _types: Mapping[str, tuple[torch.Size, torch.dtype]]
 
@@ -45,7 +45,7 @@ class Outputs:
                 outputs[name] = torch.full(shape, torch.nan, dtype=dtype, device=device)
         return outputs
 
-    def _value(self, leaf: Leaf, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
+    def _value(self, leaf: OutputLeaf, gathered: Mapping[str, Any], loss: torch.Tensor | None, call: Call) -> Any:
         if leaf.kind is LeafKind.LOSS:
             return loss
         if leaf.kind is LeafKind.ARGUMENT:
@@ -149,7 +149,7 @@ def _way(
     return "concatenated" if follows and len({shape[1:] for shape in shapes}) == 1 else "apart"
 
 
-def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> Leaf:
+def _common(places: Sequence[OutputLeaf], shard_of_replica: Sequence[int | None]) -> OutputLeaf:
     """A constant that follows the size of shards is a PerReplica."""
     first = places[0]
     if first.kind is not LeafKind.CONSTANT or all(is_same_constant(first.value, place.value) for place in places[1:]):
@@ -157,7 +157,7 @@ def _common(places: Sequence[Leaf], shard_of_replica: Sequence[int | None]) -> L
     values = [places[shard].value for shard in shard_of_replica if shard is not None]
     if not values:
         return first  # without examples, it is refused
-    return Leaf(first.path, LeafKind.CONSTANT, _apart(values, len(shard_of_replica) == 1))
+    return OutputLeaf(first.path, LeafKind.CONSTANT, _apart(values, len(shard_of_replica) == 1))
 
 
 def is_same_constant(value: Any, other: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from mirrorc.capture.call.call_arguments import Structure
-from mirrorc.capture.call.containers import Parts, take_apart, take_object_apart
+from mirrorc.capture.call.containers import Parts, flatten_container, flatten_object
 from mirrorc.errors import CaptureError, MirrorcError
 from mirrorc.ir.nodes import ancestors
 from mirrorc.torch_internals import StandIns, give_values, results_with_stand_ins, sizes_now, storage_key
@@ -65,7 +65,7 @@ class LeafKind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Leaf:
+class OutputLeaf:
     """A leaf of the structure: ``value`` is a name, the index of an argument, or a constant."""
 
     path: str
@@ -78,7 +78,7 @@ class TracedOutputs:
     """The outputs of a traced call beside its loss; ``types`` is in the order of the graph's results."""
 
     structure: Structure
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[OutputLeaf, ...]
     types: Mapping[str, tuple[torch.Size, torch.dtype]]
     summed: frozenset[str]
 
@@ -190,13 +190,13 @@ class OutputReader:
     """
 
     def __init__(self, loss: torch.Tensor, arguments: Sequence[torch.Tensor]) -> None:
-        self.leaves: list[Leaf] = []
+        self.leaves: list[OutputLeaf] = []
         self.gathered: dict[str, Any] = {}
         self._loss = loss
         self._arguments = {id(argument): i for i, argument in enumerate(arguments)}
 
     def leaf(self, path: str, kind: LeafKind, value: Any = None) -> Structure:
-        self.leaves.append(Leaf(path, kind, value))
+        self.leaves.append(OutputLeaf(path, kind, value))
         return ("leaf", len(self.leaves) - 1)
 
     def tensor_leaf(self, tensor: torch.Tensor, path: str) -> Structure:
@@ -222,7 +222,7 @@ class OutputReader:
         if len(path) > _LONGEST_PATH:
             self.refuse("a container that holds itself", path[:40] + "...")
         try:
-            return take_apart(value, path) or take_object_apart(value, path)
+            return flatten_container(value, path) or flatten_object(value, path)
         except TypeError:
             self.refuse(f"a {type(value).__qualname__}", path)
 

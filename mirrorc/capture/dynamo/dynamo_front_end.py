@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirrorc.capture.call.containers import put_together
+from mirrorc.capture.call.containers import unflatten_container
 from mirrorc.capture.call.evaluation_call import EvaluationCall
 from mirrorc.capture.call.packed_sequences import PaddedSequences
 from mirrorc.capture.call.traced_outputs import LeafKind, TracedOutputs, memory_of_inputs, read_outputs, remove_marks
@@ -73,7 +73,7 @@ class DynamoFrontEnd(FrontEnd):
     ) -> Traced:
         model_name = type(call.model).__name__
         refuse_modules(call, model_name)
-        trace = functools.partial(_trace, call, leaves, put_together, call.keeps_outputs)
+        trace = functools.partial(_trace, call, leaves, unflatten_container, call.keeps_outputs)
         with _Explained(model_name, leaves):
             traced = trace()
         text = str(traced.graph)

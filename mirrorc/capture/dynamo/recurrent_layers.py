@@ -73,7 +73,7 @@ def _run_layers(
     dropout: float,
     bidirectional: bool,
 ) -> list[torch.Tensor]:
-    """Runs all layers at once; one by one with dropout between them, which is the graph's, and so follows its seed."""
+    """Runs all layers at once; tensor by tensor with dropout between them, which is the graph's, and so follows its seed."""
     if 0 in values.shape:
         raise RuntimeError(f"Expected sequence length to be larger than 0 in RNN, got an input of {list(values.shape)}")
     device, products = values.device.type, None
@@ -83,7 +83,7 @@ def _run_layers(
             dtype, products = torch.promote_types(dtype, states[0].dtype), dtype  # autocast casts for products alone
         values = values.to(dtype)
         states, parameters = [state.to(dtype) for state in states], [weight.to(dtype) for weight in parameters]
-    is_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in (values, *states, *parameters))
+    is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (values, *states, *parameters))
     if dropout == 0 or num_layers == 1:
         options = (has_biases, num_layers, bidirectional, products, is_recorded)
         return recurrent(values, kind, states, parameters, lengths, *options)[: 1 + len(states)]

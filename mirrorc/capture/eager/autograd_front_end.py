@@ -72,7 +72,7 @@ class AutogradFrontEnd(FrontEnd):
         remark = _REMARK if call.trains else _REMARK_ON_EVALUATION
         buffers = [*opaque.buffers]
         alike = [buffers[place] for place in sorted(trials.recorded.alike)]
-        return Traced(joint, HeldCall(opaque, call), trials.notes, opaque.recorded.outputs, (remark,), alike)
+        return Traced(joint, EagerGuards(opaque, call), trials.notes, opaque.recorded.outputs, (remark,), alike)
 
     def trace_outputs(self, call: TrainingCall, leaves: Sequence[torch.Tensor]) -> TracedOutputs | None:
         """Runs the first shard with its first example once more."""
@@ -93,7 +93,7 @@ class AutogradFrontEnd(FrontEnd):
             return None
 
 
-class HeldCall:
+class EagerGuards:
     """Guards that hold the call of a graph's operators.
 
     Each run reads Python's current state. Plain arguments and numbers of modules are watched because the parameters in use may
@@ -135,7 +135,7 @@ class HeldCall:
         return ""
 
 
-class _Graph:
+class _GraphBuilder:
     """Builds a graph of the operators, which refer to their call by ``number``."""
 
     def __init__(self, call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> None:
@@ -201,7 +201,7 @@ class _Graph:
 
 
 def _joint_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph:
-    built, recorded = _Graph(call, leaves), call.recorded
+    built, recorded = _GraphBuilder(call, leaves), call.recorded
     device = next(iter(call.parameters.values())).device
     tangent = built.placeholder_like("tangent", torch.empty((), dtype=recorded.loss_dtype, device=device))
     loss, token, *others = built.parts_of_forward(run_forward)
@@ -220,7 +220,7 @@ def _joint_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph
 
 
 def _forward_graph(call: OpaqueCall, leaves: Sequence[torch.Tensor]) -> JointGraph:
-    built = _Graph(call, leaves)
+    built = _GraphBuilder(call, leaves)
     nodes = built.parts_of_forward(run_evaluation)
     losses, others = (nodes[:1], nodes[1:]) if call.recorded.loss_dtype is not None else ([], nodes)
     about = built.writes_and_outputs(others)

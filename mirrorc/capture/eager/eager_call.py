@@ -82,7 +82,7 @@ class OpaqueCall:
     ) -> list[torch.Tensor]:
         """The loss if there is one, the written buffers, and the outputs."""
         run = self._checked_run(seed, leaves, parameters, buffers)
-        self.let_go(run)
+        self.release(run)
         loss = [run.loss.detach().reshape(()).clone()] if self.recorded.loss_dtype is not None else []
         return [*loss, *self._written_and_outputs(run)]
 
@@ -95,7 +95,7 @@ class OpaqueCall:
     ) -> Run:
         stream = ReplicaStream(int(seed), parameters[0].device) if seed is not None else None
         try:
-            run = self.run_forward(stream, leaves, parameters, buffers, self.recorded.passing)
+            run = self.run_forward(stream, leaves, parameters, buffers, self.recorded.transient)
         except UnreadableOutputError as error:
             raise ExecutionError(f"{self._model_name} {error}") from None
         self._check_loss(run)
@@ -134,15 +134,15 @@ class OpaqueCall:
         leaves: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
-        passing: Set[Attribute] = frozenset(),
+        transient: Set[Attribute] = frozenset(),
         *,
         is_first: bool = False,
     ) -> Run:
         """Runs forward on these tensors, with copies of the buffers.
 
         Raises:
-            CaptureError: a first run reads a passing attribute of the user's modules.
-            ExecutionError: forward assigns other attributes, reads passing ones too early, or draws without a stream.
+            CaptureError: a first run reads a transient attribute of the user's modules.
+            ExecutionError: forward assigns other attributes, reads transient ones too early, or draws without a stream.
             UnreadableOutputError: a step cannot rebuild an output.
         """
         try:
@@ -162,7 +162,7 @@ class OpaqueCall:
         run.versions = [tensor._version for tensor in (*run.parameters, *run.buffers, *run.leaves)]
         originals = (*self.parameters.values(), *self.buffers.values())
         tensors = dict(zip(map(id, originals), (*run.parameters, *run.buffers), strict=True))
-        copy.load(tensors, passing, plain=self._plain)
+        copy.load(tensors, transient, plain=self._plain)
         modes, refuses = self._modes.entered(trains=self._call.trains), nobody_answers(_not_joined(self._model_name))
         alone = copy.alone() if is_first else contextlib.nullcontext()
         with modes, self._drawing(run, "forward"), refuses, alone, noted_marks() as marked:
@@ -184,9 +184,9 @@ class OpaqueCall:
         with torch.enable_grad(), self._drawing(run, "backward"), nobody_answers(_not_joined(self._model_name)):
             run.loss.backward(tangent.reshape(run.loss.shape), inputs=trainable)
         del run.loss
-        self.let_go(run)
+        self.release(run)
 
-    def let_go(self, run: Run) -> None:
+    def release(self, run: Run) -> None:
         """Releases the modules of a finished run."""
         run.copy.unload()
         self._free.append(run.copy)

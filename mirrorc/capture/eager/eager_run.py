@@ -78,7 +78,7 @@ class Recorded:
         loss_dtype: None for an evaluation without a loss.
         gradients: the trainable parameters, in the order of backward.
         late: parameters with gradients in several parts, or outside of the graph of the loss.
-        passing: the attributes with an assignment before each read.
+        transient: the attributes with an assignment before each read.
         alike: the buffers with one value in all runs of a step.
     """
 
@@ -88,7 +88,7 @@ class Recorded:
     draws: bool
     outputs: TracedOutputs | None = None
     late: frozenset[int] = frozenset()
-    passing: frozenset[Attribute] = frozenset()
+    transient: frozenset[Attribute] = frozenset()
     alike: frozenset[int] = frozenset()
 
 

@@ -39,20 +39,22 @@ class ModuleCopy:
         self._originals = modules
         self._pairs = [(vars(module), vars(self._copies[id(module)])) for module in modules]
         self._loaded: list[tuple[dict[str, Any], ...]] = []
-        self._passing: Set[Attribute] = frozenset()
+        self._transient: Set[Attribute] = frozenset()
         self._known: list[dict[str, tuple[Any, Any]]] = [{} for _ in modules]
         self.root = self._copies[id(root)]
 
-    def load(self, tensors: Mapping[int, torch.Tensor], passing: Set[Attribute] = frozenset(), **of_root: Any) -> None:
-        """Loads the current attributes of the originals, except ``passing`` ones, which the copies assign before each read.
+    def load(
+        self, tensors: Mapping[int, torch.Tensor], transient: Set[Attribute] = frozenset(), **of_root: Any
+    ) -> None:
+        """Loads the current attributes of the originals, except ``transient`` ones, which the copies assign before each read.
 
         Args:
             tensors: the parameters and buffers, by the ids of the originals'.
             **of_root: override attributes of the root.
         """
         self._loaded = []
-        if passing != self._passing:
-            self._watch(passing)
+        if transient != self._transient:
+            self._watch(transient)
         for module, (source, members), known in zip(self._copies.values(), self._pairs, self._known, strict=True):
             members.clear()
             members.update(source)
@@ -72,15 +74,15 @@ class ModuleCopy:
             self._loaded.append((dict(members), *(dict(members[table]) for table in _TABLES)))
         for script in self._scripts:
             script.load(lambda tensor: tensors[id(tensor)])
-        for place, name in passing:
+        for place, name in transient:
             for attributes in (self._pairs[place][1], self._loaded[place][0]):
                 attributes.pop(name, None)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A block in which reads of the originals' passing attributes fail: a run assigns the copies'."""
+        """A block in which reads of the originals' transient attributes fail: a run assigns the copies'."""
         names: dict[nn.Module, set[str]] = {}
-        for place, name in self._passing:
+        for place, name in self._transient:
             names.setdefault(self._originals[place], set()).add(name)
         with unread_elsewhere(names):
             yield
@@ -98,12 +100,12 @@ class ModuleCopy:
             attributes.clear()
 
     def assigned(self) -> list[Attribute]:
-        """The attributes that were assigned, added or deleted since `load`, but for passing ones."""
+        """The attributes that were assigned, added or deleted since `load`, but for transient ones."""
         assigned = []
         for place, ((_, attributes), loaded) in enumerate(zip(self._pairs, self._loaded, strict=True)):
             changed = [key for key, value in attributes.items() if loaded[0].get(key, _ABSENT) is not value]
             assigned += [(place, key) for key in (*changed, *(key for key in loaded[0] if key not in attributes))]
-        return [attribute for attribute in assigned if attribute not in self._passing]
+        return [attribute for attribute in assigned if attribute not in self._transient]
 
     def replaced(self) -> str | None:
         """A parameter, buffer or submodule (of TorchScript, any attribute) that was changed since `load`; or None."""
@@ -115,10 +117,10 @@ class ModuleCopy:
                         return key
         return next(filter(None, (script.changed() for script in self._scripts)), None)
 
-    def _watch(self, passing: Set[Attribute]) -> None:
-        self._passing = frozenset(passing)
+    def _watch(self, transient: Set[Attribute]) -> None:
+        self._transient = frozenset(transient)
         for place, module in enumerate(self._copies.values()):
-            names = frozenset(name for index, name in passing if index == place)
+            names = frozenset(name for index, name in transient if index == place)
             if type(module) is not (kind := watching_class(type(module), names)):
                 object.__setattr__(module, "__class__", kind)
 

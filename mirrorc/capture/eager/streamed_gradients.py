@@ -19,12 +19,12 @@ class RunGradients:
     the loss has none, except from a backward within backward: known at the end of backward only.
 
     Attributes:
-        came: the indices of parameters in the order of their gradients; twice for two parts.
+        arrived: the indices of parameters in the order of their gradients; twice for two parts.
     """
 
     def __init__(self, run: Run, backward: Callable[[], None], late: Set[int], model_name: str) -> None:
         self._run, self._backward, self._late, self._model_name = run, backward, late, model_name
-        self.came: list[int] = []
+        self.arrived: list[int] = []
         self.has_ended = False
         self._there, self._taken, self._has_begun = set(run.unreached) - late, set[int](), False
         self._on_gradient: Callable[[], object] = lambda: None
@@ -65,7 +65,7 @@ class RunGradients:
                 "autograd.Function that calls backward() itself. Remedy: have it return gradients, or have the first call do "
                 "what later ones do"
             )
-        self.came.append(place)
+        self.arrived.append(place)
         if place not in self._late:
             self._there.add(place)
         if threading.get_ident() == self._thread:

@@ -70,12 +70,12 @@ def first_runs(
         parts: the data of all shards or microbatches.
         leaves: one of these, for the types of outputs.
     """
-    passing: set[Attribute] = set()
+    transient: set[Attribute] = set()
     with _explained(model_name), refused_effects(call, model_name):
         num_known = -1
-        while len(passing) > num_known:
-            num_known = len(passing)
-            each = [_first_run(opaque, call, leaves, model_name, passing, seed) for seed, leaves in enumerate(parts)]
+        while len(transient) > num_known:
+            num_known = len(transient)
+            each = [_first_run(opaque, call, leaves, model_name, transient, seed) for seed, leaves in enumerate(parts)]
     recorded = [run.recorded for run in each]
     dtypes = {record.loss_dtype for record in recorded}
     if len(dtypes) > 1:
@@ -93,11 +93,11 @@ def first_runs(
         any(record.draws for record in recorded),
         outputs,
         late=frozenset().union(*(record.late for record in recorded)),
-        passing=frozenset(passing),
+        transient=frozenset(transient),
         alike=frozenset(i for i in written if i in each[0].vectors and _is_alike([run.vectors[i] for run in each])),
     )
     notes = tuple(
-        dict.fromkeys([*(note for run in each for note in run.notes), *_notes_on_passing(passing, model_name)])
+        dict.fromkeys([*(note for run in each for note in run.notes), *_notes_on_transient(transient, model_name)])
     )
     return FirstRuns(common, [written for run in each for written in run.written_inputs], notes)
 
@@ -108,9 +108,9 @@ def _is_alike(values: Sequence[torch.Tensor]) -> bool:
 
 def _order(opaque: OpaqueCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
     """The indices of all trainable parameters in the order of their gradients; unused ones last, in reverse."""
-    came = [place for run in recorded for place in run.gradients]
+    arrived = [place for run in recorded for place in run.gradients]
     trained = [place for place, parameter in enumerate(opaque.parameters.values()) if parameter.requires_grad]
-    return tuple(dict.fromkeys([*came, *reversed(trained)]))
+    return tuple(dict.fromkeys([*arrived, *reversed(trained)]))
 
 
 def _type_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ def _first_run(
     call: TrainingCall,
     leaves: Sequence[torch.Tensor],
     model_name: str,
-    passing: set[Attribute],
+    transient: set[Attribute],
     seed: int,
 ) -> FirstRuns:
     """Runs one part with random numbers of its own, and repeats it without the assigned attributes, so early reads fail."""
@@ -157,33 +157,33 @@ def _first_run(
         stream = ReplicaStream(seed, parameters[0].device)
         copies = [leaf.detach().clone() for leaf in leaves]
         try:
-            run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(passing), is_first=True)
+            run = opaque.run_forward(stream, copies, parameters, buffers, frozenset(transient), is_first=True)
             break
         except AssignedAttributeError as error:
             if not error.attributes:
                 raise
-            passing.update(error.attributes)
+            transient.update(error.attributes)
     loss = _checked_loss(run.loss, call, model_name)
     ids = vectors_of_spectral_norms([call])
     vectors = {i: run.buffers[i].detach() for i, buffer in enumerate(opaque.buffers.values()) if id(buffer) in ids}
     notes = _untrained(run, opaque, call, model_name) if call.trains else ()
     written_inputs, written = _written(run, opaque, (leaves, buffers))
-    came: list[int] = []
+    arrived: list[int] = []
     if call.trains:
         gradients = opaque.gradients_of(run, torch.ones((), dtype=run.loss.dtype, device=run.loss.device))
         gradients.run()
-        came = gradients.came
+        arrived = gradients.arrived
     else:
-        opaque.let_go(run)
+        opaque.release(run)
     for name, parameter in zip(opaque.parameters, run.parameters, strict=True):
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise CaptureError(
                 f"the gradient of {name.removeprefix('model.')!r} in {model_name} is sparse: gradients that run as plain "
                 "PyTorch are dense. Remedy: look it up without sparse=True."
             )
-    late = frozenset(place for place in came if place in run.unreached or came.count(place) > 1)
+    late = frozenset(place for place in arrived if place in run.unreached or arrived.count(place) > 1)
     outputs = run.outputs.record if run.outputs is not None else None
-    recorded = Recorded(loss, tuple(came), tuple(written), stream.has_advanced(untouched), outputs, late)
+    recorded = Recorded(loss, tuple(arrived), tuple(written), stream.has_advanced(untouched), outputs, late)
     return FirstRuns(recorded, written_inputs, notes, vectors)
 
 
@@ -261,10 +261,10 @@ def _untrained(run: Run, opaque: OpaqueCall, call: TrainingCall, model_name: str
     )
 
 
-def _notes_on_passing(passing: Set[Attribute], model_name: str) -> list[Note]:
-    if not passing:
+def _notes_on_transient(transient: Set[Attribute], model_name: str) -> list[Note]:
+    if not transient:
         return []
-    names = ", ".join(repr(name) for name in dict.fromkeys(name for _, name in sorted(passing)))
+    names = ", ".join(repr(name) for name in dict.fromkeys(name for _, name in sorted(transient)))
     return [
         Note(
             f"forward of {model_name} assigns attributes of modules ({names}) before it reads them: in a step each replica has "

@@ -36,7 +36,7 @@ class ModelState:
                 variable = first[id(tensor)] = free_name(path.removeprefix("model."), self.tensors)
                 self.tensors[variable] = tensor
             self.names[path] = first[id(tensor)]
-        self._look_at_modules()
+        self._scan_modules()
         self._members = [
             (f"{kind} {'.'.join(filter(None, (path, key)))!r}", members, key, member)
             for path, module in self._named
@@ -51,7 +51,7 @@ class ModelState:
         self._added: list[tuple[dict[str, Any], str]] = []
         self._added_now: tuple[_Same, ...] = ()
 
-    def _look_at_modules(self) -> None:
+    def _scan_modules(self) -> None:
         self._named = [named for root in self._roots.values() for named in root.named_modules()]
         self._modules = [module for _, module in self._named]
         self._dicts = [attributes for module in self._modules for attributes in _dicts_of(module)]
@@ -59,8 +59,8 @@ class ModelState:
         self._plain = [place for module in self._modules for place in _plain_attributes(module)]
         self._hooks = [hooks for module in self._modules for hooks in hook_tables(module)] + global_hook_tables()
 
-    def _look_again(self) -> None:
-        self._look_at_modules()
+    def _rescan_modules(self) -> None:
+        self._scan_modules()
         members_now = [
             (members, key) for module in self._modules for _, members in _members_of(module) for key in members
         ]
@@ -160,7 +160,7 @@ class ModelState:
                     "change the gradient in the loss, in forward, or in an optimizer of your own"
                 )
         if list(map(len, self._dicts)) != self._sizes or (self._added and self._find_added() != self._added_now):
-            self._look_again()
+            self._rescan_modules()
         plain = tuple(
             (type(value), _comparable(value) if (id(attributes), key) not in self._freed else _oddity(value))
             for attributes, key in self._plain

@@ -19,7 +19,7 @@ and the name.
 """
 
 _ABSENT = object()
-_WATCHED = "_mirrorc_passing_attributes"
+_WATCHED = "_mirrorc_transient_attributes"
 
 
 class AssignedAttributeError(ExecutionError):
@@ -56,7 +56,7 @@ class ReadBeforeAssignedError(ExecutionError):
         return cls(text, name)
 
 
-class _PassingAttribute:
+class _TransientAttribute:
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -75,7 +75,7 @@ class _PassingAttribute:
             raise ReadBeforeAssignedError.of(self._name)
 
 
-class _LeftAttribute(_PassingAttribute):
+class _LeftAttribute(_TransientAttribute):
     """An attribute of a user's own module, unreadable while a run assigns that of its copy."""
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
@@ -115,7 +115,7 @@ def unread_elsewhere(modules: Mapping[nn.Module, Set[str]]) -> Iterator[None]:
             attributes[name] = value
 
 
-def watching_class(kind: type, names: Set[str], attribute: type[_PassingAttribute] = _PassingAttribute) -> type:
+def watching_class(kind: type, names: Set[str], attribute: type[_TransientAttribute] = _TransientAttribute) -> type:
     """A subclass of a module's class with these names readable only after their assignment; without names, the class itself."""
     watched: Set[str] = getattr(kind, _WATCHED, frozenset())
     if names == watched:

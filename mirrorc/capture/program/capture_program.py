@@ -122,7 +122,7 @@ def capture_program(
     capture_all = functools.partial(
         _capture_each, front_end, training_call, call, examples, rows, state, optimizers, decompositions
     )
-    captured = rows.settled(capture_all, model_name)
+    captured = rows.capture_until_stable(capture_all, model_name)
     captured = with_numbers_of_each(captured) if shards.microbatches else captured
     refuse_replica_values(
         [graph.graph for graph in captured], runs, devices, in_parts=bool(shards.microbatches), model_name=model_name
@@ -158,7 +158,7 @@ def _sizes(
         shards.microbatches,
         tuple(leaf.split for leaf in call.leaves),
     )
-    return sizes if sizes.are_there else None
+    return sizes if sizes.has_symbols else None
 
 
 def _program(

@@ -63,7 +63,9 @@ class GatheredRows:
 
         return rows_of_all
 
-    def settled(self, capture_all: Callable[[], list[CapturedGraph]], model_name: str) -> list[CapturedGraph]:
+    def capture_until_stable(
+        self, capture_all: Callable[[], list[CapturedGraph]], model_name: str
+    ) -> list[CapturedGraph]:
         """Captures until the graphs agree with the rows that they gather, mostly once."""
         for _ in range(_MOST_CAPTURES):
             captured = capture_all()

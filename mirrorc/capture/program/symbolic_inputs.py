@@ -69,7 +69,7 @@ class SymbolicSizes:
     are_split: tuple[bool, ...] = ()
 
     @property
-    def are_there(self) -> bool:
+    def has_symbols(self) -> bool:
         return any(sizes is not None and sizes.symbols for sizes, _ in self.graphs)
 
     def of_shards(self, shards: Shards) -> list[tuple[int | float, ...]] | None:

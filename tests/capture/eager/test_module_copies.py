@@ -90,7 +90,7 @@ def test_what_is_assigned_is_named(assign: object, assigned: list[object], repla
     assert original.total.item() == 0.0
 
 
-def test_passing_attributes_are_assigned_before_they_are_read() -> None:
+def test_transient_attributes_are_assigned_before_they_are_read() -> None:
     original = Refers()
     copied = ModuleCopy(original)
     one = copied.root.one if hasattr(copied.root, "one") else None

@@ -46,7 +46,7 @@ def test_gradients_are_there_one_after_the_other() -> None:
     gradients = gradients_of(run_of(chained))
     assert not any(map(gradients.has, range(3)))
     found = seen_while(gradients)
-    assert found == [[2], [1, 2], [0, 1, 2]] and gradients.came == [2, 1, 0]
+    assert found == [[2], [1, 2], [0, 1, 2]] and gradients.arrived == [2, 1, 0]
     assert gradients.has_ended
 
 
@@ -55,8 +55,8 @@ def test_a_parameter_that_is_used_twice_has_its_gradient_after_the_last_part() -
         return chained(c * a, b, c)
 
     gradients = gradients_of(run_of(loss))
-    assert seen_while(gradients)[-1] == [0, 1, 2] and gradients.came.count(2) == 1
-    assert gradients.came.index(2) > gradients.came.index(1)
+    assert seen_while(gradients)[-1] == [0, 1, 2] and gradients.arrived.count(2) == 1
+    assert gradients.arrived.index(2) > gradients.arrived.index(1)
 
 
 def test_one_that_forward_does_not_reach_is_known_to_have_none_at_once() -> None:
@@ -90,7 +90,7 @@ def of_two_parts(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
 def test_one_that_comes_in_parts_is_not_there_before_the_end() -> None:
     gradients = gradients_of(run_of(of_two_parts, unreached={2}), late={2})
     assert not any(2 in places for places in seen_while(gradients))
-    assert gradients.came.count(2) == 2
+    assert gradients.arrived.count(2) == 2
     assert torch.equal(gradients.take(2), torch.full((2,), 2.0))  # type: ignore[arg-type]
 
 
@@ -116,7 +116,7 @@ def test_what_is_raised_within_ends_backward() -> None:
 
     with pytest.raises(ValueError, match="enough") as raised:
         gradients.run(fail)
-    assert raised.value is error and gradients.came == [2] and not gradients.has_ended
+    assert raised.value is error and gradients.arrived == [2] and not gradients.has_ended
 
 
 def test_a_gradient_that_comes_in_another_thread_is_noted_and_nothing_is_done_there() -> None:
@@ -129,7 +129,7 @@ def test_a_gradient_that_comes_in_another_thread_is_noted_and_nothing_is_done_th
 
     gradients = RunGradients(run, backward, set(), "Net")
     gradients.run(lambda: called.append(1))
-    assert (gradients.came, called) == ([2, 1, 0], [])
+    assert (gradients.arrived, called) == ([2, 1, 0], [])
 
 
 def test_who_takes_a_gradient_that_nobody_has_asked_for_has_backward_run() -> None:
