@@ -12,29 +12,22 @@ from mirrorc.runtime.state.step_state import StepState
 
 
 class AccumulationState(StateView):
-    """Counterpart of `StepState` for accumulating calls: `take_over`, then `finish` or `abandon`.
-
-    It uses the layout of training steps and mirrors the user's writes. It writes gradient buckets, buffers of the
-    model, and the accumulated gradients.
-    """
+    """Counterpart of `StepState` for accumulating calls: `take_over`, then `finish` or `abandon`."""
 
     @property
     def accumulated(self) -> AccumulatedGradients:
         return self._state.accumulated
 
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
-        """See `StepState`: here, the call's weight in the accumulated gradients."""
         return self.accumulated.begin_call(program, examples, self._state.scale_of_loss())
 
     def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
-        """Lays memory out for a program, and mirrors the user's changes since the last call."""
         self._state.take_over(program, is_stale=is_stale)
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
         return self._state.needs_other_buckets(program, is_stale=is_stale)
 
     def finish(self) -> None:
-        """Counts the call and publishes written buffers, after all replicas; idempotent."""
         self.accumulated.finish_call()
         self._state.store.aggregate()
 

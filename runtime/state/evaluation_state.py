@@ -10,10 +10,9 @@ from mirrorc.runtime.state.state_view import StateView
 
 
 class EvaluationState(StateView):
-    """Counterpart of `StepState` for evaluations: `take_over`, then `finish` or `abandon`.
+    """Counterpart of `StepState` for evaluations, which write only buffers.
 
-    It mirrors the user's writes to parameters and buffers. Changes of the optimizer and of the bucket plan wait for the
-    next training step. It writes only buffers, as BatchNorm does in train mode.
+    Changes of the optimizer and of the bucket plan wait for the next training step.
     """
 
     def weight_of_loss(self, program: Program, examples: Examples) -> float:
@@ -26,7 +25,6 @@ class EvaluationState(StateView):
         return False
 
     def finish(self) -> None:
-        """Publishes written buffers, after all replicas; idempotent."""
         self._state.store.aggregate()
 
     def skip(self, number: int) -> None:
@@ -40,4 +38,4 @@ class EvaluationState(StateView):
         return True
 
     def give_gradients_to(self, writer: Hashable) -> None:
-        """No-op: the writer remains the last training step."""
+        pass

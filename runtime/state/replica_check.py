@@ -25,7 +25,6 @@ class Copies:
 
     Attributes:
         entry: name of a variable or state entry; empty for parameters in a bucket.
-        tensors: in order of replicas.
         bucket: the bucket of the copies, if they hold all of its variables.
     """
 
@@ -35,7 +34,6 @@ class Copies:
 
     @property
     def are_many(self) -> bool:
-        """Test for several copies; devices of one memory may share one."""
         return len({(tensor.device, tensor.data_ptr()) for tensor in self.tensors}) > 1
 
     def of_variables(self) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
@@ -49,12 +47,7 @@ class Copies:
 
 
 class ComparedState(StepState):
-    """A step's state with a comparison of replicas at fixed intervals.
-
-    Args:
-        held, hold: see `StepState`.
-        every: the interval in steps.
-    """
+    """A step's state with a comparison of replicas at fixed intervals."""
 
     def __init__(self, hold: Hold, every: int) -> None:
         super().__init__(hold)
@@ -75,11 +68,7 @@ class ComparedState(StepState):
         ]
 
     def begin(self) -> None:
-        """As in `StepState`.
-
-        Raises:
-            ExecutionError: two replicas have different copies. It is raised again until the user rewrites them.
-        """
+        """Raises an error at each step until the user rewrites different copies."""
         if (self._num_begun + 1) % self._every == 0:
             self._compare()
         super().begin()
@@ -101,7 +90,7 @@ class ComparedState(StepState):
             yield Copies(key, tensors, self._plan[bucket.index])
 
     def _refuse(self, copies: Sequence[Copies]) -> None:
-        """Names the first variable with different copies; returns if only the gaps between variables differ."""
+        """Returns if only the gaps between variables differ."""
         place = {name: i for i, name in enumerate(self.store.tensors)}
         entries = [item for copy in copies for item in copy.of_variables()]
         for name, entry, tensors in sorted(entries, key=lambda item: place[item[0]]):
@@ -133,10 +122,7 @@ def make_state(hold: Hold, every: int) -> StepState:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The checksums of tensors, a row each, on the host, with one transfer per device.
-
-    An optimizer on a GPU may have its step counts on the host.
-    """
+    """The checksums of tensors, a row each, on the host, with one transfer per device."""
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(i)

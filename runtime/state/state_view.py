@@ -35,4 +35,4 @@ class StateView:
         return self._state.num_skipped
 
     def begin(self) -> None:
-        """No-op: without an update there is nothing to undo."""
+        pass

@@ -1,7 +1,4 @@
-"""The state of a step: its variables, its optimizers, and their consistency.
-
-It is long, because all transitions of a step's state are here.
-"""
+"""The state of a step: its variables, its optimizers, and their consistency."""
 
 from __future__ import annotations
 
@@ -35,9 +32,6 @@ class StepState:
     committed; the next `take_over` repairs it.
 
     Attributes:
-        num_skipped: number of skipped updates.
-        loss_scale: None without loss scaling.
-        accumulated: gradients of calls since the last update.
         unsent: error feedback of gradient compression.
         told: results of the last step for the caller, by name, such as the gradient norm.
         torn: torn state, restored or not; None for none.
@@ -81,7 +75,6 @@ class StepState:
 
     @property
     def layout(self) -> int:
-        """The number of the present layout of memory; views are remade when it changes."""
         return self._held.layout
 
     @property
@@ -89,7 +82,7 @@ class StepState:
         return self._held.callers
 
     def close(self) -> None:
-        """Releases the step's hold; idempotent. Other steps keep theirs."""
+        """Releases the step's hold; idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._held.let_go(self._hold)
@@ -122,7 +115,6 @@ class StepState:
         return self.is_behind or self._held.was_behind
 
     def catch_up(self) -> None:
-        """Mirrors pending writes to all replicas."""
         self._held.was_behind = self.are_variables_written
         if self._held.store.mirror_changes():
             self._held.layout += 1
@@ -130,7 +122,7 @@ class StepState:
     def take_over(self, program: Program, *, is_stale: bool | None = None) -> None:
         """Lays memory out for a program, and mirrors the user's changes since the last step.
 
-        ``is_stale`` is a known result of `BucketOptimizers.is_stale`; it saves some microseconds.
+        ``is_stale`` is a known result of `BucketOptimizers.is_stale`.
 
         Raises:
             ValueError, ExecutionError: see `AccumulatedGradients.check` and `VariableStore.lay_out`.
@@ -166,8 +158,8 @@ class StepState:
     def take_over_variables(self, program: Program) -> None:
         """Mirrors the user's writes to variables for an evaluation, which reads them in place.
 
-        Changes of the optimizer's state wait for the next training step. Buckets stay, unless a parameter has new
-        memory from the user: then all parameters stay in the user's memory until that step.
+        Buckets stay, unless a parameter has new memory from the user: then all parameters stay in the user's memory until
+        the next training step.
         """
         self._held.was_behind = self.are_variables_written
         was_whole, self._held.is_whole = self._held.is_whole, False  # an error or an interrupt on the way leaves it so
@@ -188,28 +180,23 @@ class StepState:
         self._held.is_whole = was_whole
 
     def _put_in_place(self, layout: Layout, laid: Laid | None) -> None:
-        """Commits a prepared layout, without allocation, idempotent from any point."""
+        """Without allocation, idempotent from any point."""
         self._held.store.adopt(layout)
         if laid is not None:
             self.optimizers.adopt(laid)
         self._held.layout += 1
 
     def needs_other_buckets(self, program: Program, *, is_stale: bool) -> bool:
-        """Test for a bucket plan that no longer holds the optimizer's state, or for changed rules of row updates.
-
-        ``is_stale`` is the result of `BucketOptimizers.is_stale`.
-        """
+        """Test for a bucket plan that no longer holds the optimizer's state, or for changed rules of row updates."""
         if self.optimizers.write_other_rows(program.buckets):
             return True
         is_to_move = is_stale or not self.store.has_buckets_of(program)
         return is_to_move and not self.optimizers.fits(self.store.in_store(program).buckets)
 
     def update_memory(self, bucket: Bucket) -> UpdateMemory:
-        """See `BucketOptimizers.update_memory`; available after close."""
         return self.optimizers.update_memory(bucket, self._parameters_of(bucket))
 
     def own_state_bytes(self, buckets: Sequence[Bucket]) -> int | None:
-        """See `BucketOptimizers.own_state_bytes`."""
         return self.optimizers.own_state_bytes([(bucket, self._parameters_of(bucket)) for bucket in buckets])
 
     def _parameters_of(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -222,7 +209,6 @@ class StepState:
         return self.accumulated.begin_step(program, examples, scale)
 
     def scale_of_loss(self) -> float:
-        """The scale of the next step's loss, against underflow of small gradients."""
         return self.loss_scale.begin() if self.loss_scale is not None else 1.0
 
     def begin(self) -> None:
@@ -233,7 +219,7 @@ class StepState:
             self._kept = [(own, own.to("cpu", copy=True)) for own in (*self.store.written(), *self.optimizers.held())]
 
     def finish(self) -> None:
-        """Publishes the new state in the user's model and optimizer, after all replicas; idempotent."""
+        """Publishes the new state in the user's model and optimizer; idempotent."""
         self._kept = None
         self.optimizers.finish_step()
         self.store.count_update()
@@ -249,7 +235,7 @@ class StepState:
     def skip(self, number: int) -> None:
         """Alternative to `finish` after the ``number``-th skipped update; idempotent.
 
-        Accumulated gradients are dropped, as by ``zero_grad()`` in a loop: a non-finite one would stay so.
+        Accumulated gradients are dropped: a non-finite one would stay so.
         """
         self._kept = None
         self.accumulated.clear()
@@ -258,12 +244,9 @@ class StepState:
             self.loss_scale.finish(has_overflowed=True)
 
     def abandon(self, *, has_committed: bool) -> bool:
-        """Records a failed step: the gradient buckets have unknown content.
+        """Records a failed step; returns True if the model and the optimizer are unchanged.
 
         After a commit, variables may be partly updated, and replicas may differ.
-
-        Returns:
-            True if the model and the optimizer are unchanged.
         """
         self._held.gradients_writer = None
         kept, self._kept = self._kept, None
@@ -277,28 +260,17 @@ class StepState:
         return kept is not None
 
     def tear(self, what: str) -> None:
-        """Records a partial update by the abandoned step; ``what`` names its buckets.
-
-        Nothing mirrors the first replica's values until the user restores parameters and optimizers, see `TornState`.
-        """
+        """Records a partial update by the abandoned step; ``what`` names its buckets."""
         groups, tensors = self.optimizers.groups, self.store.tensors
         trained = groups.parameters()
         own = {name: tensor for name, tensor in tensors.items() if id(tensor) in trained}
         self.torn = TornState(what, own, groups.optimizers)
 
     def refuse_if_torn(self) -> None:
-        """Refuses access to torn variables.
-
-        Raises:
-            ExecutionError: see `mirrorc.runtime.state.shared.torn_state.TornState.refuse`.
-        """
         refuse_torn(self._held.store.names.keys())
 
     def keeps_gradients_of(self, writer: Hashable) -> bool:
-        """Test for gradient buckets with the content of this writer.
-
-        Another writer's step, a failure, and optimizers that use the memory of gradients destroy it.
-        """
+        """Test for gradient buckets with the content of this writer."""
         return self._held.gradients_writer == writer and self.optimizers.leave_gradients
 
     def give_gradients_to(self, writer: Hashable) -> None:

@@ -21,8 +21,6 @@ class Examples:
     """Example counts of a call.
 
     Attributes:
-        own: of this process.
-        of_all: of all workers in the call, this one included.
         kept_elsewhere: of earlier calls with sums on other workers.
         present_before: replicas with examples on earlier workers.
         num_present: replicas with examples on all workers; 0 without other workers, where the local count applies.
@@ -37,12 +35,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of gradients, laid out as the buckets are.
-
-    Attributes:
-        flat: by bucket and replica, 1-D.
-        aside: by variable outside of the plan, and replica.
-    """
+    """Sums of gradients, laid out as the buckets are; ``aside`` has those of variables outside of the plan."""
 
     plan: tuple[Bucket, ...] = ()
     flat: Sequence[Sequence[torch.Tensor]] = ()
@@ -66,10 +59,8 @@ class _Counts:
     """The calls and variables in the sums.
 
     Attributes:
-        num_calls, num_examples: see `AccumulatedGradients`.
         unit: the weight of each example's loss in the sums, or of each call's if losses are sums.
         names: variables with gradients.
-        used: variables with a use in some call; the gradients of others are absent.
     """
 
     num_calls: int = 0
@@ -84,8 +75,7 @@ class AccumulatedGradients:
 
     Every example's loss has the same weight, such that the first call's loss has weight 1. With loss scaling, the
     weight is a fraction of the last update's examples, rounded down to a power of two. Float16 then overflows in the
-    same cases as in a loop with divided losses. The updating step corrects for both. Each worker has sums and counts of
-    its own examples.
+    same cases as in a loop with divided losses. The updating step corrects for both.
 
     Attributes:
         share: the running step's factor of the sums.
@@ -106,7 +96,6 @@ class AccumulatedGradients:
 
     @property
     def num_examples(self) -> int:
-        """Number of their examples."""
         return self._counts.num_examples
 
     @property
@@ -144,7 +133,7 @@ class AccumulatedGradients:
             )
 
     def fit(self, plan: tuple[Bucket, ...]) -> None:
-        """Lays the sums out for a bucket plan, other variables aside. A failure changes nothing."""
+        """Lays the sums out for a bucket plan. A failure changes nothing."""
         if self._sums.plan == plan:
             return
         old = {name: sums for name, sums in self._sums.of_variables().items() if name in self._counts.names}
@@ -162,9 +151,7 @@ class AccumulatedGradients:
             self._sums = _Sums()
 
     def begin_call(self, program: Program, examples: Examples, scale: float) -> float:
-        """Begins an accumulating call; returns the factor of its loss before backward. ``scale`` is that of loss
-        scaling.
-        """
+        """Begins an accumulating call; returns the factor of its loss before backward."""
         size, counts = examples.of_all if program.loss_reduction == "mean" else 1, self._counts
         part = _power_below(size / max(size, self._last_update)) if scale != 1.0 else 1.0
         unit = counts.unit if counts.num_calls else scale * part / size
@@ -174,7 +161,7 @@ class AccumulatedGradients:
         return unit * size
 
     def begin_step(self, program: Program, examples: Examples, scale: float) -> float:
-        """Begins an updating step; arguments and result as of `begin_call`."""
+        """As `begin_call`, for an updating step."""
         if not (self.num_calls or examples.kept_elsewhere):
             return scale
         local, together = examples.of_all, self.num_examples + examples.kept_elsewhere + examples.of_all
@@ -185,7 +172,6 @@ class AccumulatedGradients:
         return scale * local / together
 
     def add(self, bucket: int, replica: int, packed: torch.Tensor) -> None:
-        """Adds a replica's packed gradients to its sum; the first call copies."""
         total = self._sums.flat[bucket][replica]
         total.add_(packed) if self.num_calls else total.copy_(packed)
 
@@ -195,11 +181,10 @@ class AccumulatedGradients:
             packed.add_(self._sums.flat[bucket][replica][elements], alpha=self.share)
 
     def note_unused(self, names: Set[str]) -> None:
-        """Marks parameters as unused by the call in progress; idempotent."""
         self._begun = replace(self._begun, used=self._begun.used - (names - self._counts.used))
 
     def finish_call(self) -> None:
-        """Counts the call in progress, after its addition on all replicas; idempotent."""
+        """Counts the call in progress; idempotent."""
         self._counts = self._begun
 
     def mark_torn(self) -> None:

@@ -16,14 +16,9 @@ from mirrorc.runtime.state.variables.layout import memory_for_gradients, slot_vi
 
 @dataclass(frozen=True)
 class _Unsent:
-    """Residuals in the layout of buckets.
+    """Residuals in the layout of buckets; ``new`` has those of the running step, ``aside`` those of variables in no bucket.
 
     Attributes:
-        plan: the compressed buckets.
-        residuals: by bucket index, of committed steps, 1-D.
-        new: by bucket index, of the running step.
-        aside: residuals of variables outside of these buckets.
-        scale: loss scale of the residuals.
         new_scale: loss scale of the running step; None between steps.
         state: payload results of the last step, by variable; equal on all workers.
         new_state: payload results of the running step, possibly with sums in flight.
@@ -40,13 +35,9 @@ class _Unsent:
 
 
 class UnsentGradients:
-    """This worker's error feedback: one for all of its devices, and for all programs of a step.
+    """Error feedback of this worker: one for all of its devices, and for all programs of a step.
 
-    A step reads the present residuals and writes new ones elsewhere; its commit swaps the two. A failed or skipped step
-    changes nothing.
-
-    Args:
-        device: of the memory: the worker's first.
+    A step reads the present residuals and writes new ones elsewhere; its commit swaps the two.
 
     Attributes:
         num_loads: the number of calls of `load`; equal on all workers.
@@ -59,10 +50,7 @@ class UnsentGradients:
         self._program: Program | None = None  # of the present layout
 
     def fit(self, program: Program) -> None:
-        """Lays residuals out for a program's compressed buckets; those of other variables stay aside.
-
-        A failure changes nothing.
-        """
+        """Lays residuals out for a program's compressed buckets; those of other variables stay aside."""
         if self._is_for(program) or Property.COMPRESSED not in program.properties:
             return
         sent = {bucket_of(node) for graph in program.graphs() for node in calls_to(graph, *ops.EXCHANGES_OF_PARTS)}
@@ -87,7 +75,7 @@ class UnsentGradients:
         self._unsent = replace(unsent, new_scale=scale if is_sent else None, new_state=dict(unsent.state))
 
     def add(self, bucket: int, elements: slice, share: torch.Tensor) -> torch.Tensor:
-        """A replica's share of the sum plus the residual of these elements, out of place."""
+        """Returns a replica's share of the sum plus the residual of these elements."""
         unsent = self._unsent
         assert unsent.new_scale is not None, "the step has begun"
         residual = unsent.residuals[bucket][elements]
@@ -99,11 +87,9 @@ class UnsentGradients:
 
     @property
     def states(self) -> tuple[Mapping[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Payload state of the last step and of the running step, by variable."""
         return self._unsent.state, self._unsent.new_state
 
     def finish(self) -> None:
-        """Commits the residuals of a step; idempotent."""
         unsent = self._unsent
         if unsent.new_scale is not None:
             self._unsent = replace(
@@ -123,7 +109,7 @@ class UnsentGradients:
         return {name: value.clone() for name, value in self._unsent.state.items()}
 
     def load(self, values: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restores the results of `values` and `state_values`; residuals of other variables are dropped."""
+        """Restores the results of `values` and `state_values`."""
         self._replace(values, state)
         self.num_loads += 1
 

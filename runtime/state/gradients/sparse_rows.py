@@ -15,18 +15,9 @@ from mirrorc.runtime.state.variables.layout import FlatBucket, slot_views
 def add_up_rows(
     flat: FlatBucket, buckets: Sequence[FactoredBucket], replica: int, details: Mapping[str, Any]
 ) -> torch.Tensor:
-    """The sum over replicas of a table's gradient, in sparse rows.
+    """The sum over replicas of a table's gradient, as rows sorted by index; `FlatBucket.touched` gets the indices.
 
-    Rows of one index are added in order of replicas. Rows are sorted by index, and `FlatBucket.touched` has the
-    indices. Zero rows stay if a replica has looked them up.
-
-    Args:
-        flat: the bucket of one table.
-        buckets: of all replicas, in order.
-        details: see `mirrorc.ir.gradient_forms.TableForm`.
-
-    Returns:
-        The rows, 1-D.
+    Rows of one index are added in order of replicas. Zero rows stay if a replica has looked them up.
     """
     (slot,), device = flat.bucket.slots, flat.gradients[replica].device
     rows = [rows.reshape(-1, slot.shape[1]) for rows, _ in _parts(buckets)]
@@ -59,7 +50,6 @@ def write_rows(flat: FlatBucket, replica: int, rows: torch.Tensor) -> None:
 
 
 def _parts(buckets: Sequence[FactoredBucket]) -> list[Sequence[torch.Tensor]]:
-    """Rows and indices, in order of replicas."""
     return [part for bucket in buckets for gradient in bucket.factors for part in gradient]
 
 
@@ -69,7 +59,6 @@ def _places(flat: FlatBucket, buckets: Sequence[FactoredBucket], replica: int) -
 
 
 def _counted(places: torch.Tensor, details: Mapping[str, Any]) -> torch.Tensor | None:
-    """Positions of the rows without padding; None if there is no padding."""
     padding_idx = details.get("padding_idx", -1)
     return (places != padding_idx).nonzero().squeeze(1) if padding_idx >= 0 else None
 

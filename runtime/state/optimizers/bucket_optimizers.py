@@ -1,7 +1,4 @@
-"""The user's optimizers over buckets: flat ones if element-wise, otherwise their own `step`.
-
-It is long, because all queries about optimizer state, whole or sharded, are here.
-"""
+"""The user's optimizers over buckets: flat ones if element-wise, otherwise their own `step`."""
 
 from __future__ import annotations
 
@@ -45,13 +42,10 @@ class BucketOptimizers:
     Args:
         own_steps: steps by mirrorc itself with optimizers of these variables.
         is_captured: capture in CUDA graphs. The learning rate is then a 32-bit tensor on the first device, as torch's
-            fused kernels
-            require.
+            fused kernels require.
 
     Attributes:
-        user_steps: the user's steps with these optimizers.
         owner: the number of their buckets in the store.
-        is_whole: consistency of the state.
     """
 
     def __init__(
@@ -98,16 +92,13 @@ class BucketOptimizers:
         return are_same and any(True for _ in self._state.parts()) and not self.is_stale()
 
     def are_dealt_otherwise(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for sharded state of other buckets, so that it must be gathered first.
-
-        State that the user put in place of a shard does not count; `lay_out` refuses it.
-        """
+        """Test for sharded state of other buckets, so that it must be gathered first."""
         elementwise = [bucket for bucket in buckets if bucket.rule.elementwise]
         are_others = self.are_sharded and elementwise != [flat.bucket for flat in self._state.buckets]
         return are_others and self.is_dealt and not self.is_stale()
 
     def adopt(self, laid: Laid) -> None:
-        """Puts the result of `lay_out` in place. Values are equal, so this is idempotent from any point."""
+        """Puts the result of `lay_out` in place; idempotent from any point."""
         self._state, self._gathered = laid.state, laid.gathered
         self._note_whether_fresh()
         self._show(laid.shown)
@@ -151,7 +142,6 @@ class BucketOptimizers:
         )
 
     def write_other_rows(self, buckets: Sequence[Bucket]) -> bool:
-        """Test for outdated rules of row updates, after changes of hyperparameters or step hooks."""
         rules = [bucket.rule for bucket in buckets if bucket.rule.takes_rows]
         if not rules:
             return False
@@ -159,11 +149,6 @@ class BucketOptimizers:
         return any(rule.writes_rows != write_rows[rule.group] for rule in rules)
 
     def sync_hyperparameters(self) -> None:
-        """Copies changed hyperparameters into the flat optimizers.
-
-        Raises:
-            ValueError: they require missing state.
-        """
         self._write_rates()
         held = list(chain.from_iterable(map(dict.values, self.groups.hyperparameters)))
         if are_the_same(held, self._hyperparameters):  # changes within a value are shared
@@ -177,7 +162,7 @@ class BucketOptimizers:
         self._hyperparameters = held
 
     def _check_rows(self) -> None:
-        """Refuses hyperparameters that torch refuses with sparse gradients. The learning rate is never among them."""
+        """Refuses hyperparameters that torch refuses with sparse gradients."""
         tables = [flat for flat in self._store.buckets_of(self.owner) if flat.bucket.rule.takes_rows]
         if tables:
             held = [value for group in self.groups.hyperparameters for key, value in group.items() if key != "lr"]
@@ -204,7 +189,7 @@ class BucketOptimizers:
                 self._rates[number].fill_(rate)
 
     def baked_hyperparameters(self) -> tuple[tuple[Any, ...], ...]:
-        """The hyperparameters of each group that are constants in a captured update: all except the learning rate."""
+        """The hyperparameters of each group that are constants in a captured update."""
         return tuple(
             tuple(group[name] for name in optimizer.defaults if name != "lr")
             for optimizer in self.groups.optimizers
@@ -213,11 +198,7 @@ class BucketOptimizers:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Marks the flat optimizers as capturable during a capture, as torch's Adam requires; fused implementations
-        are.
-
-        Outside of captures the mark would make torch warn.
-        """
+        """Marks the flat optimizers as capturable, as torch's Adam requires; outside of captures torch would warn."""
         groups = [flat.optimizer.param_groups[0] for flat in self._state.optimizers.values()]
         groups = [group for group in groups if "capturable" in group]
         for group in groups:
@@ -232,7 +213,6 @@ class BucketOptimizers:
         return self._state.optimizers[(bucket, replica)]
 
     def slot_optimizer(self, bucket: int, replica: int) -> SlotOptimizer | None:
-        """The optimizer of a bucket with optional parameters; None for other buckets."""
         return self._state.by_slot.get((bucket, replica))
 
     def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
@@ -240,7 +220,6 @@ class BucketOptimizers:
         return self._state.copies()
 
     def held(self) -> list[torch.Tensor]:
-        """Replica 0's state tensors that updates write."""
         return [tensor for entries in self._state.whole.values() for tensor in entries.values()]
 
     def finish_step(self) -> None:
@@ -265,11 +244,7 @@ class BucketOptimizers:
         return any(map(has_dealt_state, self.groups.optimizers))
 
     def gather(self, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Publishes the whole state in the user's optimizers until the next step; collective over all workers.
-
-        Args:
-            all_gather: concatenates the 1-D shards of all workers.
-        """
+        """Publishes the whole state in the user's optimizers until the next step; collective over all workers."""
         self._gathered = {(bucket, key): all_gather(part) for bucket, key, part in self._state.parts()}
         self._show(self._state.shown(self._gathered))
 
@@ -296,7 +271,6 @@ class BucketOptimizers:
         )
 
     def update_memory(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> UpdateMemory:
-        """Memory for the update of an element-wise bucket, laid out or not."""
         optimizer, index = self.groups[bucket.rule.group]
         first = parameters[0]
         state = {} if has_dealt_state(optimizer) else optimizer.state.get(first, {})
@@ -317,11 +291,9 @@ class BucketOptimizers:
     def step_by_itself(
         self, buckets: Sequence[int], *gradients: torch.Tensor, unused: Sequence[Collection[int]] = ()
     ) -> None:
-        """Steps the user's optimizers of these buckets on replica 0's parameters, in order, as a training loop would.
+        """Steps the user's optimizers of these buckets on replica 0's parameters, as a training loop would.
 
         Args:
-            buckets: their numbers.
-            *gradients: of each bucket.
             unused: for each bucket, the positions of slots without a gradient.
         """
         flats = self._store.buckets_of(self.owner)

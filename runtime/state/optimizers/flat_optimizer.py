@@ -22,8 +22,7 @@ class UpdateMemory:
 
     Attributes:
         state: dtypes of the state's tensors of bucket length, by entry.
-        scalars: dtypes of scalar entries, by entry.
-        temporary_bytes: temporary bytes per element.
+        temporary_bytes: per element.
     """
 
     state: Mapping[str, torch.dtype]
@@ -35,8 +34,6 @@ class FlatOptimizer:
     """An optimizer of the user's class with one bucket of one replica as its single parameter.
 
     Args:
-        optimizer: the user's; read only.
-        group: index of its parameter group.
         flat: the bucket's parameters, or a shard of them, 1-D.
         rate: the learning rate; None for the group's.
     """
@@ -60,7 +57,7 @@ class FlatOptimizer:
         self._of_parts: PartOptimizer | None = None
 
     def _hyperparameters(self) -> dict[str, Any]:
-        """The user's present hyperparameters; ``fused=None`` selects the fused implementation."""
+        """``fused=None`` selects the fused implementation."""
         group = {**self._source.param_groups[self._group], "params": [self.parameter]}
         if group.get("fused", False) is None and not group.get("foreach"):
             group["fused"] = is_fused(type(self._source), group, self.parameter.dtype, self.parameter.device.type)
@@ -101,7 +98,6 @@ class FlatOptimizer:
         return is_fused and self.parameter.dtype == torch.float32 and takes_divisor(type(self.optimizer))
 
     def update(self, gradient: torch.Tensor) -> None:
-        """One step; the caller's thread has gradients disabled."""
         self.parameter.grad = gradient
         self._step(self.optimizer)
 
@@ -127,11 +123,11 @@ class PartOptimizer:
     def update(
         self, parts: Callable[[Callable[[int, torch.Tensor], None]], None], divisor: float | None = None
     ) -> None:
-        """One step; the caller's thread has gradients disabled.
+        """One step.
 
         Args:
             parts: calls a function with each part of the gradient, in order: its first element, and the 1-D part.
-            divisor: as in `FlatOptimizer.update_divided`; None to take gradients as they are.
+            divisor: as in `FlatOptimizer.update_divided`.
         """
         whole, part = self._whole.state, self._part
         numbers = {key: value for key, value in whole.items() if key in SCALAR_STATE}
@@ -167,16 +163,12 @@ class PartOptimizer:
         numbers: Mapping[str, torch.Tensor] | None,
         divisor: float | None = None,
     ) -> dict[str, torch.Tensor]:
-        """One step of some elements with equal step counts; the caller's thread has gradients disabled.
+        """One step of some elements with equal step counts; returns the scalars after it.
 
         Args:
-            gradient: of all elements.
             ranges: start and stop of each range. Without ranges, only the scalars advance.
             numbers: scalar state entries; None if this step makes the state.
-            divisor: as in `FlatOptimizer.update_divided`; None to take the gradient as it is.
-
-        Returns:
-            The scalars after the step.
+            divisor: as in `FlatOptimizer.update_divided`.
         """
         whole, part = self._whole.state, self._part
         self._note_addresses(whole)
@@ -196,7 +188,7 @@ class PartOptimizer:
         return {key: value for key, value in part.state.items() if key in SCALAR_STATE}
 
     def _keep_made(self, start: int, stop: int, made: Mapping[str, Any]) -> None:
-        """Stores new state of some elements; other elements stay zero until their first update."""
+        """Other elements stay zero until their first update."""
         whole = self._whole.state
         for key, value in made.items():
             if key in SCALAR_STATE or not isinstance(value, torch.Tensor):
@@ -207,7 +199,6 @@ class PartOptimizer:
             whole[key][start:stop] = value
 
     def _note_addresses(self, state: Mapping[str, Any]) -> None:
-        """Drops views of state with new memory."""
         addresses = {key: value.data_ptr() for key, value in state.items() if isinstance(value, torch.Tensor)}
         if addresses != self._viewed:
             self._viewed = addresses
@@ -243,11 +234,7 @@ def update_memory(
     device: torch.device,
     known_state: Mapping[str, Any],
 ) -> UpdateMemory:
-    """Measures the memory of an element-wise update with a copy of the optimizer on a few elements.
-
-    Args:
-        known_state: present state of a parameter; may be empty.
-    """
+    """Measures the memory of an element-wise update with a copy of the optimizer on a few elements."""
     flat, gradient = (torch.zeros(_TRIED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
     tried = FlatOptimizer(optimizer, group, flat)
     tried.make_state()

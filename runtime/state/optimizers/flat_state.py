@@ -26,7 +26,6 @@ class Shown:
 
     Attributes:
         states: new entries by parameter name; None to leave the present ones.
-        numbers: scalar entries of a bucket, repeated for each of its parameters.
     """
 
     states: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -37,13 +36,11 @@ class FlatState:
     """Flat optimizers over a layout of buckets, with the state of the user's optimizers.
 
     Args:
-        buckets: element-wise ones.
         make: makes a flat optimizer of a bucket's parameters on a replica, or of a shard.
         states_of: the user's states of a bucket's parameters, in order of its slots.
         earlier: flat state of the same buckets, in place of the user's state.
 
     Attributes:
-        optimizers: by bucket and replica.
         by_slot: those of buckets with optional parameters.
         whole: state entries of each bucket, as long as the bucket or this worker's part of it.
     """
@@ -76,7 +73,7 @@ class FlatState:
                 self._go_on_from(flat, earlier)
 
     def _replicas(self, flat: FlatBucket) -> dict[int, FlatOptimizer]:
-        """By replica; a replica with an empty share of a small bucket is absent."""
+        """A replica with an empty share of a small bucket is absent."""
         keys = [(flat.bucket.index, replica) for replica in range(len(flat.parameters))]
         return {
             replica: self.optimizers[(index, replica)] for index, replica in keys if (index, replica) in self.optimizers
@@ -86,7 +83,6 @@ class FlatState:
         return next(iter(self._replicas(flat).values()))
 
     def _slots_of(self, flat: FlatBucket) -> list[SlotOptimizer]:
-        """In order of replicas; empty without optional parameters."""
         return [
             self.by_slot[flat.bucket.index, r] for r in self._replicas(flat) if (flat.bucket.index, r) in self.by_slot
         ]
@@ -125,9 +121,8 @@ class FlatState:
             optimizer.state[key] = value.to(optimizer.parameter.device if is_fused else value.device, copy=True)
 
     def _hold(self, flat: FlatBucket, key: str, whole: torch.Tensor) -> None:
-        """Gives each flat optimizer of a bucket its range of a `whole` tensor: a view, or a copy.
-
-        Views belong to the first replica with an update and to the replicas that share its parameters.
+        """Views belong to the first replica with an update and to the replicas that share its parameters; others get
+        copies.
         """
         first = flat.bucket.part.start if flat.bucket.part is not None else 0
         replicas = self._replicas(flat)
@@ -139,7 +134,6 @@ class FlatState:
         self.whole.setdefault(flat.bucket.index, {})[key] = whole
 
     def copies(self) -> Iterator[tuple[Bucket, str, list[torch.Tensor]]]:
-        """Replicated state: bucket, entry and tensors in order of replicas."""
         for flat in self.buckets:
             if not flat.bucket.placement.value.updates_by_shares:
                 states = [optimizer.state for optimizer in self._replicas(flat).values()]
@@ -180,7 +174,7 @@ class FlatState:
         """Views of replica 0's state, for the user's optimizer.
 
         Args:
-            gathered: whole tensors of all `parts`, by bucket and entry; without it, a `DealtState` stands for each.
+            gathered: whole tensors of all `parts`; without it, a `DealtState` stands for each.
         """
         by_slot = {flat.bucket.index: slots[0] for flat in self.buckets if (slots := self._slots_of(flat))}
         numbers = {
@@ -221,11 +215,7 @@ class FlatState:
 
 @dataclass(frozen=True)
 class Laid:
-    """Prepared state of all buckets in a new layout, with the user's view of it.
-
-    Attributes:
-        gathered: state gathered over all workers, see `FlatState.shown`.
-    """
+    """Prepared state of all buckets in a new layout, with the user's view of it."""
 
     state: FlatState
     shown: Shown

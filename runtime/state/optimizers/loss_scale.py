@@ -16,7 +16,6 @@ _IN_USE: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.ref[LossScale]]
 
 
 def is_in_use(scaler: torch.amp.GradScaler) -> bool:
-    """Test for an open step with this scaler."""
     if _owner_of(scaler) is not None:
         gc.collect()  # an unreachable step may be in a reference cycle
     return _owner_of(scaler) is not None
@@ -30,12 +29,7 @@ def _owner_of(scaler: torch.amp.GradScaler) -> LossScale | None:
 class LossScale:
     """The scale of each step's loss, read from and written to the user's scaler.
 
-    The scaler remains the user's to save, load and inspect, since access is by ``state_dict`` and ``load_state_dict``.
     Its scale changes as in ``scaler.update()``. It is in use until `close`.
-
-    Args:
-        scaler: the user's, enabled.
-        devices: in order of replicas.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, devices: Sequence[Device]) -> None:
@@ -47,7 +41,6 @@ class LossScale:
         self._tensors: list[torch.Tensor] = []
 
     def begin(self) -> float:
-        """Reads the scale of a step's loss; the user may have changed it since the last step."""
         self._before = self._scaler.state_dict()
         if self._before["scale"] != self._scale:
             self._scale = self._before["scale"]
@@ -57,18 +50,14 @@ class LossScale:
         return self._scale
 
     def close(self) -> None:
-        """Releases the scaler for other steps; idempotent."""
         if _owner_of(self._scaler) is self:
             del _IN_USE[self._scaler]
 
     def on(self, replica: int) -> torch.Tensor:
-        """The scale as a scalar on a replica's device."""
         return self._tensors[replica]
 
     def finish(self, *, has_overflowed: bool) -> None:
-        """Updates the scaler after a step, or after a skipped step with a non-finite gradient; idempotent from any
-        point.
-        """
+        """Updates the scaler after a step; idempotent from any point."""
         state, scale = self._before, self._scale
         streak = state["_growth_tracker"] + 1
         if has_overflowed:

@@ -19,11 +19,7 @@ _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[OwnSt
 
 
 class DealtState:
-    """A placeholder in an optimizer's state for a tensor sharded over workers. Every use raises an error.
-
-    Args:
-        dtype: of the tensor.
-    """
+    """A placeholder in an optimizer's state for a tensor sharded over workers. Every use raises an error."""
 
     __slots__ = ("dtype",)
 
@@ -59,11 +55,7 @@ def has_dealt_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_dealt_state(optimizer: torch.optim.Optimizer, what: str) -> None:
-    """Refuses the use of an optimizer with incomplete state.
-
-    Raises:
-        ExecutionError: names the use and the remedy.
-    """
+    """Refuses the use of an optimizer with incomplete state."""
     if has_dealt_state(optimizer):
         _refuse(what)
 
@@ -72,9 +64,6 @@ def watch_dealt_state(optimizer: torch.optim.Optimizer, own_steps: OwnSteps) -> 
     """Makes ``state_dict()`` and ``step()`` of an optimizer raise an error while its state is incomplete.
 
     A class that skips ``Optimizer.__init__`` takes no hooks. It runs by itself, so its state is never sharded.
-
-    Args:
-        own_steps: mirrorc's own steps, which update only parameters with whole state.
     """
     if optimizer not in _watched and calls_step_hooks(optimizer):
         _watched[optimizer] = weakref.WeakSet()

@@ -19,7 +19,6 @@ class SlotOptimizer:
     in ranges of adjacent elements.
 
     Args:
-        bucket: of its parameters.
         elements: start and stop of the updated elements in the bucket.
 
     Attributes:
@@ -35,7 +34,6 @@ class SlotOptimizer:
         self._are_alike = True
 
     def take_over(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Copies the scalar state of each parameter in the user's optimizer."""
         known = [flat_entries(state) for state in states]
         self.made = [bool(state) for state in known]
         for key, like in self._whole.state.items():
@@ -54,13 +52,7 @@ class SlotOptimizer:
         return self._whole.divides_gradients
 
     def update(self, gradient: torch.Tensor, unused: Collection[int], divisor: float | None = None) -> None:
-        """One step; the caller's thread has gradients disabled.
-
-        Args:
-            gradient: of all elements.
-            unused: positions of slots without an update.
-            divisor: as in `FlatOptimizer.update_divided`; None to take the gradient as it is.
-        """
+        """One step; slots at the positions ``unused`` have no update."""
         if self._are_alike and not unused:
             self._update_all(gradient, divisor)
             return
@@ -96,7 +88,7 @@ class SlotOptimizer:
                 self.numbers[key].fill_(state[key])
 
     def _ranges(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Element ranges of slots, relative to the flat optimizer; adjacent slots form one range."""
+        """Relative to the flat optimizer; adjacent slots form one range."""
         ranges: list[tuple[int, int]] = []
         following = None
         for place in places:
@@ -112,7 +104,6 @@ class SlotOptimizer:
         return ranges
 
     def _compare(self) -> None:
-        """Detects equal scalar state of all slots, and copies it to the flat optimizer."""
         rows = {key: row.tolist() for key, row in self.numbers.items()}
         self._are_alike = len(set(self.made)) == 1 and all(len(set(row)) == 1 for row in rows.values())
         if self._are_alike and self.made[0]:

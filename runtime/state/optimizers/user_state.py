@@ -21,10 +21,6 @@ class ShownNumbers:
 
     Args:
         own: each scalar with its number of repeats, or a row with one value per repeat.
-
-    Attributes:
-        shown: the repeats of each scalar, 1-D.
-        flats: their memory.
     """
 
     def __init__(self, own: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -43,7 +39,6 @@ class ShownNumbers:
         self._written = [flat.clone() for flat in self._compared]
 
     def write(self) -> None:
-        """Publishes the present scalars; idempotent."""
         copy_each(self.shown, self._own)
         copy_each(self._written, self._compared)
 
@@ -78,8 +73,6 @@ class ShownState:
         """Adds entries to the state of parameters; the dicts keep their identity. Idempotent.
 
         Args:
-            optimizers: the user's optimizers with entries.
-            states: entries by optimizer and parameter.
             counted: tensors whose version counters reveal writes to these entries.
         """
         for optimizer, parameter, entries in states:
@@ -90,7 +83,6 @@ class ShownState:
         self.count_versions()
 
     def look_again(self) -> None:
-        """Takes a new snapshot, after an optimizer made state by itself."""
         if self._is_empty:
             return
         self._states = self._states_now()
@@ -102,15 +94,12 @@ class ShownState:
         return list(chain.from_iterable(optimizer.state.values() for optimizer in self._optimizers))
 
     def forget(self) -> None:
-        """Drops the snapshot: later changes by the user do not count."""
         self._is_empty = True
 
     def count_versions(self) -> None:
-        """Records mirrorc's own writes."""
         self._versions = [tensor._version for tensor in self._counted]
 
     def has_changed(self) -> bool:
-        """Test for state replaced, added, removed or written by the user."""
         if self._is_empty:
             return False
         return not (
@@ -122,5 +111,5 @@ class ShownState:
 
 
 def are_the_same(now: list[Any], then: list[Any]) -> bool:
-    """Compares identities of elements; a comparison of tensors by value would be element-wise."""
+    """Compares identities, since a comparison of tensors by value would be element-wise."""
     return len(now) == len(then) and all(map(is_, now, then))

@@ -13,8 +13,6 @@ from mirrorc.torch_internals import UncountedHook, calls_step_hooks
 
 
 class OwnSteps:
-    """The optimizers that mirrorc itself steps now, over variables of one or more steps."""
-
     def __init__(self) -> None:
         self._running: Sequence[torch.optim.Optimizer] = ()
 
@@ -68,7 +66,6 @@ class UserSteps:
         self.of_others.clear()
 
     def stepped(self) -> set[int]:
-        """The ids of all stepped parameters, watched or not."""
         return self.of_others | (self._own_parameters() if self.have_written else set())
 
     def _own_parameters(self) -> set[int]:
@@ -93,21 +90,16 @@ class UserSteps:
         self.of_others |= stepped - own
 
     def tell_when_idle(self, told: Callable[[], bool]) -> None:
-        """Registers a callback for steps without gradients, while its object is alive.
-
-        Callbacks run in order until one returns True.
-        """
+        """Registers a callback for steps without gradients; callbacks run until one returns True."""
         self._when_idle = [*(other for other in self._when_idle if other() is not None), weakref.WeakMethod(told)]
 
     def forget(self, told: Callable[[], bool]) -> None:
         self._when_idle = [other for other in self._when_idle if other() not in (None, told)]
 
     def go_on_from(self, others: Sequence[UserSteps]) -> None:
-        """Inherits the stepped parameters of earlier watchers."""
         self.of_others |= set().union(*(other.stepped() for other in others)) - self._own_parameters()
 
     def go_on_as(self, other: UserSteps) -> None:
-        """Replaces a watcher of the same optimizers."""
         self.have_written, self._when_idle = other.have_written, other._when_idle
         self.go_on_from([other])
 

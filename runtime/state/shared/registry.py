@@ -26,11 +26,7 @@ def held_state(
     """The state for a new step: that of open steps over the same variables, or a new one.
 
     Args:
-        tensors: the user's parameters and buffers, by name of their variable.
         is_captured: capture of updates in CUDA graphs, which contain the addresses of one step.
-
-    Raises:
-        ExecutionError: a step over some of the variables runs in another thread.
     """
     user_tensors, updated = tensors.values(), groups.parameters()
     known = [held for held in list(_held) if held.is_open]
@@ -48,7 +44,6 @@ def held_state(
 
 
 def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, is_captured: bool) -> str:
-    """A remark on copies between open steps with common variables and separate memory; else empty."""
     on_these = [held for held in others if tuple(held.store.devices) == tuple(devices)]
     if not on_these:
         return ""
@@ -64,12 +59,7 @@ def _why_turns_copy(others: Sequence[HeldState], devices: Sequence[Device], *, i
 
 
 def begin_use(held: HeldState) -> None:
-    """Checks before each call of a step: refuses variables laid out on other devices by an open step, and torn state.
-
-    Raises:
-        ExecutionError: names the first variable, the devices and the remedy; or see
-            `mirrorc.runtime.state.shared.torn_state`.
-    """
+    """Checks before each call: refuses variables laid out on other devices by an open step, and torn state."""
     refuse_torn(held.store.names.keys())
     held.free_forgotten()
     if not held.is_used:
@@ -105,11 +95,7 @@ def _first_elsewhere(
 
 
 def reads(held: HeldState, tensors: Collection[torch.Tensor]) -> None:
-    """Records other tensors that a step reads, and serializes it with their open steps.
-
-    Raises:
-        ExecutionError: see `mirrorc.runtime.state.shared.call_owner.Callers.join`.
-    """
+    """Records other tensors that a step reads, and serializes it with their open steps."""
     held.note_reads(tensors)
     held.callers.join([other.callers for other in list(_held) if other.is_open and other.first_in_common(tensors)])
 
@@ -120,12 +106,8 @@ def take_in(
     """Adds variables of modules outside of the model to a step: those of an open step, or new ones.
 
     Args:
-        tensors: parameters and buffers, under the step's names.
         counters: from statistics among them to the counters of their forwards.
         written: variables written by the step.
-
-    Raises:
-        ExecutionError: a step that may write them runs in another thread, or has them on other devices.
     """
     held, ids = hold.held, {id(tensors[name]) for name in written if name in tensors}
     _refuse_elsewhere(held, tensors.values(), ids)

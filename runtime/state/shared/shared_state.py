@@ -21,14 +21,9 @@ from mirrorc.user.optimizer_groups import OptimizerGroups
 
 
 class Hold:
-    """A step's reference to a shared state. Only the step's own state refers to it, so it ends with that.
+    """A step's reference to a shared state; a merge of states replaces its attributes.
 
-    A merge of states replaces its attributes.
-
-    Args:
-        store: the step's view of the variables.
-        optimizers: possibly shared with other steps.
-        what: name of the model.
+    Only the step's own state refers to it, so it ends with that.
     """
 
     def __init__(self, held: HeldState, store: StepVariables, optimizers: BucketOptimizers, what: str) -> None:
@@ -36,17 +31,15 @@ class Hold:
 
 
 class HeldState:
-    """Variables of one or more steps, and the state of their optimizers; `open_states` lists it.
+    """Variables of one or more steps, and the state of their optimizers.
 
     Steps take turns in the same memory without copies. Their optimizers update the same parameters, or disjoint ones.
 
     Attributes:
         layout: number of the present layout; views are remade when it changes.
-        is_whole: consistency of the variables.
         was_behind: True if a user's write since the last training step was already mirrored.
         gradients_writer: of the present gradients in the buckets; None after a failure.
         callers: the running call over these or connected variables.
-        is_used: True after the first run or preparation of a step.
         is_captured: capture of updates in CUDA graphs.
         remark: the reason for copies between steps; empty without copies.
     """
@@ -80,17 +73,11 @@ class HeldState:
         return set().union(*(optimizers.groups.parameters() for optimizers in self._open_optimizers()))
 
     def written(self) -> set[int]:
-        """The ids of variables that its steps may write: trained parameters, and buffers."""
         buffers = {id(one) for one in self.store.tensors.values() if not isinstance(one, torch.nn.Parameter)}
         return self.trained() | (buffers - self._unwritten)
 
     def first_in_common(self, tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> str | None:
-        """The first common variable with a possible writer; read-only variables may be common.
-
-        Args:
-            tensors: the others' variables or reads.
-            written: ids of variables that the others may write.
-        """
+        """The first common variable with a possible writer; read-only variables may be common."""
         either = self.written().union(written)
         common = (tensor for tensor in tensors if id(tensor) in self.store.names)
         return next((self.store.names[id(tensor)] for tensor in common if id(tensor) in either), None)
@@ -102,10 +89,7 @@ class HeldState:
         return any(id(tensor) in self._read and self._read[id(tensor)]() is tensor for tensor in tensors)
 
     def can_be_held_for(self, devices: Sequence[Device], groups: OptimizerGroups) -> bool:
-        """Test for steps that can share its memory: same devices, and optimizers of equal or disjoint parameters.
-
-        Two plans cannot divide a bucket.
-        """
+        """Test for steps that can share its memory: same devices, and optimizers of equal or disjoint parameters."""
         own, each = groups.parameters(), [optimizers.groups.parameters() for optimizers in self._open_optimizers()]
         are_apart = all(own == other or own.isdisjoint(other) for other in each)
         return not self.is_captured and tuple(self.store.devices) == tuple(devices) and are_apart
@@ -113,10 +97,7 @@ class HeldState:
     def hold(self, tensors: Mapping[str, torch.Tensor], groups: OptimizerGroups, what: str) -> Hold:
         """Adds a step, possibly with further variables, such as those of its loss.
 
-        Args:
-            tensors: the step's parameters and buffers, under its own names.
-            groups: its optimizers. Steps with the same optimizers, or equal lists, share one state and one update.
-            what: the model's name, for a prefix of ambiguous names.
+        Steps with the same optimizers, or equal lists, share one state and one update.
         """
         names = names_in_store(tensors, self.store, what)
         self.store.add({names[name]: tensor for name, tensor in tensors.items()}, counters_among(tensors))
@@ -142,13 +123,7 @@ class HeldState:
         counters: Mapping[str, str],
         written: Collection[str],
     ) -> None:
-        """Adds variables of modules outside of the model to one of its steps.
-
-        Args:
-            tensors: parameters and buffers, under the step's names.
-            counters: from statistics among them to the counters of their forwards.
-            written: names of variables written by the step.
-        """
+        """See `registry.take_in`."""
         names = names_in_store(tensors, self.store, hold.what)
         new = {id(tensor) for tensor in tensors.values()} - self.store.names.keys()
         unwritten = (self._unwritten | new) - {id(tensors[name]) for name in written if name in tensors}
@@ -162,15 +137,13 @@ class HeldState:
         completed(put_in_place)
 
     def can_become_one_with(self, other: HeldState) -> bool:
-        """Test for a possible merge: same devices, and optimizers of disjoint parameters."""
         are_same = tuple(self.store.devices) == tuple(other.store.devices)
         return are_same and not (self.is_captured or other.is_captured) and self.trained().isdisjoint(other.trained())
 
     def absorb(self, other: HeldState) -> None:
-        """Merges another state into this one, while no call of either runs.
+        """Merges another state into this one; an interrupt leaves both states as they were, or merged.
 
-        Per-replica buffers stay in place, and parameters until the next layout. An interrupt leaves both states as they
-        were, or merged.
+        Per-replica buffers stay in place, and parameters until the next layout.
         """
         holds = {optimizers: list(own) for optimizers, own in other._optimizers.items() if own}
         what = next((hold.what for own in holds.values() for hold in own), "model")
@@ -225,7 +198,7 @@ class HeldState:
 
     def free_forgotten(self) -> None:
         """Frees the state of unreachable steps. The garbage collector only empties their sets, since it may run in any
-        thread, during a call that reads their state.
+        thread.
         """
         for optimizers, holds in list(self._optimizers.items()):
             if not holds:

@@ -20,14 +20,8 @@ _torn: weakref.WeakSet[TornState] = weakref.WeakSet()
 class TornState:
     """Parameters and optimizers after a partial update.
 
-    They are restored once the user has written or replaced every parameter and every entry of the optimizers' state,
-    for example by `load_state_dict` of model and optimizer. Until then, calls of steps over them are refused. `guard`
-    adds refusals of reads and saves.
-
-    Args:
-        what: a clause on the updated buckets.
-        parameters: all updated parameters of the step, by name.
-        optimizers: the user's.
+    They are restored once the user has written or replaced every parameter and every entry of the optimizers' state.
+    Until then, calls of steps over them are refused. `guard` adds refusals of reads and saves.
     """
 
     def __init__(
@@ -58,7 +52,6 @@ class TornState:
         return [name for name, watched in self._parameters.items() if not watched.has_changed()]
 
     def _unwritten_optimizers(self) -> list[str]:
-        """The classes of optimizers with a torn entry of state."""
         left = [
             type(optimizer).__name__
             for optimizer, parameter, entries, key, value, version in self._states
@@ -79,11 +72,7 @@ class TornState:
         return not self._ids.isdisjoint(ids)
 
     def refuse(self) -> None:
-        """Refuses a use before restoration.
-
-        Raises:
-            ExecutionError: describes the torn state and the remedy.
-        """
+        """Refuses a use before restoration."""
         if self.is_restored:
             return
         names, optimizers = self._unwritten(), self._unwritten_optimizers()
@@ -125,11 +114,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 def refuse_torn(ids: Collection[int]) -> None:
-    """Refuses a use of torn tensors, given by their ids.
-
-    Raises:
-        ExecutionError: see `TornState.refuse`.
-    """
+    """Refuses a use of torn tensors, by their ids."""
     for torn in [torn for torn in list(_torn) if torn.concerns(ids)]:
         torn.refuse()
         torn.end()

@@ -1,8 +1,4 @@
-"""Deferred gradients of embedding tables: their rows are scattered after the commit, right before the update.
-
-Checks before the commit, such as the gradient norm or finiteness, need the rows alone. These are far fewer than the
-table's.
-"""
+"""Deferred gradients of embedding tables: their rows are scattered after the commit, right before the update."""
 
 from __future__ import annotations
 
@@ -23,13 +19,7 @@ _MARGIN = 16.0  # between a bound and the largest number, for rounding errors
 
 @dataclass
 class DeferredTable:
-    """A pending piece of a table's gradient.
-
-    Attributes:
-        factors: see `TablePiece.add_up`.
-        total: the piece's elements in the bucket, 1-D.
-        rows: the selected rows; rows with one index may be summed.
-    """
+    """A pending piece of a table's gradient."""
 
     piece: TablePiece
     factors: Sequence[Factors]
@@ -44,13 +34,9 @@ class DeferredTable:
 
 
 class DeferredTables:
-    """The tables of a replica's share that a wait defers.
+    """The tables of a replica's share that a wait defers; `visit` adds deferral to the callback.
 
-    Args:
-        visit: callback for tables that must be made before the commit after all.
-
-    Attributes:
-        visit: as passed, with deferral to this object.
+    Checks before the commit need the rows alone, which are far fewer than the table's.
     """
 
     def __init__(self, visit: Visit) -> None:
@@ -63,7 +49,6 @@ class DeferredTables:
         self._tables.append(DeferredTable(piece, factors, total))
 
     def forget(self) -> None:
-        """Drops the tables and their factors: before a step, and without a later update."""
         self._tables, self._are_finite = [], False
 
     def make(self) -> None:
@@ -80,9 +65,7 @@ class DeferredTables:
 
     @staticmethod
     def measure(shares: Sequence[DeferredTables]) -> float | None:
-        """The 2-norm of all tables of some shares. None without tables, or after non-finite tables were made and
-        visited.
-        """
+        """The 2-norm of all tables; None without tables, or after non-finite tables were made and visited."""
         tables = [table for share in shares for table in share._tables]
         norm = norm_of_tables(tables) if tables else None
         for share in shares:
@@ -101,16 +84,12 @@ class DeferredTables:
 
 
 def bytes_of_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """The bytes of a share's deferred rows, if the shares get equal parts. Arguments as for `bytes_to_measure_tables`."""
+    """The bytes of a share's deferred rows, if the shares get equal parts."""
     return bytes_to_measure_tables(pieces, factors) // len(factors)
 
 
 def bytes_to_measure_tables(pieces: Iterable[Piece], factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-    """The bytes of all shares' rows, side by side only during selection and measurement.
-
-    Args:
-        factors: as for `Piece.temporary_bytes`.
-    """
+    """The bytes of all shares' rows, side by side only during selection and measurement."""
     total = 0
     for piece in pieces:
         if isinstance(piece, TablePiece):
@@ -141,7 +120,7 @@ def are_finite(tables: Iterable[DeferredTable]) -> bool:
 
 
 def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
-    """The 2-norm of all tables together; None for possibly non-finite elements. Each table gets its summed rows."""
+    """The 2-norm of all tables; None for possibly non-finite elements. Each table gets its summed rows."""
     norms = []
     for group in _by_width(tables):
         places, rows = _selected(group)
@@ -154,8 +133,8 @@ def norm_of_tables(tables: Iterable[DeferredTable]) -> float | None:
 
 
 def _by_width(tables: Iterable[DeferredTable]) -> list[list[DeferredTable]]:
-    """Groups of tables for common calls. Two threads that alternate on the interpreter spend more time in calls of
-    small operators than in their work.
+    """Groups of tables for common calls: two threads that alternate on the interpreter spend most time in small
+    operators.
     """
     groups: dict[tuple[int, torch.dtype], list[DeferredTable]] = defaultdict(list)
     for table in tables:
@@ -182,7 +161,6 @@ def _selected(tables: Sequence[DeferredTable]) -> tuple[torch.Tensor, torch.Tens
 
 
 def _assign(tables: Sequence[DeferredTable], places: torch.Tensor, rows: torch.Tensor) -> None:
-    """Assigns each table its rows; ``places`` are row numbers among all pieces."""
     ends = list(itertools.accumulate(table.piece.num_rows_here for table in tables))
     counts = torch.searchsorted(places, torch.tensor(ends)).tolist()  # all of a piece are smaller than the next one's
     sizes = [count - before for before, count in itertools.pairwise([0, *counts])]

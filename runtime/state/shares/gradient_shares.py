@@ -26,9 +26,6 @@ def pieces_of_share(bucket: Bucket, factored: Sequence[FactoredSlot], replica: i
 
     Args:
         factored: the slots with factored gradients, in order.
-
-    Raises:
-        LookupError: no class makes shares of a gradient's form.
     """
     start, stop = bucket.made(replica, num_replicas)
     number_of = {slot.place: number for number, slot in enumerate(factored)}
@@ -54,18 +51,15 @@ def forget_what_is_written(pieces: Sequence[Piece]) -> None:
 
 
 def make_share(buckets: Sequence[FactoredBucket], replica: int, visit: Visit | None = None) -> None:
-    """Makes a replica's share of the sum over replicas, in the first replica's bucket, with additions in order of
-    replicas.
+    """Makes a replica's share of the sum, in the first replica's bucket, with additions in order of replicas.
 
     Args:
-        buckets: of all replicas, in order.
         visit: called with each finished part of the share, in order.
     """
     make_pieces(buckets[replica].pieces, buckets, visit)
 
 
 def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visit: Visit | None = None) -> None:
-    """Makes pieces of the sum over replicas, in the first bucket's memory; as `make_share`."""
     first = buckets[0].tensor
     for piece in pieces:
         total = first[piece.start : piece.stop]
@@ -77,20 +71,13 @@ def make_pieces(pieces: Sequence[Piece], buckets: Sequence[FactoredBucket], visi
 
 @dataclass(frozen=True)
 class MadeShare:
-    """A finished share in memory, possibly sparse.
-
-    Attributes:
-        pieces: of the share; empty for unknown content.
-        start: the share's first element in the bucket.
-    """
+    """A finished share in memory, possibly sparse; ``pieces`` is empty for unknown content."""
 
     pieces: Sequence[Piece] = ()
     start: int = 0
 
     def visit(self, share: torch.Tensor, visit: Visit) -> bool:
-        """Visits the elements of this step, in parts, in order, if they are less than half of the share; returns True
-        if so.
-        """
+        """Visits this step's elements, in parts, if they are less than half of the share; returns True if so."""
         if not self.pieces or 2 * sum(piece.num_made for piece in self.pieces) >= share.numel():
             return False
         for piece in self.pieces:
@@ -115,7 +102,6 @@ class UnmadeShare:
     change: Visit | None = None
 
     def bounded(self, max_value: float) -> UnmadeShare:
-        """The same share with elements clamped to ``[-max_value, max_value]``."""
         return replace(self, change=bounding_by(max_value))
 
     def largest_part(self, num_elements: int) -> int:
@@ -132,7 +118,6 @@ class UnmadeShare:
         Args:
             num_elements: upper bound of a part.
             memory: for parts of large products, reused, 1-D; other parts lie in the bucket.
-            take: gets each part with its first element, counted from the share's.
         """
         whole, start = self.buckets[0].tensor, self.start
         waiting = start  # the first pending element in the bucket
@@ -161,13 +146,7 @@ class UnmadeShare:
 
 
 def unmade_sum(tensors: Sequence[torch.Tensor], bounds: tuple[int, int], change: Visit | None = None) -> UnmadeShare:
-    """A share of a sum of buckets without factored gradients.
-
-    Args:
-        tensors: the buckets of all replicas, 1-D, in order; the sum is made in the first one.
-        bounds: start and stop of the share.
-        change: see `UnmadeShare`.
-    """
+    """A share of a sum of buckets without factored gradients, made in the first bucket."""
     return UnmadeShare([FactoredBucket(tensor, (), ()) for tensor in tensors], [SumPiece(*bounds)], *bounds, change)
 
 
@@ -180,8 +159,6 @@ def largest_part_of_share(
     """The elements of the largest part of `UnmadeShare.make_parts`.
 
     Args:
-        bounds: start and stop of the share in the bucket.
-        num_elements: of the memory for parts.
         factors: as for `temporary_bytes`.
     """
     (waiting, stop), largest = bounds, 0

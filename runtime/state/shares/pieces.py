@@ -21,8 +21,7 @@ class Visit:
     """An action on each finished part of a share: a measurement, or a change in place.
 
     Attributes:
-        function: takes a 1-D part, without zero rows of a table. An unwritten part stays unchanged until the step
-            commits.
+        function: takes a 1-D part, without zero rows of a table. An unwritten part stays unchanged until the step commits.
         writes: permission to write the part; zeros stay zero.
         defer: takes a piece that may be made later; None without deferral.
     """
@@ -40,7 +39,6 @@ def scaling_by(factor: float) -> Visit:
 
 
 def bounding_by(max_value: float) -> Visit:
-    """Clamps parts to ``[-max_value, max_value]``."""
     return Visit(lambda part: part.clamp_(-max_value, max_value), writes=True)
 
 
@@ -58,7 +56,6 @@ class FactoredBucket:
     Attributes:
         tensor: the bucket, 1-D; slots of factored gradients are unwritten.
         factors: by gradient, in order of slots, and part; empty on a replica without examples.
-        pieces: of the replica's share.
     """
 
     tensor: torch.Tensor
@@ -68,28 +65,17 @@ class FactoredBucket:
 
 @dataclass
 class Piece(ABC):
-    """A range of a bucket's elements that a replica makes together.
-
-    Attributes:
-        start, stop: its elements in the bucket.
-    """
+    """A range of a bucket's elements that a replica makes together."""
 
     start: int
     stop: int
 
     @abstractmethod
     def make(self, buckets: Sequence[FactoredBucket], total: torch.Tensor) -> None:
-        """Makes the sum over all replicas.
-
-        Args:
-            buckets: of all replicas, in order.
-            total: output elements in the first replica's bucket, 1-D.
-        """
+        """Makes the sum over all replicas in ``total``, the piece's elements in the first replica's bucket, 1-D."""
 
     def make_visited(self, buckets: Sequence[FactoredBucket], total: torch.Tensor, visit: Visit) -> None:
-        """As `make`, with a visit of the elements in parts, in order. Subclasses may visit a part before the next is
-        made.
-        """
+        """As `make`, with a visit of the elements in parts. Subclasses may visit a part before the next is made."""
         self.make(buckets, total)
         self.visit_made(total, visit)
 
@@ -103,12 +89,7 @@ class Piece(ABC):
         return self.stop - self.start
 
     def largest_part(self, num_elements: int, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """Upper bound of a part of `make_parts`, in elements; 0 if it does not apply.
-
-        Args:
-            num_elements: as for `make_parts`.
-            factors: as for `temporary_bytes`.
-        """
+        """Upper bound of a part of `make_parts`, in elements; 0 if it does not apply."""
         return 0
 
     def make_parts(
@@ -117,10 +98,8 @@ class Piece(ABC):
         """Makes the sum in parts, in order, in reused memory, and passes each to ``take`` before the next.
 
         Args:
-            buckets: of all replicas, in order.
             num_elements: upper bound of a part.
             memory: 1-D; of `largest_part` elements or more.
-            take: see `Take`.
         """
         raise NotImplementedError(f"{type(self).__name__} is made in the bucket")
 
@@ -128,11 +107,7 @@ class Piece(ABC):
         """Drops the record of earlier writes, since the bucket may have been overwritten."""
 
     def temporary_bytes(self, factors: Sequence[Sequence[Sequence[Factors]]]) -> int:
-        """Peak temporary bytes of `make`.
-
-        Args:
-            factors: by replica with examples, factored gradient and part; tensors may be fake.
-        """
+        """Peak temporary bytes of `make`; ``factors`` as for `gradient_shares.temporary_bytes`."""
         return 0
 
 
@@ -175,9 +150,7 @@ class FactoredPiece(Piece):
         """Cuts a slot's elements within a share into pieces, in order and without gaps.
 
         Args:
-            factored: see the class.
-            first: start of the share in the bucket.
-            last: its stop.
+            first, last: start and stop of the share in the bucket.
             details: of the gradient, see `mirrorc.ir.gradient_forms.GradientForm`.
         """
 

@@ -52,7 +52,7 @@ class Rectangle(FactoredPiece):
 @dataclass
 class ProductPiece(Rectangle):
     def add_up(self, factors: Sequence[Factors], total: torch.Tensor) -> None:
-        """Multiplies the factors of all parts in one product or several, with the least memory traffic.
+        """Multiplies the factors of all parts with the least memory traffic.
 
         One product needs a contiguous copy of all factors. Several products each read and write the result.
         """
@@ -97,7 +97,6 @@ class ProductPiece(Rectangle):
 
 
 def _joined(pairs: Pairs) -> Pairs:
-    """The factors of one product, or of one for each part."""
     (m, _), n = pairs[0][0].shape, pairs[0][1].shape[1]
     if not _is_one_product(m, n, sum(left.shape[1] for left, _ in pairs), len(pairs)):
         return pairs

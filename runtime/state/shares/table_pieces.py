@@ -25,7 +25,6 @@ class TablePiece(Rectangle):
 
     Attributes:
         padding_idx: the table's excluded row.
-        num_rows: of the table.
         written: rows of the last step, counted from the rectangle's first row, by part; None for unknown content.
     """
 
@@ -62,10 +61,7 @@ class TablePiece(Rectangle):
         return places.index_select(0, own).long() - self.rows.start, rows.index_select(0, own)
 
     def _own(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Positions of the rectangle's rows among some rows of the table; None for all.
-
-        The first and the last device need one comparison each.
-        """
+        """Positions of the rectangle's rows among some rows of the table; None for all."""
         conditions = [places >= self.rows.start] if self.rows.start else []
         if self.rows.stop < self.num_rows:
             conditions.append(places < self.rows.stop)
@@ -92,16 +88,11 @@ class TablePiece(Rectangle):
             self.visit_made(total, visit)
 
     def has_few_rows(self, factors: Sequence[Factors]) -> bool:
-        """Test for a sparse step: its rows cost less than a pass over the whole rectangle.
-
-        Args:
-            factors: as for `add_up`; tensors may be fake.
-        """
+        """Test for rows that cost less than a pass over the whole rectangle."""
         num_added = sum(indices.numel() for _, indices in factors)
         return 0 < 2 * num_added < self.num_rows_here and factors[0][0].is_floating_point()
 
     def visit_made(self, total: torch.Tensor, visit: Visit) -> None:
-        """Visits the rows of this step; the others are zero."""
         if 2 * self.num_made > total.numel():
             visit_parts(total, visit)
             return
@@ -118,7 +109,7 @@ class TablePiece(Rectangle):
 
     @property
     def num_made(self) -> int:
-        """The elements of this step's rows; a row may count several times."""
+        """A row may count several times."""
         if self.written is None:
             return self.stop - self.start
         return sum(map(len, self.written)) * self._sizes()[1]

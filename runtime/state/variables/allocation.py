@@ -46,7 +46,6 @@ def _bucket(
 
 
 def mirror_first(tensors: Sequence[torch.Tensor]) -> None:
-    """Copies the first replica's tensor to the others, except where they are the same object."""
     for tensor in tensors[1:]:
         if tensor is not tensors[0]:
             tensor.copy_(tensors[0])
@@ -59,11 +58,7 @@ def allocate_per_replica(
     devices: Sequence[Device],
     counted: Collection[str],
 ) -> None:
-    """Allocates buffers of one dtype side by side, so that one addition aggregates them, and enters them in the layout.
-
-    Args:
-        counted: see `ShownBuffers`.
-    """
+    """Allocates buffers of one dtype side by side, so that one addition aggregates them, and enters them in the layout."""
     kinds: dict[tuple[torch.dtype, Aggregation], list[Variable]] = {}
     for variable in variables:
         kinds.setdefault((variable.dtype, variable.aggregation), []).append(variable)

@@ -19,9 +19,7 @@ class FlatBucket:
     """Memory of a bucket on every replica.
 
     Attributes:
-        bucket: the plan.
         parameters: 1-D, by replica; one tensor for all replicas that share it.
-        gradients: 1-D, by replica.
         gradient_slots: by replica, views of the gradients in order of the slots; empty for sparse rows.
         touched: row indices of the step's sparse gradient, by replica; see `gradients.sparse_rows`.
     """
@@ -40,7 +38,7 @@ def slot_views(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
 
 
 def memory_for_gradients(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """Allocates memory for gradients; empty for sparse rows.
+    """Memory for gradients; empty for sparse rows.
 
     Gaps between slots are zero. Slots are not initialized, so unused pages stay untouched.
     """
@@ -68,9 +66,7 @@ class Layout:
     Attributes:
         moved: variables with new memory since the layout before.
         planned: memory of the buckets, by owner: the number of their optimizers. Owners with common parameters share
-            the memory
-            of equal buckets.
-        values: for each variable, its tensor on every replica.
+            the memory of equal buckets.
         aggregates: per-replica variables in the user's model.
         own: variables with a separate tensor on every replica.
         homes: for each variable laid out here, the future memory of the user's tensor; None if it keeps its memory.
@@ -94,11 +90,9 @@ class Layout:
         return {name for flats in self.planned.values() for name in names_in(flats)}
 
     def plan_of(self, owner: int) -> tuple[Bucket, ...]:
-        """The bucket plan of an owner; empty without memory for it."""
         return tuple(flat.bucket for flat in self.planned.get(owner, ()))
 
     def without_buckets(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """A copy without buckets, with parameters in place."""
         return replace(
             self, planned={}, own={name for name in self.own if not isinstance(tensors[name], torch.nn.Parameter)}
         )
@@ -125,8 +119,7 @@ class Layout:
     def make_room(self, plan: Sequence[Bucket], owner: int) -> list[FlatBucket] | None:
         """Removes buckets that conflict with a new plan.
 
-        Returns:
-            Another owner's buckets with equal positions, for common use; None if there are none.
+        Returns another owner's buckets with equal positions, for common use; None if there are none.
         """
         self.planned.pop(owner, None)
         for other, flats in list(self.planned.items()):
@@ -142,7 +135,6 @@ def names_in(buckets: Sequence[FlatBucket]) -> set[str]:
 
 
 def _lie_alike(one: Sequence[Bucket], other: Sequence[Bucket]) -> bool:
-    """Test for equal positions of parameters and gradients; update rules may differ."""
     return len(one) == len(other) and all(
         replace(a, rule=b.rule) == b and a.rule.takes_rows == b.rule.takes_rows for a, b in zip(one, other, strict=True)
     )

@@ -15,7 +15,6 @@ class Members:
     """The tensors of a store. It is immutable, since a call in another thread may iterate over it.
 
     Attributes:
-        tensors: parameters and buffers, by name of their variable.
         names: the name of each tensor, by its id.
         guarded: variables under guards of shape and dtype, so that a change compiles a new program.
         counters: from the id of a statistic to the id of its counter; forwards write such statistics without a version
@@ -40,7 +39,6 @@ class Members:
         )
 
     def joined(self, other: Members, names: Mapping[str, str]) -> Members:
-        """The members of both, with the other's tensors under new names."""
         new = {names[name]: tensor for name, tensor in other.tensors.items() if names[name] not in self.tensors}
         return Members(
             {**self.tensors, **new},
@@ -59,7 +57,6 @@ class Members:
         )
 
     def counter_of(self, name: str) -> str | None:
-        """The counter buffer of a statistic; None without one."""
         tensor = self.tensors.get(name)
         return self.names.get(self.counters[id(tensor)]) if id(tensor) in self.counters else None
 
@@ -69,11 +66,7 @@ class Members:
 
 
 def counters_among(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
-    """The counters of a model's statistics, as in `Members.counters`.
-
-    Args:
-        tensors: by path in the model. A statistic and its counter are buffers of one module.
-    """
+    """The counters of a model's statistics; a statistic and its counter are buffers of one module."""
     found = {}
     for name, tensor in tensors.items():
         counter = tensors.get(f"{name.rpartition('.')[0]}.{_COUNTER}".removeprefix("."))

@@ -16,9 +16,6 @@ class ReservedMemory:
     """Blocks of memory by replica and number, reused by all programs of a step in turn.
 
     A block is allocated at its first use, grows on demand, and stays until the step is closed.
-
-    Args:
-        devices: the device of each replica.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:

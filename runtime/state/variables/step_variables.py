@@ -20,9 +20,7 @@ class StepVariables:
     """A step's view of a store: its variables, and the buckets of its optimizers.
 
     Args:
-        tensors: the user's parameters and buffers, by the step's names.
         names: from the step's names to the store's names.
-        store: shared by all steps over these variables.
         owner: the number of the step's optimizers in the store.
     """
 
@@ -46,7 +44,6 @@ class StepVariables:
         self._renamed = {}
 
     def moved(self, names: Mapping[str, str], store: VariableStore, owner: int) -> StepVariables:
-        """The same variables in another store."""
         other = StepVariables(self.tensors, names, store, owner)
         other._added, other._counters = self._added, self._counters
         return other
@@ -64,7 +61,6 @@ class StepVariables:
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """The memory of the step's buckets, under the store's names."""
         return self._store.buckets_of(self._owner)
 
     def has(self, program: Program) -> bool:
@@ -74,10 +70,7 @@ class StepVariables:
         return self._store.plan_of(self._owner) == self.in_store(program).buckets
 
     def values(self, name: str) -> list[torch.Tensor]:
-        """The tensors of a variable, in order of replicas; a shared tensor repeats.
-
-        After all steps of a variable are closed, its value is the user's tensor.
-        """
+        """The tensors of a variable, in order of replicas; a shared tensor repeats."""
         tensor = self.tensors[name]
         if id(tensor) not in self._store.names:
             return [tensor.detach()] * len(self.devices)
@@ -128,12 +121,7 @@ class StepVariables:
 def names_in_store(tensors: Mapping[str, torch.Tensor], store: VariableStore, what: str) -> dict[str, str]:
     """A name in a store for each of a step's tensors: the present name, or a new one.
 
-    New names are the step's names. If one of them is taken, all get the model's name as a prefix, so that a module's
-    variables stay together.
-
-    Args:
-        tensors: by the step's names.
-        what: the name of the step's model.
+    If a new name is taken, all get the model's name as a prefix, so that a module's variables stay together.
     """
     new = [name for name, tensor in tensors.items() if id(tensor) not in store.names]
     prefix = ""

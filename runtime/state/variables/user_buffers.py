@@ -40,8 +40,6 @@ class ShownBuffers:
     Args:
         sizes: the number of elements of each buffer, by name, in order.
         shown: the aggregate in the user's model, 1-D.
-        flats: the memory of each replica, 1-D.
-        counted: buffers of modules with a counter of forwards.
     """
 
     def __init__(
@@ -71,12 +69,8 @@ class ShownBuffers:
     def aggregate(self, written: Mapping[str, Aggregation], present: Sequence[int]) -> None:
         """Aggregates the replicas' values into the user's model.
 
-        Args:
-            written: the buffers written in the step, with their aggregation. Others keep their exact bits, since a mean
-                of equal
-                numbers may be rounded.
-            present: the replicas with examples. Absent replicas rejoin at their next write, and take over values that
-                are equal on all.
+        Buffers that are not written keep their exact bits, since a mean of equal numbers may be rounded. Replicas without
+        examples rejoin at their next write.
         """
         kinds = {written[name] for name in self.names if name in written}
         if not kinds or not present:
@@ -97,11 +91,9 @@ class ShownBuffers:
         self._kept.copy_(shown)
 
     def note(self) -> None:
-        """Records the present values after they were mirrored."""
         self._kept.copy_(self._shown)
 
     def written_by_user(self) -> list[str]:
-        """The buffers whose bits differ from the last aggregate."""
         members = self._members
         if self._shown.is_cuda:
             members = [member for member in members if not member.is_counted]
@@ -114,18 +106,13 @@ class ShownBuffers:
 
 
 class CopiesOfShown:
-    """Copies of the aggregate on other devices, for programs that only read per-replica buffers.
-
-    Args:
-        devices: in order of replicas.
-    """
+    """Copies of the aggregate on other devices, for programs that only read per-replica buffers."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self._pairs: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, name: str, shown: torch.Tensor) -> list[torch.Tensor]:
-        """A buffer on every replica: the aggregate itself, or a copy for `renew`."""
         found = []
         for device in self._devices:
             place = device.torch_device

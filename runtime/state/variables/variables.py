@@ -1,7 +1,4 @@
-"""Store of the variables of all replicas, with detection of the user's writes.
-
-It is long, because every move or write of their memory is here.
-"""
+"""Store of the variables of all replicas, with detection of the user's writes."""
 
 from __future__ import annotations
 
@@ -38,13 +35,6 @@ class VariableStore:
     aggregate after every step. The user's writes between steps are detected and mirrored.
 
     Several steps may hold a store, see `step_variables`; ``owner`` is the number of a step's optimizers.
-
-    Args:
-        tensors: the user's parameters and buffers, by name of their variable.
-        devices: in order of replicas.
-
-    Attributes:
-        names: the name of each tensor, by its id.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], devices: Sequence[Device]) -> None:
@@ -72,16 +62,12 @@ class VariableStore:
     def add(
         self, tensors: Mapping[str, torch.Tensor], counters: Mapping[int, int], *, are_guarded: bool = False
     ) -> None:
-        """Adds variables; see `mirrorc.runtime.state.variables.members.Members.with_added`."""
         self._members = self._members.with_added(tensors, counters, are_guarded=are_guarded)
 
     def taking_over(self, other: VariableStore, names: Mapping[str, str]) -> Callable[[], None]:
-        """Prepares a merge with another store under new names, without its buckets.
+        """Prepares a merge with another store under new names; returns its commit, idempotent from any point.
 
         Per-replica variables stay in their memory. Common variables have the same values in both stores.
-
-        Returns:
-            The merge's commit, idempotent from any point.
         """
         members = self._members.joined(other._members, names)
         layout, taken = self._layout.joined(other._layout.without_buckets(other.tensors), names)
@@ -95,9 +81,7 @@ class VariableStore:
         return put_in_place
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Drops variables whose tensors have other ids, except those in common memory with the rest. Values stay in
-        place.
-        """
+        """Drops variables whose tensors have other ids, except those in common memory with the rest."""
         layout, kept = self._layout.only({name for name, tensor in self.tensors.items() if id(tensor) in ids})
         watched = {name: watched for name, watched in self._watched.items() if name in kept}
         self._copies.keep_only(kept)
@@ -140,12 +124,10 @@ class VariableStore:
         """Allocates memory for a program's variables and copies their values; the user's tensors stay in place.
 
         Parameters with new memory from the user get new flat memory, since the user may hold the old one. Other owners'
-        buckets stay if they have no parameter in common with the new ones, and none with new memory. An evaluation uses
-        the present buckets.
+        buckets stay if they have no parameter in common with the new ones, and none with new memory.
 
         Raises:
-            ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or other
-                processes.
+            ValueError: a parameter has a new shape or dtype, or shares memory with another parameter or other processes.
         """
         old, given = self._layout, self._given_memory()
         if old.program() is program and not given:
@@ -190,9 +172,7 @@ class VariableStore:
         new.planned[owner] = allocate_buckets(new, plan, self.tensors, self.devices)
 
     def _given_memory(self) -> set[str]:
-        """The parameters in buckets with new memory from the user. Memory of other steps over the same model does not
-        count.
-        """
+        """Memory of other steps over the same model does not count."""
         moved = [watched.tensor for trained in self._trained.values() for watched in trained if watched.has_moved()]
         if not moved:
             return set()
@@ -201,7 +181,7 @@ class VariableStore:
         return {self.names[id(tensor)] for tensor in moved if memory_of(tensor) not in others}
 
     def adopt(self, layout: Layout) -> None:
-        """Puts a layout of `lay_out` in place. Both layouts have equal values, so this is idempotent from any point."""
+        """Puts a layout of `lay_out` in place; idempotent from any point."""
         for name, home in layout.homes.items():
             if home is not None:
                 self.tensors[name].data = home
@@ -224,10 +204,9 @@ class VariableStore:
         return any(watched.has_changed() for watched in self._watched.values())
 
     def mirror_changes(self, stepped: Collection[int] = ()) -> bool:
-        """Mirrors the user's writes to parameters and buffers since the last step, for example by ``load_state_dict``.
+        """Mirrors the user's writes since the last step; returns True if a variable has new memory.
 
-        Parameters with ids in ``stepped`` count as written regardless of their versions. Returns True if a variable has
-        new memory.
+        Parameters with ids in ``stepped`` count as written regardless of their versions.
 
         Raises:
             ValueError: a variable has a new shape or dtype, or shares memory with another one.
@@ -254,9 +233,7 @@ class VariableStore:
         return any(has_moved)
 
     def _keeps_its_bits(self, name: str) -> bool:
-        """Test for an unchanged per-replica buffer. Its version may have changed: BatchNorm loads its counter from
-        itself if a state_dict lacks it.
-        """
+        """Its version may have changed: BatchNorm loads its counter from itself if a state_dict lacks it."""
         return any(name in shown.names and not shown.is_written(name) for shown in self._layout.aggregates)
 
     def written(self, owner: int) -> list[torch.Tensor]:
@@ -271,7 +248,7 @@ class VariableStore:
             mirror_first(flat.parameters)
 
     def _mirror(self, name: str) -> bool:
-        """Copies the user's tensor to all replicas; returns True if the variable has new memory."""
+        """Returns True if the variable has new memory."""
         tensor, values, watched = self.tensors[name], self._layout.values[name], self._watched[name]
         if name in self._layout.own:
             assert watched.home is not None
@@ -289,23 +266,18 @@ class VariableStore:
         return has_moved
 
     def count_update(self, owner: int) -> None:
-        """Counts a version of each updated parameter, as torch's optimizers do; idempotent.
-
-        Autograd then refuses a backward through earlier saved tensors, and other steps detect the update.
+        """Counts a version of each updated parameter, as torch's optimizers do, so that autograd refuses a stale
+        backward.
         """
         count_write(self._trained.get(owner, []))
 
     def aggregate(self) -> None:
-        """Aggregates the step's per-replica variables into the user's model; idempotent.
-
-        It counts a version of each for other steps.
-        """
+        """Aggregates the step's per-replica variables into the user's model; idempotent."""
         for shown in self._layout.aggregates:
             shown.aggregate(self._written, self._writing)
             count_write([self._watched[name] for name in shown.names & self._written.keys()])
 
     def show(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Writes values of per-replica variables to all replicas and to the user's model."""
         for name, value in values.items():
             for own in (self.tensors[name].detach(), *self._layout.values[name]):
                 own.copy_(value)

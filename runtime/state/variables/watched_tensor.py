@@ -40,17 +40,11 @@ def count_write(written: Collection[Watched]) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def leave_homes_of_others(changed: Collection[Watched], watched: Collection[Watched]) -> None:
-    """Gives separate memory to each tensor that the user put into another variable's home, as in a swap.
-
-    Args:
-        changed: the changed tensors.
-        watched: all tensors of the store.
-    """
+    """Gives separate memory to each tensor that the user put into another variable's home, as in a swap."""
     homes = {memory_of(one.home) for one in watched if one.home is not None}
     for one in changed:
         is_home = one.home is not None and one.tensor.data_ptr() == one.home.data_ptr()
