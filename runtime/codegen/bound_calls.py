@@ -19,11 +19,8 @@ class Meeting:
     A generated function with pauses yields between them.
 
     Args:
-        arrive, leave: see above.
         may_end: early return of the function's output if ``leave`` returns False.
-        is_timed: a separate time mark for the call, if it may end the function or its value is used; otherwise its time
-            belongs
-            to the next call.
+        is_timed: a separate time mark for the call; otherwise its time belongs to the next call.
     """
 
     def __init__(
@@ -36,7 +33,6 @@ class Asking:
     """A call with a request: the function yields its needs, and continues once they are met.
 
     Args:
-        call: the function.
         asks: each makes a yielded value from the call's arguments at these positions.
     """
 
@@ -45,7 +41,7 @@ class Asking:
 
 
 class _Waits:
-    """Type of `WAITS`."""
+    pass
 
 
 WAITS = _Waits()

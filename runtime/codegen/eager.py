@@ -18,11 +18,11 @@ from mirrorc.torch_internals import SizesGivenUp, has_symbols, is_dense, schema_
 
 
 class EagerBackend(Backend):
-    """Calls the captured operators one by one. Compilation takes no time, and an error names the failed operator.
+    """Calls the captured operators one by one.
 
-    Some operators of torch return another memory layout than their fake versions. Nothing here depends on inferred
-    layouts. A view that the actual layout forbids copies its elements. Operators that may read memory in order get
-    arguments in the inferred layout. ``as_strided`` would change its meaning, so it raises an error.
+    Some operators of torch return another memory layout than their fake versions. A view that the actual layout forbids
+    copies its elements. Operators that may read memory in order get arguments in the inferred layout. ``as_strided``
+    would change its meaning, so it raises an error.
     """
 
     name = "eager"
@@ -59,7 +59,7 @@ def _function_of(node: fx.Node) -> Callable[..., Any]:
 
 
 def _by_position(node: fx.Node) -> Callable[..., Any]:
-    """The function of an operator with explicit strides; offsets are counted from the first element of its argument."""
+    """Offsets are counted from the first element of its argument."""
     target: Any = node.target
     arguments = [argument.name for argument in schema_of(target).arguments]
     place = arguments.index("storage_offset") if "storage_offset" in arguments else len(arguments)
@@ -106,11 +106,7 @@ class DimOrder:
 
     @classmethod
     def of(cls, value: torch.Tensor) -> DimOrder:
-        """The order of a fake tensor.
-
-        Raises:
-            SizesGivenUp: gaps or overlaps, so that the order does not determine the strides.
-        """
+        """Raises `SizesGivenUp` for gaps or overlaps, where the order does not determine the strides."""
         now = with_sizes_now(value)
         strides = now.stride()
         order = cls(tuple(sorted(range(now.dim()), key=lambda dim: (-strides[dim], dim))))

@@ -24,7 +24,6 @@ class GraphFunction:
     Attributes:
         nodes: the node of each source line.
         namespace: bindings of the source's names; may be rebound between calls.
-        calls: names of called functions, with their nodes.
         marked: nodes with time marks at the end of their calls, in order. The function's beginning has a mark, too.
         asks: True for a generator that yields its needs before calls, see `Asking`.
         pauses: True for a generator that yields for other reasons.
@@ -75,11 +74,7 @@ def generate(
     """Generates the function of a graph.
 
     Args:
-        title: for tracebacks.
-        graph: placeholders, calls, and an output.
-        bind: returns a call's function. It may be a `Constant` for a call without arguments, a `Meeting` for a call in
-            two parts,
-            or an `Asking` for a call with a request.
+        bind: returns a call's function, or a `Constant`, a `Meeting` or an `Asking`.
         boxed: test for a function with a list of arguments, which it empties, and a sequence of results to unpack.
         clock: marks the end of every call; None for a function without marks.
         pauses: test for a yield before a call, or within a `Meeting`, which makes the function a generator.
@@ -204,7 +199,6 @@ class _Generator:
         self._free([n for n in self.dying[node] if n not in self.namespace] + ([] if node.users else [name]))
 
     def _emit_asking(self, node: fx.Node, name: str, bound: Asking) -> Callable[..., Any]:
-        """Emits the yields of a call's needs; returns its function."""
         self.asks = True
         for number, (ask, places) in enumerate(bound.asks):
             self.namespace[f"ask{number}_{name}"] = ask

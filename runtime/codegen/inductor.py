@@ -46,9 +46,7 @@ class InductorBackend(Backend):
         return inductor_decompositions()
 
     def preferences(self, device: torch.device) -> dict[str, bool]:
-        """On CPUs, Inductor calls oneDNN for convolutions, which is faster in channels-last format, and its tanh is
-        slow.
-        """
+        """Inductor calls oneDNN for convolutions, which is faster in channels-last format, and its tanh is slow."""
         is_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
         own = {"gelu_by_sigmoid": True, "channels_last": is_onednn, "recomputes": True, "reuses_arguments": True}
         own["pads_products"] = device.type == "cuda"

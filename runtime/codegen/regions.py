@@ -18,12 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RegionCompiler:
-    """Compiles each region once per torch device; logical devices on one processor share the code.
-
-    Args:
-        backend: compiler of region bodies.
-        num_threads: a region's threads on the CPU.
-    """
+    """Compiles each region once per torch device; logical devices on one processor share the code."""
 
     def __init__(self, backend: Backend, num_threads: int) -> None:
         self.backend = backend
@@ -95,7 +90,7 @@ class RegionCompiler:
 
 
 def retarget(graph_module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Copies a region for another device of the same kind, with its device arguments and fake values."""
+    """Copies a region for another device of the same kind."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(graph_module.graph, values))

@@ -34,7 +34,6 @@ class _Arrangement:
     """Origin of a value's elements.
 
     Attributes:
-        source: the value of their origin.
         parts: dimensions of the source, without those of size 1, cut as finely as any view on the way cuts them.
         dims: for each dimension of the value, its parts; empty for size 1.
         is_copied: True after a copy, so that memory is in the order of the dimensions.
@@ -113,7 +112,7 @@ def _written(node: fx.Node) -> Iterator[Any]:
 
 
 def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """The arrangement after a node that rearranges its first argument; None for other nodes."""
+    """None for a node that does not rearrange its first argument."""
     target, rank = node.target, len(before.dims)
     if target in _SAME_VALUES:
         return before
@@ -135,7 +134,6 @@ def _rearranged(node: fx.Node, before: _Arrangement, sizes: Sequence[Any]) -> _A
 
 
 def _permutation(node: fx.Node, rank: int) -> list[int]:
-    """For each dimension of a transposed value, its former index."""
     dims = list(range(rank))
     given: Any = node.args[1:]
     if node.target is aten.permute.default:
@@ -147,7 +145,7 @@ def _permutation(node: fx.Node, rank: int) -> list[int]:
 
 
 def _reshaped(before: _Arrangement, sizes: Sequence[Any]) -> _Arrangement | None:
-    """The same elements in the same order, in other dimensions; None unless factors of the old sizes make the new ones."""
+    """The same elements in the same order; None unless factors of the old sizes make the new ones."""
     waiting = deque(part for dim in before.dims for part in dim)
     cuts: dict[_Part, tuple[_Part, _Part]] = {}
     dims: list[tuple[_Part, ...]] = []
@@ -181,7 +179,7 @@ def _cut(parts: Sequence[_Part], cuts: Mapping[_Part, tuple[_Part, _Part]]) -> t
 
 
 def _quotient(size: Any, divisor: Any) -> Any:
-    """A size divided by a factor, as a number or an expression; None if divisibility is unknown."""
+    """None if divisibility is unknown."""
     if size == 0 or divisor == 0:
         return None
     if isinstance(size, int) and isinstance(divisor, int):

@@ -25,13 +25,8 @@ class Communicator:
     (`mirrorc.ir.buckets.Pack`) if the program's buckets are cut, and a bucket is a pack then.
 
     Args:
-        devices: the devices, in order of replicas.
         timeout_seconds: the longest time of every wait.
-
         unit: name of the moved thing in messages: a bucket, or a pack.
-
-    Attributes:
-        link: the name of the link that the class implements, see `mirrorc.ir.links`.
     """
 
     link: ClassVar[str]
@@ -44,20 +39,22 @@ class Communicator:
         self._prepared_for: tuple[Sequence[Tag], Sequence[Route]] = ((), ())
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """Makes the rendezvous of a program's collectives and the mailboxes of its sends; called before the program runs."""
+        """Makes the rendezvous of a program's collectives and the mailboxes of its sends; called before the program
+        runs.
+        """
         self._prepared_for = (tags, routes)
         self._rendezvous = {tag: self._make_rendezvous(tag) for tag in tags}
         self._mailboxes = {route: Mailbox(route, self.devices, self.timeout_seconds) for route in routes}
 
     def begin_afresh(self) -> None:
-        """Replaces rendezvous and mailboxes after a failed step, so that the next step does not see its tensors."""
+        """Replaces rendezvous and mailboxes after a failed step."""
         self.prepare(*self._prepared_for)
 
     def _make_rendezvous(self, tag: Tag) -> Rendezvous:
         return Rendezvous(f"{tag[0]} of {self.unit} {tag[1]}", self.devices, self.timeout_seconds)
 
     def release(self) -> None:
-        """Drops the tensors of a finished step, so that their memory is free until the next."""
+        """Drops the tensors of a finished step."""
 
     def abort(self) -> None:
         """Wakes every waiting replica; they raise `Aborted`."""
@@ -128,7 +125,8 @@ class Communicator:
         raise self._not_carried("exchange")
 
     def launch_exchange(self, bucket: int, replica: int, whole: torch.Tensor | None) -> None:
-        """Offers this replica's part of ``whole``, 1-D, the worker's local sum of a bucket, for the sum over all workers;
+        """Offers this replica's part of ``whole``, 1-D, the worker's local sum of a bucket, for the sum over all workers.
+
         None stands for the memory of `memory_to_send`. It is sent when all replicas have offered theirs.
         """
         raise self._not_carried("exchange")
@@ -144,13 +142,10 @@ class Communicator:
         raise self._not_carried("parts of sums")
 
     def wait_part(self, bucket: int, replica: int) -> Any:
-        """The `SentPart`, when all workers have sent theirs."""
         raise self._not_carried("parts of sums")
 
     def launch_gather(self, bucket: int, replica: int, factored_bucket: Any) -> None:
-        """Offers this replica's bucket, with gradients left as factors, to all workers. The buckets are sent when all
-        replicas of this worker have offered theirs.
-        """
+        """Offers this replica's bucket, with gradients left as factors, to all workers."""
         raise self._not_carried("gather_factors")
 
     def wait_gather(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
@@ -158,7 +153,6 @@ class Communicator:
         raise self._not_carried("gather_factors")
 
     def launch_scatter(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
-        """As `launch_exchange`, for each worker's shard of the sum."""
         raise self._not_carried("scatter_sums")
 
     def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
@@ -172,7 +166,6 @@ class Communicator:
         raise self._not_carried("gather_parameters")
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
-        """Waits for the bucket's updated parameters from all workers."""
         raise self._not_carried("gather_parameters")
 
     def _not_carried(self, operation: str) -> NotImplementedError:
@@ -187,8 +180,7 @@ class Communicator:
     def launch_receive(self, route: Route) -> None:
         """Announces a later `receive` on a route, from the same thread; never blocks.
 
-        A link with posted receipts, such as one between processes, starts the transfer here. Here it does nothing, because
-        `receive` takes the tensor from the sender's memory.
+        A link between processes starts the transfer here.
         """
 
     def receive(self, route: Route) -> torch.Tensor:

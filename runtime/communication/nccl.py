@@ -26,8 +26,7 @@ guard, and NCCL forbids parallel launches on communicators of one GPU."""
 class NcclCommunicator(Communicator):
     """All-reduces on side streams; the last replica to offer a bucket launches for all.
 
-    Every replica offers its buckets in program order, and the last launches a bucket before it continues. So buckets are
-    launched in the same order on all GPUs. Sends are copies between GPUs, as over the link copy.
+    So buckets are launched in the same order on all GPUs. Sends are copies between GPUs, as over the link copy.
     """
 
     link = "nccl"

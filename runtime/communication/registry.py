@@ -62,11 +62,7 @@ def communicators_of(program: Program, timeout_seconds: float) -> dict[str, Comm
 def communicator_for(
     link: str, devices: Sequence[Device], timeout_seconds: float, unit: str = "bucket"
 ) -> Communicator:
-    """A communicator for a link, as `mirrorc.passes.LowerCollectives` names it.
-
-    Raises:
-        CommunicationError: no class implements the link.
-    """
+    """Raises `CommunicationError` if no class implements the link."""
     if link not in _communicators:
         raise CommunicationError(
             f"nothing implements the link {link!r}: declare a Communicator with link = {link!r} and decorate it with "

@@ -25,13 +25,7 @@ class StepStoppedError(ExecutionError):
 
 
 class Rendezvous:
-    """Synchronizes a collective: each replica leaves a tensor, announces itself, and waits for the others.
-
-    Args:
-        subject: name of the collective, for messages.
-        devices: the devices, in order of replicas.
-        timeout_seconds: the longest wait of a replica.
-    """
+    """Synchronizes a collective: each replica leaves a tensor, announces itself, and waits for the others."""
 
     def __init__(self, subject: str, devices: Sequence[Device], timeout_seconds: float) -> None:
         self.subject = subject
@@ -42,29 +36,21 @@ class Rendezvous:
         self._inboxes: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in devices]
 
     def announce(self, replica: int) -> None:
-        """Announces this replica's tensor to all others."""
         for other in range(len(self._inboxes)):
             if other != replica:
                 self._inboxes[other].put(replica)
 
     def announce_to(self, root: int, replica: int) -> None:
-        """Announces this replica's tensor to a single waiting replica."""
         if root != replica:
             self._inboxes[root].put(replica)
 
     def await_replicas(self, replica: int, awaited: Iterable[int]) -> None:
-        """Waits for the announcements of these other replicas.
-
-        Raises:
-            Aborted: another replica failed.
-            CommunicationError: timeout.
-        """
+        """Waits for the announcements of these other replicas; raises `Aborted`, or `CommunicationError` on timeout."""
         missing = set(awaited) - {replica}
         while missing:
             missing.discard(self._receive(replica, missing))
 
     def await_anyone(self, replica: int) -> None:
-        """Waits for the announcement of any other replica; raises as `await_replicas` does."""
         self._receive(replica, set(range(len(self._devices))) - {replica})
 
     def _receive(self, replica: int, missing: set[int]) -> int:
@@ -78,7 +64,6 @@ class Rendezvous:
         return came
 
     def abort(self) -> None:
-        """Wakes every waiting replica."""
         for inbox in self._inboxes:
             for _ in self._devices:
                 inbox.put(None)
@@ -102,12 +87,7 @@ class Mailbox:
         self._inbox.put((tensor, record_event(tensor.device)))
 
     def take(self) -> torch.Tensor:
-        """The offered tensor, on the receiver's device; on the CPU, the same object.
-
-        Raises:
-            Aborted: another replica failed.
-            CommunicationError: timeout.
-        """
+        """The offered tensor, on the receiver's device; on the CPU, the same object."""
         route, device = self._route, self._devices[self._route.destination]
         try:
             came = self._inbox.get(timeout=self._timeout_seconds)
@@ -120,7 +100,6 @@ class Mailbox:
         return tensor.to(device.torch_device, non_blocking=True)
 
     def abort(self) -> None:
-        """Wakes the receiver."""
         self._inbox.put(None)
 
 

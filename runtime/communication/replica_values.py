@@ -15,11 +15,7 @@ from mirrorc.runtime.communication.rendezvous import Rendezvous
 
 
 class ReplicaValues:
-    """Meetings of a program's forward and backward, at which each present replica leaves a value, and takes all of them.
-
-    Args:
-        timeout_seconds: the longest wait of a replica for the others.
-    """
+    """Meetings of a program's forward and backward, at which each present replica leaves a value, and takes all of them."""
 
     def __init__(self, program: Program, timeout_seconds: float) -> None:
         self._devices, self._present = program.devices, tuple(program.present)
@@ -29,18 +25,15 @@ class ReplicaValues:
         self.begin_afresh()
 
     def begin_afresh(self) -> None:
-        """Clears the arrivals of a failed step."""
         self._meetings = {
             number: Rendezvous(subject, self._devices, self._timeout_seconds) for number, subject in self._names.items()
         }
 
     def abort(self) -> None:
-        """Wakes every waiting replica; they raise `Aborted`."""
         for meeting in self._meetings.values():
             meeting.abort()
 
     def release(self) -> None:
-        """Drops the values of a finished step."""
         for meeting in self._meetings.values():
             meeting.tensors = [None] * len(self._devices)
 
@@ -53,13 +46,7 @@ class ReplicaValues:
             meeting.announce_to(other, replica)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor:
-        """The result over the values of all present replicas, in their order, as a contiguous tensor not shared with other
-        replicas.
-
-        Raises:
-            Aborted: another replica failed.
-            CommunicationError: the others did not come in time.
-        """
+        """The result over the values of all present replicas, in their order, as a contiguous tensor of this replica."""
         meeting = self._meetings[_number(node)]
         meeting.await_replicas(replica, self._present)
         left = [meeting.tensors[present] for present in self._present]

@@ -26,7 +26,7 @@ class SharedMemoryCommunicator(Communicator):
     link = "shared-memory"
 
     def prepare(self, tags: Sequence[Tag], routes: Sequence[Route] = ()) -> None:
-        """As in the base class; each all_reduce gets a second rendezvous, for when the shares are summed."""
+        """Each all_reduce gets a second rendezvous, for when the shares are summed."""
         super().prepare(tags, routes)
         for kind, bucket in tags:
             if kind == "all_reduce":
@@ -36,7 +36,7 @@ class SharedMemoryCommunicator(Communicator):
         self._offer(self._rendezvous[("all_reduce", bucket)], replica, tensor)
 
     def launch_reduce_scatter(self, bucket: int, replica: int, tensor: torch.Tensor | FactoredBucket) -> Any:
-        """As in the base class. The bucket may have gradients that are left as factors, if all replicas leave the same ones."""
+        """The bucket may have gradients that are left as factors, if all replicas leave the same ones."""
         self._offer(self._rendezvous[("reduce_scatter", bucket)], replica, tensor)
 
     def launch_reduce(self, bucket: int, replica: int, tensor: torch.Tensor, root: int) -> Any:
@@ -45,7 +45,7 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.announce_to(root, replica)
 
     def wait_reduce(self, bucket: int, replica: int, pending: Any, root: int) -> torch.Tensor:
-        """See `Communicator`; the sum lies in replica 0's bucket, which is added up in the order of replicas."""
+        """The sum lies in replica 0's bucket, which is added up in the order of replicas."""
         rendezvous = self._rendezvous[("reduce", bucket)]
         if replica != root:
             return rendezvous.tensors[replica][:0]
@@ -67,7 +67,7 @@ class SharedMemoryCommunicator(Communicator):
         return self._unmade(("reduce_scatter", bucket), replica).make()
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
-        """See `Communicator`; a part is visited as soon as it is made."""
+        """A part is visited as soon as it is made."""
         return self._unmade(("reduce_scatter", bucket), replica, visit).make()
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
@@ -84,7 +84,6 @@ class SharedMemoryCommunicator(Communicator):
         rendezvous.announce(replica)
 
     def _unmade(self, tag: Tag, replica: int, change: Visit | None = None) -> UnmadeShare:
-        """A replica's unmade share of the sum in replica 0's memory, when all replicas have offered their parts."""
         rendezvous = self._rendezvous[tag]
         rendezvous.await_replicas(replica, range(len(self.devices)))
         buckets = tuple(rendezvous.tensors)

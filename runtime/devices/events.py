@@ -20,13 +20,10 @@ def record_event(device: torch.device) -> Any:
 
 
 def wait_device(device: torch.device, timeout_seconds: float) -> bool:
-    """Waits for all queued work of a GPU; returns at once for a CPU, or for a GPU that has failed.
+    """Waits for all queued work of a GPU that has not failed; False after a timeout.
 
     A kernel may wait for another GPU forever, and torch's wait for a GPU has no timeout, so a thread waits in the
     caller's place.
-
-    Returns:
-        False after a timeout.
     """
     if device.type != "cuda":
         return True
@@ -34,7 +31,6 @@ def wait_device(device: torch.device, timeout_seconds: float) -> bool:
 
 
 def has_happened(event: Any, timeout_seconds: float) -> bool:
-    """Waits on the host for a GPU's event, as `wait_device` does; False after a timeout."""
     return _returns_in_time(event.synchronize, timeout_seconds, "mirrorc waits for an event")
 
 
@@ -50,13 +46,12 @@ def _returns_in_time(wait: Callable[[], object], timeout_seconds: float, name: s
 
 
 def wait_event(event: Any, device: torch.device | None = None) -> None:
-    """Makes a GPU's current stream wait for an event of `record_event`; the default is the current GPU."""
+    """Makes a GPU's current stream wait for an event; the default is the current GPU."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on a GPU by the current stream; the tensor itself if it is already there."""
     return tensor.to(device, non_blocking=True)
 
 
@@ -67,6 +62,5 @@ def kept_for(tensor: torch.Tensor, stream: Any) -> None:
 
 
 def kept_for_caller(tensor: torch.Tensor) -> None:
-    """As `kept_for`, for the current stream of the tensor's GPU; a no-op on the CPU."""
     if tensor.is_cuda:
         kept_for(tensor, torch.cuda.current_stream(tensor.device))

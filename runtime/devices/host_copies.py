@@ -12,11 +12,8 @@ from mirrorc.runtime.devices.events import copied_to, kept_for, record_event, wa
 class HostCopies:
     """Copies of one replica's batches; all calls come from the replica's thread.
 
-    They have a separate stream without waits. So the caller can queue a step while the last one still runs. Host memory
-    is free as soon as it was read, and a pinned batch may be filled anew when the step has returned.
-
-    Args:
-        device: the replica's device.
+    They have a stream of their own, so that the caller can queue a step while the last one still runs. A pinned batch
+    may be filled anew when the step has returned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +23,6 @@ class HostCopies:
         self._read: Any = None  # the event after which the host's memory has been read
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the device, for work queued from now on."""
         if not self._is_gpu:
             return tensor.to(self._device)
         if tensor.device.type != "cpu":

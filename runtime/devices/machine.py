@@ -30,11 +30,7 @@ def processor_model() -> str:
 
 
 def product_facts(num_threads: int) -> dict[str, str]:
-    """Properties that affect the bits of a matrix product, by name.
-
-    Args:
-        num_threads: of each device.
-    """
+    """Properties that affect the bits of a matrix product, by name."""
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
     return {
         "processor": processor_model(),
@@ -47,7 +43,6 @@ def product_facts(num_threads: int) -> dict[str, str]:
 
 
 def seconds_per_multiplication() -> float:
-    """Time per multiplication of a large matrix product, with all threads."""
     with torch.no_grad():
         one = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE)
         times = []
@@ -59,7 +54,6 @@ def seconds_per_multiplication() -> float:
 
 
 def seconds_per_moved_byte() -> float:
-    """Time per byte of memory traffic in an operator, with all threads."""
     with torch.no_grad():
         source = torch.ones(_MOVED_BYTES, dtype=torch.uint8)
         into = torch.empty_like(source)

@@ -17,11 +17,8 @@ def keep_what_is_freed() -> None:
     to the system only when twice this size is free there. This function frees one block of 32 MB. Otherwise a
     convolutional net spends 5% of its steps in page faults.
 
-    Other threads have heaps of 64 MB, and glibc returns a fully free heap, unless its ``M_TOP_PAD`` is as large. With a
-    smaller value, a device with several heaps of activations spends 8% of its steps in page faults. The first thread
-    then reserves addresses, not memory, in steps of 64 MB.
-
-    Takes microseconds. Source: ``heap_trim`` in glibc's malloc/arena.c.
+    Other threads have heaps of 64 MB, and glibc returns a fully free heap, unless its ``M_TOP_PAD`` is as large
+    (``heap_trim`` in glibc's malloc/arena.c): else a device with several heaps spends 8% of its steps in page faults.
     """
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "malloc_trim"):
@@ -32,11 +29,7 @@ def keep_what_is_freed() -> None:
 
 
 def return_freed_memory() -> None:
-    """Returns cached freed memory to the system, if the C library has a function for that.
-
-    glibc caches blocks up to the size of the largest freed block. To be called after a large permanent release, such as
-    a move of parameters or state. Takes milliseconds.
-    """
+    """Returns cached freed memory to the system, after a large permanent release; takes milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -32,12 +32,8 @@ class DevicePool:
     """Threads that each run one job at a time. They end with `close`, with the pool object, or with the interpreter.
 
     Args:
-        devices: one thread for each.
         num_threads: threads of torch's operators within each CPU device.
         timeout_seconds: the longest duration of a job.
-
-    Raises:
-        ExecutionError: a thread cannot use its device; says why.
     """
 
     def __init__(self, devices: Sequence[Device], num_threads: int, timeout_seconds: float) -> None:
@@ -83,15 +79,11 @@ class DevicePool:
     def run(
         self, jobs: Sequence[Job], on_failure: Callable[[], None], results: list[tuple[bool, Any] | None] | None = None
     ) -> list[tuple[bool, Any]]:
-        """Runs one job on each device, with the caller's context variables.
+        """Runs one job on each device, with the caller's context variables; returns success and result or exception of each.
 
         Args:
-            jobs: one for each device.
             on_failure: called at the first failure or an interrupt; it must wake waiting jobs.
             results: an empty list for the results, readable after an interrupt, too.
-
-        Returns:
-            For each device, success of its job, and its result or exception.
 
         Raises:
             ExecutionError: a job did not end in time.
@@ -127,7 +119,7 @@ class DevicePool:
         return [result for result in results if result is not None]
 
     def _hand_out(self, waiting: dict[int, Job], results: list[tuple[bool, Any] | None]) -> None:
-        """Gives each device its job; idempotent, because a device takes a job only once."""
+        """Idempotent, because a device takes a job only once."""
         if waiting:
             for replica, inbox in enumerate(self._inboxes):
                 inbox.put((waiting, replica, results))
@@ -140,7 +132,7 @@ class DevicePool:
         *,
         is_stopped: bool,
     ) -> None:
-        """Waits for all devices. The first failure, or ``is_stopped``, stops the others."""
+        """The first failure, or ``is_stopped``, stops the others."""
         is_told = False
         while None in results:
             if not is_told and (is_stopped or any(result and not result[0] for result in results)):
@@ -156,10 +148,7 @@ class DevicePool:
         self._outbox.put(None)
 
     def run_here(self, job: Job) -> Any:
-        """Runs a job of CPU devices in the calling thread, with the settings of a device's thread.
-
-        Returns the job's result, or raises the job's exception.
-        """
+        """Runs a job of CPU devices in the calling thread, with the settings of a device's thread."""
         self._check_free()
         before = torch.get_num_threads()
         try:
@@ -176,11 +165,7 @@ class DevicePool:
             )
 
     def _await_a_result(self, deadline: float, results: Sequence[Any]) -> None:
-        """Waits for all devices or one failure; may return early on a late message of an earlier run.
-
-        The results are in ``results``, not in the queue. An interrupt may lose a message of the queue, but no result.
-        The last device sends a message about all results.
-        """
+        """An interrupt may lose a message of the queue, but no result: the last device sends a message about all."""
         try:
             self._next_message(deadline)
         except queue.Empty:
@@ -191,7 +176,7 @@ class DevicePool:
             ) from None
 
     def _next_message(self, deadline: float) -> Message:
-        """The next message of a device's thread; raises `queue.Empty` at the deadline. Ctrl-C is handled all the while."""
+        """Raises `queue.Empty` at the deadline. Ctrl-C is handled all the while."""
         while True:
             left = max(0.0, deadline - time.monotonic())
             try:
@@ -228,7 +213,6 @@ _THREAD = threading.local()
 
 
 def is_thread_of_device() -> bool:
-    """Test for a device's thread, for hooks of the optimizer."""
     return getattr(_THREAD, "is_of_device", False)
 
 

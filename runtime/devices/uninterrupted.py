@@ -14,8 +14,7 @@ _TRIES = (*[False] * 9, True)  # True for the last one
 def completed(function: Callable[[], _T]) -> _T:
     """The result of a function that is idempotent from any point, repeated after an interrupt or a failure.
 
-    An interrupt is raised after success. Only a persistent failure is raised, not a transient one, such as short
-    memory.
+    An interrupt is raised after success. Only a persistent failure is raised.
     """
     interruption: BaseException | None = None
     for is_last in _TRIES:
@@ -33,7 +32,6 @@ def completed(function: Callable[[], _T]) -> _T:
 
 
 def is_raised_by_signal(error: BaseException) -> bool:
-    """Test for an exception raised by a Python signal handler."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {id(code) for handler in handlers if (code := getattr(handler, "__code__", None)) is not None}
     return any(id(frame.f_code) in codes for frame, _ in traceback.walk_tb(error.__traceback__))

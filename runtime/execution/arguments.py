@@ -26,15 +26,10 @@ def replica_arguments(
     sizes: Sequence[int | float] = (),
     examples: Examples | None = None,
 ) -> list[Any]:
-    """Arguments of a replica's program, in its order, on the replica's device. A replica without examples takes none.
+    """Arguments of a replica's program, in its order, on its device. A replica without examples takes none.
 
     Args:
         start: events that precede the step.
-        shard: the replica's tensors, in order of the call's leaves.
-        weight: weight of the replica's loss, a scalar, if the program takes it.
-        seed: seed of the step's random streams, if the program draws random numbers.
-        numbers: Python numbers of the replica, in the order of the step's.
-        sizes: numbers computed from the sizes of its shard.
         examples: counts of examples over all workers; None in a process that trains alone.
     """
     for event in start:

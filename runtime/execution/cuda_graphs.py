@@ -26,11 +26,7 @@ Function = Callable[[list[Any]], torch.Tensor]
 
 
 def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
-    """Refuses a captured program whose steps cannot be replayed.
-
-    Raises:
-        ValueError: names the random operation or the update, and the remedy.
-    """
+    """Refuses a captured program whose steps cannot be replayed."""
     seeds = [n for g in program.shard_graphs for n in placeholders_of(g, program.arguments, ArgumentKind.SEED)]
     drawn = next((user for seed in seeds for user in seed.users), None)
     if drawn is not None:
@@ -60,22 +56,16 @@ def check_captured_program(program: Program, groups: OptimizerGroups) -> None:
 
 
 class Graph(Protocol):
-    """Recorded work of a GPU, such as a `torch.cuda.CUDAGraph`."""
-
     def replay(self) -> None:
-        """Repeats the recorded work on the same memory."""
+        pass
 
     def reset(self) -> None:
-        """Frees the graph, which must not be running."""
+        pass
 
 
 class Capturer(Protocol):
-    """Captures graphs. Tests replace `CudaCapturer` by their own."""
-
     def capture(self, function: Callable[[], None]) -> Graph:
-        """Captures the work that a function queues on the current stream, without running it. Exceptions of the function
-        pass through.
-        """
+        """Captures the work that a function queues on the current stream, without running it."""
 
     def wait(self) -> bool:
         """Synchronizes with the device; False on timeout."""
@@ -147,22 +137,14 @@ class StepGraph:
         return tuple(fixed.values()) == self._key
 
     def renew_for(self, program: Program, optimizers: BucketOptimizers, *, memory: int) -> None:
-        """Drops the graph if the memory layout or hyperparameters have changed.
-
-        Raises:
-            ValueError: the optimizer can no longer be captured.
-        """
+        """Drops the graph if the memory layout or hyperparameters have changed."""
         fixed = {"memory": memory, "hyperparameters": optimizers.baked_hyperparameters()}
         if not self.is_for(**fixed):
             check_capturable(optimizers.groups, program.variables)
             self.renew(**fixed)
 
     def renew(self, **fixed: Any) -> None:
-        """Drops the graph after a change of a value that was baked in.
-
-        Args:
-            **fixed: the baked values besides the function, by readable names.
-        """
+        """Drops the graph after a change of a baked value; ``fixed`` has these values by readable names."""
         key = tuple(fixed.values())
         changed = [name for name, old, new in zip(fixed, self._key, key, strict=False) if old != new]
         self._key = key
@@ -187,12 +169,10 @@ class StepGraph:
 
     @property
     def is_captured(self) -> bool:
-        """Test for a replay by `run`."""
         return self._graph is not None
 
     @property
     def is_due(self) -> bool:
-        """Test for a necessary capture before the next run."""
         return self._graph is None and self._num_left == 0
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
@@ -206,11 +186,7 @@ class StepGraph:
             _copy(memory, value)
 
     def capture(self, function: Function) -> None:
-        """Captures the function on the loaded arguments. Nothing runs, so variables stay unchanged.
-
-        Raises:
-            ExecutionError: the capture failed; says why.
-        """
+        """Captures the function on the loaded arguments. Nothing runs, so variables stay unchanged."""
         loss = self._loss
         assert loss is not None, "it has run before"
         raised: list[BaseException] = []  # leaving torch.cuda.graph raises another exception, which says less
@@ -232,11 +208,7 @@ class StepGraph:
             ).with_traceback(cause.__traceback__) from cause
 
     def run(self, function: Function) -> torch.Tensor:
-        """Runs a step on the loaded arguments.
-
-        Returns:
-            The loss, in memory that the next step may write.
-        """
+        """Runs a step on the loaded arguments; the next step may write the loss's memory."""
         if self._graph is not None:
             assert self._loss is not None
             self._graph.replay()
@@ -249,7 +221,7 @@ class StepGraph:
 
 
 def _copy(memory: torch.Tensor, value: torch.Tensor) -> None:
-    """``own.copy_(value)``; if both tensors are expanded, each memory location is copied once."""
+    """If both tensors are expanded, each memory location is copied once."""
     for dim, stride in enumerate(memory.stride()):
         if stride == 0:
             memory, value = memory.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

@@ -51,18 +51,12 @@ class Executor:
     """A lowered program, ready to run.
 
     Args:
-        regions: compiled regions of each device, by name.
-        state: the variables and the optimizer, shared by all programs of a step; also an attribute.
+        state: the variables and the optimizer, shared by all programs of a step.
         constants: tensors from the capture that are neither parameters nor buffers.
         timeout_seconds: the longest wait of a replica for another.
         recorder: records the times of the last steps; None for no recording.
         step_graph: captures and replays the steps of a program of a single device; None to make all calls in every step.
         team: the workers that train together; None for a process that trains alone.
-
-    Attributes:
-        commit: the commit point of its steps.
-        outputs: outputs of the last step beside its loss.
-        functions: the bound functions of its graphs.
     """
 
     def __init__(
@@ -143,21 +137,13 @@ class Executor:
         numbers: Sequence[Sequence[int | float]] = (),
         sizes: Sequence[Sequence[int | float]] = (),
     ) -> torch.Tensor | None:
-        """Runs a step after `commit` has begun it.
+        """Runs a step after `commit` has begun it; returns the weighted sum of the replicas' losses, on the first device.
 
         Args:
-            pool: the devices' threads.
             shards: tensors of each replica, in order of the call's leaves.
-            weights, examples: weight of each replica's loss in the batch's loss; counts of examples.
             seed: seed of the step's random streams, if the program draws random numbers.
-            guard: handles Ctrl-C.
             numbers: Python numbers of each replica.
             sizes: numbers computed from the sizes of each shard.
-
-        Returns:
-            The weighted sum of the replicas' losses, a scalar on the first device. None in an evaluation, and if no
-                replica has
-            examples.
 
         Raises:
             ExecutionError: a replica failed; names device, operation and source line.
@@ -248,7 +234,7 @@ class Executor:
     def _finish(
         self, results: Sequence[tuple[bool, Any] | None], weights: Sequence[float], seconds: float, number: int
     ) -> torch.Tensor | None:
-        """Ends a step of all replicas and returns the batch's loss. May be repeated from any point."""
+        """May be repeated from any point."""
         done = [result[1] for result in results if result is not None]
         self._losses.wait(done)
         if self.commit.is_skipped:
@@ -285,7 +271,6 @@ class Executor:
             self._step_graph.renew_for(self.program, self.state.optimizers, memory=self.state.layout)
 
     def release(self) -> None:
-        """Frees the GPU memory reserved for later steps."""
         if self._step_graph is not None:
             self._step_graph.release()
 

@@ -25,11 +25,10 @@ _OF_OPTIMIZER = (
 def explain_failure(
     program: Program, failures: Mapping[int, BaseException], has_committed: bool, torn: str = ""
 ) -> MirrorcError:
-    """The error to raise for a step, or another call, that failed.
+    """The error to raise for a call that failed.
 
     Args:
         failures: the exception of each failed replica; `Aborted` if another replica's failure has stopped it.
-        has_committed: whether the step had committed, so that variables may have changed.
         torn: the buckets it had updated, if it failed after an early commit.
     """
     devices = program.devices

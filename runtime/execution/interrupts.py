@@ -19,7 +19,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def _functions() -> tuple[Callable[[int], Any], Callable[[int, Any], Any]]:
-    """The C functions behind `signal.getsignal` and `signal.signal`, if present: they take a quarter of the time."""
+    """The C functions behind `signal.getsignal` and `signal.signal`: they take a quarter of the time."""
     try:
         module = importlib.import_module("_signal")
         return module.getsignal, module.signal
@@ -35,9 +35,7 @@ class InterruptGuard:
 
     Until the commit, the user's handler is called at once and usually raises KeyboardInterrupt. After it, the call is
     deferred to the step's end. While device threads run, an exception of the user's handler stops the threads and is raised
-    after their end.
-
-    Only the main thread gets signals; in other threads, and without a Python handler, the guard does nothing.
+    after their end. In other threads, and without a Python handler, the guard does nothing.
 
     An exception at the exit of ``torch.no_grad()`` would leave the caller without gradients, so the guard also restores the
     thread's settings.
@@ -60,7 +58,6 @@ class InterruptGuard:
         self._settings: tuple[bool, int] | None = None
 
     def begin(self) -> None:
-        """Installs the handler."""
         self.commit = self.raised = self._stop = self._users = self._installed = self._held_since = None
         self.is_ending = self._is_holding = False
         self._settings = (torch.is_grad_enabled(), torch.get_num_threads())

@@ -24,10 +24,7 @@ class Losses:
         self._weights: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def weight_tensors(self, replica_weights: Sequence[float], examples: Examples) -> Sequence[torch.Tensor | None]:
-        """The tangent of backward on each replica, a scalar on its device: the loss weight times the step's loss scale.
-
-        None for each if the program takes none, or no replica has examples.
-        """
+        """The tangent of backward on each replica, a scalar on its device: the loss weight times the step's loss scale."""
         if not self._program.trains:
             return [None] * len(replica_weights)
         scale = self._state.weight_of_loss(self._program, examples)
@@ -48,10 +45,8 @@ class Losses:
         return self._weights[weights]
 
     def wait(self, results: Sequence[tuple[torch.Tensor | None, Any]]) -> None:
-        """Makes the caller's streams wait for the ends of the replicas.
-
-        Args:
-            results: for each replica, its loss, or None, and the event of its GPU's end.
+        """Makes the caller's streams wait for the ends of the replicas: ``results`` has each one's loss and its GPU's
+        event.
         """
         home = self._program.devices[0].torch_device
         for (loss, event), device in zip(results, self._program.devices, strict=True):
@@ -63,10 +58,7 @@ class Losses:
     def total(
         self, results: Sequence[tuple[torch.Tensor | None, Any]], weights: Sequence[float]
     ) -> torch.Tensor | None:
-        """The weighted sum of the replicas' losses, on the first device, after `wait`.
-
-        None in an evaluation, and on a worker without examples.
-        """
+        """The weighted sum of the replicas' losses; None in an evaluation, and on a worker without examples."""
         if not self._program.trains or not self._program.present:
             return None
         home = self._program.devices[0].torch_device

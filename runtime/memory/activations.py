@@ -1,7 +1,4 @@
-"""Liveness of values in a device's lowered graph, and their peak.
-
-It is long, because it has a handler for each operation.
-"""
+"""Liveness of values in a device's lowered graph, and their peak."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ class Activations:
 
     Attributes:
         peak: bytes; 0 without activations.
-        where: the moment of the peak.
         blocks: the live values at the peak, the largest first.
         kept: bytes of gradients outside of buckets, until the next step replaces them.
     """
@@ -70,12 +66,7 @@ class Activations:
 def activations_of(
     program: Program, replica: int, dry_runs: Mapping[str, DryRun], temporary_bytes: Mapping[int, float]
 ) -> Activations:
-    """The activations of a device in a LOWERED program.
-
-    Args:
-        dry_runs: by name of region.
-        temporary_bytes: per element of each bucket's update.
-    """
+    """The activations of a device in a LOWERED program; ``temporary_bytes`` are per element of each bucket's update."""
     return _Walk(program, replica, dry_runs, temporary_bytes).run()
 
 
@@ -152,7 +143,6 @@ class _Walk:
         self.values[node] = ()
 
     def _call(self, node: fx.Node) -> tuple[tuple[Block, ...], int]:
-        """The blocks of a node's value, and the temporary bytes of its call."""
         if node.op == "placeholder":
             # the caller's memory on the CPU; a copy of the caller's on a GPU
             return (self._new(node) if self.device.type != "cpu" else ()), 0

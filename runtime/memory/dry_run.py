@@ -26,7 +26,6 @@ class Allocation:
 
     Attributes:
         name: name of its value in the region's code.
-        type: the value's type, as printed.
     """
 
     num_bytes: int
@@ -46,7 +45,6 @@ class DryStep:
         call: name of the called function, or of the function for which it prepares memory.
         node: its node in the region's graph, if known.
         dropped: memory that the region releases after it; the caller may still hold an argument.
-        workspace: of its operator, in bytes.
     """
 
     call: str
@@ -72,12 +70,7 @@ class DryRun:
 
 
 def dry_run(region: Region, function: RegionFunction, device: torch.device) -> DryRun:
-    """Runs a region's code without computation.
-
-    Args:
-        function: the compiled region, see `RegionCompiler.compile`.
-        device: the target of its compilation.
-    """
+    """Runs a region's code without computation."""
     with made_current(device):  # Inductor's code makes its GPU current, and it is the user's thread that runs it here
         return _dry_run(region, function, device)
 
@@ -133,7 +126,7 @@ _PREPARATIONS = ("empty_strided", "assert_", "reinterpret_tensor", "args.clear")
 
 
 def _named_by_what_follows(steps: Sequence[DryStep]) -> list[DryStep]:
-    """The steps with allocations or releases. Preparation of memory for a later call gets that call's name."""
+    """Preparation of memory for a later call gets that call's name."""
     named: list[DryStep] = []
     following = "return"
     for step in reversed(steps):
@@ -145,8 +138,6 @@ def _named_by_what_follows(steps: Sequence[DryStep]) -> list[DryStep]:
 
 
 class _Follower:
-    """Runs statements in a namespace, and counts the names of each tensor's memory."""
-
     def __init__(self, namespace: dict[str, Any], arguments: Sequence[Any]) -> None:
         self._globals = namespace
         self._locals: dict[str, Any] = {"args": list(arguments)}

@@ -31,12 +31,7 @@ Owners = tuple[str, ...]
 
 
 def report_memory(program: Program, regions: Sequence[Mapping[str, RegionFunction]], state: StepState) -> MemoryReport:
-    """The memory of a step of a LOWERED program, before or after its first run.
-
-    Args:
-        regions: for each device, its compiled regions by name.
-        state: the program's state.
-    """
+    """The memory of a step of a LOWERED program, before or after its first run."""
     tally = _Tally(program)
     for variable in program.variables.values():
         tally.add_variable(variable)
@@ -154,7 +149,6 @@ class _Tally:
         return found
 
     def add_reserved(self) -> None:
-        """Adds reserved memory: one block for parts of gradients, and one per number for large results of regions."""
         for name, own, module in zip(self.names, self._parts, self.program.device_graphs.values(), strict=True):
             blocks: Counter[Any] = Counter()
             for node in calls_to(module.graph, ops.reserved):
@@ -180,7 +174,7 @@ class _Tally:
         self._add((with_state or copies)[0], "optimizer_state", scalars * len(bucket.slots))
 
     def add_own_state(self, buckets: Sequence[Bucket], num_bytes: int | None) -> None:
-        """Adds the state of an optimizer that runs by itself, on the first replica's parameters."""
+        """Counts it on the first replica's parameters."""
         owners = self._copies(buckets[0])[0]
         kind = buckets[0].rule.label.split(" ")[0]
         self.remarks.append(

@@ -43,7 +43,6 @@ class Ledger:
                 self._count(block, True)
 
     def drop(self, blocks: Iterable[Block]) -> None:
-        """Removes a reference to these blocks; unreferenced blocks are freed."""
         for block in blocks:
             self.holders[block] -= 1
             if self.holders[block] == 0 and block not in self._left:

@@ -166,7 +166,6 @@ class MemoryReport:
         return lines
 
     def _peak_lines(self) -> list[str]:
-        """One line per distinct peak."""
         names: dict[ActivationPeak, list[str]] = {}
         for device in self.devices:
             names.setdefault(device.peak, []).append(device.device)

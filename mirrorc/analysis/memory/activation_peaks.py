@@ -25,12 +25,7 @@ MACHINE = Machine(seconds_per_multiplication=2e-11, seconds_per_byte=1e-10)
 
 @dataclass(frozen=True)
 class Peak:
-    """The cost of a choice.
-
-    Attributes:
-        num_bytes: the most bytes of activations at one moment.
-        seconds: the time of recomputation.
-    """
+    """The most bytes of activations at one moment, and the seconds of recomputation."""
 
     num_bytes: int
     seconds: float
@@ -41,16 +36,6 @@ class JointTimeline:
 
     Values and workspaces of operators count as in `step.memory()`. But gradients are assumed to lie in buckets, and
     fusion, regions and updates are unknown.
-
-    Args:
-        program, graph: the captured program and its graph, with a backward.
-
-    Attributes:
-        nodes: of the graph, in order.
-        forward: those of forward.
-        backward: the others.
-        first: of backward.
-        seconds: the time of each operator.
     """
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
@@ -75,7 +60,7 @@ class JointTimeline:
         }
 
     def _sizes(self) -> list[int]:
-        """The bytes of each node's new memory: none for views, variables, arguments, and gradients in buckets."""
+        """None for views, variables, arguments, and gradients in buckets."""
         output: Any = self.nodes[-1].args[0]
         gradients: set[fx.Node] = set(output["gradients"].values())
         in_buckets = {self.owner(self._place[node]) for node in gradients}
@@ -87,7 +72,6 @@ class JointTimeline:
         return sizes
 
     def owner(self, place: int) -> int:
-        """The place of the owner of a node's memory."""
         while (source := self._viewed[place]) is not None:
             place = source
         return place
@@ -98,7 +82,6 @@ class JointTimeline:
         return sorted(self._place[node] for node in recomputed)
 
     def peak(self, checkpoints: Mapping[fx.Node, Checkpoint]) -> Peak:
-        """The peak with the recomputation of these checkpoints."""
         again = set(self.again(checkpoints))
         runs, seconds = self._runs(again)
         offset = len(self.nodes)

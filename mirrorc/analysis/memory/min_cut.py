@@ -9,11 +9,7 @@ UNCUTTABLE = 2**62
 
 
 class Network:
-    """A directed graph of numbered nodes with capacities of edges; node 0 is the source, node 1 the sink.
-
-    Args:
-        num_nodes: source and sink included.
-    """
+    """A directed graph of numbered nodes with capacities of edges; node 0 is the source, node 1 the sink."""
 
     def __init__(self, num_nodes: int) -> None:
         self._edges_of: list[list[int]] = [[] for _ in range(num_nodes)]

@@ -51,7 +51,7 @@ def _is_recomputed(node: fx.Node, backward: Container[fx.Node], first: fx.Node, 
 
 
 def is_forward_output(output: fx.Node, node: fx.Node) -> bool:
-    """Tests for a node that the output of a graph has as its loss, or as a buffer's new value."""
+    """Tests for a loss, or a buffer's new value."""
     results: Any = output.args[0] if output.op == "output" else {}
     return bool(results) and (results["loss"] is node or node in results["writes"].values())
 
@@ -77,7 +77,6 @@ def saved_values(nodes: Sequence[fx.Node], backward: Container[fx.Node]) -> list
 
 
 def owner_of(node: fx.Node) -> fx.Node:
-    """The owner of a value's memory."""
     while is_compute(node) and (source := viewed(node)) is not None:
         node = source
     return node

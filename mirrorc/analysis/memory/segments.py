@@ -34,7 +34,6 @@ class Choice:
     Attributes:
         saved: the operators with results saved for backward, if it needs them; all others of the segment are run again.
         num_bytes: the bytes saved.
-        seconds: the time of running these again.
     """
 
     saved: frozenset[fx.Node]
@@ -44,24 +43,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive operators of forward.
-
-    Attributes:
-        nodes: these, with the parts of their results.
-        choices: by rising savings, each at a higher price for a byte than the one before.
-    """
+    """Consecutive operators of forward; each choice saves more than the one before, at a higher price for a byte."""
 
     nodes: tuple[fx.Node, ...]
     choices: tuple[Choice, ...]
 
 
 class Segments:
-    """Cuts the forward of a graph.
-
-    Args:
-        timeline: the graph as it runs.
-        fixed: the nodes in no segment, because their checkpoints are fixed.
-    """
+    """Cuts the forward of a graph; nodes in ``fixed`` checkpoints are in no segment."""
 
     def __init__(self, timeline: JointTimeline, fixed: Mapping[fx.Node, Any]) -> None:
         self._timeline, self._fixed = timeline, fixed
@@ -164,7 +153,7 @@ class Segments:
         return Choice(frozenset(units.keys() - again), saved, seconds)
 
     def _bytes_to_keep(self, unit: fx.Node, parts: Sequence[fx.Node]) -> int:
-        """The bytes to keep of an operator's results; none if the first operator of backward reads them at once."""
+        """None if the first operator of backward reads them at once."""
         if any(self._timeline.first in part.users for part in parts):
             return 0
         return sum(num_bytes_of(owner) for owner in {owner_of(part) for part in parts} if not _is_free(owner))

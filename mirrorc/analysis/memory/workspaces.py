@@ -12,12 +12,7 @@ _UNBLOCKED_CHANNELS = 4  # images of so few channels are not copied
 
 
 def workspace_bytes(operator: Any, args: tuple[Any, ...], result: Any) -> int:
-    """An operator's peak workspace, without its result; 0 for unknown operators.
-
-    Args:
-        operator: an overload of torch.
-        args: positional; tensors may be fake.
-    """
+    """An operator's peak workspace, without its result; 0 for unknown operators. Tensors may be fake."""
     if operator is aten.convolution.default:
         image, weight = args[:2]
         return max(0, _forward(image, weight, result)) if _is_blocked(image, weight) else 0
@@ -47,7 +42,6 @@ def _block() -> int:
 
 
 def _blocked(image: torch.Tensor) -> int:
-    """Bytes of an image with its channels, dim 1, padded to whole blocks."""
     channels = image.shape[1]
     return image.nbytes // max(1, channels) * math.ceil(channels / _block()) * _block()
 

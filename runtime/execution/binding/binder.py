@@ -62,20 +62,14 @@ class Binder:
     """Makes functions for the nodes of a lowered program, for the present layout of memory.
 
     Args:
-        regions: compiled regions of each device, by name.
-        state: the variables and the optimizer.
         constants: tensors from the capture that are neither parameters nor buffers.
-        communicators: the communicators by link.
-        outputs: outputs of the replicas for the caller.
-        replica_values: collectives over replicas in the model itself.
         progress: records the updates of a program that commits early; else None.
         unused: gives the slots of a bucket, by their places, that the last committed step leaves out.
 
     Attributes:
-        parts: parts of buckets held by the program's values.
         visitors: for a wait and a node that takes its share, the visitor that does the node's work on parts.
-        deferred: for a wait, the tables deferred until an update takes its share, in the functions that are bound.
-        all_deferred: the same of all functions that were bound for the present layout of memory.
+        deferred: for a wait, the tables deferred until an update takes its share.
+        all_deferred: those of all functions bound for the present layout of memory.
         pieces: for each bucket with gradients left as factors, the pieces of the shares bound so far.
         summed_pieces: those pieces that are summed, so that the memory may hold more than they have written.
     """
@@ -115,7 +109,6 @@ class Binder:
         return self._shares.get((bucket_of(value), replica), MadeShare())
 
     def forget_deferred(self) -> None:
-        """Drops the deferred tables of a skipped or failed step."""
         for deferred in self.all_deferred:
             deferred.forget()
 
@@ -220,7 +213,7 @@ class Binder:
         return pack
 
     def _pack_of_rows(self, replica: int, node: fx.Node) -> Callable[..., torch.Tensor | FactoredBucket]:
-        """Packs a table's rows for an optimizer that takes them; sums them if no other replica has any."""
+        """Sums the rows if no other replica has any."""
         flat, is_left = self.state.store.buckets[bucket_of(node)], is_left_to_shares(node)
         whole, details = flat.gradients[replica], slots_left_as_factors(self.program, bucket_of(node))[0].details
 
@@ -446,7 +439,6 @@ def _at_home(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Copies the constant again when it was written since."""
     version = constant._version
 
     def read(**_: Any) -> torch.Tensor:
@@ -462,7 +454,7 @@ def _following(constant: torch.Tensor, copy: torch.Tensor) -> Callable[..., torc
 def _zeros(
     whole: torch.Tensor, plain: Sequence[torch.Tensor], of_shares: FactoredBucket | None
 ) -> Callable[..., torch.Tensor | FactoredBucket]:
-    """The pack of a replica without examples. Gradients left as factors elsewhere get no zeros."""
+    """Gradients left as factors elsewhere get no zeros."""
 
     def pack(**_: Any) -> torch.Tensor | FactoredBucket:
         for part in plain:

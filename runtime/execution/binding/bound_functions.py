@@ -17,15 +17,7 @@ from mirrorc.runtime.profiling.recorder import Recorder
 
 
 class BoundFunctions:
-    """A function for each replica, bound anew when the memory layout changes.
-
-    Args:
-        recorder: provides the clocks that they mark; None for no recording.
-
-    Attributes:
-        whole: run a replica's step without pauses.
-        pausing: pause before waits; empty until they are needed.
-    """
+    """A function for each replica, bound anew when the memory layout changes; the pausing ones yield before waits."""
 
     def __init__(self, program: Program, binder: Binder, recorder: Recorder | None) -> None:
         self._program, self._binder, self._recorder = program, binder, recorder
@@ -34,7 +26,6 @@ class BoundFunctions:
         self.pausing: list[GraphFunction] = []
 
     def bind(self) -> None:
-        """Binds them to the present memory layout."""
         if self._layout == self._binder.state.layout:
             return
         self._binder.pieces.clear()
@@ -46,7 +37,6 @@ class BoundFunctions:
         self._layout = self._binder.state.layout
 
     def bind_pausing(self) -> None:
-        """Makes the pausing functions, if there are none for the present layout."""
         if not self.pausing:
             self.pausing = self._generate(pauses_at)
 

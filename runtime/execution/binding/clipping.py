@@ -125,7 +125,6 @@ def _make_deferred(binder: Binder, gradient: Any) -> Callable[[], None]:
 
 
 def _by_slots(binder: Binder, replica: int, node: fx.Node, optimizer: SlotOptimizer) -> Callable[..., None]:
-    """The update of a bucket with parameters that a step may leave out: their gradients are whole."""
     bucket = bucket_of(node)
     if scaling_factor(node) is None:
         return lambda gradient, **_: optimizer.update(gradient, binder.unused(bucket))
@@ -144,7 +143,6 @@ def _by_slots(binder: Binder, replica: int, node: fx.Node, optimizer: SlotOptimi
 def _in_parts(
     binder: Binder, replica: int, optimizer: FlatOptimizer, num_elements: int
 ) -> Callable[[UnmadeShare], None]:
-    """The update that makes a share in parts of this size, and updates with each of them at once."""
     reserved, dtype = binder.state.reserved, optimizer.parameter.dtype
 
     def update(share: UnmadeShare, **_: Any) -> None:

@@ -21,11 +21,9 @@ from mirrorc.runtime.codegen.graph_function import GraphFunction
 class Asked:
     """Gradients of an eager backward that a replica's function requests before it calls the region.
 
-    Args:
-        taken: the gradients that the region takes.
+    Attributes:
         token, tangent: identify the backward.
-        are_last: whether no later region takes gradients of this backward. Then it must have ended, so that its exceptions
-            are raised before the function goes on.
+        are_last: True if the backward must have ended, so that its exceptions are raised before the function goes on.
     """
 
     def __init__(self, taken: Taken, are_last: bool, token: torch.Tensor, tangent: torch.Tensor) -> None:
@@ -66,8 +64,8 @@ def driven(function: GraphFunction) -> Callable[[list[Any]], Any]:
     """The call of a function that requests gradients.
 
     It runs each backward at its first request, in the same thread. Whenever a gradient is ready, the function goes on
-    within the backward as far as its requests are met. So buckets are launched during backward, in the order of the
-    program. Where backward blocks other replicas, the function waits for none of them meanwhile.
+    within the backward as far as its requests are met, so buckets are launched during backward. Where backward blocks
+    other replicas, the function waits for none of them meanwhile.
     """
     call: Any = function.call
     if function.pauses:
@@ -103,8 +101,6 @@ def _steps(call: Callable[[list[Any]], Generator[Any, None, Any]], values: list[
 
 
 class _Driven:
-    """A replica's function, and its last request."""
-
     def __init__(self, function: Generator[Any, None, Any]) -> None:
         self.function = function
         self.request: Any = None
@@ -113,7 +109,6 @@ class _Driven:
         self._failure: BaseException | None = None
 
     def go_on(self) -> None:
-        """Resumes the function until it yields again, or ends."""
         self.request = None  # with the run of its backward
         try:
             self.request = next(self.function)
@@ -121,11 +116,7 @@ class _Driven:
             self.request, self.result, self.has_ended = None, end.value, True
 
     def run_backward(self, asked: Asked) -> None:
-        """Runs a requested backward, and resumes the function meanwhile.
-
-        Raises:
-            BaseException: of the backward, as if raised by the function at its request; or of the function.
-        """
+        """Resumes the function meanwhile. Raises exceptions of the backward as if at the function's request."""
         try:
             asked.backward.run(functools.partial(self._go_on_within, asked))
         except BaseException as error:

@@ -25,10 +25,7 @@ PausingStep = Generator[None, None, Any]
 
 
 def pauses_at(node: fx.Node) -> bool:
-    """Test for a pause of a replica's step: at its commit, and before earlier waits.
-
-    Later waits need launches of other replicas, which come before the commit.
-    """
+    """Test for a pause of a replica's step: at its commit, and before earlier waits."""
     if node.target is ops.commit:
         return True
     return node.target is ops.wait and any(node < commit for commit in calls_to(node.graph, ops.commit))
@@ -53,12 +50,9 @@ def can_interleave(program: Program) -> bool:
 
 
 def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] | None]) -> None:
-    """Runs every replica's step to its next pause, until all have ended.
+    """Runs every replica's step to its next pause, until all have ended; fills ``results``.
 
-    The first failure ends all steps. An interrupt ends all steps, too, and is raised.
-
-    Args:
-        results: an empty list, to be filled with each replica's success, and its result or exception.
+    The first failure ends all steps, and so does an interrupt.
     """
     results.extend([(False, Aborted())] * len(replicas))
     left = dict(enumerate(replicas))
@@ -82,12 +76,7 @@ def interleave(replicas: Sequence[PausingStep], results: list[tuple[bool, Any] |
 class InterleavingTrial:
     """Chooses between threads and interleaving by the times of the first steps.
 
-    The first steps run in threads. If they are short, the next are interleaved, and the faster way stays. Both give the
-    same numbers.
-
-    Attributes:
-        interleaves: whether the next step is to be interleaved.
-        is_decided: whether ``interleaves`` is final.
+    The first steps run in threads. If they are short, the next are interleaved, and the faster way stays.
     """
 
     def __init__(self, can_interleave: bool) -> None:
@@ -97,7 +86,6 @@ class InterleavingTrial:
         self._threads_seconds = 0.0
 
     def record(self, seconds: float) -> None:
-        """Records the time of a step that ran as ``interleaves`` says."""
         if self.is_decided:
             return
         self._seconds.append(seconds)

@@ -30,7 +30,6 @@ class _Output:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Sizes of the parts along dim 0, by replica."""
         return {replica: value.size(0) for replica, value in self.types.items()}
 
     @property
@@ -63,7 +62,7 @@ class StepOutputs:
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """Begins a step with new memory, because the caller keeps earlier outputs."""
+        """Takes new memory, because the caller keeps earlier outputs."""
         for name, output in self._outputs.items():
             self._parts[name] = {}
             if name in self._written:
@@ -72,7 +71,6 @@ class StepOutputs:
                 self._wholes[name] = torch.empty(shape, dtype=like.dtype, device=self._devices[0])
 
     def part(self, replica: int, node: fx.Node) -> Callable[..., None]:
-        """The function that receives a replica's part."""
         name = str(node.kwargs["output"])
         if name not in self._written:
 
@@ -89,11 +87,7 @@ class StepOutputs:
         return write
 
     def take(self, num_examples: Sequence[int] = ()) -> dict[str, Any]:
-        """The outputs of the ended step, by name; an output that is not joined is a list of its parts.
-
-        Args:
-            num_examples: of each replica in this step; those of the program by default.
-        """
+        """The outputs of the ended step, by name; an output that is not joined is a list of its parts."""
         for parts in self._parts.values():
             for part in parts.values():
                 kept_for_caller(part)

@@ -21,10 +21,6 @@ def pack_of_cut_bucket(
 
     The first pack of a device that takes a gradient copies all of it into its slot, if no region has written it there.
     Later packs must not copy it again, as the elements of earlier packs may be sums by then.
-
-    Args:
-        slots: the gradients' places in the device's memory.
-        whole: the memory of the whole bucket.
     """
     pack = next(candidate for candidate in bucket.packs if candidate.number == pack_of(node))
     elements = whole[pack.start : pack.stop]

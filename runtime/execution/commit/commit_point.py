@@ -20,8 +20,6 @@ TAKES_PLACE, SKIPPED, _STOPPED, _AGREEING = "takes place", "skipped", "stopped",
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers that a replica contributes, and the event on its device that completes them."""
-
     values: tuple[torch.Tensor, ...] = ()
     event: Any = None
 
@@ -47,11 +45,9 @@ class CommitPoint:
     """Commits a step on all replicas or on none.
 
     A step is decided once: by the first replica past the barrier, or by whichever call stops it before. Both are a single
-    operation, indivisible for threads and signals, so all see the same decision. A step may also be skipped, see `skip`.
+    operation, indivisible for threads and signals, so all see the same decision. A step may also be skipped.
 
     Args:
-        devices: the devices, in order of replicas.
-        timeout_seconds: the longest wait of a replica for the others.
         settle: called by each replica of a committed step, before it goes on.
         workers: None for a process that trains alone.
     """
@@ -88,7 +84,6 @@ class CommitPoint:
 
     @property
     def is_decided(self) -> bool:
-        """Test for a committed or skipped step."""
         return self._decision.get("step") in (TAKES_PLACE, SKIPPED)
 
     @property
@@ -97,33 +92,28 @@ class CommitPoint:
         return self._decision.get("step") in (TAKES_PLACE, SKIPPED, _AGREEING)
 
     def begin(self) -> None:
-        """Begins an undecided step."""
         self._decision, self._agreed_numbers = {}, None
         self._numbers = [_Numbers()] * len(self._devices)
 
     def begin_afresh(self) -> None:
-        """Clears the arrivals of a stopped step."""
         self._rendezvous = self._make_rendezvous()
 
     def stop(self) -> bool:
-        """Stops the step unless it is decided; returns whether it is stopped. Replicas that come later raise `Aborted`."""
+        """Stops the step unless it is decided; returns True if it is stopped. Replicas that come later raise `Aborted`."""
         return self._decision.setdefault("step", _STOPPED) is _STOPPED
 
     def revoke(self) -> None:
-        """Records that a committed step was undone."""
         self._decision = {"step": _STOPPED}
 
     def commit(self) -> None:
-        """Commits the step; raises `Aborted` if it is stopped."""
         if not self._is_suspended:
             self._decide(TAKES_PLACE)
 
     def skip(self) -> None:
-        """Skips the step; raises `Aborted` if it is stopped."""
         self._decide(SKIPPED)
 
     def _decide(self, decision: str, numbers: torch.Tensor | None = None) -> None:
-        """Decides a step that this worker's replicas can make; all workers decide alike."""
+        """All workers decide alike."""
         if self._workers is None:
             if self._decision.setdefault("step", decision) is not decision:
                 raise Aborted
@@ -148,7 +138,6 @@ class CommitPoint:
         """Called when some worker cannot commit; raises an error, or lets all skip the step."""
 
     def abort(self) -> None:
-        """Wakes every replica that waits here; they raise `Aborted`."""
         self._rendezvous.abort()
 
     def arrive(self, replica: int, *numbers: torch.Tensor) -> None:
@@ -158,8 +147,8 @@ class CommitPoint:
         self._rendezvous.announce(replica)
 
     def leave(self, replica: int) -> torch.Tensor | None:
-        """Waits for all replicas and the commit; returns their numbers, [numbers of each, replicas], or those of the
-        workers' `mirrorc.runtime.workers.protocol.vote.Columns`.
+        """Waits for all replicas and the commit; returns the numbers of all replicas, [numbers of each, replicas], or those of
+        the workers' `mirrorc.runtime.workers.protocol.vote.Columns`.
 
         Raises:
             Aborted: the step is stopped.
@@ -172,12 +161,12 @@ class CommitPoint:
         return self._numbers_for_all(met)
 
     def _numbers_for_all(self, met: torch.Tensor | None) -> torch.Tensor | None:
-        """Numbers of all workers, bitwise the same on each."""
+        """Bitwise the same on each worker."""
         self._settle()
         return met if self._agreed_numbers is None or met is None else self._agreed_numbers.to(met)
 
     def _met(self, replica: int) -> torch.Tensor | None:
-        """The numbers of all replicas, [numbers of each, replicas], on a replica's device."""
+        """[numbers of each, replicas], on the replica's device."""
         if not self._numbers[replica].values:
             return None
         device = self._devices[replica].torch_device

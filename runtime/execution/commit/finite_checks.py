@@ -29,8 +29,7 @@ from mirrorc.runtime.workers.protocol.vote import Vote
 class Examined:
     """A value, and the sum of its elements on the value's device: if the sum is finite, all elements are.
 
-    A sum takes a single pass over the value and no memory. A sum that is not finite may have overflowed; then the elements
-    are examined.
+    A sum that is not finite may have overflowed; then the elements are examined.
     """
 
     value: torch.Tensor
@@ -43,7 +42,7 @@ def examined(value: torch.Tensor) -> Examined:
 
 
 def sums_are_finite(values: Sequence[Examined | ExaminedShare], *, at_once: bool) -> bool:
-    """Test for finite sums, with one synchronization of a GPU for all of them."""
+    """Test for finite sums; ``at_once`` has one synchronization of a GPU for all of them."""
     totals = [value.total for value in values if isinstance(value, Examined)]
     totals += sums_of_all([value.visitor for value in values if isinstance(value, ExaminedShare)])
     if at_once and totals:
@@ -56,7 +55,6 @@ class ExaminedShare:
     """A share that was added up in parts, if it has any, except for deferred tables.
 
     Attributes:
-        visitor: has visited its parts.
         deferred: its tables; None if all of it is made.
     """
 
@@ -72,8 +70,6 @@ class Fault:
     Attributes:
         variable: the gradient's variable; empty for the loss.
         place: offset of the examined elements in their bucket: replicas may have examined the same elements.
-        num_elements: how many elements are not finite.
-        example: a non-finite element, as text.
     """
 
     variable: str
@@ -106,10 +102,6 @@ class CheckedCommit(CommitPoint):
     """Commits a step if no replica has found a non-finite value.
 
     Replicas record their faults before they arrive, so that each knows all faults past the barrier and decides alike.
-
-    Args:
-        program: a LOWERED program whose commits take truth values.
-        timeout_seconds, settle, workers: see `CommitPoint`.
     """
 
     def __init__(
@@ -152,11 +144,7 @@ class CheckedCommit(CommitPoint):
         self.arrive(replica, *numbers)
 
     def leave_if_finite(self, replica: int) -> torch.Tensor | Literal[False] | None:
-        """As `leave`; returns False if the step is skipped.
-
-        Raises:
-            NonFiniteError: a value is not finite, and the program raises an error then.
-        """
+        """As `leave`; returns False if the step is skipped."""
         self._rendezvous.await_replicas(replica, self._all)
         if self._faults_by_replica and self._workers is None and not self._skips:
             gradients = self._gradient_messages(self._faults_of_gradients())
@@ -237,7 +225,7 @@ def _ranges(program: Program, value: fx.Node, part: Part | None) -> Iterator[_Ra
 def commit_point_of(
     program: Program, timeout_seconds: float, settle: Callable[[], None], workers: OtherWorkers | None
 ) -> CommitPoint:
-    """The commit point of a LOWERED program: a `CheckedCommit` if its commits take truth values."""
+    """A `CheckedCommit` if the program's commits take truth values."""
     graphs = [module.graph for module in program.device_graphs.values()]
     checks = any(is_checked(commit) for graph in graphs for commit in calls_to(graph, ops.commit))
     if checks:

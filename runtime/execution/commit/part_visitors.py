@@ -1,8 +1,4 @@
-"""Visits of a share's parts as they are made, to measure or bound them while they are in cache.
-
-A pass over a share in memory takes longer than making the share of factors. So a wait does, part by part, the work that
-later nodes do on the whole share.
-"""
+"""Visits of a share's parts as they are made, to measure or bound them while they are in cache."""
 
 from __future__ import annotations
 
@@ -25,16 +21,12 @@ _SMALL_ELEMENTS = 2**14
 
 
 class Visitor(ABC):
-    """Does a node's work on a share, part by part.
-
-    Attributes:
-        writes: whether it changes parts.
-    """
+    """Does a node's work on a share, part by part; ``writes`` if it changes parts."""
 
     writes: ClassVar[bool] = False
 
     def begin(self) -> None:  # noqa: B027 - some keep nothing
-        """Called before the first part of a step's share."""
+        pass
 
     @abstractmethod
     def visit(self, part: torch.Tensor) -> None:
@@ -42,12 +34,6 @@ class Visitor(ABC):
 
 
 class Looker(Visitor):
-    """Reads parts without changing them.
-
-    Attributes:
-        results: results of the large parts.
-    """
-
     def __init__(self) -> None:
         self.results: list[torch.Tensor] = []
         self._small: list[torch.Tensor] = []
@@ -72,8 +58,6 @@ class Looker(Visitor):
 
 
 class NormVisitor(Looker):
-    """Computes the norm of each part."""
-
     def __init__(self, norm_type: float, dtype: torch.dtype) -> None:
         super().__init__()
         self._norm_type, self._dtype = norm_type, dtype
@@ -83,13 +67,11 @@ class NormVisitor(Looker):
 
 
 def norms_of_all(visitors: Sequence[NormVisitor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Norms of the visited parts of visitors of this type and dtype."""
     small = [part for visitor in visitors for part in visitor.take_small()]
     return [norm for visitor in visitors for norm in visitor.results] + norms_of_each(small, norm_type, dtype)
 
 
 def norm_of(value: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """The norm of all elements, possibly complex."""
     return torch.linalg.vector_norm(value.abs() if value.is_complex() else value, norm_type, dtype=dtype)
 
 
@@ -101,7 +83,7 @@ class SumVisitor(Looker):
 
 
 def sum_of(value: torch.Tensor) -> torch.Tensor:
-    """The sum of all elements, on the value's device, in a wider dtype if the value's would soon overflow."""
+    """The sum of all elements, in a wider dtype if the value's would soon overflow."""
     return value.sum(dtype=_dtype_of_sum(value.dtype))
 
 
@@ -121,8 +103,6 @@ def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype | None:
 
 
 class BoundVisitor(Visitor):
-    """Clamps the elements of each part, in place."""
-
     writes = True
 
     def __init__(self, max_value: float) -> None:
@@ -146,8 +126,6 @@ def visitors_of(wait: fx.Node) -> dict[fx.Node, Visitor]:
 
 
 def visit_of_all(visitors: Sequence[Visitor]) -> Visit:
-    """A function in which each visitor visits a part, in order."""
-
     def visit(part: torch.Tensor) -> None:
         for visitor in visitors:
             visitor.visit(part)

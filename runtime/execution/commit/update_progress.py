@@ -15,11 +15,7 @@ from mirrorc.messages.wording import numbered
 
 
 class UpdateProgress:
-    """Records the step's updates, here and on other workers, from the threads of devices.
-
-    Args:
-        program: a LOWERED program that commits early, or gathers new parameters.
-    """
+    """Records the step's updates, from the threads of devices, in a program that commits early or gathers parameters."""
 
     def __init__(self, program: Program) -> None:
         self._num_buckets = len(program.buckets)
@@ -28,17 +24,14 @@ class UpdateProgress:
         self.begin()
 
     def begin(self) -> None:
-        """Begins a step without updates."""
         self._begun: list[int] = []  # appending is one operation, whatever the thread
         self._done: list[int] = []
 
     @property
     def has_begun(self) -> bool:
-        """Test for an update in this step, so that a bucket may have changed."""
         return bool(self._begun)
 
     def noting(self, node: fx.Node, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps an update so that its begin and end are recorded."""
         buckets = _buckets_of(node)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -63,12 +56,11 @@ class UpdateProgress:
         return f"{numbered('bucket', whole)} {number} {verb} updated{more}"
 
     def clause_if_begun(self) -> str:
-        """As `clause`; empty if no update has begun."""
         return self.clause() if self.has_begun else ""
 
 
 def progress_of(program: Program) -> UpdateProgress | None:
-    """The recorder of a lowered program that commits early, or gathers parameters from other workers; else None."""
+    """None for a program that neither commits early nor gathers parameters from other workers."""
     nodes = [node for graph in program.graphs() for node in calls_to(graph, ops.commit, ops.gather_parameters)]
     is_due = any(node.target is ops.gather_parameters or is_early(node) for node in nodes)
     return UpdateProgress(program) if is_due else None

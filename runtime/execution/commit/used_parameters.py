@@ -18,8 +18,8 @@ from mirrorc.runtime.state.evaluation_state import EvaluationState
 class UsedVariables:
     """Determines at a step's commit the used parameters; updates leave out the others.
 
-    Until then, backwards record their use. An accumulated gradient counts as use. All parameters of a bucket with partial
-    exchange count as used, since the sent elements may be of an earlier step.
+    An accumulated gradient counts as use. All parameters of a bucket with partial exchange count as used, since the
+    sent elements may be of an earlier step.
     """
 
     def __init__(self, program: Program, state: ProgramState) -> None:
@@ -36,15 +36,11 @@ class UsedVariables:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Called before each step."""
         begun = self._steps.begin()
         self._begun, self._num_users = begun if self._places else None, None
 
     def tell(self) -> torch.Tensor | None:
-        """The parameters used by this process, [number] float64, ones and zeros; None if none can be unused.
-
-        Called when all replicas of this process have come to the commit.
-        """
+        """The parameters used by this process, [number] float64, ones and zeros; None if none can be unused."""
         used = self._begun
         if used is None:
             return None
@@ -54,7 +50,6 @@ class UsedVariables:
 
     @property
     def _accumulated(self) -> Set[str]:
-        """Parameters with gradients accumulated by earlier calls."""
         return self._state.accumulated.used if not isinstance(self._state, EvaluationState) else frozenset()
 
     def hear(self, num_users: torch.Tensor | None) -> None:
