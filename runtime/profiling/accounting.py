@@ -67,7 +67,6 @@ def _part_of(program: Program, node: fx.Node) -> str:
 
 
 def mean_parts_ms(program: Program, steps: Sequence[RecordedStep], replica: int) -> dict[str, float]:
-    """A device's milliseconds in each of PARTS, on average over steps."""
     parts = [parts_of(program, step, replica) for step in steps]
     return {part: statistics.fmean(step_parts[part] for step_parts in parts) / 1e6 for part in PARTS}
 
@@ -75,8 +74,7 @@ def mean_parts_ms(program: Program, steps: Sequence[RecordedStep], replica: int)
 def typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     """The middle third of steps by duration, in the order of time.
 
-    Every figure is a mean over these same steps. Relations that hold in each step, such as sums of parts, hold of means as
-    well, but not of medians.
+    Relations that hold in each step, such as sums of parts, hold of their means as well, but not of medians.
     """
     order = sorted(range(len(steps)), key=lambda i: steps[i].ended_ns - steps[i].begun_ns)
     num_left_out = len(steps) // 3 if len(steps) > 2 else 0
@@ -84,9 +82,8 @@ def typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
 
 
 def apportioned(values: Sequence[float], num_units: int) -> list[int]:
-    """Distributes ``num_units`` in proportion to values, as whole numbers; rounds by the largest remainder.
-
-    Negative values count as 0. If all are 0, so are the results.
+    """Distributes ``num_units`` in proportion to values, as whole numbers, by the largest remainder; negative values
+    count as 0.
     """
     positive = [max(0.0, value) for value in values]
     total = sum(positive)

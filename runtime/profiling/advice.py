@@ -69,7 +69,6 @@ def advise(
 
 
 def _evener_devices(devices: Sequence[DeviceTimes], skew_ms: float) -> tuple[float, str]:
-    """The gain of equal compute times; at most the skew."""
     replica = max(range(len(devices)), key=lambda r: devices[r].compute_ms)
     late, others = devices[replica], [device for r, device in enumerate(devices) if r != replica]
     usual_ms = statistics.fmean(device.compute_ms for device in others)
@@ -87,10 +86,7 @@ def _evener_devices(devices: Sequence[DeviceTimes], skew_ms: float) -> tuple[flo
 
 
 def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """The gain of buckets of up to 25 MiB: each bucket less saves the fixed cost.
-
-    On asynchronous links, a larger last bucket leaves more to move after backward.
-    """
+    """Each bucket less, up to 25 MiB, saves the fixed cost; a larger last bucket leaves more to move after backward."""
     totals: Counter[Any] = Counter()
     for times in buckets:
         bucket = program.buckets[times.index]
@@ -108,11 +104,7 @@ def _fewer_buckets(program: Program, buckets: Sequence[BucketTimes], costs: _Cos
 
 
 def _smaller_last_bucket(program: Program, buckets: Sequence[BucketTimes], costs: _Costs) -> tuple[float, str]:
-    """The gain of a lower cap that shrinks the last bucket, because no work is left to hide it.
-
-    The cap is at least the largest gradient of the bucket. On links that move nothing before the wait there is no gain: all
-    buckets together take the same time, whatever their sizes.
-    """
+    """A lower cap shrinks the last bucket, which no work hides; it is at least the largest gradient of the bucket."""
     last = buckets[-1]
     planned = [program.buckets[times.index] for times in buckets]
     least_bytes = max(slot.num_elements for slot in planned[-1].slots) * planned[-1].dtype.itemsize
@@ -138,11 +130,7 @@ class _Costs:
 
 
 def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_devices: int) -> _Costs:
-    """The costs of buckets, linear in their sizes.
-
-    On asynchronous links, moving a bucket takes the time from its launch, or from the arrival of the bucket before it, to
-    its own arrival. This is known only for buckets with waiting devices.
-    """
+    """Moving a bucket takes the time from its launch, or from the arrival of the bucket before it, to its own arrival."""
     moves_by_itself = any(link_named(bucket.link).moves_by_itself for bucket in buckets)
     moving = [(bucket.num_bytes, bucket.transfer_ms) for bucket in buckets]
     if moves_by_itself:
@@ -156,8 +144,6 @@ def _costs(steps: Sequence[RecordedStep], buckets: Sequence[BucketTimes], num_de
 
 
 def _ms_besides_waits(steps: Sequence[RecordedStep], bucket: int, num_devices: int) -> float:
-    """A bucket's milliseconds of packing, launching and updating on a device."""
-
     def is_of_bucket(node: fx.Node) -> bool:
         return node.target is not ops.wait and "bucket" in node.kwargs and bucket_of(node) == bucket
 
@@ -165,6 +151,5 @@ def _ms_besides_waits(steps: Sequence[RecordedStep], bucket: int, num_devices: i
 
 
 def _line(costs: Sequence[tuple[int, float]]) -> Line:
-    """The line through the bytes and milliseconds of buckets."""
     points = [(float(num_bytes), ms / 1e3) for num_bytes, ms in costs]
     return Line.through(points, nominal=_NOMINAL_SECONDS_PER_BYTE, telling_bytes=_TELLING_BYTES)

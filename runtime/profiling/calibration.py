@@ -28,7 +28,7 @@ from mirrorc.runtime.profiling.recorder import RecordedStep
 
 
 def costs_of_steps(program: Program, steps: Sequence[RecordedStep], machine: Machine, link: LinkSpeed) -> StepCosts:
-    """Costs of a lowered program's calls, as means over typical steps among those recorded, at least one.
+    """Costs of a lowered program's calls, as means over typical steps.
 
     Waits between workers say nothing about costs. A commit costs as much as on the last device to arrive.
     """
@@ -51,7 +51,7 @@ def costs_of_steps(program: Program, steps: Sequence[RecordedStep], machine: Mac
 
 
 def _seconds_of_calls(steps: Sequence[RecordedStep], replica: int) -> dict[fx.Node, float]:
-    """Seconds of a device's calls, without waits for other devices or workers."""
+    """Without waits for other devices or workers."""
     seconds: defaultdict[fx.Node, list[float]] = defaultdict(list)
     for step in steps:
         skews = {

@@ -22,8 +22,7 @@ _SECONDS_OF_AN_ANCHOR = 8.0  # within this time, 32 bits tell milliseconds betwe
 class Clock:
     """Marks the ends of a device's calls, in the device's thread.
 
-    This class uses the host's clock, for synchronous devices. Its marks are seconds as floats, faster for Python to make
-    and free than integers, with which a mark took twice as long.
+    This class uses the host's clock, for synchronous devices. Its marks are floats, faster for Python than integers.
 
     Attributes:
         begin, mark: return a mark of the present moment: of the beginning of a step, and of the end of a call.
@@ -38,11 +37,9 @@ class Clock:
         self.note = self._noted.append
 
     def clear(self) -> None:
-        """Drops the marks of all steps."""
         self._noted.clear()
 
     def noted(self) -> list[Sequence[Any]]:
-        """The marks of the last steps, a sequence for each."""
         return list(self._noted.copy())  # an atomic copy: the device's thread cannot append meanwhile
 
     def begun_seconds(self, marks: Sequence[Any]) -> float:
@@ -55,21 +52,15 @@ class Clock:
 
 
 def nanoseconds(seconds: float) -> int:
-    """A moment or a time in whole nanoseconds."""
     return round(seconds * 1e9)
 
 
 class EventClock(Clock):
-    """Marks the ends of calls of a GPU with events on the thread's current stream.
+    """Marks the ends of calls of a GPU with events on the thread's current stream, read lazily and reused.
 
-    Events are read lazily. Another event, the anchor, relates the GPU's clock to the host's: the host waits for it, and so
-    knows its time. So times of several GPUs agree, however far each of them lags behind its thread. An anchor serves for
-    the steps of a few seconds, because the time between two events is a 32-bit number. Events of dropped steps are reused.
-
-    Args:
-        timeout_seconds: the longest time of every wait for the GPU.
-        make_event: returns a new timing event; by default a CUDA event.
-        now: the host's clock, in seconds.
+    Another event, the anchor, relates the GPU's clock to the host's: the host waits for it, and so knows its time. So
+    times of several GPUs agree, however far each of them lags behind its thread. An anchor serves for the steps of a few
+    seconds, because the time between two events is a 32-bit number.
     """
 
     def __init__(
@@ -90,7 +81,7 @@ class EventClock(Clock):
         self._noted.append(_EventMarks(marks, self._free))
 
     def begin(self) -> Any:
-        """As in `Clock`; with the host's time beside the event."""
+        """The event with the host's time."""
         return self._now(), self.mark()
 
     def mark(self) -> Any:
@@ -102,11 +93,7 @@ class EventClock(Clock):
         return float(marks[0][0])
 
     def times_ns(self, marks: Sequence[Any]) -> list[int]:
-        """As in `Clock`; synchronizes with the last mark.
-
-        Raises:
-            ExecutionError: timeout of the GPU.
-        """
+        """Synchronizes with the last mark."""
         (begun_seconds, first), *rest = marks
         self._await(rest[-1] if rest else first)
         first_ns = self._happened_ns(begun_seconds, first)

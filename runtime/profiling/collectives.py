@@ -19,10 +19,7 @@ class Launch:
     """A device's part in a collective.
 
     Attributes:
-        replica: the device's number.
-        node: the launch.
-        wait: its wait; None on a device that only sends.
-        sources: the calls that make the launched value.
+        wait: None on a device that only sends.
         awaited: the launches needed by its wait, each with the device's number.
     """
 
@@ -35,14 +32,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a program, on all devices that take part.
+    """A collective of a program, on all devices that take part, in order of replicas.
 
     Attributes:
         kind: the name of its operation. A ``send`` and its ``recv`` are a single ``send``; each chunk and each round of a
             bucket is another ``send``.
-        launches: the devices' parts in it, in order of replicas.
-        chunk, round: those of a ``send``; None if it names none.
-        pack: the pack of a cut bucket; otherwise None.
     """
 
     kind: str
@@ -92,10 +86,7 @@ def skew_ns(step: RecordedStep, launch: Launch) -> int:
 
 
 def sources_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls that make the arguments of a node: regions, and operations with effects, such as waits.
-
-    Other nodes are replaced by the calls that make their own arguments.
-    """
+    """The calls that make the arguments of a node: regions, and operations with effects, such as waits."""
     for source in node.all_input_nodes:
         operation = operation_of(source.target)
         if is_region_call(source) or (operation is not None and operation.effects):

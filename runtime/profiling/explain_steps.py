@@ -44,7 +44,6 @@ def explain_steps(
     """Explains recorded steps of a lowered program, at least one.
 
     Args:
-        is_interleaved: whether the devices were interleaved in a single thread.
         foundations: inputs of a prediction, for a step over several workers; else None.
     """
     looked_at = [step for step in steps if not step.warms_up] or steps
@@ -92,7 +91,6 @@ _FIGURES = ("ready_ms", "launched_ms", "waited_ms", "finished_ms", "hidden_ms", 
 
 
 def _flight(step: RecordedStep, launch: Launch, moves_by_itself: bool) -> list[float]:
-    """The figures of a bucket on one device in one step."""
     launch_call = step.call_of[launch.node]
     ready_ns = max((step.call_of[source].end_ns for source in launch.sources), default=launch_call.start_ns)
     wait = step.call_of[launch.wait] if launch.wait is not None else None
@@ -153,7 +151,7 @@ def _num_bytes(program: Program, collective: Collective) -> int:
 
 
 def _uncompressed_bytes(program: Program, collective: Collective) -> int | None:
-    """Bytes of a pack in its own dtype; None without compression."""
+    """None without compression."""
     first = collective.launches[0].node
     if first.target not in ops.EXCHANGES_OF_SUMS:
         return None

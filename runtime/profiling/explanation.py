@@ -106,7 +106,7 @@ def _ms(explanation: Explanation, value: float) -> str:
 
 
 def _adding_up(explanation: Explanation, values: Iterable[float], total: float) -> list[str]:
-    """Prints milliseconds, rounded so that the printed values add up to the printed total."""
+    """Rounds so that the printed values add up to the printed total."""
     scale = 10 ** _digits(explanation)
     num_units = round(
         float(_ms(explanation, total)) * scale

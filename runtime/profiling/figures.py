@@ -115,7 +115,6 @@ class DeviceTimes:
 
 
 def mean_over_devices(steps: Sequence[RecordedStep], num_devices: int, counts: Callable[[fx.Node], bool]) -> float:
-    """The milliseconds in the calls selected by ``counts``, as a mean over devices and steps."""
     calls = [[call for device_calls in step.calls for call in device_calls if counts(call.node)] for step in steps]
     return statistics.fmean(
         sum(call.duration_ns for call in device_calls) / num_devices / 1e6 for device_calls in calls

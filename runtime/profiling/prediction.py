@@ -55,18 +55,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Foundations:
-    """Inputs of predictions besides recorded steps: measurements of the link, and of this machine."""
-
     link: LinkSpeed
     machine: Machine
 
 
 def predict(program: Program, costs: StepCosts, stands_on: str = "") -> Prediction:
-    """Predicts the step of a lowered program over several workers.
-
-    Raises:
-        UnknownCostError: the cost of an operation is unknown.
-    """
+    """Predicts the step of a lowered program over several workers."""
     simulation = simulate(program, costs.durations(program))
     sent = dict.fromkeys((flight.bucket, flight.kind) for flight in simulation.flights)
     return Prediction(
@@ -92,7 +86,6 @@ def predicted_of_steps(program: Program, steps: Sequence[RecordedStep], foundati
 
 
 def _mean_ms(simulation: Simulation, kinds: Sequence[Kind]) -> float:
-    """The time in calls of these kinds, as a mean over devices."""
     seconds = 0.0
     for device_calls in simulation.calls:
         for call in device_calls:

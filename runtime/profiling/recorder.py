@@ -35,10 +35,10 @@ class RecordedStep:
     """A step finished by all devices, in nanoseconds of the host's clock.
 
     Attributes:
-        warms_up: whether it is the first recorded step of its program.
+        warms_up: True for the first recorded step of its program.
         begun_ns: the start of the first device by the caller.
         started_ns: for each device, the start of its function.
-        calls: for each device, its calls in order, the first from `started_ns` on, with nodes of the device's graph.
+        calls: for each device, its calls in order, the first from `started_ns` on.
     """
 
     warms_up: bool
@@ -48,24 +48,17 @@ class RecordedStep:
 
     @property
     def ended_ns(self) -> int:
-        """The end of the last device."""
         return max([*self.started_ns, *(device_calls[-1].end_ns for device_calls in self.calls if device_calls)])
 
     @functools.cached_property
     def call_of(self) -> Mapping[fx.Node, Call]:
-        """The call of each node, of all devices."""
         return {call.node: call for device_calls in self.calls for call in device_calls}
 
 
 class Recorder:
-    """Stores the marks of an executor's last steps. Steps run one after the other; they may be read at any time.
+    """Stores the marks of an executor's last steps; they may be read at any time.
 
-    Recording is cheap, because it only stores each device's marks. They are assigned to steps when the steps are read, by
-    the time of their beginnings. An unfinished device has no marks.
-
-    Args:
-        clocks: the devices' clocks, in order of replicas.
-        now: the host's clock, in seconds, also used by the devices' clocks.
+    Marks are assigned to steps when these are read, by the time of their beginnings. An unfinished device has no marks.
 
     Attributes:
         nodes: for each device, the nodes of its marks, in order; the same for all steps.
@@ -83,11 +76,10 @@ class Recorder:
         return bool(self._begun)
 
     def begin(self) -> None:
-        """Records the beginning of a step."""
         self._begun.append(self._now())
 
     def clear(self) -> None:
-        """Drops all steps; must not be called while a step runs."""
+        """Must not be called while a step runs."""
         self._begun.clear()
         for clock in self.clocks:
             clock.clear()
@@ -124,11 +116,7 @@ class Recorder:
 
 
 def recorded_steps(is_recording: bool, recorder: Recorder | None) -> tuple[RecordedStep, ...]:
-    """The recorded steps of the last called program.
-
-    Raises:
-        ExecutionError: there are none; says why, and the remedy.
-    """
+    """Raises `ExecutionError` if there are none."""
     if not is_recording:
         raise ExecutionError("no step was recorded: this one was compiled with record=False; compile with record=True")
     steps = recorder.steps() if recorder is not None else ()

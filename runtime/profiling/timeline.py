@@ -58,10 +58,8 @@ def write_timeline(path: str | os.PathLike[str], program: Program, steps: Sequen
 def trace_events(program: Program, steps: Sequence[RecordedStep]) -> list[Event]:
     """The events of a trace, in microseconds from the beginning of the first step.
 
-    A track has a slice for each step. Each device has a track with a slice for its start and for each of its calls. Each
-    link has a track with an asynchronous slice for each bucket, from the first launch to the end of the last wait; these
-    may overlap. Slices of the other tracks are disjoint: if clocks of GPUs disagree, a slice begins at the end of the one
-    before.
+    The steps, each device and each link have a track. The slices of links may overlap. Others are disjoint: if clocks of
+    GPUs disagree, a slice begins at the end of the one before.
     """
     collectives = collectives_of(steps[0])
     links = list(dict.fromkeys(collective.link for collective in collectives))
@@ -95,7 +93,6 @@ def _metadata(tracks: Sequence[str]) -> list[Event]:
 
 
 def _disjoint(spans: Iterable[Span], track: int, origin_ns: int) -> Iterator[Event]:
-    """Complete events, each beginning no earlier than the end of the one before."""
     before_ns = origin_ns
     for name, start_ns, end_ns, fields in spans:
         start_ns = max(start_ns, before_ns)
@@ -111,7 +108,6 @@ def _device_spans(step: RecordedStep, replica: int, details: Any) -> Iterator[Sp
 
 
 def category_of(node: fx.Node) -> str:
-    """The category of a call: the kind of its operation."""
     if is_region_call(node):
         return "region"
     operation = operation_of(node.target)
@@ -132,7 +128,6 @@ def _details(program: Program, node: fx.Node) -> dict[str, Any]:
 
 
 def _flight(program: Program, step: RecordedStep, collective: Collective, origin_ns: int) -> Iterator[Event]:
-    """The events of a bucket on its link, in a single step."""
     launches = [step.call_of[launch.node].end_ns for launch in collective.launches]
     waits = [step.call_of[launch.wait].end_ns for launch in collective.launches if launch.wait is not None]
     pack = f" pack {collective.pack}" if collective.pack is not None else ""
