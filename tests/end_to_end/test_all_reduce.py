@@ -14,6 +14,7 @@ from selections import exhaustive, slow, thinned
 from tiny_programs import SMALL_BUCKETS, TwoLayers, targets
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import ALGORITHMS, ReduceToOne
@@ -92,14 +93,11 @@ def test_two_replicas_with_gradients_of_ones_take_a_quarter_twice() -> None:
     for algorithm in ALGORITHM_NAMES:
         model = nn.Linear(10, 1, bias=False)
         nn.init.ones_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-        with mirrorc.compile(
+        with compiled_step(
             model,
-            2,
-            optimizer=optimizer,
-            loss_fn=lambda output, target: (output - target).sum(),
+            lambda output, target: (output - target).sum(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.25),
             loss_reduction="sum",
-            backend="eager",
             all_reduce=algorithm,
         ) as step:
             step(torch.ones(2, 10), target=torch.zeros(2, 1))
@@ -137,15 +135,7 @@ def test_gradients_that_would_be_factors_are_sent_whole() -> None:
     expected = parameters(train_on_one_device(model, ADAMW, batch, F.cross_entropy).model)
     for named in ((), ("factor-gradients",)):
         found = copy.deepcopy(model)
-        with mirrorc.compile(
-            found,
-            2,
-            optimizer=ADAMW(found.parameters()),
-            loss_fn=F.cross_entropy,
-            backend="eager",
-            all_reduce="ring",
-            disable_passes=named,
-        ) as step:
+        with compiled_step(found, F.cross_entropy, optimizer=ADAMW, all_reduce="ring", disable_passes=named) as step:
             step(**batch[0])
             said = "no gradient stays factors: ring sends whole gradients between devices"
             assert (said in [str(remark.text) for remark in step.program.remarks]) is not bool(named)
@@ -167,14 +157,7 @@ def test_gradients_that_were_accumulated_are_in_the_sum() -> None:
     found = []
     for algorithm in ("native", "ring"):
         model = net()
-        with mirrorc.compile(
-            model,
-            2,
-            optimizer=ADAMW(model.parameters()),
-            loss_fn=F.cross_entropy,
-            backend="eager",
-            all_reduce=algorithm,
-        ) as step:
+        with compiled_step(model, F.cross_entropy, optimizer=ADAMW, all_reduce=algorithm) as step:
             for batch in batches():
                 step.accumulate(**batch)
                 step(**batch)
@@ -192,9 +175,7 @@ def test_an_optimizer_that_runs_by_itself_gets_the_whole_sum() -> None:
         model = net()
         model.fc1.bias.requires_grad_(False)
         model.fc2.bias.requires_grad_(False)
-        with mirrorc.compile(
-            model, 2, optimizer=muon(model), loss_fn=F.cross_entropy, backend="eager", **options
-        ) as step:
+        with compiled_step(model, F.cross_entropy, optimizer=muon(model), **options) as step:
             for batch in batches():
                 step(**batch)
         results.append(parameters(model))
@@ -203,10 +184,8 @@ def test_an_optimizer_that_runs_by_itself_gets_the_whole_sum() -> None:
 
 def test_a_program_shows_its_messages_and_what_they_cost() -> None:
     model = net()
-    with mirrorc.compile(
-        model, 3, optimizer=ADAMW(model.parameters()), loss_fn=F.cross_entropy, backend="eager",
-        all_reduce=ReduceToOne(device=1), disable_passes=["share-parameters"],
-    ) as step:  # fmt: skip
+    options = {"all_reduce": ReduceToOne(device=1), "disable_passes": ["share-parameters"]}
+    with compiled_step(model, F.cross_entropy, 3, optimizer=ADAMW, **options) as step:
         step(**batches()[0])
         text = str(step.program)
         assert "send(bucket=0, b0, destination=1, chunk=0, round=0, link=shared-memory)" in text

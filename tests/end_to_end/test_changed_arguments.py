@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from references import unchanged
 from torch import nn
+from twins import compiled_step
 
-import mirrorc
 from mirrorc import CaptureError
 
 
@@ -102,11 +102,10 @@ def put_back(given: Any, y: torch.Tensor) -> torch.Tensor:
 
 def step_once(does: Callable[[Any, torch.Tensor], torch.Tensor], given: Any) -> list[warnings.WarningMessage]:
     model = Takes(does)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         warnings.catch_warnings(record=True) as caught,
         unchanged(model) if does in REFUSED else contextlib.nullcontext(),
-        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step,
+        compiled_step(model, F.mse_loss) as step,
     ):
         warnings.simplefilter("always")
         step(torch.ones(4, 3), given, target=torch.zeros(4, 3))

@@ -10,6 +10,7 @@ import torch
 from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 
@@ -50,7 +51,7 @@ def on_one_device() -> list[torch.Tensor]:
 
 
 def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, plan: str) -> mirrorc.Step:
-    return mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **PLANS[plan])
+    return compiled_step(model, F.mse_loss, 3, optimizer=optimizer, **PLANS[plan])
 
 
 def assert_trained(model: nn.Module) -> None:

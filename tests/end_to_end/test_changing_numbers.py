@@ -16,6 +16,7 @@ import torch
 from references import train_step
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
@@ -71,7 +72,7 @@ def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> No
         return (output - target).square().mean() * SETTINGS["beta"] + gamma * output.square().mean()
 
     programs: list[Program] = []
-    with mirrorc.compile(model, num_devices, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager") as step:
+    with compiled_step(model, loss_fn, num_devices, optimizer=optimizers[0]) as step:
         for i in range(40):
             SETTINGS["beta"], gamma, plain.weight = 0.01 * (i + 1), 0.5 - 0.01 * i, 1.0 / (i + 1)
             model.scale = twin.scale = 1.0 + 0.01 * i
@@ -106,9 +107,7 @@ def test_numbers_computed_with_the_size_of_a_microbatch(num_devices: int) -> Non
         return (output - target).square().sum() * (scale / len(target)) + scale * output.sin().mean()
 
     programs: list[Program] = []
-    with mirrorc.compile(
-        model, num_devices, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager", microbatches=2
-    ) as step:
+    with compiled_step(model, loss_fn, num_devices, optimizer=optimizers[0], microbatches=2) as step:
         for i in range(5):
             scale = 1.0 + 0.1 * i
             kept, last = (
@@ -206,7 +205,7 @@ def test_what_is_done_with_numbers(name: str) -> None:
     programs = set()
     target = torch.zeros(5, 2, dtype=torch.float64)
     loss_fn: Any = lambda y, t: y.square().mean() + t.sum() * 0  # noqa: E731
-    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager") as step:
+    with compiled_step(model, loss_fn, optimizer=optimizers[0]) as step:
         for value in values:
             x = torch.randn(5, 3, dtype=torch.float64)
             given = (
@@ -225,7 +224,7 @@ def test_a_number_that_cannot_be_computed_with_is_the_users_error() -> None:
     model = Applied(lambda y, v: y * (1 / v)).double()
     _, optimizers = pair_of(model)
     x, before = torch.ones(4, 3, dtype=torch.float64), None
-    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, optimizer=optimizers[0]) as step:
         for value in (1.0, 2.0, 4.0):
             step(x, value, target=torch.zeros(4, 2).double())
         before = model.layer.weight.detach().clone()
@@ -242,7 +241,7 @@ def test_float32_and_autocast_have_the_bits_of_plain_pytorch() -> None:
     model = Applied(lambda y, v: (y * v + v / (y * y + 1.0)).sum(0, keepdim=True) * v)
     twin, optimizers = pair_of(model)
     loss_fn: Any = lambda y, t: (y.float() - t).square().mean() * 0.5  # noqa: E731
-    with mirrorc.compile(model, 1, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager") as step:
+    with compiled_step(model, loss_fn, 1, optimizer=optimizers[0]) as step:
         for i in range(12):
             x = torch.randn(4, 3)
             with torch.autocast("cpu", torch.bfloat16, enabled=i >= 6):
@@ -271,7 +270,7 @@ class Returning(nn.Module):
 def test_numbers_that_forward_returns_are_those_of_the_step() -> None:
     model = Returning().double()
     _, optimizers = pair_of(model)
-    with mirrorc.compile(model, 2, optimizer=optimizers[0], backend="eager", return_outputs=True) as step:
+    with compiled_step(model, optimizer=optimizers[0], return_outputs=True) as step:
         for i in (3, 5, 8, 5):
             x = torch.randn(4, 3).double()
             expected = model.layer(x).detach() * (i / 7)
@@ -288,7 +287,7 @@ def test_an_attribute_that_nothing_reads_compiles_once_more() -> None:
     model = Counting(lambda y, v: y)
     model.seen = 0
     _, optimizers = pair_of(model)
-    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, optimizer=optimizers[0]) as step:
         for i in range(6):
             model.seen = i
             step(torch.ones(4, 3), target=torch.zeros(4, 2))
@@ -299,7 +298,7 @@ def test_an_attribute_that_nothing_reads_compiles_once_more() -> None:
 def test_a_program_with_numbers_is_saved_and_read_back(tmp_path: Path) -> None:
     model = Applied(lambda y, v: y * v)
     _, optimizers = pair_of(model)
-    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, optimizer=optimizers[0]) as step:
         for v in (0.5, 0.75):
             step(torch.ones(5, 3), v, target=torch.zeros(5, 2))
         program = step.program

@@ -12,8 +12,7 @@ import torch
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
-
-import mirrorc
+from twins import compiled_step
 
 WORDS = 40
 TOLERANCE = 1e-10
@@ -190,9 +189,10 @@ def test_sizes_in_any_order_train_as_with_a_program_for_each(
     original = make_model().double()
     for dynamic in (None, False):
         model = copy.deepcopy(original)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         devices = [f"cpu:{i}" for i in range(num_devices)]
-        with mirrorc.compile(model, devices, optimizer=optimizer, backend="eager", dynamic=dynamic) as step:
+        with compiled_step(
+            model, devices=devices, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), dynamic=dynamic
+        ) as step:
             losses = losses_of(step, model, sizes)
             found.append((losses, [p.detach().clone() for p in model.parameters()], step._specializer.num_programs))
     (losses, parameters, num_programs), (expected, others, num_sizes) = found

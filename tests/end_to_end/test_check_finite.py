@@ -14,6 +14,7 @@ from lockstep import Lockstep, State, differences
 from selections import slow
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError, NonFiniteError, passes
@@ -226,11 +227,8 @@ def test_gradients_of_factors_are_looked_at_where_they_are_made(devices: int) ->
     for batches in ([noise, noise, noise], [bad, noise, bad, noise, bad, noise]):
         torch.manual_seed(0)
         model = Tables()
-        own = ADAMW(model.parameters())
         pipeline = default_pipeline(min_factored_elements=0, check_finite="skip")
-        with mirrorc.compile(
-            model, devices, optimizer=own, loss_fn=F.cross_entropy, backend="eager", passes=pipeline
-        ) as step:
+        with compiled_step(model, F.cross_entropy, devices, optimizer=ADAMW, passes=pipeline) as step:
             for i, given in enumerate(batches):
                 place = (x + 7 * (i if given is bad else 0)) % 40  # other rows are bad
                 step(place, noise=given, target=target)

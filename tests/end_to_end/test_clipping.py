@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from references import assert_same_parameters
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ClipGradNorm, ExecutionError, NonFiniteError
@@ -260,17 +262,14 @@ def test_other_dtypes_and_tiny_models() -> None:
                 return (output - target).abs().float().square().mean()
 
             x, target = torch.randn(6, 3).to(dtype), torch.randn(6, 2).to(dtype)
-            with mirrorc.compile(
-                net, num_devices, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager", clip_grad_norm=0.1
-            ) as step:
+            with compiled_step(net, loss_fn, num_devices, optimizer=optimizers[0], clip_grad_norm=0.1) as step:
                 step(x, target=target)
                 loss_fn(plain(x), target).backward()
                 norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
                 optimizers[1].step()
                 tolerance = 1e-5 if dtype in (torch.float32, torch.complex64) else 2e-2
                 torch.testing.assert_close(step.grad_norm, norm.float(), rtol=tolerance, atol=tolerance)
-                for own, other in zip(net.parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
+                assert_same_parameters(net, plain, tolerance)
 
 
 @pytest.mark.slow
@@ -278,16 +277,8 @@ def test_small_steps_clip_in_one_thread_with_the_same_bits() -> None:
     def trained(is_interleaved: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = Net()
-        optimizer = ADAMW(net.parameters())
-        with mirrorc.compile(
-            net,
-            3,
-            optimizer=optimizer,
-            loss_fn=F.mse_loss,
-            backend="eager",
-            clip_grad_norm=0.1,
-            timeout_seconds=60,
-            **SMALL,
+        with compiled_step(
+            net, F.mse_loss, 3, optimizer=ADAMW, clip_grad_norm=0.1, timeout_seconds=60, **SMALL
         ) as step:
             norms = []
             for _ in range(4):
@@ -337,9 +328,7 @@ def test_groups_of_two_dtypes_are_bounded_whichever_comes_first() -> None:
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in model], lr=0.1)
     loss_fn, bounds = torch.nn.functional.mse_loss, [0.1, 0.1]
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", clip_grad_norm=bounds
-    ) as step:
+    with compiled_step(model, loss_fn, optimizer=optimizer, clip_grad_norm=bounds) as step:
         step(x, target=y)
         torch.testing.assert_close([float(n) for n in step.grad_norm], [float(n) for n in norms], rtol=1e-6, atol=0.0)
     torch.testing.assert_close([*model.parameters()], [*plain.parameters()], rtol=1e-6, atol=1e-7)

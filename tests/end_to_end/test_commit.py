@@ -20,6 +20,7 @@ from lockstep import Lockstep, Training
 from selections import slow
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
@@ -61,9 +62,7 @@ def maker(
     def make() -> tuple[mirrorc.Step, nn.Module, torch.optim.Optimizer]:
         model = Net()
         own, sizes = optimizer(model.parameters()), {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
-        step = mirrorc.compile(
-            model, 2, optimizer=own, loss_fn=F.cross_entropy, backend="eager", timeout_seconds=60, **sizes, **options
-        )
+        step = compiled_step(model, F.cross_entropy, optimizer=own, timeout_seconds=60, **sizes, **options)
         return step, model, own
 
     return make

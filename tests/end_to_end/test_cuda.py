@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
@@ -34,9 +35,13 @@ def test_five_steps_agree_with_one_cpu(devices: list[str], backend: str) -> None
     reference = copy.deepcopy(model)
     x, y = torch.randn(7, 12).double(), torch.randint(0, 5, (7,))
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with mirrorc.compile(
-        model, devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend=backend, bucket_cap_mb=0.001
+    with compiled_step(
+        model,
+        F.cross_entropy,
+        devices,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        backend=backend,
+        bucket_cap_mb=0.001,
     ) as step:
         for _ in range(5):
             expected.zero_grad()
@@ -74,8 +79,9 @@ def test_steps_agree_with_one_cpu(devices: list[str], make_model: Any, make_opti
     reference = copy.deepcopy(model)
     x, y = torch.randn(7, 12).double(), torch.randint(0, 5, (7,))
     expected = make_optimizer(reference.parameters(), lr=0.01)
-    optimizer = make_optimizer(model.parameters(), lr=0.01)
-    with mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="inductor") as step:
+    with compiled_step(
+        model, F.cross_entropy, devices, optimizer=make_optimizer(model.parameters(), lr=0.01), backend="inductor"
+    ) as step:
         for _ in range(3):
             expected.zero_grad()
             F.cross_entropy(reference(x), y).backward()
@@ -108,11 +114,8 @@ def test_two_runs_are_equal_bit_for_bit() -> None:
     def run() -> list[torch.Tensor]:
         torch.manual_seed(1)
         model = make_net(0.5)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x, y = torch.randn(8, 12).double(), torch.randint(0, 5, (8,))
-        with mirrorc.compile(
-            model, DEVICES["two-logical"], optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager"
-        ) as step:
+        with compiled_step(model, F.cross_entropy, DEVICES["two-logical"]) as step:
             for _ in range(3):
                 step(x, target=y)
         return [parameter.detach().cpu() for parameter in model.parameters()]
@@ -127,10 +130,9 @@ def test_steps_that_are_not_finite_are_skipped_or_refused_and_bad_memory_is_foun
     bad[-1, 0] = float("nan")
     for check_finite in (True, "skip"):
         model = make_net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         options: Any = {"check_finite": check_finite, "check_replicas_every": 1, "bucket_cap_mb": 0.001}
-        with mirrorc.compile(
-            model, devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options
+        with compiled_step(
+            model, F.cross_entropy, devices, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), **options
         ) as step:
             for _ in range(3):
                 step(x, target=y)
@@ -179,11 +181,11 @@ def train(
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     losses = []
-    with mirrorc.compile(
+    with compiled_step(
         model,
+        F.cross_entropy,
         ["cuda:0"],
         optimizer=optimizer,
-        loss_fn=F.cross_entropy,
         backend=backend,
         cuda_graphs=cuda_graphs,
         bucket_cap_mb=0.001,
@@ -226,9 +228,7 @@ def test_a_graph_is_dropped_and_captured_anew() -> None:
         torch.manual_seed(0)
         model = make_net().float()
         optimizer = OPTIMIZERS["adamw"](model.parameters())
-        with mirrorc.compile(
-            model, ["cuda:0"], optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", cuda_graphs=cuda_graphs
-        ) as step:
+        with compiled_step(model, F.cross_entropy, ["cuda:0"], optimizer=optimizer, cuda_graphs=cuda_graphs) as step:
             for i in range(3 * NUM_WARM_UP_STEPS + 6):
                 if i == NUM_WARM_UP_STEPS + 2:
                     optimizer.param_groups[0]["weight_decay"] = 0.5
@@ -251,10 +251,9 @@ def test_a_loss_that_is_kept_outlives_replays() -> None:
 
 def test_what_a_gpu_refuses_to_capture_is_said_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
     x, y = torch.randn(7, 12).double(), torch.randint(0, 5, (7,))
-    with mirrorc.compile(
-        model, ["cuda:0"], optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", cuda_graphs=True
+    with compiled_step(
+        model, F.cross_entropy, ["cuda:0"], optimizer=OPTIMIZERS["sgd"](model.parameters()), cuda_graphs=True
     ) as step:
         for _ in range(NUM_WARM_UP_STEPS):
             step(x, target=y)

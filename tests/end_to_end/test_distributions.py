@@ -12,6 +12,7 @@ import torch
 from references import assert_same_model, train_step, unchanged
 from torch import distributions as D
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
@@ -46,7 +47,7 @@ def exponential(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def compiled(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[mirrorc.Step, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", capture="dynamo"), optimizer
+    return compiled_step(model, loss_fn, optimizer=optimizer, capture="dynamo"), optimizer
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from references import unchanged
 from torch import nn
+from twins import compiled_step
 
-import mirrorc
 from mirrorc import CaptureError
 
 # Its tracer knows no assignments to attributes of classes, and no iterators from elsewhere: it refuses them in its own words.
@@ -107,10 +107,9 @@ def find_out_on_a_class(net: Net, y: torch.Tensor) -> None:
 
 def train(model: nn.Module, loss_fn: Any = F.mse_loss, **options: Any) -> list[warnings.WarningMessage]:
     """The warnings of three steps, of which the last has another shape, and uneven shards."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         warnings.catch_warnings(record=True) as caught,
-        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", **options) as step,
+        compiled_step(model, loss_fn, **options) as step,
     ):
         warnings.simplefilter("always")
         for num_examples in (4, 4, 5):
@@ -336,8 +335,9 @@ def test_a_buffer_that_an_assignment_writes_in_place_is_written_in_each_step() -
     model = Statistics().double()
     plain = copy.deepcopy(model)
     x = torch.randn(3, 3, dtype=torch.float64).repeat(2, 1)  # shards of one mean
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", capture="dynamo") as step:
+    with compiled_step(
+        model, F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), capture="dynamo"
+    ) as step:
         for _ in range(3):
             step(x, target=x)
             plain(x)

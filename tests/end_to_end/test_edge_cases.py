@@ -24,6 +24,7 @@ from references import (
 from selections import exhaustive, slow
 from tiny_models import MODELS, make_mlp, mlp_batch
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError, MirrorcError
@@ -35,7 +36,7 @@ ADAM = partial(torch.optim.Adam, lr=0.1)
 
 
 def compile_eager(model: nn.Module, devices: int = 2, make_optimizer: Any = SGD, **options: Any) -> mirrorc.Step:
-    return mirrorc.compile(model, devices, optimizer=make_optimizer(model.parameters()), backend="eager", **options)
+    return compiled_step(model, devices=devices, optimizer=make_optimizer, **options)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -67,8 +68,7 @@ def test_a_loss_that_is_a_view_of_a_parameter_is_that_before_the_update(backend:
     ):
         for devices in (1, 2) if backend == "eager" else (2,):
             model = LossIsParameter(give)
-            optimizer = SGD(model.parameters())
-            with mirrorc.compile(model, devices, optimizer=optimizer, backend=backend) as step:
+            with compiled_step(model, devices=devices, optimizer=SGD, backend=backend) as step:
                 for _ in range(2):
                     before = give(model.weight).detach().clone()
                     assert torch.equal(step(x=normal(4, 2)), before)
@@ -478,9 +478,8 @@ class NoScalarLoss(torch.nn.Module):
 def test_a_refused_model_keeps_its_memory() -> None:
     model = NoScalarLoss()
     address, strides = model.scale.data_ptr(), model.scale.stride()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(mirrorc.CaptureError, match="no scalar"):
-        mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", example_inputs=(torch.ones(4, 4),))
+        compiled_step(model, example_inputs=(torch.ones(4, 4),))
     assert (model.scale.data_ptr(), model.scale.stride()) == (address, strides)
 
 
@@ -505,7 +504,7 @@ def test_constants_that_follow_the_number_of_examples_are_each_shards_own(device
     model = MeanByHand().double()
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
-    with mirrorc.compile(model, devices, optimizer=optimizer, backend=backend) as step:
+    with compiled_step(model, devices=devices, optimizer=optimizer, backend=backend) as step:
         for seed in range(3):
             x = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
             expected = train_step(twin, twin_optimizer, {"x": x}, None)
@@ -530,7 +529,7 @@ def test_constants_that_are_only_equal_stay_two() -> None:
     model = ScaledBySize()
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+    with compiled_step(model, optimizer=optimizer) as step:
         for scale in (1.0, 3.0):
             model.scales[1].fill_(scale)  # in place: what was compiled stays true
             twin.scales[1].fill_(scale)
@@ -563,7 +562,7 @@ def test_parameters_that_are_called_like_arguments_or_like_one_another(backend: 
     plain.load_state_dict(model.state_dict())
     x, weight, target = (torch.randn(4, size, dtype=torch.float64) for size in (5, 3, 3))
     optimizer, own = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=nn.functional.mse_loss, backend=backend) as step:
+    with compiled_step(model, nn.functional.mse_loss, optimizer=optimizer, backend=backend) as step:
         step(x, weight, target=target)
     nn.functional.mse_loss(plain(x, weight), target).backward()
     own.step()

@@ -20,6 +20,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
@@ -351,7 +352,7 @@ def test_what_cannot_be_captured(fault: str, words: tuple[str, ...]) -> None:
     optimizer = ADAMW(model.parameters())
     twin, x = copy.deepcopy(model), mlp_batch(6)["x"]
     before = x.clone()
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", capture="dynamo") as step:
+    with compiled_step(model, optimizer=optimizer, capture="dynamo") as step:
         with unchanged(model, optimizer), refuses(CaptureError, *words):
             step(x)
         assert torch.equal(x, before)
@@ -365,7 +366,7 @@ def test_a_fault_found_with_example_inputs_is_raised_by_compile() -> None:
     model = Bad("no scalar")
     optimizer = ADAMW(model.parameters())
     with unchanged(model, optimizer), refuses(CaptureError, "is no scalar"):
-        mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", example_inputs=(mlp_batch(4)["x"],))
+        compiled_step(model, optimizer=optimizer, example_inputs=(mlp_batch(4)["x"],))
 
 
 def test_a_loss_that_no_optimized_parameter_reaches() -> None:
@@ -373,7 +374,7 @@ def test_a_loss_that_no_optimized_parameter_reaches() -> None:
     model.forward = lambda x: model["used"](x).mean()  # type: ignore[method-assign]
     optimizer = ADAMW(model["other"].parameters())
     with (
-        mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step,
+        compiled_step(model, optimizer=optimizer) as step,
         unchanged(model, optimizer),
         refuses(CaptureError, "does not depend on any parameter that the optimizer updates"),
     ):
@@ -414,7 +415,7 @@ def test_a_failure_in_one_replica(make_optimizer: Callable[..., torch.optim.Opti
         "All devices stopped",
         "No parameter",
     )
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
         for _ in range(2):
             with unchanged(model, optimizer), refuses(ExecutionError, *words):
                 step(**bad)
@@ -437,8 +438,7 @@ def test_after_a_failure_nothing_of_the_step_is_left_running(monkeypatch: pytest
 
     monkeypatch.setattr(executor, "wait_device", wait_device)
     model = Embedder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy) as step:
         y = torch.zeros(4, dtype=torch.int64)
         step(torch.tensor([0, 1, 2, 3]), target=y)
         assert waited == []
@@ -467,7 +467,7 @@ def test_a_failure_leaves_batch_norms_statistics_as_they_were() -> None:
     model = Normalized()
     optimizer = ADAMW(model.parameters())
     features, target = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0])
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
         step(features, torch.tensor([0, 1, 2, 3]), target=target)
         with unchanged(model, optimizer), refuses(ExecutionError, "cpu:1", "No parameter was changed"):
             step(features, torch.tensor([0, 1, 2, 9]), target=target)

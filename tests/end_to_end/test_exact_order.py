@@ -9,6 +9,7 @@ import torch
 from selections import slow_but
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.passes import default_pipeline
@@ -56,15 +57,13 @@ def trained(
     """Losses and parameters of two steps."""
     torch.manual_seed(0)
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with mirrorc.compile(
+    with compiled_step(
         model,
+        F.cross_entropy,
         num_devices,
-        optimizer=optimizer,
-        loss_fn=F.cross_entropy,
-        backend="eager",
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         passes=passes,
-        **options,  # type: ignore[arg-type]
+        **options,
     ) as step:
         losses = [step(x, target=TARGET) for _ in range(2)]
     return [*losses, *(parameter.detach() for parameter in model.parameters())]

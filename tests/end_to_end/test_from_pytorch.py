@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError
@@ -103,7 +104,7 @@ X, Y = batch()
 
 def compiled(model: nn.Module, optimizer: Any = None, loss_fn: Any = F.cross_entropy, **options: Any) -> mirrorc.Step:
     optimizer = SGD(model.parameters()) if optimizer is None else optimizer
-    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", **options)
+    return compiled_step(model, loss_fn, optimizer=optimizer, **options)
 
 
 class Pair:

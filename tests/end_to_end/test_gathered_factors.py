@@ -11,8 +11,8 @@ import torch
 from references import assert_same_training, train_mirrored, train_on_one_device
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
-import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to
 from mirrorc.ir.program import Program
@@ -59,10 +59,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 def prepared(devices: int = 2, model: nn.Module | None = None, **options: Any) -> Program:
     model = model or seeded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(
-        model, devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **APART | options
-    ) as step:
+    with compiled_step(model, F.mse_loss, devices, **APART | options) as step:
         return step.prepare(**batches()[0])
 
 

@@ -21,6 +21,7 @@ from references import train_step, unchanged
 from selections import slow
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError
@@ -192,8 +193,7 @@ def is_near(found: float, expected: float) -> bool:
 
 
 def compiled(model: nn.Module, loss_fn: Any = F.mse_loss, capture: str = "auto") -> mirrorc.Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", capture=capture)
+    return compiled_step(model, loss_fn, capture=capture)
 
 
 def batch(num_examples: int = 4) -> dict[str, torch.Tensor]:
@@ -277,8 +277,7 @@ def test_plain_arguments_differ_by_the_sign_of_zero_and_agree_in_nan() -> None:
             return self.layer(x).sum() * 0 + (math.copysign(1.0, number) if number == number else 5.0)
 
     model = Signed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+    with compiled_step(model) as step:
         assert [step(torch.ones(4, 3), number).item() for number in (0.0, -0.0, 0.0)] == [1.0, -1.0, 1.0]
         assert step(torch.ones(4, 3), float("nan")).item() == 5.0
         program = step.program
@@ -298,14 +297,11 @@ def test_the_environment_is_seen_however_it_is_read(monkeypatch: pytest.MonkeyPa
     for name, read in READS.items():
         monkeypatch.delenv("MIRRORC_TEST_BETA", raising=False)
         model = nn.Linear(3, 1).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         x, target = torch.ones(4, 3, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
-        with mirrorc.compile(
+        with compiled_step(
             model,
-            2,
-            optimizer=optimizer,
-            loss_fn=lambda y, t, read=read: F.mse_loss(y, t) * read(),
-            backend="eager",
+            lambda y, t, read=read: F.mse_loss(y, t) * read(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
             capture="dynamo",
         ) as step:
             for value in (None, None, "2.5", "3.5", "3.5", None):

@@ -17,6 +17,7 @@ from references import assert_mirrored, assert_same_model, loss_of, train_step, 
 from selections import slow
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 
@@ -125,9 +126,7 @@ def test_what_forward_gets_is_what_was_passed(devices: int) -> None:
         batch, target = given["x"].double(), given["target"]
         model, expected = copy.deepcopy(plain), copy.deepcopy(plain)
         optimizer, expected_optimizer = MOMENTUM(model.parameters()), MOMENTUM(expected.parameters())
-        with mirrorc.compile(
-            model, devices=devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager"
-        ) as step:
+        with compiled_step(model, F.cross_entropy, devices, optimizer=optimizer) as step:
             for _ in range(2):
                 found = step(make(batch), target=target).item()
                 given = {"x": make(batch), "target": target}
@@ -172,7 +171,7 @@ def check_parity(
     model, keywords = OnAnything(body), dict(keywords or {})
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(twin.parameters())
-    with mirrorc.compile(model, num_devices, optimizer=optimizer, loss_fn=loss_fn, backend="eager") as step:
+    with compiled_step(model, loss_fn, num_devices, optimizer=optimizer) as step:
         for _ in range(steps):
             loss = step(*arguments, **keywords)
             twin_optimizer.zero_grad()
@@ -227,7 +226,7 @@ def test_tensors_that_are_lazily_negated_or_conjugated(backend: str) -> None:
     conjugated = torch.randn(6, 6, dtype=torch.complex128).conj()
     arguments = (conjugated.imag, conjugated)
     assert arguments[0].is_neg() and arguments[1].is_conj()
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend=backend) as step:  # type: ignore[call-overload]
+    with compiled_step(model, optimizer=optimizer, backend=backend) as step:  # type: ignore[call-overload]
         for _ in range(2):
             found = step(*arguments).item()
             expected_optimizer.zero_grad()
@@ -294,7 +293,7 @@ def test_arguments_that_are_no_tensors_are_specialized_on() -> None:
     check_parity(body, (X, 3.0, "sin", False, None))
 
     model = OnAnything(body)
-    with mirrorc.compile(model, 2, optimizer=MOMENTUM(model.parameters()), backend="eager") as step:
+    with compiled_step(model, optimizer=MOMENTUM) as step:
         step(X, 2.0, "tanh", True, None)
         first = step.program
         step(X, 2.0, "tanh", True, None)
@@ -312,7 +311,7 @@ def test_equal_numbers_of_different_types_are_different_constants() -> None:
         return mlp(x).mean() * (2.0 if isinstance(k, bool) else 1.0)
 
     model = OnAnything(body)
-    with mirrorc.compile(model, 2, optimizer=MOMENTUM(model.parameters()), backend="eager") as step:
+    with compiled_step(model, optimizer=MOMENTUM) as step:
         for k in (1, True, 1.0):
             expected = model(X, k).item()
             assert step(X, k).item() == pytest.approx(expected, rel=TOLERANCE)
@@ -348,7 +347,7 @@ def test_per_replica_values_of_nested_tensors() -> None:
 def test_per_replica_and_split_must_agree() -> None:
     model = OnAnything(weighted)
     with (
-        mirrorc.compile(model, 2, optimizer=MOMENTUM(model.parameters()), backend="eager") as step,
+        compiled_step(model, optimizer=MOMENTUM) as step,
         pytest.raises(ValueError, match="disagree on dim 0"),
     ):
         step(mirrorc.PerReplica(X.split((1, 4))), WEIGHTS)
@@ -415,7 +414,7 @@ def test_inputs_that_require_gradients_are_refused() -> None:
     before, model = nn.Linear(6, 6).double(), OnAnything(weighted)
     optimizer = MOMENTUM(model.parameters())
     leaf, computed = X.clone().requires_grad_(), before(X)
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+    with compiled_step(model, optimizer=optimizer) as step:
         step(X, WEIGHTS)
         for i, args in (
             (0, (leaf, WEIGHTS)),
@@ -494,9 +493,7 @@ def test_modes_and_plain_attributes_are_specialized_on() -> None:
 @pytest.mark.slow
 def test_dropout_is_off_in_eval() -> None:
     model = make_mlp(dropout=0.5)
-    with mirrorc.compile(
-        model, 2, optimizer=torch.optim.SGD(model.parameters(), 1e-30), loss_fn=F.cross_entropy, backend="eager"
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), 1e-30)) as step:
         batch = mlp_batch(6)
         with_dropout = {step(**batch).item() for _ in range(3)}
         model.eval()
@@ -519,7 +516,7 @@ def test_autocast_around_the_call(backend: str) -> None:
     model, batch = make_mlp(torch.float32), mlp_batch(6, torch.float32)
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(twin.parameters())
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend=backend) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer, backend=backend) as step:
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = step(**batch)
@@ -540,10 +537,7 @@ def test_example_inputs_compile_at_once(form: str) -> None:
     model, batch = make_mlp(), mlp_batch(6)
     twin = copy.deepcopy(model)
     examples = {"keywords": batch, "pair": ((batch["x"],), {"target": batch["target"]})}[form]
-    optimizer = MOMENTUM(model.parameters())
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", example_inputs=examples
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=MOMENTUM, example_inputs=examples) as step:
         program = step.program
         assert list(step.graphs) == ["cpu:0", "cpu:1"]
         assert_same_model(model, twin, 0.0)
@@ -561,9 +555,7 @@ def test_example_inputs_compile_at_once(form: str) -> None:
 @pytest.mark.slow
 def test_example_inputs_as_a_tuple() -> None:
     model = OnAnything(weighted)
-    with mirrorc.compile(
-        model, 3, optimizer=MOMENTUM(model.parameters()), backend="eager", example_inputs=(X, WEIGHTS)
-    ) as step:
+    with compiled_step(model, devices=3, optimizer=MOMENTUM, example_inputs=(X, WEIGHTS)) as step:
         program = step.program
         assert program.num_replicas == 3
         step(X, WEIGHTS)
@@ -573,9 +565,7 @@ def test_example_inputs_as_a_tuple() -> None:
 def test_the_batch_is_not_changed() -> None:
     model, batch = make_mlp(), mlp_batch(6)
     before = {key: value.clone() for key, value in batch.items()}
-    with mirrorc.compile(
-        model, 2, optimizer=MOMENTUM(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=MOMENTUM) as step:
         step(**batch)
     assert all(torch.equal(batch[key], value) for key, value in before.items())
 
@@ -589,12 +579,6 @@ def test_a_constant_tensor_made_in_the_model() -> None:
 @pytest.mark.slow
 def test_devices_by_name() -> None:
     model = make_mlp()
-    with mirrorc.compile(
-        model,
-        ["cpu:5", torch.device("cpu:2")],
-        optimizer=MOMENTUM(model.parameters()),
-        loss_fn=F.cross_entropy,
-        backend="eager",
-    ) as step:
+    with compiled_step(model, F.cross_entropy, ["cpu:5", torch.device("cpu:2")], optimizer=MOMENTUM) as step:
         step(**mlp_batch(6))
         assert list(step.graphs) == ["cpu:5", "cpu:2"]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from references import assert_same_training, train_mirrored, train_on_one_device, unchanged
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError
@@ -153,9 +154,7 @@ def test_what_cannot_be_captured_is_refused_in_a_few_lines(capfd: pytest.Capture
         optimizer = SGD(model.parameters())
         with (
             unchanged(model, optimizer),
-            mirrorc.compile(
-                model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", capture="dynamo"
-            ) as step,
+            compiled_step(model, F.mse_loss, optimizer=optimizer, capture="dynamo") as step,
             pytest.raises(CaptureError, match=f"(?s){words}") as caught,
         ):
             step(**data)
@@ -169,7 +168,7 @@ def test_the_log_has_the_error_of_the_tracer(caplog: pytest.LogCaptureFixture) -
     model = seeded(make)
     with (
         caplog.at_level(logging.DEBUG, logger="mirrorc.capture"),
-        mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step,
+        compiled_step(model, F.mse_loss, optimizer=SGD) as step,
         pytest.raises(CaptureError),
     ):
         step(**data)
@@ -180,7 +179,7 @@ def test_a_list_of_examples_is_refused_with_a_remedy() -> None:
     model = nn.Linear(4, 3)
     images = [torch.randn(2, 8, 8) for _ in range(4)]
     with (
-        mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step,
+        compiled_step(model, F.mse_loss, optimizer=SGD) as step,
         pytest.raises(ValueError, match=r"'input\[0\]' has 2 examples, 'target' has 4; .*torch.stack\(input\)"),
     ):
         step(images, target=torch.randn(4, 3))
@@ -201,7 +200,7 @@ def test_a_singular_matrix_stops_the_step_before_it_changes_anything(backend: st
     broken = whole.clone()
     broken[3, 1, 1] = 0.0
     optimizer = SGD(model.parameters())
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend=backend, loss_reduction="sum") as step:
+    with compiled_step(model, optimizer=optimizer, backend=backend, loss_reduction="sum") as step:
         with (
             unchanged(model, optimizer),
             pytest.raises(mirrorc.MirrorcError, match=r"(?s)linalg.inv failed: a matrix is singular"),
@@ -239,11 +238,10 @@ def test_embeddings_that_count_are_spoken_of_on_several_devices() -> None:
             model = nn.Sequential(make()).double()
             plain = copy.deepcopy(model)
             (loss := (plain(x) * plain(x)).mean()).backward()
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             with (
                 warnings.catch_warnings(record=True) as caught,
-                mirrorc.compile(
-                    model, devices, optimizer=optimizer, loss_fn=lambda y, t: (y * y).mean(), backend="eager"
+                compiled_step(
+                    model, lambda y, t: (y * y).mean(), devices, optimizer=torch.optim.SGD(model.parameters(), lr=1.0)
                 ) as step,
             ):
                 warnings.simplefilter("always")

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from references import unchanged
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
@@ -149,8 +150,7 @@ INTERNALS = (
 
 
 def compiled(model: nn.Module) -> mirrorc.Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", capture="dynamo")
+    return compiled_step(model, F.mse_loss, capture="dynamo")
 
 
 def cases() -> Iterator[tuple[Callable[[], nn.Module], tuple[str, str]]]:

@@ -12,6 +12,7 @@ from references import assert_same_training, train_mirrored, train_on_one_device
 from selections import slow_but
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError
@@ -199,8 +200,7 @@ def test_what_the_users_code_raises_comes_first() -> None:
             return self.layer(x) * undefined_factor  # type: ignore[name-defined]  # noqa: F821
 
     model = Misspelt()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager")
+    step = compiled_step(model, F.mse_loss)
     words = "^cannot capture Misspelt at .*: NameError: name 'undefined_factor' is not defined.*which was tried first: "
     with step, pytest.raises(mirrorc.CaptureError, match=words) as caught:
         step(torch.ones(4, 3), target=torch.ones(4, 3))

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from selections import exhaustive, slow, slow_but
 from tiny_models import make_mlp, mlp_batch
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
@@ -109,8 +110,9 @@ def device_threads() -> list[str]:
 
 
 def compile_mlp(model: torch.nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options)
+    return compiled_step(
+        model, F.cross_entropy, devices, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), **options
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -290,9 +292,8 @@ def test_two_steps_have_threads_of_their_own() -> None:
 @pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "inductor"]))
 def test_models_that_draw_nothing_leave_the_generator_alone(backend: str) -> None:
     model = make_mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = torch.random.get_rng_state()
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend=backend) as step:
+    with compiled_step(model, F.cross_entropy, backend=backend) as step:
         step(**mlp_batch(6))
         step(**mlp_batch(6))
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -442,9 +443,7 @@ def test_closing_while_the_step_is_compiled_leaves_no_thread(
 @pytest.mark.slow
 def test_a_step_is_neither_copied_nor_pickled() -> None:
     model = make_mlp()
-    with mirrorc.compile(
-        model, 2, optimizer=torch.optim.AdamW(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=torch.optim.AdamW) as step:
         for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
             for _ in range(2):
                 with pytest.raises(TypeError, match=r"cannot be copied or pickled.*compile the copy"):

@@ -12,8 +12,7 @@ import torch
 from references import assert_same_model, train_step
 from torch import nn
 from torch.nn import functional as F
-
-import mirrorc
+from twins import compiled_step
 
 lightning = pytest.importorskip("lightning", reason="needs the package lightning")
 
@@ -71,7 +70,7 @@ def test_it_trains_as_in_a_plain_loop_and_lightning_warns_once_of_each_value(nam
     second = "target" if loss_fn is not None else "y"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager") as step:
+        with compiled_step(model, loss_fn, optimizer=optimizers[0]) as step:
             losses = [step(x, **{second: y}).item() for x, y in batches]
             assert "1 compiled program" in repr(step)
             assert "capture='autograd'" not in step.program.to_text()

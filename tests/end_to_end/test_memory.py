@@ -17,6 +17,7 @@ from selections import exhaustive, slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from train_text import GPT, GPTConfig, next_byte_loss
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
@@ -313,8 +314,7 @@ def test_frozen_parameters_and_buffers_that_nothing_writes_are_shared() -> None:
             return self.inner(x) + self.offset
 
     whole = Offset()
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    with mirrorc.compile(whole, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(whole, F.mse_loss, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1)) as step:
         step.prepare(torch.ones(4, 8), target=torch.ones(4, 2))
         (shared,) = step.memory().shared
         assert shared.buffers == 2 * 4  # not the one that the forward does not read
@@ -339,9 +339,7 @@ class Sign(torch.optim.Optimizer):
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_state_of_an_unknown_optimizer_is_not_guessed(num_devices: int) -> None:
     model, (x, y) = mlp(), vectors(8)
-    with mirrorc.compile(
-        model, num_devices, optimizer=Sign(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
-    ) as step:
+    with compiled_step(model, F.cross_entropy, num_devices, optimizer=Sign) as step:
         step.prepare(x, target=y)
         before = step.memory()
         assert before.optimizer_state is None and "not known" in str(before)
@@ -357,7 +355,7 @@ def test_the_state_of_an_unknown_optimizer_is_not_guessed(num_devices: int) -> N
 def test_loaded_state_is_looked_at() -> None:
     model, (x, y) = mlp(), vectors(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, 1, optimizer=optimizer) as step:
         step(x, target=y)
         optimizer.param_groups[0]["momentum"] = 0.0
         assert step.memory().optimizer_state == step.memory().parameters  # what is there stays
@@ -365,7 +363,7 @@ def test_loaded_state_is_looked_at() -> None:
 
 def test_there_is_no_memory_before_there_is_a_program() -> None:
     model = mlp()
-    step = mirrorc.compile(model, 1, optimizer=ADAMW(model.parameters()), loss_fn=F.cross_entropy, backend="eager")
+    step = compiled_step(model, F.cross_entropy, 1, optimizer=ADAMW)
     with step, pytest.raises(ExecutionError, match="there is no program yet"):
         step.memory()
 
@@ -373,9 +371,7 @@ def test_there_is_no_memory_before_there_is_a_program() -> None:
 @pytest.mark.slow
 def test_memory_is_told_after_the_step_is_closed() -> None:
     model, (x, y) = mlp(), vectors(8)
-    with mirrorc.compile(
-        model, 2, optimizer=ADAMW(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=ADAMW) as step:
         step(x, target=y)
         told = step.memory()
     assert step.memory() == told
@@ -389,8 +385,7 @@ def test_telling_it_changes_nothing(backend: str) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(mlp(), nn.Dropout(0.5))
         x, y = vectors(8)
-        optimizer = ADAMW(model.parameters())
-        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend=backend) as step:
+        with compiled_step(model, F.cross_entropy, optimizer=ADAMW, backend=backend) as step:
             for _ in range(3):
                 losses.append(step(x, target=y))
                 told = step.memory() if tells else None

@@ -17,6 +17,7 @@ from separate_memories import separate_memories
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 
@@ -207,10 +208,9 @@ def test_nothing_is_told_where_parameters_and_buffers_lie_in_one_memory() -> Non
             model.load_state_dict({name: part}, strict=False, assign=True)
             begin += value.numel()
     del flat, part, value
-    optimizer = ADAM(model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+        with compiled_step(model, F.mse_loss, optimizer=ADAM) as step:
             step(torch.ones(4, 3), target=torch.zeros(4, 2))
 
 

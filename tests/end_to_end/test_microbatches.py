@@ -21,6 +21,7 @@ from references import (
 )
 from selections import exhaustive, slow
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.errors import CaptureError, ExecutionError
@@ -183,7 +184,7 @@ def test_whole_arguments_numbers_outputs_and_checks_of_each_microbatch() -> None
     model = TakesMore().double()
     reference = copy.deepcopy(model)
     optimizer, other = SGD(model.parameters()), SGD(reference.parameters())
-    step = mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", microbatches=2, return_outputs=True)
+    step = compiled_step(model, optimizer=optimizer, microbatches=2, return_outputs=True)
     with step:
         for scale, n in ((1.0, 7), (0.5, 7), (0.25, 7)):
             x, shift, indices = torch.randn(n, 6).double(), torch.randn(6).double(), torch.randint(4, (n,))
@@ -211,9 +212,8 @@ def test_each_microbatch_draws_masks_of_its_own_again_and_again() -> None:
         def loss_fn(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return output.mean(), (output != 0).float()
 
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with mirrorc.compile(
-            model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", microbatches=2, return_outputs=True
+        with compiled_step(
+            model, loss_fn, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), microbatches=2, return_outputs=True
         ) as step:
             return step(torch.ones(4, 4), target=torch.zeros(4))[1][1]
 
@@ -228,9 +228,7 @@ def test_a_per_replica_argument_is_run_in_parts_of_its_own_size() -> None:
     (batch,) = batches((9,))
     x, y = batch["input"], batch["target"]
     optimizer, other = SGD(model.parameters()), SGD(reference.parameters())
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", microbatches=3
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer, microbatches=3) as step:
         split = [mirrorc.PerReplica([one[:7], one[7:]]) for one in (x, y)]
         step(split[0], target=split[1])
         assert step.program.microbatches == ((3, 2, 2), (1, 1))
@@ -246,10 +244,7 @@ def test_a_per_replica_argument_is_run_in_parts_of_its_own_size() -> None:
 def test_activations_of_one_microbatch_are_in_memory() -> None:
     def activations(microbatches: int) -> int:
         model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with mirrorc.compile(
-            model, 1, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", microbatches=microbatches
-        ) as step:
+        with compiled_step(model, F.mse_loss, 1, microbatches=microbatches) as step:
             step.prepare(torch.ones(64, 16), target=torch.ones(64, 16))
             return step.memory().devices[0].own.activations
 

@@ -12,6 +12,7 @@ import torch
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 
@@ -130,9 +131,8 @@ def test_forward_runs_under_autocast(dtype: torch.dtype, num_devices: int) -> No
 def test_autocast_by_name_and_by_context_are_the_same() -> None:
     def trained(**options: Any) -> list[torch.Tensor]:
         net = make_net(torch.float32)
-        optimizer = SGD(net.parameters())
         by_context = options.pop("by_context", False)
-        with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **options) as step:
+        with compiled_step(net, F.mse_loss, optimizer=SGD, **options) as step:
             for _ in range(2):
                 with torch.autocast("cpu", torch.bfloat16, enabled=by_context):
                     step(torch.randn(6, 5), target=torch.randn(6, 3))
@@ -167,9 +167,7 @@ def test_a_scaler_stays_the_users() -> None:
             pair.train()
     net = make_net(torch.float32)
     idle = torch.amp.GradScaler("cpu", enabled=False)
-    with mirrorc.compile(
-        net, 2, optimizer=SGD(net.parameters()), loss_fn=F.mse_loss, backend="eager", scaler=idle
-    ) as step:
+    with compiled_step(net, F.mse_loss, optimizer=SGD, scaler=idle) as step:
         assert step(torch.randn(4, 5), target=torch.full((4, 3), math.inf)).isinf() and step.num_skipped == 0
         assert idle.state_dict() == {} and "scale" not in step.program.to_text()
 
@@ -180,9 +178,7 @@ def test_a_scale_stops_growing_before_infinity() -> None:
     pair.plain_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
     pair.step.close()
     net = nn.Linear(1, 1, dtype=torch.float64)
-    with mirrorc.compile(
-        net, 2, optimizer=SGD(net.parameters()), loss_fn=F.mse_loss, backend="eager", scaler=pair.scaler
-    ) as step:
+    with compiled_step(net, F.mse_loss, optimizer=SGD, scaler=pair.scaler) as step:
         step(torch.ones(2, 1).double(), target=torch.ones(2, 1).double())
         assert pair.scaler.get_scale() == 2.0**127 and step.num_skipped == 0
 
@@ -194,9 +190,7 @@ def test_a_failed_step_leaves_the_scaler_alone() -> None:
         return F.mse_loss(output, target)
 
     net, scaler = make_net(torch.float32), make_scaler()
-    with mirrorc.compile(
-        net, 2, optimizer=SGD(net.parameters()), loss_fn=loss_fn, backend="eager", scaler=scaler
-    ) as step:
+    with compiled_step(net, loss_fn, optimizer=SGD, scaler=scaler) as step:
         step(torch.randn(4, 5), target=torch.zeros(4, 3))
         before = scaler.state_dict()
         with pytest.raises(mirrorc.ExecutionError, match="too large"):

@@ -12,8 +12,7 @@ import pytest
 import selections
 import torch
 from torch import nn
-
-import mirrorc
+from twins import compiled_step
 
 
 class Read(nn.Module):
@@ -68,9 +67,7 @@ def test_nan_again_is_no_new_program_and_outputs_are_nan(place: str) -> None:
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, twin)]
     programs: list[int] = []
     of_nan = set()
-    with mirrorc.compile(
-        model, 2, optimizer=optimizers[0], loss_fn=loss_fn, backend="eager", return_outputs=True
-    ) as step:
+    with compiled_step(model, loss_fn, optimizer=optimizers[0], return_outputs=True) as step:
         for number in numbers():
             x, target = torch.randn(5, 3, dtype=torch.float64), torch.zeros(5, 2, dtype=torch.float64)
             optimizers[1].zero_grad()
@@ -92,8 +89,7 @@ def test_nan_again_is_no_new_program_and_outputs_are_nan(place: str) -> None:
 
 def test_a_loss_that_is_nan_is_that_of_plain_pytorch() -> None:
     model = Read().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=nn.functional.mse_loss, backend="eager") as step:
+    with compiled_step(model, nn.functional.mse_loss) as step:
         for number in (1.0, math.nan, 2.0):
             loss = step(torch.ones(4, 3).double(), number, target=torch.zeros(4, 2).double())
             assert loss.isnan() == (number != 1.0)

@@ -23,6 +23,7 @@ from references import (
 from selections import exhaustive, slow
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 
@@ -135,7 +136,7 @@ def test_state_moves_between_numbers_of_devices() -> None:
     pair = Pair(make_mlp(), ADAMW, num_devices=2)
     pair.train(2)
     pair.step.close()
-    pair.step = mirrorc.compile(pair.model, 3, optimizer=pair.optimizer, loss_fn=F.cross_entropy, backend="eager")
+    pair.step = compiled_step(pair.model, F.cross_entropy, 3, optimizer=pair.optimizer)
     pair.num_devices = 3
     pair.train(2)
     pair.check()
@@ -448,7 +449,7 @@ def test_parameters_of_several_dtypes(make_optimizer: OptimizerMaker, small: tor
     model = MixedPrecision(small)
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
         for seed in range(2):
             batch = mlp_batch(6, seed=seed)
             loss, expected = step(**batch), train_step(twin, twin_optimizer, batch, F.cross_entropy)
@@ -498,7 +499,7 @@ def test_two_steps_in_turn_over_one_model() -> None:
     pair = Pair(make_mlp(), ADAMW)
     pair.train(2)
     first = pair.step
-    pair.step = mirrorc.compile(pair.model, 2, optimizer=pair.optimizer, loss_fn=F.cross_entropy, backend="eager")
+    pair.step = compiled_step(pair.model, F.cross_entropy, optimizer=pair.optimizer)
     pair.train(2)
     second, pair.step = pair.step, first
     pair.train(2)

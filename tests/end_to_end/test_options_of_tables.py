@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from references import assert_same_parameters
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.runtime.state.shares import pieces
@@ -110,9 +112,7 @@ def test_steps_are_those_of_one_device(
         for _ in nets
     ]
     norms = []
-    with mirrorc.compile(
-        nets[0], num_devices, optimizer=optimizers[0], loss_fn=F.mse_loss, backend="eager", **given[0]
-    ) as step:
+    with compiled_step(nets[0], F.mse_loss, num_devices, optimizer=optimizers[0], **given[0]) as step:
         for x, target in batches(dtype, bad):
             step(x, target=target)
             norms += [step.grad_norm] if "clip_grad_norm" in options else []
@@ -121,8 +121,7 @@ def test_steps_are_those_of_one_device(
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for one, other in zip(norms, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=0.0, equal_nan=True, check_dtype=False)
-    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    assert_same_parameters(nets[0], nets[1], tolerance)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,6 @@ def test_no_share_of_a_table_is_looked_at_or_changed_as_a_whole(
 
     monkeypatch.setattr(pieces.Visit, "__call__", noting)
     net = Tables()
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     divided: list[object] = []
     monkeypatch.setattr(
         mirrorc.runtime.state.optimizers.flat_optimizer,
@@ -159,7 +157,7 @@ def test_no_share_of_a_table_is_looked_at_or_changed_as_a_whole(
         lambda *given: divided.append(given) or pytest.fail("it writes the gradient"),
     )
     given = options | ({"scaler": torch.amp.GradScaler("cpu", options["scaler"])} if "scaler" in options else {})
-    with mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **given) as step:
+    with compiled_step(net, F.mse_loss, optimizer=torch.optim.AdamW(net.parameters(), fused=True), **given) as step:
         for x, target in batches(torch.float32, None):
             step(x, target=target)
             parts.append(0)

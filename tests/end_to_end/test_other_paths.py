@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from references import train_step, unchanged
 from selections import slow
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 
@@ -121,7 +122,7 @@ def test_a_parameter_or_buffer_is_the_models_by_whatever_path_it_is_read(devices
             value = train_step(plain, plain_optimizer, {"x": batch["input"], "target": batch["target"]}, plain_loss)
             expected.append((value, {key: tensor.clone() for key, tensor in plain.state_dict().items()}))
         net, net_loss, optimizer = _made(uses, loss)
-        with mirrorc.compile(net, devices=devices, optimizer=optimizer, loss_fn=net_loss, backend="eager") as step:
+        with compiled_step(net, net_loss, devices, optimizer=optimizer) as step:
             for i, batch in enumerate(batches):
                 if i == 2:
                     net.listed[:] = [net.extra.bias, net.scale]
@@ -141,7 +142,7 @@ def test_statistics_that_are_reached_by_another_path_are_each_replicas_own() -> 
     for uses in (lambda net, y: net.norm(y), lambda net, y: net.modules_by_name["norm"](y)):
         net, loss, optimizer = _made(uses, lambda net: F.mse_loss)
         net.norm.train()
-        with mirrorc.compile(net, devices=2, optimizer=optimizer, loss_fn=loss, backend="eager") as step:
+        with compiled_step(net, loss, optimizer=optimizer) as step:
             losses = [step(x, target=y).item() for x, y in batches]
             values = [value.clone() for value in step.variables["norm.running_mean"].values]
         states.append([torch.tensor(losses), *values, *(tensor.clone() for tensor in net.state_dict().values())])
@@ -154,8 +155,7 @@ def test_statistics_that_are_reached_by_another_path_are_each_replicas_own() -> 
 def test_statistics_stay_each_replicas_own_where_other_weights_are_loaded() -> None:
     """BatchNorm loads its counter from itself where a state_dict lacks it: that counts a write, but nothing was written."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with mirrorc.compile(model, devices=2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.05)) as step:
         step(torch.randn(6, 3).double(), target=torch.randn(6, 4).double())
         own = [value.clone() for value in step.variables["1.running_mean"].values]
         assert not torch.equal(*own)
@@ -214,7 +214,7 @@ def test_what_requires_a_gradient_and_is_not_the_models_is_spoken_of() -> None:
         net, loss, optimizer = _made(_same_output, lambda net, loss=loss: loss)  # type: ignore[misc]
         with (
             warnings.catch_warnings(record=True) as caught,
-            mirrorc.compile(net, devices=2, optimizer=optimizer, loss_fn=loss, backend="eager") as step,
+            compiled_step(net, loss, optimizer=optimizer) as step,
         ):
             warnings.simplefilter("always")
             said = []
@@ -266,8 +266,7 @@ def test_an_attribute_that_forward_assigns_is_not_read_by_another_way() -> None:
     x, target = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
 
     def compiled(loss_fn: Loss) -> mirrorc.Step:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager", capture="autograd")
+        return compiled_step(model, loss_fn, capture="autograd")
 
     with compiled(lambda y, t: F.mse_loss(y, t) + model.auxiliary) as step:
         told = "'auxiliary' of a module, which forward assigns, is read at .*test_other_paths.*make the loss a module that holds"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from references import assert_same_parameters
 from selections import exhaustive, slow, slow_but
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -148,8 +149,7 @@ def test_outputs_are_those_of_one_device(kind: str, devices: int) -> None:
             trainer.zero_grad()
             expected_loss.backward()
             trainer.step()
-    for own, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    assert_same_parameters(model, twin)
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from line import Line
 from summed_by_messages import linked, linked_by_shares
 from tiny_programs import TwoLayers
 from torch.nn import functional as F
+from twins import compiled_step
 
-import mirrorc
 from mirrorc.all_reduce_algorithms import AllReduceAlgorithm
 from mirrorc.analysis.cost.message_costs import message_costs
 from mirrorc.passes import LowerDevices
@@ -19,12 +19,11 @@ from mirrorc.verifier.verifier import verify
 def trained(all_reduce: str | AllReduceAlgorithm) -> torch.Tensor:
     torch.manual_seed(0)
     model = TwoLayers().double()
-    with mirrorc.compile(
+    with compiled_step(
         model,
+        F.cross_entropy,
         3,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
-        loss_fn=F.cross_entropy,
-        backend="eager",
         all_reduce=all_reduce,
         disable_passes=["share-parameters"],
     ) as step:

@@ -8,6 +8,7 @@ import torch
 from outside_placement import CENTRAL
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.ir import ops
@@ -44,12 +45,11 @@ def trained(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, mirrorc.S
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = mirrorc.compile(
+    step = compiled_step(
         model,
-        devices=["cpu:0", "cpu:1"],
+        F.cross_entropy,
+        ["cpu:0", "cpu:1"],
         optimizer=optimizer,
-        loss_fn=F.cross_entropy,
-        backend="eager",
         bucket_cap_mb=0.001,
         first_bucket_mb=0.001,
         **options,

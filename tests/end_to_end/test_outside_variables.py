@@ -18,6 +18,7 @@ from selections import exhaustive, slow
 from separate_memories import separate_memories
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.runtime.state.shared import registry
@@ -259,7 +260,7 @@ def test_a_teacher_is_a_variable_by_whatever_path_it_is_reached(way: str, monkey
         averaged(student, teacher)
         losses.append(value.item())
     own, own_teacher, loss, optimizer = made()
-    with mirrorc.compile(own, 2, optimizer=optimizer, loss_fn=loss, backend="eager", **COPIES) as step:
+    with compiled_step(own, loss, optimizer=optimizer, **COPIES) as step:
         for value in losses:
             torch.testing.assert_close(step(x + 1, target=x).item(), value)
             averaged(own, own_teacher)
@@ -282,7 +283,7 @@ def test_features_in_a_list_of_the_model_are_read_and_one_that_has_changed_its_t
             return F.mse_loss(self.features[0](self.body(x).to(dtype)), self.features[0](y.to(dtype)))
 
     model, (x, y) = Perceptual(), torch.randn(2, 6, 3).double()
-    with mirrorc.compile(model, 3, optimizer=SGD(model.parameters(), lr=0.0), backend="eager") as step:
+    with compiled_step(model, devices=3, optimizer=SGD(model.parameters(), lr=0.0)) as step:
         for change in ("none", "float", "double"):
             getattr(model.features[0], change, lambda: None)()
             torch.testing.assert_close(step(x, y).double(), model(x, y).detach().double())
@@ -297,7 +298,7 @@ def test_students_of_one_teacher_are_free_of_each_other() -> None:
     def compiled(num_devices: int) -> mirrorc.Step:
         own = net(3)
         loss = lambda y, target: F.mse_loss(y, teacher(target))  # noqa: E731
-        return mirrorc.compile(own, num_devices, optimizer=SGD(own.parameters()), loss_fn=loss, backend="eager")
+        return compiled_step(own, loss, num_devices, optimizer=SGD)
 
     steps = [compiled(number) for number in (1, 2, 2)]
     for step in steps:
@@ -333,7 +334,7 @@ def test_steps_that_have_run_become_one_when_a_loss_reaches_both() -> None:
         if num_devices:
             losses = [F.mse_loss, F.mse_loss, loss]
             steps = [
-                mirrorc.compile(own, num_devices, optimizer=optimizer, loss_fn=own_loss, backend="eager")
+                compiled_step(own, own_loss, num_devices, optimizer=optimizer)
                 for own, optimizer, own_loss in zip(nets, optimizers, losses, strict=True)
             ]
 
@@ -420,7 +421,7 @@ def test_modules_outside_that_no_step_can_run_are_refused() -> None:
         before = copy.deepcopy(other.state_dict())
         with (
             warnings.catch_warnings(),
-            mirrorc.compile(own, 2, optimizer=SGD(own.parameters()), loss_fn=loss, backend="eager") as step,
+            compiled_step(own, loss, optimizer=SGD) as step,
             pytest.raises((mirrorc.CaptureError, ValueError), match=text),
         ):
             warnings.simplefilter("ignore")
@@ -458,7 +459,7 @@ def test_statistics_that_another_step_writes_are_read_in_all_memories(monkeypatc
     both = nn.Sequential(first, second)
     loss = lambda y, target: F.mse_loss(y, first(target))  # noqa: E731
     one, other, reading = (
-        mirrorc.compile(own, 2, optimizer=SGD(own.parameters()), loss_fn=loss_fn, backend="eager", **COPIES)
+        compiled_step(own, loss_fn, optimizer=SGD, **COPIES)
         for own, loss_fn in ((first, F.mse_loss), (both, F.mse_loss), (reader, loss))
     )
     with warnings.catch_warnings():
@@ -503,7 +504,7 @@ def test_steps_that_are_interrupted_while_they_become_one_go_on(number: int, mon
         game.losses[0] = lambda y, target, critic=critic: critic(y).mean() if reaches[0] else y.square().mean()
     own.close()
     own.steps = [
-        mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=loss, backend="eager")
+        compiled_step(net, loss, optimizer=optimizer)
         for net, optimizer, loss in zip(
             own.nets, own.optimizers, (own.losses[0], lambda y, target: y.mean()), strict=True
         )

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import (
     pad_packed_sequence,
     unpack_sequence,
 )
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
@@ -156,7 +157,7 @@ def test_a_list_of_sequences_is_packed() -> None:
 @pytest.mark.slow
 def test_one_compilation_serves_all_lengths() -> None:
     model = Tagger()
-    with mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, optimizer=SGD) as step:
         programs = []
         for lengths in ([1, 2, 3], [6, 1, 4]):
             step(torch.randn(3, TIME, 3), torch.tensor(lengths), target=torch.randn(3, 2))
@@ -175,7 +176,7 @@ def test_one_compilation_serves_all_lengths() -> None:
 def test_bad_lengths_stop_the_step(lengths: list[int], text: str) -> None:
     model = Tagger(is_sorted=7 not in lengths)
     before = [p.clone() for p in model.parameters()]
-    with mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, optimizer=SGD) as step:
         with pytest.raises(ExecutionError, match=text):
             step(torch.randn(4, TIME, 3), torch.tensor(lengths), target=torch.randn(4, 2))
         assert all(map(torch.equal, before, model.parameters()))
@@ -219,7 +220,7 @@ def test_what_depends_on_the_lengths_is_refused(does: Callable[..., Any], texts:
             return does(self.rnn, x, lengths)
 
     model = Refused()
-    step = mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager")
+    step = compiled_step(model, F.mse_loss, optimizer=SGD)
     with step, pytest.raises(CaptureError) as caught:
         step(torch.randn(4, TIME, 3), torch.tensor([6, 1, 1, 2]), target=torch.randn(4, 2))
     assert [text for text in texts if text not in str(caught.value)] == []

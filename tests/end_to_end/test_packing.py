@@ -25,6 +25,7 @@ from references import (
 from selections import exhaustive, slow, slow_but, thinned
 from tiny_models import MODELS
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.ir import ops
@@ -198,8 +199,9 @@ def test_packs_of_so_many_bytes_give_the_same(num_bytes: int) -> None:
     model = Sum()
     cap_mb = num_bytes / 2**20
     packing = ByBytes(cap_mb, cap_mb or 1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_reduction="sum", backend="eager", packing=packing) as step:
+    with compiled_step(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.25), loss_reduction="sum", packing=packing
+    ) as step:
         step(torch.ones(2, 10))
     assert torch.equal(model.weight.detach(), torch.full((10, 1), 0.5))
 
@@ -236,9 +238,8 @@ def test_packs_of_accumulated_gradients_and_of_replicas_without_examples(link: s
     trained_models = []
     for packing in (3, ByBytes(0)):
         model = tiny.make(torch.float64)
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        with mirrorc.compile(
-            model, 3, optimizer=optimizer, loss_fn=tiny.loss_fn, backend="eager", packing=packing, **LINKS[link]
+        with compiled_step(
+            model, tiny.loss_fn, 3, optimizer=OPTIMIZERS["adamw"](model.parameters()), packing=packing, **LINKS[link]
         ) as step:
             step.accumulate(**parts[0])
             step(**parts[1])  # one example on three devices
@@ -251,10 +252,9 @@ def test_packs_of_accumulated_gradients_and_of_replicas_without_examples(link: s
 def test_a_scaler_skips_a_step_whose_packs_are_not_finite() -> None:
     tiny = MODELS["mlp"]
     model = tiny.make(torch.float32)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=tiny.loss_fn, backend="eager", packing=3, scaler=scaler
+    with compiled_step(
+        model, tiny.loss_fn, optimizer=OPTIMIZERS["sgd"](model.parameters()), packing=3, scaler=scaler
     ) as step:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         batch = tiny.batch(6, torch.float32, 0)
@@ -303,9 +303,8 @@ class LaunchLast:
 def explained(**options: Any) -> Any:
     tiny = MODELS["mlp"]
     model = tiny.make(torch.float64)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=tiny.loss_fn, backend="eager", packing=4, **LINKS["copies"], **options
+    with compiled_step(
+        model, tiny.loss_fn, optimizer=OPTIMIZERS["sgd"](model.parameters()), packing=4, **LINKS["copies"], **options
     ) as step:
         for batch in tiny.batches(6, torch.float64, steps=4):
             step(**batch)
@@ -329,8 +328,7 @@ def test_the_explanation_shows_packs_in_flight_before_the_last_gradient_is_made(
 def test_a_cut_program_is_printed_read_saved_and_told_of(tmp_path: Path) -> None:
     tiny = MODELS["mlp"]
     model = tiny.make(torch.float64)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=tiny.loss_fn, backend="eager", packing=3) as step:
+    with compiled_step(model, tiny.loss_fn, optimizer=OPTIMIZERS["sgd"](model.parameters()), packing=3) as step:
         program = step.prepare(**tiny.batch(6, torch.float64, 0))
         step(**tiny.batch(6, torch.float64, 0))
         memory = step.memory()
@@ -365,10 +363,7 @@ class Crossed(nn.Module):
 )
 def test_gradients_lie_in_the_order_that_is_asked_for(order: Any, expected: list[str]) -> None:
     model = Crossed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", bucket_cap_mb=0, gradient_order=order
-    ) as step:
+    with compiled_step(model, F.cross_entropy, bucket_cap_mb=0, gradient_order=order) as step:
         program = step.prepare(torch.ones(4, 5), target=torch.zeros(4, dtype=torch.int64))
     (bucket,) = program.buckets
     found = [slot.variable for slot in bucket.slots]

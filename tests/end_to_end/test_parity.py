@@ -19,6 +19,7 @@ from references import (
     Trained,
     assert_same_bits,
     assert_same_losses,
+    assert_same_parameters,
     assert_same_state,
     assert_same_training,
     train_mirrored,
@@ -28,6 +29,7 @@ from references import (
 from selections import exhaustive, slow
 from tiny_models import MODELS, make_mlp, mlp_batch
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.passes import FactorGradients, default_pipeline
@@ -212,7 +214,7 @@ def test_batch_norm_agrees_when_compiled() -> None:
 def test_batch_norms_statistics_are_each_replicas_own() -> None:
     tiny = MODELS["resnet"]
     model = tiny.make(torch.float64)
-    with mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=tiny.loss_fn, backend="eager") as step:
+    with compiled_step(model, tiny.loss_fn, optimizer=SGD) as step:
         step(**tiny.batch(4, torch.float64, 0))
         first, second = step.variables["stem_norm.running_mean"].values
         assert not torch.equal(first, second)
@@ -360,8 +362,7 @@ def test_factored_gradients_are_the_same_numbers(
         for left_out in (disabled, ("factor-gradients", *disabled))
     )
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    for one, other in zip(factored.model.parameters(), whole.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    assert_same_parameters(factored.model, whole.model, tolerance)
 
 
 class ProductsOfParts(nn.Module):
@@ -471,19 +472,15 @@ def test_a_step_that_failed_leaves_nothing_in_the_gradients_of_tables(num_device
     model = Tables().double()
     batches = [looked_up(8, seed) for seed in range(4)]
     expected = train_on_one_device(model, SGD, batches, F.cross_entropy)
-    optimizer = SGD(model.parameters())
     wrong = {**looked_up(8, 9), "tags": torch.full((8, 3), 25)}
     pipeline = default_pipeline(min_factored_elements=0)
-    with mirrorc.compile(
-        model, num_devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", passes=pipeline
-    ) as step:
+    with compiled_step(model, F.cross_entropy, num_devices, optimizer=SGD, passes=pipeline) as step:
         for i, batch in enumerate(batches):
             if i == 2:
                 with pytest.raises(mirrorc.ExecutionError, match="index out of range"):
                     step(**wrong)
             step(**batch)
-    for one, other in zip(model.parameters(), expected.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert_same_parameters(model, expected.model, 1e-10)
 
 
 class Words(nn.Module):
@@ -572,10 +569,9 @@ def masks_of(backend: str, seed: int = 3, steps: int = 2) -> list[tuple[torch.Te
     """Masks of both replicas, step by step."""
     torch.manual_seed(seed)
     model = ShowsItsMask()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     x = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     masks = []
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend=backend) as step:
+    with compiled_step(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), backend=backend) as step:
         for _ in range(steps):
             before = model.weight.detach().clone()
             step(x)
@@ -613,7 +609,7 @@ def test_replicas_with_the_same_shard_draw_for_themselves() -> None:
     torch.manual_seed(0)
     model = Noise()
     x = torch.ones(1)
-    with mirrorc.compile(model, 2, optimizer=torch.optim.SGD(model.parameters(), 1.0), backend="eager") as step:
+    with compiled_step(model, optimizer=torch.optim.SGD(model.parameters(), 1.0)) as step:
         step(mirrorc.PerReplica([x, -x]))  # equal draws would cancel
     assert model.weight.count_nonzero() == 32
 
@@ -624,7 +620,7 @@ def test_the_model_stays_usable_while_the_step_is_open(backend: str) -> None:
     model = make_mlp()
     expected = copy.deepcopy(model)
     optimizer, expected_optimizer = SGD(model.parameters()), SGD(expected.parameters())
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend=backend) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer, backend=backend) as step:
         for seed in range(3):
             batch = mlp_batch(5, seed=seed)
             step(**batch)

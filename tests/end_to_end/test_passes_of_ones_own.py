@@ -12,6 +12,7 @@ from selections import exhaustive, slow
 from tiny_models import make_mlp, mlp_batch
 from torch import fx
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.ir import ops
@@ -79,9 +80,12 @@ def trained(
     num_devices: int, steps: int = 4, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[Any, Program]:
     model = make_mlp(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with mirrorc.compile(
-        model, num_devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options
+    with compiled_step(
+        model,
+        F.cross_entropy,
+        num_devices,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        **options,
     ) as step:
         for seed in range(steps):
             batch = mlp_batch(12, dtype, seed)

@@ -25,6 +25,7 @@ from separate_memories import separate_memories
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.errors import PassError
@@ -187,9 +188,7 @@ def test_two_optimizers_of_both_kinds_over_one_model() -> None:
         model, batches = model_and_batches()
         first, *others = model.parameters()
         optimizers = [NormalizedSgd([first], lr=0.1), ADAMW(others)]
-        with mirrorc.compile(
-            model, 3, optimizer=optimizers, loss_fn=F.cross_entropy, backend="eager", placement=placement, **SMALL
-        ) as step:
+        with compiled_step(model, F.cross_entropy, 3, optimizer=optimizers, placement=placement, **SMALL) as step:
             losses = [step(**batch).item() for batch in batches]
             assert_mirrored(step, model, 3)
         trained.append(Trained(model, optimizers[1], losses))

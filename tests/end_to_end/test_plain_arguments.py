@@ -13,6 +13,7 @@ import torch
 from references import train_step
 from selections import slow_but
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.errors import CaptureError
@@ -118,7 +119,7 @@ def test_only_what_is_read_compiles_anew(name: str) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, twin)]
     target = torch.zeros(4, 2, dtype=torch.float64)
     programs = []
-    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=mean, backend="eager") as step:
+    with compiled_step(model, mean, optimizer=optimizers[0]) as step:
         for given in values:
             own = copy.copy(plain(given))
             loss = train_step(twin, optimizers[1], {"x": X, "given": own, "target": target}, mean)
@@ -160,7 +161,7 @@ def test_names_in_keywords_in_the_target_and_in_the_output() -> None:
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, twin)]
     programs = []
-    with mirrorc.compile(model, 2, optimizer=optimizers[0], loss_fn=NamedLoss(), backend="eager") as step:
+    with compiled_step(model, NamedLoss(), optimizer=optimizers[0]) as step:
         for keywords, kinds in calls:
             batch = {"x": X, "target": {"y": torch.zeros(4, 2, dtype=torch.float64), "kinds": kinds}, **keywords}
             loss = train_step(twin, optimizers[1], batch, NamedLoss())

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
-import mirrorc
+from twins import compiled_step
 
 SETTINGS = {"mode": "first"}
 NAMES: list[str] = []
@@ -62,8 +61,7 @@ def test_values_that_forward_only_returns_are_those_of_each_call(
 ) -> None:
     monkeypatch.setitem(SETTINGS, "mode", "first")
     model, x = Passing(), torch.randn(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", return_outputs=True) as step:
+    with compiled_step(model, return_outputs=True) as step:
         for call in ({}, change(model)):
             found, expected = step(x, **call)[1], model(x, **call)
             assert found.name == expected.name
@@ -77,9 +75,8 @@ def test_values_that_forward_only_keeps_are_no_reason_to_compile_anew() -> None:
             return self.linear(x).square().mean()
 
     model = Keeping()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step,
+        compiled_step(model) as step,
         pytest.warns(UserWarning, match="NAMES"),
     ):
         programs = set()

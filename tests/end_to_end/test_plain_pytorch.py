@@ -17,6 +17,7 @@ import pytest
 import torch
 from references import (
     assert_same_bits,
+    assert_same_parameters,
     assert_same_training,
     train_mirrored,
     train_on_one_device,
@@ -27,6 +28,7 @@ from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
@@ -177,16 +179,13 @@ def test_batches_smaller_than_the_number_of_devices() -> None:
 def test_gradients_are_accumulated_over_calls() -> None:
     first, second, whole = Branches(), batches(8), Branches()
     x, target = second[0]["x"], second[0]["target"]
-    with mirrorc.compile(
-        first, 2, optimizer=SGD(first.parameters()), loss_fn=F.cross_entropy, backend="eager", capture="autograd"
-    ) as step:
+    with compiled_step(first, F.cross_entropy, optimizer=SGD, capture="autograd") as step:
         step.accumulate(x[:4], target=target[:4])
         step(x[4:], target=target[4:])
     optimizer = SGD(whole.parameters())
     F.cross_entropy(whole(x), target).backward()
     optimizer.step()
-    for own, wanted in zip(first.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(own, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same_parameters(first, whole, TOLERANCE)
 
 
 class Mixture(Net):
@@ -291,9 +290,7 @@ def test_an_optimizer_that_is_loaded_goes_on_with_the_numbers_of_each_parameter(
         F.cross_entropy(whole(batch["x"]), batch["target"]).backward()
         expected.step()
     optimizer = ADAM(model.parameters())
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", capture="autograd"
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer, capture="autograd") as step:
         step(**data[0])
         program = step.program
         for batch in data[1:]:
@@ -307,9 +304,7 @@ def test_an_optimizer_that_is_loaded_goes_on_with_the_numbers_of_each_parameter(
 def test_what_an_earlier_call_has_used_is_updated() -> None:
     data, model, whole = of_experts(), Mixture(), Mixture()
     optimizer, expected = ADAM(model.parameters()), ADAM(whole.parameters())
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", capture="autograd"
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer, capture="autograd") as step:
         step.accumulate(**data[0])
         step.accumulate(**data[3])
         step(**data[3])
@@ -330,9 +325,7 @@ def test_a_skipped_step_leaves_no_trace_of_what_it_has_used() -> None:
     optimizer, expected = ADAM(model.parameters()), ADAM(whole.parameters())
     broken = {**data[2], "x": data[2]["x"].clone()}
     broken["x"][3, 1] = torch.inf
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", capture="autograd", check_finite="skip"
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer, capture="autograd", check_finite="skip") as step:
         step(**broken)
         step(**data[0])
         assert step.num_skipped == 1
@@ -406,8 +399,7 @@ def test_replicas_draw_from_streams_of_their_own(reenters: bool | None) -> None:
             rows = slice(4 * replica, 4 * replica + 4)
             (F.cross_entropy(model(batch["x"][rows]), batch["target"][rows]) / 2).backward()
         optimizer.step()
-    for own, wanted in zip(trained[0].model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(own, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same_parameters(trained[0].model, model, TOLERANCE)
 
 
 @pytest.mark.slow
@@ -535,10 +527,7 @@ def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
 
 
 def compile_plain(model: nn.Module, devices: int = 2, loss_fn: Any = F.cross_entropy, **options: Any) -> mirrorc.Step:
-    optimizer = SGD(model.parameters())
-    return mirrorc.compile(
-        model, devices, optimizer=optimizer, loss_fn=loss_fn, backend="eager", capture="autograd", **options
-    )
+    return compiled_step(model, loss_fn, devices, optimizer=SGD, capture="autograd", **options)
 
 
 class Does(Net):

@@ -27,6 +27,7 @@ from references import (
 from selections import exhaustive, slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import Ring
@@ -176,7 +177,7 @@ def test_with_batch_norm_each_shard_has_two_examples(
 @pytest.mark.slow
 def test_five_examples_on_four_devices_are_three_and_two() -> None:
     model = make_net(nn.BatchNorm1d(5))
-    with mirrorc.compile(model, 4, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, 4, optimizer=SGD) as step:
         (batch,) = batches((5,))
         assert step.prepare(**batch).num_examples == (3, 2, 0, 0)
         step(**batch)
@@ -192,7 +193,7 @@ def test_five_examples_on_four_devices_are_three_and_two() -> None:
 def test_only_a_batch_of_one_has_no_statistics(norm: Callable[[], nn.Module]) -> None:
     model = make_net(norm())
     optimizer = SGD(model.parameters())
-    with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, 3, optimizer=optimizer) as step:
         for size in (3, 2):
             step(**batches((size,))[0])
         with (
@@ -223,7 +224,7 @@ def test_a_data_loader_needs_no_drop_last() -> None:
     model = make_net()
     twin = copy.deepcopy(model)
     optimizer, plain = ADAMW(model.parameters()), ADAMW(twin.parameters())
-    with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, 3, optimizer=optimizer) as step:
         for _ in range(3):
             for x, y in DataLoader(data, batch_size=4):
                 loss = step(x, target=y)
@@ -270,9 +271,7 @@ def test_outputs_are_those_of_the_replicas_that_have_examples() -> None:
     model = Several().double()
     twin = copy.deepcopy(model)
     loss_fn = lambda output, target: F.mse_loss(output["rows"], target)  # noqa: E731
-    with mirrorc.compile(
-        model, 4, optimizer=SGD(model.parameters()), loss_fn=loss_fn, backend="eager", return_outputs=True
-    ) as step:
+    with compiled_step(model, loss_fn, 4, optimizer=SGD, return_outputs=True) as step:
         for n in (2, 1):
             (batch,) = batches((n,))
             twin.load_state_dict(model.state_dict())
@@ -304,9 +303,7 @@ def test_what_is_not_finite_is_found_on_the_replicas_that_have_examples(otherwis
     optimizer = ADAMW(model.parameters())
     good, bad = batches((2, 2))
     bad["input"][1, 0] = torch.nan
-    with mirrorc.compile(
-        model, 4, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", check_finite=otherwise
-    ) as step:
+    with compiled_step(model, F.mse_loss, 4, optimizer=optimizer, check_finite=otherwise) as step:
         step(**good)
         with unchanged(model, optimizer):
             if otherwise == "skip":
@@ -335,7 +332,7 @@ def test_a_step_that_runs_in_the_callers_thread_gives_the_same_bits(monkeypatch:
 @pytest.mark.slow
 def test_a_program_says_which_devices_have_no_examples(tmp_path: Path) -> None:
     model = make_net()
-    with mirrorc.compile(model, 4, optimizer=ADAMW(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, 4, optimizer=ADAMW) as step:
         full, few = batches((4, 2))
         step(**full)
         whole = step.program

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from references import assert_same_losses, assert_same_training, train_mirrored, train_on_one_device
 from selections import exhaustive, slow, slow_but
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.ir.program import Program
@@ -96,7 +97,7 @@ def targets(program: Program) -> list[str]:
 def test_layers_are_one_operator_however_long_the_sequences_are(kind: str, dropout: float) -> None:
     """Dropout is between two operators, for which the graph draws its numbers."""
     model = Net(KINDS[kind], num_layers=2, bidirectional=True, dropout=dropout)
-    with mirrorc.compile(model, 1, optimizer=SGD(model.parameters()), loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, 1, optimizer=SGD) as step:
         programs = []
         for time in (3, 300):
             step(torch.randn(2, time, 3), target=torch.randn(2, 2))
@@ -192,8 +193,7 @@ def test_time_is_never_split(kind: str) -> None:
     x, target = torch.randint(0, 5, (4, 6)), torch.randn(4, 6, 2)
     for make, num_devices, is_refused in ((Net, 2, True), (Net, 1, False), (Turned, 2, False)):
         model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with mirrorc.compile(model, num_devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+        with compiled_step(model, F.mse_loss, num_devices) as step:
             if not is_refused:
                 assert step(x, target=target).isfinite()
                 continue

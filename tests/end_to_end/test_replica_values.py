@@ -11,6 +11,7 @@ import torch
 from selections import slow
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 
@@ -165,8 +166,7 @@ def test_evaluations_and_calls_that_accumulate() -> None:
     torch.manual_seed(0)
     plain = Normalized().double()
     model = copy.deepcopy(plain)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=coupled_loss, backend="eager", progress=False) as step:
+    with compiled_step(model, coupled_loss, 3, progress=False) as step:
         torch.testing.assert_close(step.evaluate(x, target=y), coupled_loss(plain(x), y).detach())
         torch.testing.assert_close(step.evaluate(x[:2], target=y[:2]), coupled_loss(plain(x[:2]), y[:2]).detach())
         step.accumulate(x[:4], target=y[:4])

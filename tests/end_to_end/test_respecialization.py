@@ -22,6 +22,7 @@ from references import assert_same_model, assert_same_state, train_on_one_device
 from selections import slow, slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import MirrorcError
@@ -74,8 +75,7 @@ def regression_batch(seed: int, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def compiled(model: nn.Module, make_optimizer: Any = SGD, **options: Any) -> Iterator[mirrorc.Step]:
-    optimizer = make_optimizer(model.parameters())
-    with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager", **options) as step:
+    with compiled_step(model, optimizer=make_optimizer, **options) as step:
         yield step
 
 
@@ -90,9 +90,7 @@ def test_two_heads_take_turns(make_optimizer: Any, disable_passes: tuple[str, ..
     batches = [regression_batch(i, head=head) for i, head in enumerate("abababbba")]
     single = train_on_one_device(model, make_optimizer, batches, F.mse_loss)
     optimizer = make_optimizer(model.parameters())
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", disable_passes=disable_passes
-    ) as step:
+    with compiled_step(model, F.mse_loss, optimizer=optimizer, disable_passes=disable_passes) as step:
         losses = [step(**batch).item() for batch in batches]
     assert losses == pytest.approx(single.losses, rel=TOLERANCE)
     assert_same_model(model, single.model, TOLERANCE)
@@ -106,7 +104,7 @@ def test_a_head_without_a_step_has_no_state(order: str) -> None:
     model = seeded(TwoHeads).double()
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = ADAM(model.parameters()), ADAM(twin.parameters())
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, optimizer=optimizer) as step:
         for i, head in enumerate(order):
             batch = regression_batch(i, head=head)
             step(**batch)
@@ -120,7 +118,7 @@ def test_a_layer_that_is_frozen_for_a_while() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))).double()
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = ADAM(model.parameters()), ADAM(twin.parameters())
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, optimizer=optimizer) as step:
         for i in range(6):
             batch = regression_batch(i)
             for own in (model, twin):
@@ -324,7 +322,7 @@ def test_a_step_hook_that_comes_later_is_not_ignored(register: str) -> None:
     model = make_mlp()
     optimizer = SGD(model.parameters())
     called = []
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
         step(**mlp_batch(4))
         getattr(optimizer, register)(lambda *arguments: called.append(1))
         try:

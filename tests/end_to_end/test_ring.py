@@ -10,6 +10,7 @@ from selections import slow_but
 from tiny_programs import MUON, SMALL_BUCKETS, TwoLayers, Weight, handmade, run_up_to, targets
 from torch import fx
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import Ring
@@ -41,12 +42,11 @@ def trained(num_devices: int, link: str, add_passes: Sequence[mirrorc.Placed] = 
     """The program of three steps, and all parameters after them, in one tensor."""
     torch.manual_seed(0)
     model = TwoLayers().double()
-    with mirrorc.compile(
+    with compiled_step(
         model,
+        F.cross_entropy,
         num_devices,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
-        loss_fn=F.cross_entropy,
-        backend="eager",
         link=link,
         add_passes=add_passes,
         disable_passes=["share-parameters"],

@@ -14,8 +14,8 @@ from separate_memories import separate_memories
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from twins import compiled_step
 
-import mirrorc
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.step import Step
@@ -86,7 +86,7 @@ def trained(make: Maker, devices: int, **options: Any) -> tuple[Lookups, list[di
     optimizers = make(model)
     with (
         warnings.catch_warnings(),
-        mirrorc.compile(model, devices, optimizer=optimizers, loss_fn=F.mse_loss, backend="eager", **options) as step,
+        compiled_step(model, F.mse_loss, devices, optimizer=optimizers, **options) as step,
     ):
         warnings.simplefilter("ignore", UserWarning)
         for x, y in batches():
@@ -204,7 +204,7 @@ class Table(nn.Module):
 
 
 def compiled(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> Step:
-    return mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **COPIES, **options)
+    return compiled_step(model, F.mse_loss, optimizer=optimizer, **COPIES, **options)
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_a_hook_of_one_of_several_optimizers_has_all_tables_sent() -> None:
             model.words.weight.mul_(0.5)
 
     optimizers[1].register_step_pre_hook(shrink)
-    with mirrorc.compile(model, 2, optimizer=optimizers, loss_fn=F.mse_loss, backend="eager", **COPIES) as step:
+    with compiled_step(model, F.mse_loss, optimizer=optimizers, **COPIES) as step:
         for x, y in batches((4,)):
             step(x, target=y)
         assert count_stores(step) == 0

@@ -13,6 +13,7 @@ from references import Trained, assert_same_bits, assert_same_training, train_st
 from selections import slow
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError
@@ -197,12 +198,8 @@ def test_what_the_user_does_between_steps_is_seen() -> None:
     model, data = scripted(Looping(0.5)), batches(6, 6, 6, 6)
     plain = Looping(0.5)
     with (
-        mirrorc.compile(
-            model, 2, optimizer=SGD(model.parameters()), loss_fn=F.cross_entropy, backend="eager", **AUTOGRAD
-        ) as step,
-        mirrorc.compile(
-            plain, 2, optimizer=SGD(plain.parameters()), loss_fn=F.cross_entropy, backend="eager", **AUTOGRAD
-        ) as other,
+        compiled_step(model, F.cross_entropy, optimizer=SGD, **AUTOGRAD) as step,
+        compiled_step(plain, F.cross_entropy, optimizer=SGD, **AUTOGRAD) as other,
     ):
         assert seeded(lambda: step(**data[0])) == seeded(lambda: other(**data[0]))
         for own in (model, plain):

@@ -14,6 +14,7 @@ from references import assert_same_state
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ClipGradNorm, NonFiniteError
@@ -291,11 +292,11 @@ def test_lists_that_are_no_several_optimizers_are_refused() -> None:
     ):
         with pytest.raises(kind, match=message):
             mirrorc.compile(net, 2, optimizer=given, loss_fn=F.mse_loss)
-    with mirrorc.compile(net, 2, optimizer=[both], loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(net, F.mse_loss, optimizer=[both]) as step:
         step(torch.ones(2, 2), target=torch.ones(2, 2))
         assert "# optimizer Adam group 0" in str(step.program)
     second = ADAM([net[1].weight])
-    with mirrorc.compile(net, 2, optimizer=[first, second], loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(net, F.mse_loss, optimizer=[first, second]) as step:
         step(torch.ones(2, 2), target=torch.ones(2, 2))
         second.add_param_group({"params": [net[0].bias]})
         with pytest.raises(ValueError, match=r"parameter '0.bias' is in optimizer\[0\]"):

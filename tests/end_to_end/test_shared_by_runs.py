@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from branching import batches
-from references import train_step, unchanged
+from references import assert_same_parameters, train_step, unchanged
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 
@@ -35,9 +36,7 @@ class Does(nn.Module):
 
 
 def compile_plain(model: nn.Module, optimizer: torch.optim.Optimizer, capture: str = "autograd") -> mirrorc.Step:
-    return mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", capture=capture, progress=False
-    )
+    return compiled_step(model, F.cross_entropy, optimizer=optimizer, capture=capture, progress=False)
 
 
 def rotated(own: Any, h: torch.Tensor) -> Any:
@@ -160,9 +159,7 @@ def test_context_variables_are_those_of_the_caller_in_each_step(capture: str, nu
     optimizer, plain = (torch.optim.SGD(own.parameters(), lr=0.1) for own in (model, twin))
     found, expected = [], []
     token = _factor.set(1.0)
-    step = mirrorc.compile(
-        model, num_devices, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", capture=capture
-    )
+    step = compiled_step(model, F.cross_entropy, num_devices, optimizer=optimizer, capture=capture)
     with step:
         for i, batch in enumerate(batches(6, 6, 6)):
             _factor.set(1.0 + i)
@@ -171,5 +168,4 @@ def test_context_variables_are_those_of_the_caller_in_each_step(capture: str, nu
             expected += [train_step(twin, plain, batch, F.cross_entropy)]
     _factor.reset(token)
     assert found == pytest.approx(expected, rel=1e-12)
-    for own, wanted in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+    assert_same_parameters(model, twin)

@@ -10,6 +10,7 @@ import torch
 from references import assert_same_model, train_step, unchanged
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.user.aliased_tensors import refuse_shared_memory
@@ -42,8 +43,9 @@ def batch(seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **options)
+    return compiled_step(
+        model, F.mse_loss, devices, optimizer=torch.optim.AdamW(model.parameters(), lr=0.05), **options
+    )
 
 
 def one_weight(model: Model) -> None:

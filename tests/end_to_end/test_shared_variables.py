@@ -18,6 +18,7 @@ from separate_memories import separate_memories
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
@@ -278,7 +279,7 @@ def test_what_a_loss_reads_in_its_closure_is_not_trained_meanwhile() -> None:
                     target = net(target)
             return F.mse_loss(output, target)
 
-        return mirrorc.compile(nets[index], 2, optimizer=optimizers[index], loss_fn=loss_fn, backend="eager")
+        return compiled_step(nets[index], loss_fn, optimizer=optimizers[index])
 
     with compiled(0) as trained, compiled(1, nets[0]) as reader:
         reader(x, target=target)
@@ -303,7 +304,7 @@ def test_parameters_that_nobody_trains_bind_no_steps_together() -> None:
 
     students = [Student() for _ in range(2)]
     one, other = (
-        mirrorc.compile(student, number, optimizer=SGD(student.own.parameters()), backend="eager")
+        compiled_step(student, devices=number, optimizer=SGD(student.own.parameters()))
         for number, student in enumerate(students, 1)
     )
     losses = [[step(x).item(), step(x).item()] for step in (one, other)]
@@ -338,7 +339,7 @@ def assert_one_at_a_time(one: mirrorc.Step, other: mirrorc.Step, optimizer: Any,
 def test_each_replica_keeps_statistics_of_its_own_over_the_turns() -> None:
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
     optimizers = [SGD(net.parameters(), lr=0.0), ADAMW(net.parameters(), lr=0.0)]
-    steps = [mirrorc.compile(net, 2, optimizer=o, loss_fn=F.mse_loss, backend="eager") for o in optimizers]
+    steps = [compiled_step(net, F.mse_loss, optimizer=o) for o in optimizers]
     expected = [torch.zeros(2).double() for _ in range(2)]
     for turn in range(4):
         x = torch.randn(6, 3).double()
@@ -358,7 +359,7 @@ def test_steps_on_other_devices_are_refused_while_one_is_open() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
     def compiled(num_devices: int) -> mirrorc.Step:
-        return mirrorc.compile(net, num_devices, optimizer=optimizer, loss_fn=lambda y, _: y.mean(), backend="eager")
+        return compiled_step(net, lambda y, _: y.mean(), num_devices, optimizer=optimizer)
 
     def step_once(step: mirrorc.Step) -> None:
         step(x, target=x)
@@ -387,7 +388,7 @@ def test_steps_that_nobody_closed_hold_nothing() -> None:
     net, x = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), torch.randn(6, 3)
 
     def compiled(num_devices: int, optimizer: torch.optim.Optimizer) -> mirrorc.Step:
-        step = mirrorc.compile(net, num_devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager")
+        step = compiled_step(net, F.mse_loss, num_devices, optimizer=optimizer)
         step(x, target=torch.ones(6, 2))
         return step
 
@@ -416,7 +417,7 @@ def test_a_forgotten_step_keeps_no_gradients() -> None:
     optimizer = SGD(net.parameters())
 
     def compiled() -> mirrorc.Step:
-        return mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager")
+        return compiled_step(net, F.mse_loss, optimizer=optimizer)
 
     step = compiled()
     step.accumulate(x, target=torch.ones(6, 2))
@@ -437,7 +438,7 @@ def test_variables_that_no_open_step_has_any_more_are_let_go() -> None:
         return F.mse_loss(nets[0](nets[1](y)), teachers[0](target))
 
     steps = [
-        mirrorc.compile(net, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager")
+        compiled_step(net, loss_fn, optimizer=optimizer)
         for net, optimizer, loss_fn in zip(nets, optimizers, (F.mse_loss, F.mse_loss, loss), strict=True)
     ]
     for step in steps:
@@ -453,7 +454,7 @@ def test_variables_that_no_open_step_has_any_more_are_let_go() -> None:
     gc.collect()
     steps[0](x, target=x)
     assert len(store.tensors) == 7
-    with mirrorc.compile(nets[2], 2, optimizer=optimizers[2], loss_fn=loss, backend="eager") as again:
+    with compiled_step(nets[2], loss, optimizer=optimizers[2]) as again:
         for _ in range(2):
             again(x, target=x)
             teachers[0] = nn.Linear(3, 3).requires_grad_(False)
@@ -471,7 +472,7 @@ def test_what_is_kept_when_a_step_is_closed_is_followed_as_before(monkeypatch: p
     net, critic = (nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).double() for _ in range(2))
     x = torch.randn(6, 3).double()
     steps = [
-        mirrorc.compile(own, 2, optimizer=SGD(own.parameters(), lr=0.0), loss_fn=loss, backend="eager", **COPIES)
+        compiled_step(own, loss, optimizer=SGD(own.parameters(), lr=0.0), **COPIES)
         for own, loss in ((net, F.mse_loss), (critic, lambda y, target: F.mse_loss(net(y), target)))
     ]
     for step in (*steps, steps[0]):

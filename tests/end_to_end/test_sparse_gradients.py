@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import selections
 import torch
+from references import assert_same_parameters
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.ir import ops
@@ -111,7 +113,7 @@ def trained(model: nn.Module, make: Maker, devices: int, **options: Any) -> list
     optimizers = make(model)
     with (
         warnings.catch_warnings(),
-        mirrorc.compile(model, devices, optimizer=optimizers, loss_fn=F.mse_loss, backend="eager", **options) as step,
+        compiled_step(model, F.mse_loss, devices, optimizer=optimizers, **options) as step,
     ):
         warnings.simplefilter("ignore", UserWarning)
         for x, y in batches():
@@ -181,8 +183,7 @@ def test_bags_train_as_on_one_device(devices: int) -> None:
     alone, model = seeded(Largest), seeded(Largest)
     make = MAKERS["momentum"]
     assert_alike(trained(model, make, devices), trained_alone(alone, make))
-    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
+    assert_same_parameters(model, alone)
 
 
 @pytest.mark.slow
@@ -229,9 +230,7 @@ def test_gradients_of_replicas_are_added_up_by_rows(options: dict[str, Any]) -> 
             products = (rows * target).sum(1)
             return products.sum() if reduction == "sum" else products.mean() * len(products)
 
-        with mirrorc.compile(
-            model, 2, optimizer=optimizer, loss_fn=loss_fn, loss_reduction=reduction, backend="eager", **options
-        ) as step:
+        with compiled_step(model, loss_fn, optimizer=optimizer, loss_reduction=reduction, **options) as step:
             step(x, target=mirrorc.PerReplica(gradients))
         (found,) = optimizer.found
         assert found.is_sparse
@@ -243,9 +242,7 @@ def test_gradients_of_replicas_are_added_up_by_rows(options: dict[str, Any]) -> 
 def test_a_row_whose_gradients_cancel_each_other_is_updated() -> None:
     model = Table()
     optimizer = Recorder(model.parameters())
-    with mirrorc.compile(
-        model, 2, optimizer=optimizer, loss_fn=lambda y, t: (y * t).sum(), loss_reduction="sum", backend="eager"
-    ) as step:
+    with compiled_step(model, lambda y, t: (y * t).sum(), optimizer=optimizer, loss_reduction="sum") as step:
         step(torch.tensor([2, 2]), target=torch.tensor([[1.0, -1.0], [-1.0, 1.0]]))
         step(torch.tensor([4, 4]), target=torch.ones(2, 2))
     assert [own.indices().tolist() for own in optimizer.found] == [[[2]], [[]]]
@@ -264,8 +261,7 @@ def test_a_table_that_is_a_layer_too_has_a_dense_gradient() -> None:
     F.mse_loss(alone(x), y.double()).backward()
     assert not alone.table.weight.grad.is_sparse
     optimizer.step()
-    own = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=own, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss) as step:
         step(x, target=y.double())
         assert not any(bucket.rule.takes_rows for bucket in step.program.buckets)
     torch.testing.assert_close(model.table.weight, alone.table.weight, rtol=0, atol=1e-12)
@@ -274,8 +270,7 @@ def test_a_table_that_is_a_layer_too_has_a_dense_gradient() -> None:
 @pytest.mark.slow
 def test_rows_are_gathered_in_the_program_and_nothing_else_is_kept_of_the_gradient() -> None:
     model = nn.Sequential(nn.Embedding(4000, 8, sparse=True), nn.Flatten(), nn.Linear(16, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy) as step:
         step(torch.arange(8).view(4, 2), target=torch.tensor([0, 1, 0, 1]))
         memory, explained, program = step.memory(), str(step.explain()), step.program
     (table,) = [bucket for bucket in program.buckets if bucket.rule.takes_rows]
@@ -314,7 +309,7 @@ def test_what_torch_refuses_is_refused_before_anything_changes(case: str) -> Non
     before, optimizers = copy.deepcopy(model.state_dict()), make(model)
     states = [len(optimizer.state) for optimizer in optimizers]  # Adagrad has some from the beginning
     with (
-        mirrorc.compile(model, 2, optimizer=optimizers, loss_fn=F.mse_loss, backend="eager") as step,
+        compiled_step(model, F.mse_loss, optimizer=optimizers) as step,
         pytest.raises(ValueError, match=words),
     ):
         step(*x, target=y)
@@ -325,7 +320,7 @@ def test_what_torch_refuses_is_refused_before_anything_changes(case: str) -> Non
 def test_hyperparameters_that_torch_refuses_later_stop_a_step_before_it_begins() -> None:
     model, (x, y) = Table(), (torch.tensor([1, 2]), torch.ones(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, optimizer=optimizer) as step:
         step(x, target=y)
         optimizer.param_groups[0]["weight_decay"] = 0.1
         before = model.table.weight.detach().clone()
@@ -338,9 +333,8 @@ def test_hyperparameters_that_torch_refuses_later_stop_a_step_before_it_begins()
 
 def test_plain_pytorch_takes_no_rows_and_says_which_lookup_it_takes() -> None:
     model, (x, y) = Table(), (torch.tensor([1, 2]), torch.ones(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", capture="autograd") as step,
+        compiled_step(model, F.mse_loss, capture="autograd") as step,
         pytest.raises(mirrorc.CaptureError, match=r"sparse.*Remedy: .*look .*up without sparse=True") as told,
     ):
         step(x, target=y)
@@ -349,8 +343,7 @@ def test_plain_pytorch_takes_no_rows_and_says_which_lookup_it_takes() -> None:
 
 def test_gradients_of_several_calls_are_refused() -> None:
     model, (x, y) = Table(), (torch.tensor([1, 2]), torch.ones(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss) as step:
         with pytest.raises(ValueError, match=r"'table.weight', which is looked up with sparse=True.*microbatches=k"):
             step.accumulate(x, target=y)
         step(x, target=y)
@@ -380,11 +373,8 @@ def test_workers_send_each_other_rows(options: dict[str, Any]) -> None:
 
 def test_rows_need_their_pass() -> None:
     model = Table()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        mirrorc.compile(
-            model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", disable_passes=["factor-gradients"]
-        ) as step,
+        compiled_step(model, F.mse_loss, disable_passes=["factor-gradients"]) as step,
         pytest.raises(mirrorc.MirrorcError, match=r"rows of the gradient of table.weight.*run 'factor-gradients'"),
     ):
         step(torch.tensor([1, 2]), target=torch.ones(2, 2))
@@ -403,8 +393,7 @@ class Bags(nn.Module):
 
 def test_offsets_are_not_split() -> None:
     model = Bags()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss) as step:
         with pytest.raises(mirrorc.CaptureError, match=r"takes argument 'offsets' as offsets.*2-D indices"):
             step(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 3]), target=torch.ones(4, 3))
         with pytest.raises(ValueError, match=r"disagree on dim 0.*indices and offsets are not split.*2-D indices"):
@@ -419,9 +408,8 @@ def test_one_device_takes_offsets_and_empty_bags(options: dict[str, Any]) -> Non
     model = copy.deepcopy(alone)
     F.mse_loss(alone(indices, offsets), target.double()).backward()
     torch.optim.SGD(alone.parameters(), lr=1.0).step()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     given = mirrorc.replicated(offsets) if options else offsets
-    with mirrorc.compile(model, 1, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, 1, optimizer=torch.optim.SGD(model.parameters(), lr=1.0)) as step:
         step(mirrorc.replicated(indices), given, target=target.double())
     torch.testing.assert_close(model.bags.weight, alone.bags.weight, rtol=0, atol=1e-12)
 
@@ -443,12 +431,11 @@ def test_weights_of_bags_are_trained(devices: int) -> None:
     alone, model = seeded(Learned), seeded(Learned)
     x, y = torch.tensor([[1, 2], [1, 1], [8, 2]]), torch.randn(3, 3, dtype=torch.float64)
     own, other = (torch.optim.Adagrad(one.parameters(), lr=0.1) for one in (model, alone))
-    with mirrorc.compile(model, devices, optimizer=own, loss_fn=F.mse_loss, backend="eager") as step:
+    with compiled_step(model, F.mse_loss, devices, optimizer=own) as step:
         for size in (3, 1):
             step(x[:size], target=y[:size])
             other.zero_grad()
             F.mse_loss(alone(x[:size]), y[:size]).backward()
             other.step()
-    for one, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one, wanted, rtol=0, atol=1e-12)
+    assert_same_parameters(model, alone)
     assert_alike([own], [other])

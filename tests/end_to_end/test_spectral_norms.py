@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.ir.variables import Aggregation
@@ -135,7 +136,7 @@ class Game:
             lambda judged, noise: critic(generator(noise).detach()).mean() - judged.mean(),
         ]
         self.steps = [
-            mirrorc.compile(own, num_devices, optimizer=optimizer, loss_fn=loss, backend="eager")
+            compiled_step(own, loss, num_devices, optimizer=optimizer)
             for own, optimizer, loss in zip(self.nets, self.optimizers, self.losses, strict=True)
             if num_devices
         ]
@@ -194,9 +195,8 @@ class OnePerExample(nn.Module):
 @pytest.mark.slow
 def test_calls_that_follow_the_size_of_a_shard_are_refused() -> None:
     model = OnePerExample()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=nn.functional.mse_loss, backend="eager") as step,
+        compiled_step(model, nn.functional.mse_loss) as step,
         pytest.raises(mirrorc.CaptureError, match="is iterated another number of times for shards of other sizes"),
     ):
         step(torch.randn(5, 4), target=torch.randn(5, 3))

@@ -21,6 +21,7 @@ from transformers import (
     Wav2Vec2ForCTC,
     Wav2Vec2ForSequenceClassification,
 )
+from twins import compiled_step
 
 import mirrorc
 
@@ -70,7 +71,7 @@ def test_speech_models_train_as_they_come(kind: str, num_runs: int) -> None:
         model, batch = speech(kind, mask_time_prob=0.5, mask_time_length=2), sounds(is_padded=num_runs == 1)
         with (
             warnings.catch_warnings(),
-            mirrorc.compile(model, 2, optimizer=SGD(model.parameters(), lr=0.0), backend="eager") as step,
+            compiled_step(model, optimizer=SGD(model.parameters(), lr=0.0)) as step,
         ):
             warnings.simplefilter("error")
             losses.append([step(**batch).item() for _ in range(2)])
@@ -97,7 +98,7 @@ def test_layers_are_left_out_as_on_one_device(num_devices: int) -> None:
     own, other = (speech(**options).double() for _ in range(2))
     optimizers = [SGD(model.parameters()) for model in (own, other)]
     own_losses, losses = [], []
-    with mirrorc.compile(own, num_devices, optimizer=optimizers[0], backend="eager") as step:
+    with compiled_step(own, devices=num_devices, optimizer=optimizers[0]) as step:
         for seed in range(6):
             batch = {name: v.double() if v.is_floating_point() else v for name, v in sounds().items()}
             torch.manual_seed(seed)
@@ -179,13 +180,11 @@ def test_a_ctc_loss_is_refused_by_name() -> None:
         )
 
     model = nn.Linear(3, 4)
-    step = mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=loss, backend="eager", capture="dynamo")
+    step = compiled_step(model, loss, optimizer=SGD, capture="dynamo")
     with step, pytest.raises(mirrorc.CaptureError, match="a CTC loss needs memory that depends on the values"):
         step(torch.ones(4, 9, 3), target=labels)
     model = Wav2Vec2ForCTC(Wav2Vec2Config(**SIZES)).train()
-    step = mirrorc.compile(
-        model, 2, optimizer=SGD(model.parameters()), backend="eager", loss_reduction="sum", capture="dynamo"
-    )
+    step = compiled_step(model, optimizer=SGD, loss_reduction="sum", capture="dynamo")
     with step, pytest.raises(mirrorc.CaptureError, match="its CTC loss looks at the labels"):
         step(torch.ones(4, 220), labels=labels["labels"])
 
@@ -202,7 +201,6 @@ def test_segformer_trains_as_it_comes() -> None:
         config = SegformerConfig(num_encoder_blocks=2, num_labels=3, **sizes)
         assert config.drop_path_rate > 0 and config.classifier_dropout_prob > 0
         model = SegformerForSemanticSegmentation(config).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with mirrorc.compile(model, 2, optimizer=optimizer, backend="eager") as step:
+        with compiled_step(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01)) as step:
             losses.append([step(**batch).item() for _ in range(8)])
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]

@@ -10,6 +10,7 @@ import torch
 from references import assert_same_model, train_step
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.ir.program import Program, Stage
@@ -44,8 +45,7 @@ def make() -> Normed:
 
 
 def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.mse_loss, backend="eager", **options)
+    return compiled_step(model, F.mse_loss, devices, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), **options)
 
 
 def forward(model: Normed) -> None:

@@ -14,8 +14,7 @@ from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # before mirrorc is imported
 from torch.nn.utils import clip_grad_value_ as early_clip_grad_value_
-
-import mirrorc
+from twins import compiled_step
 
 
 @pytest.mark.slow
@@ -37,7 +36,7 @@ def test_a_step_that_is_patched_on_the_optimizer_is_obeyed() -> None:
     twin = copy.deepcopy(model)
     optimizer, of_twin = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, twin))
     calls: tuple[list[int], list[int]] = ([], [])
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
         for seed in range(6):
             if seed == 2:
                 originals = optimizer.step, of_twin.step
@@ -66,7 +65,7 @@ def test_fused_steps_of_the_user_count(options: dict[str, Any], momentum: float 
     model = make_mlp()
     twin = copy.deepcopy(model)
     optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer, **options) as step:
         for seed in range(8):
             batch = mlp_batch(6, seed=seed)
             expected = train_step(twin, of_twin, batch, F.cross_entropy)
@@ -107,7 +106,7 @@ def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
     if is_wrapped:
         optimizer, of_twin = Wrapper(optimizer), Wrapper(of_twin)
     others = [torch.optim.SGD(m.parameters(), lr=0.2, fused=True) for m in (model, twin)]
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer, **options) as step:
         for seed in range(6):
             batch = mlp_batch(6, seed=seed)
             if seed in (2, 3):
@@ -131,7 +130,7 @@ def test_fused_steps_of_another_optimizer_over_what_the_step_does_not_train_coun
     twin = copy.deepcopy(model)
     optimizer, of_twin = FUSED(model.first.parameters()), FUSED(twin.first.parameters())
     others = [torch.optim.SGD(own.second.parameters(), lr=0.2, fused=True) for own in (model, twin)]
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager", **options) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer, **options) as step:
         for seed in range(9):
             batch = mlp_batch(6, seed=seed)
             if seed == 5:
@@ -175,8 +174,7 @@ def test_clipping_after_a_step_warns_once_whatever_the_import_style(recwarn: pyt
                 clip(parameters)
 
         model = make_mlp()
-        optimizer = torch.optim.AdamW(model.parameters())
-        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        with compiled_step(model, F.cross_entropy, optimizer=torch.optim.AdamW) as step:
             call(model.parameters())  # before the first step
             step.prepare(**mlp_batch(6))
             recwarn.clear()
@@ -197,9 +195,7 @@ def test_clipping_after_a_step_warns_once_whatever_the_import_style(recwarn: pyt
 @pytest.mark.slow
 def test_clipping_is_as_before_for_those_who_have_gradients(recwarn: pytest.WarningsRecorder) -> None:
     model = make_mlp()
-    with mirrorc.compile(
-        model, 2, optimizer=FUSED(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=FUSED) as step:
         step(**mlp_batch(6))
         F.cross_entropy(model(mlp_batch(6)["x"]), mlp_batch(6)["target"]).backward()
         gradients = [p.grad.clone() for p in model.parameters()]
@@ -222,7 +218,7 @@ def test_a_step_without_gradients_warns_once(recwarn: pytest.WarningsRecorder) -
     optimizer = FUSED(model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
         optimizer.step()
         step.prepare(**mlp_batch(6))
         recwarn.clear()
@@ -248,7 +244,7 @@ def test_the_tail_of_a_librarys_loop_is_answered_by_two_warnings(recwarn: pytest
         (own, torch.optim.lr_scheduler.LambdaLR(own, lambda i: 0.5**i))
         for own in (FUSED(m.parameters()) for m in (model, twin))
     )
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
         for seed in range(3):
             batch = mlp_batch(6, seed=seed)
             assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy))
@@ -272,7 +268,7 @@ def test_an_enabled_scaler_fails_with_torchs_words_and_changes_nothing(recwarn: 
         twin = copy.deepcopy(model)
         optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
         recwarn.clear()
-        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+        with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
             for seed in range(3):
                 batch = mlp_batch(6, seed=seed)
                 loss = step(**batch)
@@ -314,7 +310,7 @@ def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
     def backward(of: torch.nn.Module) -> None:
         F.cross_entropy(of(mlp_batch(4)["x"]), mlp_batch(4)["target"]).backward()
 
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
         backward(model)  # before the first step they may be left over from training without mirrorc
         check()
         for own, its_optimizer in ((model, optimizer), (twin, of_twin)):  # used, and left as loops do
@@ -345,7 +341,7 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_the_users_
     model = make_mlp()
     head, body = list(model.second.parameters()), list(model.first.parameters())
     own = torch.optim.SGD(body, lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=make_optimizer(head), loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=make_optimizer(head)) as step:
         for seed in range(3):
             F.cross_entropy(model(mlp_batch(4, seed=seed)["x"]), mlp_batch(4, seed=seed)["target"]).backward()
             kept = [parameter.grad for parameter in body]
@@ -371,7 +367,7 @@ def test_gradients_are_clipped_by_a_hook_of_the_optimizer(
     optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
     for own in (optimizer, of_twin):
         own.register_step_pre_hook(clipping(0.05))
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
         for seed in range(4):
             batch = mlp_batch(6, seed=seed)
             assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
@@ -397,7 +393,7 @@ def test_hooks_of_the_optimizer_may_use_autograd(make_optimizer: Any) -> None:
     optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
     for own in (optimizer, of_twin):
         own.register_step_pre_hook(penalize)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
         for seed in range(3):
             batch = mlp_batch(6, seed=seed)
             assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
@@ -407,8 +403,6 @@ def test_hooks_of_the_optimizer_may_use_autograd(make_optimizer: Any) -> None:
 @pytest.mark.slow
 def test_parameters_stay_plain() -> None:
     model = make_mlp()
-    with mirrorc.compile(
-        model, 2, optimizer=FUSED(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
-    ) as step:
+    with compiled_step(model, F.cross_entropy, optimizer=FUSED) as step:
         step(**mlp_batch(6))
         assert all(type(p) is torch.nn.Parameter and p.grad is None for p in model.parameters())

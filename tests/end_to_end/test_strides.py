@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from references import assert_same_training, relative_error, train_mirrored, train_on_one_device
 from torch import nn
+from twins import compiled_step
 
-import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.ir.nodes import calls_to
 
@@ -95,9 +95,7 @@ def test_dropout_takes_values_in_any_layout() -> None:
     x = torch.ones(6, 5, 4, 7, dtype=torch.float64)
     for lay in lays:
         model = Dropping(lay).double()
-        with mirrorc.compile(
-            model, 2, optimizer=SGD(model.parameters()), backend="eager", loss_reduction="sum"
-        ) as step:
+        with compiled_step(model, optimizer=SGD, loss_reduction="sum") as step:
             loss = step(x).item()
             kept = loss / 4.0  # a kept element is 2
             total = lay(x).numel()
@@ -112,10 +110,9 @@ def test_models_with_dropout_on_values_in_another_layout_train() -> None:
     convolution = seeded(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Dropout(0.2), nn.Flatten()))
     convolution[0].to(memory_format=torch.channels_last)
     for model, x in ((encoder, torch.randn(4, 5, 8).double()), (convolution, torch.randn(4, 2, 6, 6).double())):
-        optimizer = SGD(model.parameters())
         x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
         loss_fn: Any = lambda output, target: (output.flatten(1) - target).square().mean()  # noqa: E731
-        with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=loss_fn, backend="eager") as step:
+        with compiled_step(model, loss_fn, optimizer=SGD) as step:
             losses = [step(x, target=torch.ones(4, 1).double()).item() for _ in range(3)]
         assert losses[2] < losses[0]
 
@@ -175,7 +172,7 @@ def test_as_strided_addresses_the_elements_of_its_own_shard() -> None:
 def test_a_view_of_another_value_is_addressed_from_its_own_first_element() -> None:
     """With an offset that counts from the first element of what is viewed."""
     model = seeded(lambda: Strided(lambda x, y: (x * 2)[:, 1:].as_strided((len(x), 2, 4), (12, 4, 1))))
-    with mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.cross_entropy, backend="eager") as step:
+    with compiled_step(model, F.cross_entropy, optimizer=SGD) as step:
         data = batch(4, 3, 4)
         expected = F.cross_entropy(model(data["x"]), data["target"]).detach()
         assert relative_error(step(**data), expected) < TOLERANCE
@@ -195,9 +192,7 @@ def test_what_as_strided_cannot_address_is_refused() -> None:
     for shape in shapes:
         model = seeded(lambda shape=shape: Strided(shape))
         with (
-            mirrorc.compile(
-                model, 2, optimizer=SGD(model.parameters()), loss_fn=F.cross_entropy, backend="eager"
-            ) as step,
+            compiled_step(model, F.cross_entropy, optimizer=SGD) as step,
             pytest.raises(CaptureError, match=r"as_strided at test_strides.py:\d+ .* not contiguous.*contiguous\(\)"),
         ):
             step(**batch(4, 3, 4))
@@ -206,7 +201,7 @@ def test_what_as_strided_cannot_address_is_refused() -> None:
 def test_as_strided_of_a_value_that_lies_otherwise_than_while_tracing_is_refused() -> None:
     model = seeded(lambda: Strided(lambda x, y: y.as_strided(y.shape, (12, 4, 1)) if y.is_contiguous() else y))
     with (
-        mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), loss_fn=F.cross_entropy, backend="eager") as step,
+        compiled_step(model, F.cross_entropy, optimizer=SGD) as step,
         pytest.raises(ExecutionError, match=r"(?s)as_strided.*test_strides.py.*position in memory.*contiguous_format"),
     ):
         step(**batch(4, 3, 4))

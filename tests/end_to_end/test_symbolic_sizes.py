@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from references import assert_same_parameters
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.compilation.call_kind import Purpose
@@ -138,8 +140,7 @@ def trained_beside_plain_pytorch(
         expected.backward()
         optimizers[1].step()
         assert abs(float(loss) - float(expected.detach())) < TOLERANCE
-        for own, other in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(own, other, rtol=TOLERANCE, atol=TOLERANCE)
+        assert_same_parameters(model, twin, TOLERANCE)
     return step, step.prepare(*text(*sizes[-1]))
 
 
@@ -271,9 +272,8 @@ class Returning(nn.Module):
 def test_outputs_have_the_sizes_of_the_call(num_devices: int) -> None:
     torch.manual_seed(0)
     model = Returning().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     devices = [f"cpu:{i}" for i in range(num_devices)]
-    step = mirrorc.compile(model, devices, optimizer=optimizer, backend="eager", return_outputs=True, dynamic=None)
+    step = compiled_step(model, devices=devices, return_outputs=True, dynamic=None)
     for batch, length in [(8, 5), (8, 7), (12, 9), (7, 11)]:
         x, y = text(batch, length)
         with torch.no_grad():
@@ -513,9 +513,8 @@ def test_random_numbers_are_those_of_programs_for_each_size(num_devices: int) ->
     for dynamic in (None, False):
         torch.manual_seed(0)
         model = Random()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         devices = [f"cpu:{i}" for i in range(num_devices)]
-        step = mirrorc.compile(model, devices, optimizer=optimizer, backend="eager", dynamic=dynamic)
+        step = compiled_step(model, devices=devices, dynamic=dynamic)
         losses.append([float(step(*text(*size)).detach()) for size in [(8, 5), (8, 7), (12, 9), (6, 11)]])
         assert num_programs(step) == (4 if dynamic is False else 3)
     assert losses[0] == losses[1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from selections import slow
 from tiny_programs import TwoLayers, Weight, handmade, run_up_to
+from twins import compiled_step
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import Ring
@@ -64,9 +65,12 @@ def trained(num_devices: int, **options: Any) -> tuple[mirrorc.Step, dict[str, t
     """A step after three batches, and its parameters."""
     torch.manual_seed(0)
     model = TwoLayers()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = mirrorc.compile(
-        model, num_devices, optimizer=optimizer, loss_fn=torch.nn.functional.cross_entropy, backend="eager", **options
+    step = compiled_step(
+        model,
+        torch.nn.functional.cross_entropy,
+        num_devices,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
+        **options,
     )
     for _ in range(3):
         step(torch.randn(8, 4), target=torch.arange(8) % 3)

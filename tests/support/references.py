@@ -175,6 +175,12 @@ def assert_same_model(actual: nn.Module, expected: nn.Module, tolerance: float) 
             assert torch.equal(found[name], value), name
 
 
+def assert_same_parameters(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
+    """Parameters agree, element by element; buffers may differ."""
+    own, wanted = (dict(model.named_parameters()) for model in (actual, expected))
+    torch.testing.assert_close(own, wanted, rtol=tolerance, atol=tolerance)
+
+
 def assert_same_training(actual: Trained, expected: Trained, tolerance: float) -> None:
     assert_same_losses(actual, expected, tolerance)
     assert_same_model(actual.model, expected.model, tolerance)

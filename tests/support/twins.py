@@ -1,0 +1,102 @@
+"""A model that a step trains, and its twin in a plain loop on one device: call for call they are the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from references import assert_same_model, assert_same_state
+from torch import nn
+
+import mirrorc
+
+
+def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """Plain gradient descent."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def compiled_step(model: nn.Module, loss_fn: Any = None, devices: Any = 2, optimizer: Any = sgd, **options: Any) -> Any:
+    """A step on eager devices; ``optimizer`` may be a function of the model's parameters."""
+    if not isinstance(optimizer, torch.optim.Optimizer | list):
+        optimizer = optimizer(model.parameters())
+    options = {"backend": "eager", **options}
+    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=loss_fn, **options)
+
+
+class Twins:
+    """A model under a step, and its copy in plain PyTorch.
+
+    Args:
+        make_optimizer: of the parameters that ``select`` gives, for each of both.
+        model: changed by the step; the twin is a copy of it.
+        tolerance: of losses, parameters and optimizer state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+        loss_fn: Any = None,
+        devices: Any = 2,
+        *,
+        select: Callable[[Any], Iterable[Any]] = lambda model: model.parameters(),
+        tolerance: float = 1e-10,
+        **options: Any,
+    ) -> None:
+        self.model, self.twin = model, copy.deepcopy(model)
+        self.optimizer, self.twin_optimizer = (make_optimizer(select(m)) for m in (self.model, self.twin))
+        self.loss_fn, self.tolerance = loss_fn, tolerance
+        self.step = compiled_step(self.model, loss_fn, devices, self.optimizer, **options)
+
+    def __enter__(self) -> Twins:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.step.close()
+
+    @property
+    def sides(self) -> tuple[tuple[Any, torch.optim.Optimizer], ...]:
+        """Both models with their optimizers, for what the user does to either."""
+        return (self.model, self.optimizer), (self.twin, self.twin_optimizer)
+
+    def on_both(self, change: Callable[[Any, torch.optim.Optimizer], Any]) -> None:
+        """Makes a change to both."""
+        for model, optimizer in self.sides:
+            change(model, optimizer)
+
+    def backward(self, *args: Any, scale: float = 1.0, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of the twin, which adds to its gradients; gives the loss."""
+        target = (kwargs.pop("target"),) if self.loss_fn is not None else ()
+        output = self.twin(*args, **kwargs)
+        loss = self.loss_fn(output, *target) if self.loss_fn is not None else output
+        loss = loss if isinstance(loss, torch.Tensor) else loss["loss"]
+        (loss * scale).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        """The twin's optimizer steps, and drops the gradients."""
+        self.twin_optimizer.step()
+        self.twin_optimizer.zero_grad()
+
+    def plain(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A step of the twin."""
+        self.twin_optimizer.zero_grad()
+        loss = self.backward(*args, **kwargs)
+        self.update()
+        return loss
+
+    def train(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A step of both, whose losses agree."""
+        loss = self.step(*args, **kwargs)
+        expected = self.plain(*args, **kwargs)
+        assert loss.item() == pytest.approx(expected.item(), rel=self.tolerance)
+        return loss  # type: ignore[no-any-return]
+
+    def check(self) -> None:
+        """Models and optimizer state agree."""
+        assert_same_model(self.model, self.twin, self.tolerance)
+        assert_same_state(self.optimizer, self.twin_optimizer, self.tolerance)
