@@ -56,8 +56,6 @@ def batches(*sizes: int, seed: int = 0) -> list[Batch]:
 
 
 class Both:
-    """A model that a step trains, and its copy in a loop of PyTorch."""
-
     def __init__(
         self,
         num_devices: int = 2,
@@ -87,7 +85,6 @@ class Both:
         return loss.detach()
 
     def train(self, *own: Batch, before_update: Callable[[], object] = lambda: None) -> None:
-        """Accumulates over all batches but the last one, and updates with all of them."""
         total = sum(len(x) for x, _ in own)
         for i, batch in enumerate(own):
             call = self.step if i == len(own) - 1 else self.step.accumulate
@@ -229,7 +226,6 @@ def test_a_call_that_is_not_finite_adds_nothing() -> None:
 
 @pytest.mark.slow
 def test_what_is_kept_survives_all_that_comes_between() -> None:
-    """Evaluations, other shapes, failed calls, loaded state, and parameters that were given other memory."""
     with Both(make=adamw) as both:
         own = batches(4, 4, 6, 3)
         both.train(*batches(4, seed=5))
@@ -355,8 +351,6 @@ def test_buffers_and_random_numbers_go_on_from_call_to_call() -> None:
 
 @dataclass(frozen=True)
 class DoubleBuckets:
-    """Doubles every packed bucket on the way to its reduction."""
-
     changes_dataflow: bool = True
     name: str = field(default="double-buckets", init=False)
     input_stage: Stage = field(default=Stage.PACKED, init=False)

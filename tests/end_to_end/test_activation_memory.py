@@ -24,8 +24,6 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Deep(nn.Module):
-    """Blocks with dropout and BatchNorm, around which values go; the first of them may be in checkpoints of the model's own."""
-
     def __init__(self, width: int = 6, num_blocks: int = 3, num_own: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -50,8 +48,6 @@ class Deep(nn.Module):
 
 
 class Images(nn.Module):
-    """Convolutions with statistics of the batch."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -130,7 +126,6 @@ def compiled(model: nn.Module, bound: float | None, num_devices: int = 2, **opti
 
 
 def peaks(model: nn.Module, bound: float | None, rows: int = 256, **options: Any) -> list[int]:
-    """The bytes of activations of each device."""
     (batch,) = batches(rows, width=36 if isinstance(model, Images) else 6)
     with compiled(model, bound, **options) as step:
         step.prepare(**batch)

@@ -26,7 +26,6 @@ HOW = ["shared", "mirrored", "copy"]
 
 
 def batches(num_examples: int = 12) -> list[dict[str, torch.Tensor]]:
-    """Three batches. An algorithm adds up buckets, which are as large whatever the shards are."""
     draw = torch.Generator().manual_seed(1)
     target = torch.arange(num_examples) % 3
     return [
@@ -44,7 +43,6 @@ def net() -> TwoLayers:
 
 
 def trained(num_devices: int, **options: Any) -> torch.Tensor:
-    """All parameters after three steps, in one tensor."""
     options = {**SMALL_BUCKETS, **options}
     return parameters(train_mirrored(net(), ADAMW, batches(), num_devices, F.cross_entropy, **options).model)
 
@@ -68,7 +66,6 @@ THINNED = [case.values for case in thinned(ALGORITHM_NAMES, [1, 2, 3, 4, 8], HOW
     ],
 )
 def test_training_agrees_with_one_device(algorithm: str, num_devices: int, how: str) -> None:
-    """With parameters that devices share or have copies of; over shared memory or copies."""
     options: dict[str, Any] = {
         "shared": {},
         "mirrored": {"disable_passes": ["share-parameters"]},
@@ -117,8 +114,6 @@ def test_pack_sizes_do_not_change_the_result() -> None:
 
 
 class Wide(nn.Module):
-    """A weight whose gradient would be left as factors, and a table."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.wide, self.head = nn.Embedding(600, 256), nn.Linear(256, 520), nn.Linear(520, 3)

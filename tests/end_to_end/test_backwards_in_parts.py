@@ -35,8 +35,6 @@ def batches(*sizes: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Tells(torch.autograd.Function):
-    """What is given, and tells when backward comes by."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tell: Callable[[], None]) -> torch.Tensor:
         ctx.tell = tell
@@ -49,8 +47,6 @@ class Tells(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Three layers, with a branch for each example between them, of which backward tells when it has come to each."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -68,15 +64,11 @@ class Layers(nn.Module):
 
 
 class Shares(Layers):
-    """Uses the first layer at the end, too, so that its gradient is the last one."""
-
     def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
         return super().branch(number, self.layers[0](h) if number == 2 else h)
 
 
 class Skips(Layers):
-    """Leaves the middle layer out for most examples, and so for some shards."""
-
     def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
         h = super().branch(number, h)
         return torch.stack([row + self.layers[1](row) if number == 2 and row.sum().item() > 3 else row for row in h])
@@ -88,16 +80,12 @@ class Skips(Layers):
 
 
 class Looks(Layers):
-    """Goes through a graph in forward that it retains, and that backward goes through again."""
-
     def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
         (slope,) = torch.autograd.grad(h.square().sum(), h, retain_graph=True)
         return super().branch(number, h * slope.detach().sigmoid())
 
 
 class Comes(torch.autograd.Function):
-    """A layer whose backward comes in a backward of its own, as that of reversible networks does."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
         ctx.layer = layer
@@ -115,8 +103,6 @@ class Comes(torch.autograd.Function):
 
 
 class Reverses(Layers):
-    """Has two uses of a layer whose backward comes within backward: one part of its gradient after the other."""
-
     def branch(self, number: int, h: torch.Tensor) -> torch.Tensor:
         return super().branch(number, Comes.apply(h, self.layers[1]) if number != 1 else h)  # type: ignore[no-untyped-call]
 
@@ -171,8 +157,6 @@ def compiled(model: Layers, devices: int = 2, **options: Any) -> mirrorc.Step:
 
 
 class Events:
-    """What a replica's thread does, in order: the layers that backward comes to, and the buckets that are launched."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: dict[int, list[str]] = {}
         launch = SharedMemoryCommunicator.launch_reduce_scatter

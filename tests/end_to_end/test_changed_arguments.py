@@ -26,8 +26,6 @@ class Batch:
 
 
 class Takes(nn.Module):
-    """A model that gets a container beside its input."""
-
     def __init__(self, does: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.layer, self.does = nn.Linear(3, 3), does

@@ -27,15 +27,11 @@ SETTINGS = {"beta": 1.0}
 
 
 class Plain:
-    """An object that is no module."""
-
     def __init__(self) -> None:
         self.weight = 1.0
 
 
 class Scheduled(nn.Module):
-    """A layer that reads numbers from everywhere."""
-
     def __init__(self, plain: Plain) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 2)
@@ -50,7 +46,6 @@ class Scheduled(nn.Module):
 
 
 def pair_of(model: nn.Module) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """A copy of a model, and an optimizer for each."""
     twin = copy.deepcopy(model)
     return twin, [torch.optim.SGD(m.parameters(), lr=0.002, momentum=0.5) for m in (model, twin)]
 
@@ -130,8 +125,6 @@ def test_numbers_computed_with_the_size_of_a_microbatch(num_devices: int) -> Non
 
 
 class Applied(nn.Module):
-    """A layer, and what a function makes of its output and an argument."""
-
     def __init__(self, body: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 2)
@@ -142,8 +135,6 @@ class Applied(nn.Module):
 
 
 class Level(enum.IntEnum):
-    """Numbers with names."""
-
     LOW = 1
     HIGH = 2
 
@@ -255,8 +246,6 @@ def test_float32_and_autocast_have_the_bits_of_plain_pytorch() -> None:
 
 
 class Returning(nn.Module):
-    """A layer that returns what it was given, and what it makes of it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 2)

@@ -21,19 +21,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Sized(nn.Module):
-    """A model that makes batches for itself; ``fewest`` examples for each device, fewer of which it cannot take."""
-
     fewest = 0
 
     @staticmethod
     def batch(num_examples: int, length: int) -> Batch:
-        """Text."""
         return torch.randint(1, WORDS, (num_examples, length)), torch.randint(0, 5, (num_examples,))
 
 
 class Rows(Sized):
-    """A perceptron, with a batch norm between its layers."""
-
     fewest = 2
 
     def __init__(self) -> None:
@@ -49,8 +44,6 @@ class Rows(Sized):
 
 
 class Recurrent(Sized):
-    """A bidirectional GRU."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(8, 5)
@@ -61,8 +54,6 @@ class Recurrent(Sized):
 
 
 class Masked(Sized):
-    """A transformer that does not see what is padded."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 5)
@@ -76,8 +67,6 @@ class Masked(Sized):
 
 
 class Images(Sized):
-    """Strided convolutions, a pooling that depends on the size, and an upsampling to a size that is computed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.halving, self.wide, self.head = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 5)
@@ -96,8 +85,6 @@ class Images(Sized):
 
 
 class Bags(Sized):
-    """Means of words' vectors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words, self.head = nn.EmbeddingBag(WORDS, 4, mode="mean"), nn.Linear(4, 5)
@@ -107,8 +94,6 @@ class Bags(Sized):
 
 
 class Branching(Sized):
-    """Decides by sizes, and counts with them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 5)
@@ -121,8 +106,6 @@ class Branching(Sized):
 
 
 class Windows(Sized):
-    """Attention in windows of four words, to which text is padded, and places relative to each other."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head, self.places = nn.Embedding(WORDS, 4), nn.Linear(4, 5), nn.Embedding(64, 1)
@@ -138,8 +121,6 @@ class Windows(Sized):
 
 
 class Choosing(Sized):
-    """Takes rows by their values, of which there is no telling how many: no trace reads that."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 5)
@@ -150,7 +131,6 @@ class Choosing(Sized):
 
 
 def sizes_in_a_row(seed: int, fewest: int, count: int) -> list[tuple[int, int]]:
-    """Numbers of examples, among them few and single ones, and lengths; sometimes one of both is always the same."""
     draw = random.Random(seed)
     sizes = [(draw.choice([1, 2, 3, 5, 6, 8, 8, 9]), draw.randint(2, 12)) for _ in range(count)]
     fixed = draw.choice([None, None, "examples", "length"])

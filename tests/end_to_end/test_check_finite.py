@@ -60,7 +60,6 @@ class Net(nn.Module):
 
 
 def batch(hard: float = 1.0, offset: float = 0.0, place: int = 11) -> dict[str, Any]:
-    """Twelve examples, as many for each replica; one of them may have a gradient, or a loss, that is not finite."""
     x, target = torch.arange(12) * 5 % 40, torch.arange(12) % 3
     hards, offsets = torch.ones(12, 3), torch.zeros(12, 3)
     hards[place, 1], offsets[place] = hard, offset
@@ -87,7 +86,6 @@ def maker(optimizer: Any, devices: int, **options: Any) -> Callable[[], Any]:
 
 
 def lockstep(way: str, check_finite: Any) -> Lockstep:
-    """Two equal trainings; the disturbed one will be given bad batches."""
     optimizer, devices, options, is_interleaved = WAYS[way]
     both = Lockstep(maker(optimizer, devices, check_finite=check_finite, **options), batch())
     for _ in range(2):
@@ -102,7 +100,6 @@ RARE_WAYS = ("one bucket", "mirrored", "copies", "by itself, alone", "by itself,
 
 
 def ways(*usual: str) -> list[Any]:
-    """All ways; those that are not usual are for slow runs, or for exhaustive ones."""
     marks = {way: pytest.mark.exhaustive if way in RARE_WAYS else pytest.mark.slow for way in WAYS}
     return [pytest.param(way, marks=() if way in usual else marks[way]) for way in WAYS]
 
@@ -182,7 +179,6 @@ def test_checks_change_no_bit(way: str) -> None:
     "way", ["copies", *(pytest.param(way, marks=pytest.mark.slow) for way in ("threads", "one thread"))]
 )
 def test_an_interrupt_while_a_step_is_skipped(way: str) -> None:
-    """Wherever it comes, the step was skipped and counted, or nothing has happened, and training goes on."""
     both, interrupter, counted = lockstep(way, "skip"), Interrupter(), []
     disturbed, bad = both.disturbed, batch(**BAD_GRADIENT)
     outcomes = set()
@@ -205,8 +201,6 @@ def test_an_interrupt_while_a_step_is_skipped(way: str) -> None:
 
 
 class Tables(nn.Module):
-    """Gradients that are left as factors: those of tables, and of a layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.padded = nn.Embedding(40, 6), nn.Embedding(40, 6, padding_idx=3)
@@ -219,7 +213,6 @@ class Tables(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, *slow((1,), (3,))])
 def test_gradients_of_factors_are_looked_at_where_they_are_made(devices: int) -> None:
-    """What a skipped step leaves in the memory of gradients, of which some is never written whole, does not come back."""
     found: list[State] = []
     x, target, noise = torch.arange(9) * 4 % 40, torch.arange(9) % 5, torch.zeros(9, 6)
     bad = noise.clone()
@@ -264,8 +257,6 @@ def test_hooks_of_the_optimizer_are_not_called(check_finite: Any) -> None:
     "dtype", [torch.float16, torch.complex64, *slow((torch.bfloat16,), (torch.float32,), (torch.float64,))]
 )
 def test_finite_sums_that_overflow_are_finite(dtype: torch.dtype) -> None:
-    """All elements are looked at if their sum is not finite; the largest numbers are."""
-
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -17,8 +17,6 @@ UNSHARED: dict[str, Any] = {"disable_passes": ["share-parameters"], "bucket_cap_
 
 
 class Net(nn.Module):
-    """Parameters, one of them frozen, and buffers that forward writes in train mode and reads in eval mode."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
@@ -42,7 +40,6 @@ def compiled(
 
 
 def flip_a_bit(tensor: torch.Tensor) -> None:
-    """What bad memory does: nothing of torch's notices."""
     tensor.detach().view(-1).view(torch.uint8).numpy()[-1] ^= 1
 
 

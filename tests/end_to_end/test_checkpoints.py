@@ -19,8 +19,6 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Deep(nn.Module):
-    """Blocks with dropout and BatchNorm, or without them; in checkpoints or not."""
-
     def __init__(self, *, checkpoints: bool, plain: bool = False, width: int = 6, num_blocks: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -52,7 +50,6 @@ def batches(*sizes: int, width: int = 6) -> list[dict[str, Any]]:
 
 
 def train(num_devices: int, sizes: tuple[int, ...] = (7, 7, 7), **options: Any) -> list[Trained]:
-    """Training with checkpoints, and without."""
     found = []
     for checkpoints in (True, False):
         model = Deep(checkpoints=checkpoints)
@@ -104,7 +101,6 @@ def test_training_is_that_of_one_device(num_devices: int) -> None:
 
 
 def activations(*, checkpoints: bool, backend: str) -> int:
-    """The bytes of activations of a step."""
     (batch,) = batches(256, width=32)
     model = Deep(checkpoints=checkpoints, width=32, num_blocks=4)
     options: Any = {"optimizer": ADAMW(model.parameters()), "loss_fn": F.cross_entropy, "backend": backend}

@@ -40,8 +40,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 class Net(nn.Module):
-    """A table, whose gradient stays factors, and layers of odd sizes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.first, self.last = nn.Embedding(3000, 50), nn.Linear(50, 7), nn.Linear(7, 3)
@@ -51,8 +49,6 @@ class Net(nn.Module):
 
 
 class Pair:
-    """A net that a step trains, and its equal in a plain loop that clips."""
-
     def __init__(self, make: Any, num_devices: int, *, by_group: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
         self.net = Net().double()

@@ -29,8 +29,6 @@ NUM_EXAMPLES = 9  # no number of devices but 3 deals them out evenly
 
 @dataclass(frozen=True)
 class Combination:
-    """Options of `mirrorc.compile` that are given together."""
-
     packing: Any = None
     all_reduce: str = "native"
     placement: Any = "auto"
@@ -73,7 +71,6 @@ REFUSED: tuple[tuple[Mapping[str, Sequence[Any]], str], ...] = (
 
 
 def refusal(combination: Combination) -> str:
-    """The beginning of the sentence with which it is refused; empty if it is taken."""
     given = vars(combination)
     for values, sentence in REFUSED:
         if all(any(_is(given[axis], value) for value in some) for axis, some in values.items()):
@@ -110,7 +107,6 @@ def on_one_device() -> list[torch.Tensor]:
 
 
 def check(combinations: Iterable[Combination]) -> None:
-    """Each agrees with one device after some steps, or is refused at `compile` as the table says."""
     expected = on_one_device()
     for combination in combinations:
         model = made_model()
@@ -127,7 +123,6 @@ def check(combinations: Iterable[Combination]) -> None:
 
 
 def every_pair(axes: Sequence[Sequence[Any]]) -> Iterator[Combination]:
-    """Rows of the table in which every two values of two axes come together at least once."""
     missing = {
         (i, a, j, b)
         for (i, first), (j, second) in itertools.combinations(enumerate(axes), 2)
@@ -178,8 +173,6 @@ def test_the_whole_table(num_devices: int) -> None:
 
 
 class Varied(nn.Module):
-    """A table, layers, a scalar, a parameter without elements, and one of another dtype."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.wide, self.head = nn.Embedding(40, 6), nn.Linear(6, 9), nn.Linear(9, 3, bias=False)
@@ -206,7 +199,6 @@ def largest_first(gradient: mirrorc.packing.Gradient) -> int:
 
 
 def drawn(random: Random) -> Combination:
-    """Any options together, in one of five draws also those that are refused."""
     while refusal(found := _any_options(random)) and random.random() < 0.8:
         pass
     return found
@@ -228,7 +220,6 @@ def _any_options(random: Random) -> Combination:
 
 
 def one_step(seed: int) -> None:
-    """A step of options that are drawn makes the update of one device, or is refused as the table says."""
     random = Random(seed)
     combination, dtype, num_examples = drawn(random), random.choice(tuple(TOLERANCES)), random.randint(1, 9)
     torch.manual_seed(seed)

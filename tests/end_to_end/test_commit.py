@@ -45,8 +45,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any], bool]] = {  # the optimizer, options,
 
 
 class Net(nn.Module):
-    """Two layers, BatchNorm and dropout: parameters, buffers and random numbers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.dropout = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
@@ -69,13 +67,11 @@ def maker(
 
 
 def prefer(training: Training, is_interleaved: bool) -> None:
-    """Chooses between threads and one thread."""
     trial = training.step._last.trial  # type: ignore[union-attr]
     trial.interleaves, trial.is_decided = is_interleaved, True
 
 
 def lockstep(way: str) -> Lockstep:
-    """Two equal trainings that have made their first steps."""
     optimizer, options, is_interleaved = WAYS[way]
     both = Lockstep(maker(optimizer, **options), BATCH)
     both.go_on()
@@ -122,7 +118,6 @@ def test_what_comes_at_any_place_of_the_callers_thread(way: str, how: Any, strid
 
 @pytest.mark.slow
 def test_what_comes_while_torch_turns_gradients_off_or_on() -> None:
-    """`Lockstep` looks whether they are as they were: with replicas in one thread, that is the caller's."""
     interrupter, counted = Interrupter(lambda filename: filename.endswith("autograd/grad_mode.py")), list[int]()
     both = lockstep("one thread")
     with python_handles_interrupts(), both.undisturbed.step, both.disturbed.step:
@@ -175,8 +170,6 @@ def test_what_the_handler_of_another_signal_raises(way: str, stride: int) -> Non
 
 
 class Sender(threading.Thread):
-    """Sends Ctrl-C to the process once, after a random time."""
-
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._seconds = seconds
@@ -270,8 +263,6 @@ def test_a_step_that_cannot_make_state_for_momentum_turned_on_later_is_undone(
 
 
 class Careless(torch.optim.Adadelta):
-    """An optimizer that fails half-way when told to."""
-
     fails = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -305,7 +296,6 @@ def test_an_optimizer_that_fails_half_way_is_said_to_be_torn(options: dict[str, 
 
 @pytest.mark.slow
 def test_a_handler_of_the_users_is_called_and_put_back() -> None:
-    """One that raises nothing stops nothing."""
     both, interrupter, calls = lockstep("threads"), Interrupter(), []
 
     def handler(number: int, frame: Any) -> None:

@@ -57,8 +57,6 @@ def test_five_steps_agree_with_one_cpu(devices: list[str], backend: str) -> None
 
 
 class Scaled(torch.nn.Module):
-    """Divides by a number of the host's, which is neither parameter nor buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net, self.number = make_net(), torch.tensor(1.5)
@@ -175,7 +173,6 @@ if adagrad_is_fused_on_gpus():
 def train(
     kind: str, *, cuda_graphs: bool, backend: str, sizes: tuple[int, ...] = (7,), num_steps: int = 10
 ) -> list[torch.Tensor]:
-    """Losses, parameters and the optimizer's state after steps at a rate that a scheduler halves."""
     torch.manual_seed(0)
     model = make_net().float()
     optimizer = OPTIMIZERS[kind](model.parameters())

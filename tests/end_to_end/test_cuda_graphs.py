@@ -44,8 +44,6 @@ Change = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
 
 class Net(nn.Module):
-    """With buffers that forward writes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
@@ -94,7 +92,6 @@ def train(
     sizes: tuple[int, ...] = (5,),
     change: Change = lambda *_: None,
 ) -> list[Any]:
-    """Losses, variables and optimizer state of a run; ``change`` is called before every step."""
     model = make_net()
     optimizer = make_optimizer(model.parameters(), lr=RATE)
     losses = []

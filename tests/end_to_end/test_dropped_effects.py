@@ -76,8 +76,6 @@ def find_out(net: Net, y: torch.Tensor) -> None:
 
 
 class Shared:
-    """A class that forward writes, and another one that inherits what it reads there."""
-
     steps = 0
     problem: str | None = None
 
@@ -106,7 +104,6 @@ def find_out_on_a_class(net: Net, y: torch.Tensor) -> None:
 
 
 def train(model: nn.Module, loss_fn: Any = F.mse_loss, **options: Any) -> list[warnings.WarningMessage]:
-    """The warnings of three steps, of which the last has another shape, and uneven shards."""
     with (
         warnings.catch_warnings(record=True) as caught,
         compiled_step(model, loss_fn, **options) as step,
@@ -314,8 +311,6 @@ def test_what_is_only_collected_is_spoken_of(entry: Any) -> None:
 
 
 class Statistics(nn.Module):
-    """Writes buffers in place by assignments, which assign what is there."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)

@@ -47,8 +47,6 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class LossIsParameter(nn.Module):
-    """The loss is what a function gives of a parameter, whatever the batch is."""
-
     def __init__(self, give: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.weight, self.give = nn.Parameter(normal(2)), give
@@ -95,7 +93,6 @@ HELD = 100.0
 
 @torch.library.custom_op("mirrorc_tests::hold_until_released", mutates_args=())
 def hold_until_released(x: torch.Tensor) -> torch.Tensor:
-    """Waits if the first entry is large."""
     if x[0, 0] >= HELD:
         assert RELEASE.wait(30)
     return x.clone()
@@ -105,8 +102,6 @@ hold_until_released.register_fake(torch.empty_like)
 
 
 class Holds(nn.Module):
-    """A linear layer after an operator that may wait."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)
@@ -145,8 +140,6 @@ def test_after_a_timeout_no_call_gives_an_old_loss(held_rows: list[int], release
 
 
 class Assigns(nn.Module):
-    """Assigns an attribute in forward."""
-
     def __init__(self, assign: Callable[[Assigns], None]) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)
@@ -186,8 +179,6 @@ def test_a_forward_that_assigns_state_is_refused(assign: Callable[[Assigns], Non
 
 
 class AssignsInline(nn.Module):
-    """The same in forward itself, and the loss depends on it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)
@@ -230,8 +221,6 @@ def test_hugging_faces_bookkeeping_is_no_state(name: str) -> None:
 
 
 class TransposedParameter(nn.Module):
-    """Multiplies by a parameter that is a transposed view of nothing else."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(normal(5, 3).t())
@@ -283,8 +272,6 @@ def test_a_transposed_parameter(backend: str, disable_passes: tuple[str, ...]) -
 
 
 class HasEmptyParameter(nn.Module):
-    """A parameter without elements, with parameters of one element beside it."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.before = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
@@ -315,8 +302,6 @@ def test_a_parameter_without_elements(devices: int, dtype: torch.dtype, backend:
 
 
 class TakesAnything(nn.Module):
-    """A linear layer of whichever keyword it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1).double()
@@ -334,8 +319,6 @@ def test_keywords_of_python_are_names_of_arguments(names: tuple[str, ...]) -> No
 
 
 class Chooses(nn.Module):
-    """Of two layers, the one that is named."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(2, 1)
@@ -484,8 +467,6 @@ def test_a_refused_model_keeps_its_memory() -> None:
 
 
 class MeanByHand(nn.Module):
-    """Divides by constants that are made of the number of examples."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)
@@ -513,8 +494,6 @@ def test_constants_that_follow_the_number_of_examples_are_each_shards_own(device
 
 
 class ScaledBySize(nn.Module):
-    """Reads one of two tensors that are no buffers; which one follows from the number of examples."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)
@@ -543,8 +522,6 @@ def test_constants_that_are_only_equal_stay_two() -> None:
 
 
 class Namesakes(nn.Module):
-    """Its parameter is called like an argument, and two are called alike once dots are underscores."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.a_weight = nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(3))

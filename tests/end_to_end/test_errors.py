@@ -33,7 +33,6 @@ TOLERANCE = 1e-10
 
 
 def refuses(error: type[Exception] | tuple[type[Exception], ...], *words: str) -> Any:
-    """A block that must raise an error whose message has all the words, in order."""
     return pytest.raises(error, match="(?s)" + ".*".join(re.escape(word) for word in words))
 
 
@@ -160,7 +159,6 @@ def test_a_lazy_module() -> None:
 
 @pytest.fixture
 def alone_in_a_group() -> Iterator[None]:
-    """A process group of this process alone, as wrappers of torch want one."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -270,7 +268,6 @@ WRONG_BATCHES: list[tuple[Any, Any, tuple[str, ...]]] = [
 
 @pytest.mark.slow
 def test_wrong_batches() -> None:
-    """Before the first step, between steps and after them."""
     model = make_mlp()
     optimizer = ADAMW(model.parameters())
     twin = copy.deepcopy(model)
@@ -290,8 +287,6 @@ def test_wrong_batches() -> None:
 
 
 class Bad(nn.Module):
-    """A model with one fault, chosen by name; with ``fault`` empty it is a good one."""
-
     def __init__(self, fault: str) -> None:
         super().__init__()
         self.fault = fault
@@ -509,7 +504,6 @@ ENTERED, RELEASE = threading.Event(), threading.Event()
 
 @torch.library.custom_op("mirrorc_tests::hold", mutates_args=())
 def hold(x: torch.Tensor) -> torch.Tensor:
-    """Waits until the test lets it go on."""
     ENTERED.set()
     assert RELEASE.wait(120), "the test never let the step go on"
     return x.clone()

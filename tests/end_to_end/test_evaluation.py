@@ -29,8 +29,6 @@ TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 
 
 class Tied(nn.Module):
-    """Has a tied weight, a frozen parameter, statistics, and dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
@@ -46,8 +44,6 @@ class Tied(nn.Module):
 
 
 class Labelled(nn.Module):
-    """Returns its loss, as models of Hugging Face do, in what ``shape_outputs`` makes."""
-
     def __init__(self, shape_outputs: Callable[..., Any]) -> None:
         super().__init__()
         self.last, self.shape_outputs = nn.Linear(4, 3), shape_outputs
@@ -115,7 +111,6 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     ],
 )
 def test_an_evaluation_is_that_of_one_device(num_devices: int, reduction: str, backend: str) -> None:
-    """Before the first training step, and with uneven shards."""
     model, optimizer = make()
     reference, before = copy.deepcopy(model), state_of(model)
     stream = torch.get_rng_state()
@@ -208,7 +203,6 @@ def test_in_train_mode_statistics_are_written_and_dropout_draws(num_devices: int
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [COPIES, pytest.param({}, marks=pytest.mark.slow)], ids=["copies", "shared"])
 def test_what_the_user_writes_is_seen(options: dict[str, Any]) -> None:
-    """A loaded state, averages that are swapped in, other memory, steps of the user's own; and training goes on from it."""
     model, optimizer = make()
     reference, other = make()
     x, target = batch()
@@ -317,7 +311,6 @@ def test_a_step_follows_an_evaluation_in_inference_mode() -> None:
     ],
 )
 def test_a_model_that_returns_its_loss(shape_outputs: Callable[..., Any]) -> None:
-    """With labels there is a loss; without, the outputs alone."""
     model, optimizer = make(lambda: Labelled(shape_outputs))
     x, labels = batch()
     with torch.no_grad():
@@ -338,7 +331,6 @@ def loss_in(found: Any) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_without_outputs_only_the_loss_is_kept() -> None:
-    """And a loss is not computed where there is no target."""
     model, optimizer = make()
     x, target = batch()
     with compiled(model, optimizer) as step:
@@ -473,7 +465,6 @@ def test_arguments_that_forward_reads_and_modes_are_evaluated_anew() -> None:
 
 @pytest.mark.slow
 def test_an_evaluation_works_with_a_captured_optimizers_options() -> None:
-    """An optimizer that runs by itself, and replicas that are compared: neither has a part in an evaluation."""
     model, _ = make()
     optimizer = torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.01)
     x, target = batch()

@@ -19,8 +19,6 @@ FLAGGED = ["decompose-gelu", "lay-channels-last", "factor-gradients"]
 
 
 class EveryFlag(nn.Module):
-    """Has something to do for each pass that changes bits: convolutions, GELU by tanh, gradients larger than their factors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Conv2d(16, 24, 3)
@@ -32,8 +30,6 @@ class EveryFlag(nn.Module):
 
 
 class Plain(nn.Module):
-    """Loses no bits in statistics of a batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.up, self.down = nn.Embedding(50, 12), nn.Linear(12, 33), nn.Linear(33, 5)
@@ -54,7 +50,6 @@ def everything_on(**buckets: float) -> list[Pass]:
 def trained(
     make: type[nn.Module], x: torch.Tensor, passes: Sequence[Pass], num_devices: int = 2, **options: object
 ) -> list[torch.Tensor]:
-    """Losses and parameters of two steps."""
     torch.manual_seed(0)
     model = make()
     with compiled_step(
@@ -109,7 +104,6 @@ def test_in_exact_order_gradients_are_summed_in_the_order_of_replicas_whatever_t
 
 
 def in_order(num_devices: int) -> list[torch.Tensor]:
-    """Two steps on one device: backward on each shard, weighed as its share of the examples, and a sum from first to last."""
     torch.manual_seed(0)
     model = Plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -134,8 +128,6 @@ def in_order(num_devices: int) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Flagged:
-    """A pass of a user's own that changes bits, and leaves the program as it is."""
-
     changes_bits: str = "it would add in another order"
     name: str = "flagged"
     input_stage = output_stage = mirrorc.ir.program.Stage.CAPTURED

@@ -24,8 +24,6 @@ SHARE = "share-parameters"
 
 
 class SignSgd(torch.optim.Optimizer):
-    """Not one of those that run on whole buckets."""
-
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
@@ -45,7 +43,6 @@ def compiled(
 
 
 def check(step: mirrorc.Step, found: Explanation, num_steps: int) -> None:
-    """What holds of every explanation."""
     program = step.program
     names = [device.name for device in program.devices]
     assert found.num_steps == num_steps and [device.device for device in found.devices] == names

@@ -45,7 +45,6 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 def rows() -> dict[str, list[str]]:
-    """The cells of each row of the page's tables, by the id in its first column."""
     found: dict[str, list[str]] = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -56,7 +55,6 @@ def rows() -> dict[str, list[str]]:
 
 
 def quoted(row: str) -> str:
-    """A pattern for the sentence that the page quotes in the last column of a row."""
     sentence = re.findall(r'"(.+?)"', rows()[row][3])[0]
     return ".*".join(re.escape(part) for part in sentence.split("…"))
 
@@ -108,8 +106,6 @@ def compiled(model: nn.Module, optimizer: Any = None, loss_fn: Any = F.cross_ent
 
 
 class Pair:
-    """A model that a step trains on two devices, and its equal in a plain loop on one device."""
-
     def __init__(
         self, model: nn.Module | None = None, make: Any = SGD, loss_fn: Any = F.cross_entropy, **options: Any
     ) -> None:
@@ -126,18 +122,15 @@ class Pair:
 
     @property
     def sides(self) -> tuple[tuple[nn.Module, torch.optim.Optimizer], ...]:
-        """Both models with their optimizers, for what the user does to either."""
         return (self.model, self.optimizer), (self.plain, self.plain_optimizer)
 
     def backward(self, x: torch.Tensor = X, y: torch.Tensor = Y) -> torch.Tensor:
-        """The plain loop up to its backward."""
         self.plain_optimizer.zero_grad()
         loss: torch.Tensor = self.loss_fn(self.plain(x), y)
         loss.backward()
         return loss.detach()
 
     def train(self, times: int = 1, after: Callable[[], Any] = lambda: None, size: int = 4) -> torch.Tensor:
-        """Trains both, and compares them; ``after`` is what the plain loop does between backward and its update."""
         for seed in range(times):
             x, y = batch(size, seed)
             own = self.step(x, target=y)
@@ -155,7 +148,6 @@ class Pair:
 
 @contextmanager
 def refused(row: str, model: nn.Module, kind: type[BaseException] = CaptureError) -> Iterator[None]:
-    """Checks that a block raises the row's sentence and changes nothing."""
     with unchanged(model), pytest.raises(kind, match=f"(?s){quoted(row)}"):
         yield
 
@@ -172,15 +164,12 @@ def warned(row: str) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_warnings() -> Iterator[None]:
-    """What works says nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         yield
 
 
 class Around(nn.Module):
-    """A model that does something around its net."""
-
     def __init__(self, does: Callable[..., Any]) -> None:
         super().__init__()
         self.net, self.does, self.count = net(), does, 0
@@ -671,8 +660,6 @@ def test_write_lr() -> None:
 
 
 class Signs(torch.optim.Optimizer):
-    """An optimizer of the user's."""
-
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
 

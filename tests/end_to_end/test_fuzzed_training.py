@@ -20,7 +20,6 @@ MINUTES = 60.0
 
 
 def play_runs(number: int, runs: int, **kinds: Any) -> None:
-    """Plays so many runs, which follow from a number."""
     chosen = int(os.environ.get("MIRRORC_FUZZING_SEED", number))
     for run in range(runs):
         try:
@@ -61,6 +60,5 @@ def test_more_steps_with_dropout_can_be_repeated_bit_for_bit() -> None:
 @pytest.mark.timeout(20 * MINUTES)
 @pytest.mark.parametrize("case", range(133))
 def test_many_events_between_steps(case: int) -> None:
-    """Other runs each time, with interrupts at moments that no seed repeats."""
     left_out = NOT_REPEATABLE if case % 2 else ()
     play_runs(random.SystemRandom().randrange(2**32), RUNS_OF_A_CASE, max_events=12, is_uneven=True, left_out=left_out)

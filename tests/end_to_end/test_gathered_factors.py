@@ -21,8 +21,6 @@ APART = {"link": "copy", "disable_passes": ["share-parameters"]}
 
 
 class Words(nn.Module):
-    """A table with padding that is a layer, too, if it is tied; a wide layer, and one that is small."""
-
     def __init__(self, *, is_tied: bool = False) -> None:
         super().__init__()
         self.table = nn.Embedding(500, 300, padding_idx=3)
@@ -64,7 +62,6 @@ def prepared(devices: int = 2, model: nn.Module | None = None, **options: Any) -
 
 
 def gathered(program: Program) -> set[str]:
-    """The variables whose gradients are gathered, as the graph of each device says."""
     found = []
     for module in program.device_graphs.values():
         buckets = [program.buckets[bucket_of(node)] for node in calls_to(module.graph, ops.all_gather)]
@@ -129,8 +126,6 @@ def test_owners_and_algorithms_get_whole_sums() -> None:
 
 
 class Rows(nn.Module):
-    """A table whose optimizer takes rows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(50, 3, sparse=True)
@@ -140,8 +135,6 @@ class Rows(nn.Module):
 
 
 class Bias(nn.Module):
-    """A parameter whose gradient has no factors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(3))

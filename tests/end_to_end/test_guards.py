@@ -39,8 +39,6 @@ def activation(x: torch.Tensor) -> torch.Tensor:
 
 
 class Config:
-    """A configuration as a plain object; ``nested`` is another one."""
-
     power = 2.0
     zero = 0.0
 
@@ -51,8 +49,6 @@ class Config:
 
 
 class Layer(nn.Module):
-    """Reads whatever a test changes."""
-
     gain = 1.5
 
     def __init__(self, config: Config) -> None:
@@ -84,8 +80,6 @@ class Layer(nn.Module):
 
 
 class Loss:
-    """A loss that is an object, with a weight that training changes."""
-
     def __init__(self) -> None:
         self.weight = 1.0
 
@@ -95,7 +89,6 @@ class Loss:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Puts back what changes change outside of the model."""
     module, classes = globals(), (Config, Layer, nn.Linear)
     names = ("scale", "weights", "activation", "array")
     values = {name: module[name] for name in names}
@@ -156,7 +149,6 @@ def plain_step(model: nn.Module, optimizer: Any, loss_fn: Any, x: torch.Tensor, 
 
 
 def train(devices: int, num_examples: int) -> dict[str, float]:
-    """The loss of a step after each change, by its name; on one device with plain PyTorch if ``devices`` is 0."""
     with kept(), torch.random.fork_rng(), contextlib.ExitStack() as stack:
         torch.manual_seed(0)
         set_global("weights", weights.clone())
@@ -237,8 +229,6 @@ def test_what_no_graph_depends_on_compiles_nothing_again() -> None:
 
 
 class Reading(nn.Module):
-    """Reads something that is another value whenever it is read."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)

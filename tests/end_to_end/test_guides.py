@@ -123,7 +123,6 @@ train_workers.main()
 
 
 def trained_by_workers(folder: Path, *more: str, script: Path | None = None, workers: int = 2) -> dict[str, Any]:
-    """What the last checkpoint has, flat, when workers that torchrun starts have trained; or a process on its own."""
     options = [f"--nproc-per-node={workers}", "--max-restarts=1", "--master-addr=127.0.0.1"]
     launcher = ["-m", "torch.distributed.run", *options, f"--master-port={free_port()}"] if workers > 1 else []
     script = script or ROOT / "examples" / "train_workers.py"

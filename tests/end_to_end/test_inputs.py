@@ -27,16 +27,12 @@ TOLERANCE = 1e-10
 
 
 class Pair(NamedTuple):
-    """Features and their weights."""
-
     features: torch.Tensor
     weights: torch.Tensor
 
 
 @dataclasses.dataclass
 class Example:
-    """A batch as a dataclass."""
-
     features: torch.Tensor
     mask: torch.Tensor
     power: int = 1
@@ -44,16 +40,12 @@ class Example:
 
 @dataclasses.dataclass
 class Output:
-    """What a model may give."""
-
     logits: torch.Tensor
     loss: torch.Tensor | None = None
 
 
 @dataclasses.dataclass
 class Prepared:
-    """Its constructor changes what it is given, and it has more than its fields."""
-
     x: torch.Tensor
     weight: float = dataclasses.field(default=1.0, init=False)
 
@@ -64,8 +56,6 @@ class Prepared:
 
 
 class Keyed(dict[str, torch.Tensor]):
-    """A dict with a constructor, a way to look things up, and attributes, of its own."""
-
     def __init__(self, x: torch.Tensor) -> None:
         super().__init__(x=x)
         self.offset = x[:, :1]
@@ -75,16 +65,12 @@ class Keyed(dict[str, torch.Tensor]):
 
 
 class OrderedByName(OrderedDict[str, torch.Tensor]):
-    """Its items are attributes, too."""
-
     def __setitem__(self, key: str, value: torch.Tensor) -> None:
         super().__setitem__(key, value)
         super().__setattr__(key, value)
 
 
 class Listed(list[torch.Tensor]):
-    """A list with an attribute."""
-
     weight = 1.0
 
     def append(self, item: torch.Tensor) -> None:
@@ -92,8 +78,6 @@ class Listed(list[torch.Tensor]):
 
 
 class Doubled(Pair):
-    """A tuple whose constructor changes what it is given."""
-
     def __new__(cls, features: torch.Tensor) -> Doubled:
         return super().__new__(cls, features * 2, features[:, :1])
 
@@ -136,8 +120,6 @@ def test_what_forward_gets_is_what_was_passed(devices: int) -> None:
 
 
 class OnePositional(nn.Module):
-    """Passes its argument on by position."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -147,8 +129,6 @@ class OnePositional(nn.Module):
 
 
 class OnAnything(nn.Module):
-    """Runs an MLP in a function of one's own."""
-
     def __init__(self, body: Callable[..., Any]) -> None:
         super().__init__()
         self.mlp = make_mlp()
@@ -167,7 +147,6 @@ def check_parity(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     steps: int = 3,
 ) -> None:
-    """Trains on the same arguments with mirrorc and on one device; ``plain`` makes an argument one for one device."""
     model, keywords = OnAnything(body), dict(keywords or {})
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(twin.parameters())
@@ -432,8 +411,6 @@ def test_inputs_that_require_gradients_are_refused() -> None:
 
 
 class Twins:
-    """A model under mirrorc, and its twin on one device."""
-
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model, self.twin = model, copy.deepcopy(model)
         self.optimizer, self.twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(self.twin.parameters())
@@ -505,7 +482,6 @@ def test_dropout_is_off_in_eval() -> None:
 
 
 def dtypes_in(program: mirrorc.Program) -> set[torch.dtype]:
-    """The dtypes of the values inside a program's regions."""
     nodes = [node for region in program.regions.values() for node in region.graph_module.graph.nodes]
     return {node.meta["val"].dtype for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)}
 

@@ -26,8 +26,6 @@ TOLERANCE = 1e-9
 
 
 class WithMatrices(nn.Module):
-    """Solves something with a positive definite matrix that a linear layer makes of each example."""
-
     def __init__(self, solve: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.matrix, self.head, self.solve = nn.Linear(4, 16), nn.Linear(4, 3), solve
@@ -39,8 +37,6 @@ class WithMatrices(nn.Module):
 
 
 class Words(nn.Module):
-    """The mean of embeddings, looked up in a way that a test names."""
-
     def __init__(self, table: nn.Module) -> None:
         super().__init__()
         self.table, self.head = table, nn.Linear(4, 3)
@@ -50,8 +46,6 @@ class Words(nn.Module):
 
 
 class LooksUp(nn.Module):
-    """Looks rows up without a module that would tell how: of a product, or twice."""
-
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.weight, self.factor = nn.Parameter(torch.ones(10, 4)), factor
@@ -69,8 +63,6 @@ def batch(num_examples: int = 4, width: int = 4, seed: int = 0) -> dict[str, Any
 
 
 def between(*layers: nn.Module) -> nn.Module:
-    """The layers before a linear one, with a first argument that is called x."""
-
     class Layers(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -25,8 +25,6 @@ MASK = nn.Transformer.generate_square_subsequent_mask(3)
 
 
 class Net(nn.Module):
-    """A linear layer, and what a test does with its output, of shape [examples, 2]."""
-
     def __init__(self, does: Callable[[Any, torch.Tensor], torch.Tensor], more: nn.Module | None = None) -> None:
         super().__init__()
         self.layer, self.more, self.does = nn.Linear(2, 2), more, does
@@ -52,8 +50,6 @@ def assert_small(net: Any, y: torch.Tensor) -> torch.Tensor:
 
 
 class Last(nn.Module):
-    """The last output of a recurrent layer over three equal inputs."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer

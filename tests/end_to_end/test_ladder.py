@@ -166,8 +166,6 @@ def test_the_ladder_and_its_names() -> None:
 
 
 class Between(DynamoFrontEnd):
-    """A front end with a name of its own."""
-
     name = "between"
 
 

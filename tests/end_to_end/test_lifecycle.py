@@ -89,7 +89,6 @@ def script(*parts: str) -> str:
 
 @contextmanager
 def process(*parts: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that runs a script; it never outlives the test."""
     command = [sys.executable, "-c", script(*parts)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         try:
@@ -99,7 +98,6 @@ def process(*parts: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def run(*parts: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a script."""
     with process(*parts) as running:
         output, errors = running.communicate(timeout=TIMEOUT_SECONDS)
         return running.returncode, output, errors
@@ -358,8 +356,6 @@ def in_background(function: Any) -> threading.Thread:
 
 
 class Inbox:
-    """Does something when a device is given its first job, just before."""
-
     def __init__(self, inner: Any, first: Callable[[], None]) -> None:
         self.inner, self.first = inner, [first]
 
@@ -370,7 +366,6 @@ class Inbox:
 
 
 def before_the_last_job(step: mirrorc.Step, do: Callable[[], None]) -> None:
-    """Does something when the next step has handed out all jobs but one."""
     assert step._runs.pool is not None
     step._runs.pool._inboxes[1] = Inbox(step._runs.pool._inboxes[1], do)  # type: ignore[call-overload]
 

@@ -18,8 +18,6 @@ lightning = pytest.importorskip("lightning", reason="needs the package lightning
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
-    """A net whose training step logs, and whose forward does where it is told to."""
-
     def __init__(self, forward_logs: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -41,8 +39,6 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 
 class Losses(nn.Module):
-    """The loss of a LightningModule's training step."""
-
     def __init__(self, module: Classifier) -> None:
         super().__init__()
         self.module = module

@@ -65,8 +65,6 @@ class Embeddings(nn.Module):
 
 
 class Checkpoints(nn.Module):
-    """Blocks that backward computes again."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64)) for _ in range(4))
@@ -255,8 +253,6 @@ def test_what_a_pass_of_ones_own_makes_is_counted() -> None:
 
 @dataclass(frozen=True)
 class ShowsWeights:
-    """Copies each matrix; when all gradients are packed, uses the copy, and a view of the one part that it was split into."""
-
     name: str = field(default="shows-weights", init=False)
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.UPDATED, init=False)
@@ -322,8 +318,6 @@ def test_frozen_parameters_and_buffers_that_nothing_writes_are_shared() -> None:
 
 
 class Sign(torch.optim.Optimizer):
-    """Not one of those that run on whole buckets; keeps a count for each element."""
-
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 

@@ -31,8 +31,6 @@ def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, num_devices: in
 
 
 class Game(nn.Module):
-    """A generator and its critic; the loss of one of them, which reads the other."""
-
     def __init__(self, generator: nn.Module, critic: nn.Module, is_critics: bool) -> None:
         super().__init__()
         self.generator, self.critic, self.is_critics = generator, critic, is_critics
@@ -53,8 +51,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict
 @pytest.mark.slow
 @pytest.mark.parametrize("who_is_compiled", slow_but(["both"], ["both", "generator"]))
 def test_what_another_step_trains_is_read_as_it_is(way: dict[str, Any], who_is_compiled: str) -> None:
-    """A generator and a critic in turn, each with a step of its own, or one with a fused optimizer of the user's."""
-
     def games() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
         torch.manual_seed(0)
         nets = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, n)).double() for n in (3, 1)]
@@ -134,7 +130,6 @@ def restart_count(_: nn.Module, optimizer: torch.optim.Optimizer, __: list[Any])
 def test_memory_that_is_replaced_or_written_behind_torchs_back(
     events: tuple[Callable[..., None], ...], options: dict[str, Any]
 ) -> None:
-    """What the user has kept stays as it was, whatever the steps between."""
     model = make_mlp()
     twin = copy.deepcopy(model)
     optimizer, of_twin = ADAM(model.parameters()), ADAM(twin.parameters())
@@ -152,7 +147,6 @@ def test_memory_that_is_replaced_or_written_behind_torchs_back(
 
 
 def holders(model: nn.Module) -> Iterator[Any]:
-    """What shares memory with parameters and does not follow them into their buckets."""
     yield model.state_dict()
     yield [p.data for p in model.parameters()]
     yield [p.detach() for p in model.parameters()]

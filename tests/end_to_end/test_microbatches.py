@@ -49,7 +49,6 @@ def make_net(*between: nn.Module) -> nn.Module:
 
 
 def parts_of(size: int, most: int, fewest: int = 1) -> list[int]:
-    """The sizes of the parts into which so many examples are split."""
     return [len(part) for part in torch.zeros(size).tensor_split(max(1, min(most, size // fewest)))]
 
 
@@ -117,8 +116,6 @@ def test_compiled_regions_add_to_slots_too() -> None:
 
 
 class Factored(nn.Module):
-    """A table and a layer whose gradients are larger than their factors, and a layer whose gradient is not."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.wide, self.head = nn.Embedding(40, 9, padding_idx=2), nn.Linear(9, 31), nn.Linear(31, 3)
@@ -165,8 +162,6 @@ def test_other_options_hold_beside_it(options: dict[str, Any]) -> None:
 
 
 class TakesMore(nn.Module):
-    """Takes a tensor that is given whole and a number, uses one weight twice, and asserts something of each example."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -33,8 +33,6 @@ def make_scaler() -> torch.amp.GradScaler:
 
 
 class Pair:
-    """A net that a step trains with a scaler, and its equal in a plain loop."""
-
     def __init__(self, make: Any, num_devices: int, dtype: torch.dtype = torch.float64, **options: Any) -> None:
         self.dtype = dtype
         self.net = make_net(dtype)
@@ -152,7 +150,6 @@ def test_autocast_by_name_and_by_context_are_the_same() -> None:
 
 @pytest.mark.slow
 def test_a_scaler_stays_the_users() -> None:
-    """It is saved and loaded, its scale changed; one that is not enabled does nothing."""
     with (pair := Pair(SGD, 2)).step:
         pair.train()
         for scaler in (pair.scaler, pair.plain_scaler):

@@ -16,8 +16,6 @@ from twins import compiled_step
 
 
 class Read(nn.Module):
-    """A layer to whose output a number is added: an argument, a part of one, or an attribute."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 2)
@@ -53,7 +51,6 @@ def numbers() -> list[float]:
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A loss that is finite where outputs are nan, so that parameters stay finite."""
     return (torch.nan_to_num(output, nan=0.5) - target).square().mean()
 
 

@@ -106,11 +106,9 @@ class World:
         return self.loss.teacher
 
     def replaced(self, seed: int) -> None:
-        """Another teacher of the same class."""
         self.loss.teacher = self.kind(seed)
 
     def loaded(self) -> None:
-        """Other tensors in all places of the teacher."""
         state = {name: value + 0.25 for name, value in self.teacher.state_dict().items()}
         self.teacher.load_state_dict(state, assign=True)
 
@@ -136,14 +134,12 @@ def no_longer_hooked(module: nn.Module) -> None:
 
 
 def hooked_anew(module: nn.Module, *factors: float) -> None:
-    """As many hooks as before, of the same code as before."""
     no_longer_hooked(module)
     for factor in factors:
         module.register_forward_hook(times(factor))
 
 
 def of_other_layers(world: World) -> None:
-    """A layer with the same tensors, but with a hook."""
     old = world.teacher.body[0]
     new = nn.Linear(3, 3)
     new.weight, new.bias = old.weight, old.bias
@@ -152,8 +148,6 @@ def of_other_layers(world: World) -> None:
 
 
 class Shifted(nn.Linear):
-    """A layer of another class."""
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + 1.0
 
@@ -206,15 +200,12 @@ CHANGES: dict[str, Callable[[World], object]] = {
 
 
 class Shadowed:
-    """What a class's method does in another's place."""
-
     @staticmethod
     def of(kind: Any, module: Any, x: torch.Tensor) -> torch.Tensor:
         return super(kind, module).features(module.body(x)) * 2.0
 
 
 def train(devices: int, num_examples: int = 4) -> dict[str, float]:
-    """The loss of a step after each change, by its name; on one device with plain PyTorch if ``devices`` is 0."""
     with torch.random.fork_rng(), contextlib.ExitStack() as stack:
         torch.manual_seed(0)
         world = World()

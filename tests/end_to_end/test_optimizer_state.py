@@ -51,8 +51,6 @@ KINDS_OF_STATE = [
 
 
 class Pair:
-    """A model trained by mirrorc and its twin trained on one device."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -70,7 +68,6 @@ class Pair:
         self._seed = 0
 
     def train(self, steps: int = 2) -> None:
-        """Trains both, on the same batches."""
         for _ in range(steps):
             self._seed += 1
             batch = mlp_batch(6, seed=self._seed)
@@ -80,19 +77,16 @@ class Pair:
             assert_mirrored(self.step, self.model, self.num_devices)
 
     def on_both(self, change: Callable[[nn.Module, torch.optim.Optimizer], None]) -> None:
-        """Makes a change to both."""
         change(self.model, self.optimizer)
         change(self.twin, self.twin_optimizer)
 
     def check(self) -> None:
-        """Parameters and optimizer state agree."""
         assert_same_model(self.model, self.twin, TOLERANCE)
         assert_same_state(self.optimizer, self.twin_optimizer, TOLERANCE)
         self.step.close()
 
 
 def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
-    """A state after torch.save and torch.load."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -415,8 +409,6 @@ def test_tied_weights_are_one_variable(make_optimizer: OptimizerMaker) -> None:
 
 
 class MixedPrecision(nn.Module):
-    """A layer of each dtype; the small ones are wide enough for vectorized optimizers."""
-
     def __init__(self, small: torch.dtype) -> None:
         super().__init__()
         self.small = small

@@ -22,8 +22,6 @@ NUM_ROWS, WIDTH = 3000, 50
 
 
 class Tables(nn.Module):
-    """Two tables, of which one leaves a row out, and a layer on the sum of what is looked up."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(NUM_ROWS, WIDTH)
@@ -35,7 +33,6 @@ class Tables(nn.Module):
 
 
 def batches(dtype: torch.dtype, bad: float | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of several sizes, with rows that are looked up often, never and as padding; one has a target that is not finite."""
     torch.manual_seed(1)
     for i, size in enumerate((5, 8, 5, 8, 5)):
         indices = torch.randint(0, NUM_ROWS, (size, 4))
@@ -49,7 +46,6 @@ def batches(dtype: torch.dtype, bad: float | None) -> Iterator[tuple[torch.Tenso
 def trained_on_one_device(
     net: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any], bad: float | None, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The norms that one device clips by, as a user writes the loop."""
     norms, scaler = [], given.get("scaler")
     for x, target in batches(dtype, bad):
         optimizer.zero_grad()

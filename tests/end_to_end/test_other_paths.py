@@ -22,8 +22,6 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Net(nn.Module):
-    """Its parameters and buffers can be reached by lists, dicts, closures, and attributes of other objects."""
-
     def __init__(self, uses: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.layer, self.extra = nn.Linear(3, 4), nn.Linear(4, 4)
@@ -53,8 +51,6 @@ def _adds_one_to(buffer: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 class Uncertain:
-    """A loss that holds a parameter of the model, or a buffer."""
-
     def __init__(self, log_variance: torch.Tensor) -> None:
         self.log_variance = log_variance
 
@@ -176,7 +172,6 @@ class Teacher(nn.Module):
 
 @pytest.mark.slow
 def test_what_requires_a_gradient_and_is_not_the_models_is_spoken_of() -> None:
-    """Where backward leads to it, and only there."""
     teacher, weight, made = Teacher().double(), nn.Parameter(torch.ones(4).double()), torch.ones(4).double()
     made = made.requires_grad_() * 2
     losses: dict[str, tuple[Loss, str]] = {
@@ -238,8 +233,6 @@ def _without_gradient(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Leaving(nn.Module):
-    """Leaves an auxiliary loss in an attribute."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.auxiliary = nn.Linear(3, 4), 0.0
@@ -251,8 +244,6 @@ class Leaving(nn.Module):
 
 
 class Collecting(nn.Module):
-    """A loss that finds it in the model that it holds."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

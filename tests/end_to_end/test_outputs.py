@@ -35,15 +35,11 @@ class Result:
 
 
 class Holder:
-    """An object of a class that is no container."""
-
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits, self.unit = logits, "nats"
 
 
 class Model(nn.Module):
-    """Returns what a test makes of logits and hidden values."""
-
     def __init__(self, shape_outputs: Callable[..., Any]) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
@@ -76,7 +72,6 @@ def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, devices: Any = 
 
 
 def assert_equal(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
-    """Whether two nests of containers are of the same kinds and hold the same numbers."""
     assert type(found) is type(expected)
     if isinstance(expected, torch.Tensor):
         assert not found.requires_grad and found.shape == expected.shape and found.dtype == expected.dtype
@@ -96,7 +91,6 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
 
 
 def parts(value: Any, devices: int) -> list[Any]:
-    """What each replica gives; of one replica it is the value itself."""
     assert isinstance(value, PerReplica) == (devices > 1)
     return list(value.values) if devices > 1 else [value]
 
@@ -553,8 +547,6 @@ def test_the_printed_program_shows_what_is_gathered_and_a_saved_one_keeps_it(tmp
 
 @pytest.mark.slow
 def test_dropout_and_accuracy_agree_with_the_outputs() -> None:
-    """What is returned is what the loss was made of, masks included."""
-
     class Dropping(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -20,8 +20,6 @@ from mirrorc.ir.variables import Placement
 
 @dataclass(frozen=True)
 class UpdateCentrally:
-    """Keeps parameters and state once, and leaves their update to the first device."""
-
     name: str = field(default="update-centrally", init=False)
     input_stage: Stage = field(default=Stage.UPDATED, init=False)
     output_stage: Stage = field(default=Stage.SCHEDULED, init=False)

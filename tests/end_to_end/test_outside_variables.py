@@ -42,8 +42,6 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Game:
-    """A generator and its critic, each reached through the closure of the other's loss; with steps, or in a plain loop."""
-
     def __init__(self, num_devices: int = 0, *, normalizes: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
         self.generator, self.critic = net(3), net(1, normalizes=normalizes)
@@ -234,7 +232,6 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 @pytest.mark.parametrize(("way",), [("a closure",), *slow(*((way,) for way in list(WAYS)[1:]))])
 def test_a_teacher_is_a_variable_by_whatever_path_it_is_reached(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its averages follow the student's weights, as those of a mean teacher do."""
     separate_memories(monkeypatch)
     make, words = WAYS[way]
     x = torch.randn(6, 3).double()
@@ -292,7 +289,6 @@ def test_features_in_a_list_of_the_model_are_read_and_one_that_has_changed_its_t
 
 @pytest.mark.slow
 def test_students_of_one_teacher_are_free_of_each_other() -> None:
-    """Also if it has statistics, which nobody writes; once one of its students writes them, they take turns."""
     teacher, x = net(3, normalizes=True).requires_grad_(False).eval(), torch.randn(6, 3).double()
 
     def compiled(num_devices: int) -> mirrorc.Step:
@@ -319,8 +315,6 @@ def test_students_of_one_teacher_are_free_of_each_other() -> None:
 
 @pytest.mark.slow
 def test_steps_that_have_run_become_one_when_a_loss_reaches_both() -> None:
-    """Each keeps its optimizer's state, and each replica its own statistics."""
-
     def made(num_devices: int) -> tuple[list[nn.Module], list[Any], Callable[[int, torch.Tensor], torch.Tensor]]:
         torch.manual_seed(3)
         nets, read = [net(3, normalizes=True) for _ in range(3)], []
@@ -453,7 +447,6 @@ def test_statistics_that_a_forward_of_the_user_writes_are_read_in_all_memories(
 
 @pytest.mark.slow
 def test_statistics_that_another_step_writes_are_read_in_all_memories(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where optimizers have parameters in common in part, so that each step has variables of its own."""
     separate_memories(monkeypatch)
     first, second, reader, x = net(3, normalizes=True), net(3), net(3), torch.randn(6, 3).double()
     both = nn.Sequential(first, second)

@@ -30,8 +30,6 @@ TIME = 6
 
 
 class Tagger(nn.Module):
-    """Classifies ragged sequences by all that a recurrent net gives."""
-
     def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, batch_first: bool = True, is_sorted: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(3, 3)
@@ -75,8 +73,6 @@ def test_ragged_sequences_train_as_on_one_device(kind: str, batch_first: bool, n
 
 
 class Continued(nn.Module):
-    """Like `Tagger`, whose first states are given, with the examples first; an LSTM's cells begin with learned ones."""
-
     def __init__(self, kind: type[nn.RNNBase], batch_first: bool, is_sorted: bool, is_packed: bool = False) -> None:
         super().__init__()
         self.rnn = kind(3, 4, num_layers=2, bidirectional=True, batch_first=batch_first)
@@ -227,8 +223,6 @@ def test_what_depends_on_the_lengths_is_refused(does: Callable[..., Any], texts:
 
 
 class OfPacked(nn.Module):
-    """Like `Tagger`, of sequences that are packed before the step."""
-
     def __init__(self, kind: type[nn.RNNBase], total_length: int) -> None:
         super().__init__()
         self.rnn = kind(3, 4, num_layers=2, bidirectional=True)
@@ -328,8 +322,6 @@ def test_a_length_beyond_the_padded_one_stops_the_step() -> None:
 
 
 class Last(nn.Module):
-    """What a recurrent net, of one direction and one layer, gives at the end of each sequence."""
-
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
         self.rnn = kind(3, 5, batch_first=True)

@@ -120,8 +120,6 @@ def test_optimizers_that_run_by_themselves_get_whole_gradients(
 
 
 class Odd(nn.Module):
-    """One huge parameter beside many tiny ones, empty ones, one that lies otherwise, and two dtypes."""
-
     def __init__(self, num_tiny: int = 40) -> None:
         super().__init__()
         self.huge = nn.Linear(12, 200)
@@ -286,8 +284,6 @@ def test_bits_are_those_of_one_pack() -> None:
 
 @dataclass(frozen=True)
 class LaunchLast:
-    """Launches all packs behind the last gradient, as if they were cut from one tensor of all gradients."""
-
     name: str = "launch-last"
     input_stage: Stage = Stage.SCHEDULED
     output_stage: Stage = Stage.SCHEDULED
@@ -342,8 +338,6 @@ def test_a_cut_program_is_printed_read_saved_and_told_of(tmp_path: Path) -> None
 
 
 class Crossed(nn.Module):
-    """Layers that are called in another order than that in which they are registered."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(5, 3), nn.Linear(5, 5)

@@ -41,8 +41,6 @@ SINGLE_TOLERANCE = 1e-5
 
 
 class NormalizedSgd(torch.optim.Optimizer):
-    """Scales by a parameter's gradient norm, so that no element's update depends on that element alone."""
-
     def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -79,7 +77,6 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
 def both(
     name: str, dtype: torch.dtype, num_devices: int, num_examples: int, optimizer: OptimizerMaker = SGD, **options: Any
 ) -> tuple[Trained, Trained]:
-    """Five steps with mirrorc and on one device."""
     tiny = MODELS[name]
     model, batches = tiny.make(dtype), tiny.batches(num_examples, dtype)
     mirrored = train_mirrored(model, optimizer, batches, num_devices, tiny.loss_fn, **options)
@@ -351,7 +348,6 @@ FACTORED_CASES = [
 def test_factored_gradients_are_the_same_numbers(
     num_devices: int, dtype: torch.dtype, disabled: tuple[str, ...], caps: dict[str, float]
 ) -> None:
-    """Of a net whose gradients are larger than their factors, on batches that do not divide evenly."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 3)).to(dtype)
     batches = [{"input": torch.randn(n, 48, dtype=dtype), "target": torch.randint(0, 3, (n,))} for n in (7, 7)]
@@ -409,8 +405,6 @@ def test_parts_of_a_parameter_may_be_operands_of_products(
 
 
 class Tables(nn.Module):
-    """Three tables, of which one has a padding row and one is looked up several times for each example."""
-
     def __init__(self) -> None:
         super().__init__()
         self.user, self.item, self.tags = nn.Embedding(40, 7), nn.Embedding(30, 9, padding_idx=2), nn.Embedding(25, 16)
@@ -421,7 +415,6 @@ class Tables(nn.Module):
 
 
 def looked_up(num_examples: int, seed: int) -> dict[str, torch.Tensor]:
-    """A batch of `Tables`; few rows, so that examples and replicas look up the same ones."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -484,8 +477,6 @@ def test_a_step_that_failed_leaves_nothing_in_the_gradients_of_tables(num_device
 
 
 class Words(nn.Module):
-    """Gives for each word the next one; its head has the weight of its table."""
-
     def __init__(self, padding_idx: int | None) -> None:
         super().__init__()
         self.table = nn.Embedding(30, 8, padding_idx)
@@ -501,7 +492,6 @@ def next_word_loss(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def sentences(num_examples: int, seed: int) -> dict[str, torch.Tensor]:
-    """Few different words, so that examples repeat them."""
     words = torch.randint(7, (num_examples, 5), generator=torch.Generator().manual_seed(seed))
     return {"words": words, "target": words.roll(-1, 1)}
 
@@ -566,7 +556,6 @@ class ShowsItsMask(nn.Module):
 
 
 def masks_of(backend: str, seed: int = 3, steps: int = 2) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Masks of both replicas, step by step."""
     torch.manual_seed(seed)
     model = ShowsItsMask()
     x = torch.tensor([[1.0], [2.0]], dtype=torch.float64)

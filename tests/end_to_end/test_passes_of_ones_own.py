@@ -40,8 +40,6 @@ custom_pass = example()
 
 @dataclass(frozen=True)
 class ClipBuckets:
-    """Clamps every summed bucket: a pass with an operator of torch between a wait and its update."""
-
     limit: float
     changes_dataflow: bool = True
     name: str = field(default="clip-buckets", init=False)
@@ -59,8 +57,6 @@ class ClipBuckets:
 
 @dataclass(frozen=True)
 class ScaleGradients:
-    """Doubles every gradient before it is packed, which changes what is computed."""
-
     changes_dataflow: bool = False
     name: str = field(default="scale-gradients", init=False)
     input_stage: Stage = field(default=Stage.PACKED, init=False)
@@ -133,8 +129,6 @@ def test_bfloat16_on_the_wire(num_devices: int, place: str, disabled: tuple[str,
 
 
 class EarlyBfloat16(custom_pass.Bfloat16OnTheWire):  # type: ignore[misc, name-defined]
-    """The same, right after the all-reduces are there."""
-
     input_stage = Stage.REDUCED
     output_stage = Stage.REDUCED
 

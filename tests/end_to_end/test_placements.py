@@ -50,7 +50,6 @@ def model_and_batches(num_examples: int = 6) -> tuple[nn.Module, list[dict[str, 
 def assert_means_the_same(
     placement: Placement, num_devices: int, make_optimizer: Any = ADAMW, **options: Any
 ) -> tuple[Trained, Trained]:
-    """Trains in plain PyTorch, mirrored and placed; the latter two have the same bits, of the optimizer's state as well."""
     model, batches = model_and_batches()
     options = {"loss_fn": F.cross_entropy, **SMALL, **options}
     alone = train_on_one_device(model, make_optimizer, batches, F.cross_entropy)
@@ -207,8 +206,6 @@ def test_buffers_are_each_replicas_own(placement: str, num_devices: int) -> None
 
 
 class Run:
-    """A model in training, with a step for each of some placements, and the same trained mirrored."""
-
     def __init__(self, *placements: Placement, num_devices: int = 2, **options: Any) -> None:
         self.model, self.batches = model_and_batches()
         self.wanted = copy.deepcopy(self.model)
@@ -223,7 +220,6 @@ class Run:
         )
 
     def each(self, act: Callable[[Any, nn.Module, torch.optim.Optimizer], Any], which: int = 0) -> None:
-        """Does something to both, and compares the results."""
         found = act(self.steps[which], self.model, self.optimizer)
         wanted = act(self.mirrored, self.wanted, self.wanted_optimizer)
         assert found is None or torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))
@@ -343,8 +339,6 @@ def test_a_first_step_whose_owner_cannot_update_is_undone_on_all_devices(monkeyp
 
 
 class TwoHeads(nn.Module):
-    """A call goes through one of its heads."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

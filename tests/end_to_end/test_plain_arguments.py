@@ -22,8 +22,6 @@ Body = Callable[[torch.Tensor, Any], Any]
 
 
 class Reader(nn.Module):
-    """A linear layer whose output is scaled by what a function reads of an argument."""
-
     def __init__(self, body: Body) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 2)
@@ -34,16 +32,12 @@ class Reader(nn.Module):
 
 
 class Pair(NamedTuple):
-    """A tuple with names."""
-
     image: torch.Tensor
     name: str
 
 
 @dataclasses.dataclass
 class Record:
-    """A batch as a dataclass."""
-
     image: torch.Tensor
     names: list[str]
 
@@ -103,7 +97,6 @@ CASES: dict[str, tuple[Body, list[Any], int]] = {
 
 
 def plain(given: Any) -> Any:
-    """An argument as a loop in plain PyTorch passes it."""
     if isinstance(given, mirrorc.PerReplica):
         return {"x": torch.cat([value["x"] for value in given.values]), "n": given.values[0]["n"]}
     return getattr(given, "value", given)
@@ -129,15 +122,11 @@ def test_only_what_is_read_compiles_anew(name: str) -> None:
 
 
 class NamedLoss:
-    """A loss that reads one of the names in its target."""
-
     def __call__(self, output: dict[str, Any], target: dict[str, Any]) -> torch.Tensor:
         return mean(output["y"], target["y"]) * len(target["kinds"][0])
 
 
 class Naming(nn.Module):
-    """Gives the names that it was given back with its output."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 2)

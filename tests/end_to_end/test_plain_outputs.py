@@ -23,8 +23,6 @@ class Result:
 
 
 class Passing(nn.Module):
-    """Returns its argument, what it has in a dict, and what a global has, in an object of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)

@@ -51,8 +51,6 @@ def batches(*sizes: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
 
 
 class Net(nn.Module):
-    """Two layers around what subclasses do between them."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -66,31 +64,23 @@ class Net(nn.Module):
 
 
 class Branches(Net):
-    """Goes another way for each example, by its values."""
-
     def between(self, h: torch.Tensor) -> torch.Tensor:
         return torch.stack([row.tanh() if row.sum().item() > 0 else 2 * row for row in h])
 
 
 class Indexes(Net):
-    """Picks elements whose number depends on the values."""
-
     def between(self, h: torch.Tensor) -> torch.Tensor:
         rows, columns = torch.nonzero(h > 0.3, as_tuple=True)
         return h.index_put((rows, columns), h[rows, columns] ** 2)
 
 
 class UsesNumpy(Net):
-    """Computes a factor with numpy."""
-
     def between(self, h: torch.Tensor) -> torch.Tensor:
         signs = np.sign(h.detach().numpy())
         return h * torch.from_numpy(signs)
 
 
 class Doubled(torch.autograd.Function):
-    """A function with a backward in Python."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.scale = 2.0 if x.numel() else 1.0
@@ -107,8 +97,6 @@ class OwnFunction(Net):
 
 
 class Penalized(Net):
-    """Adds the gradient by its argument, which takes a second backward."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
         y = super().forward(x)
@@ -117,8 +105,6 @@ class Penalized(Net):
 
 
 class Tied(Net):
-    """Uses a weight twice, by two names, and a module twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.again, self.shared = nn.Linear(6, 8).double(), self.first
@@ -129,8 +115,6 @@ class Tied(Net):
 
 
 class HooksBackward(Net):
-    """Has hooks on forward and backward of a module, and a list of its modules beside the registered ones."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = [self.first, self.last]
@@ -189,8 +173,6 @@ def test_gradients_are_accumulated_over_calls() -> None:
 
 
 class Mixture(Net):
-    """Sends each example to one of three experts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(3))
@@ -335,8 +317,6 @@ def test_a_skipped_step_leaves_no_trace_of_what_it_has_used() -> None:
 
 
 class Normalizes(Net):
-    """Keeps statistics, and counts in a buffer how often it branches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(8).double()
@@ -358,8 +338,6 @@ def test_buffers_are_those_of_each_shard(num_devices: int) -> None:
 
 
 class Drops(Net):
-    """Drops, within a checkpoint, what it computes again in backward."""
-
     def __init__(self, reenters: bool | None = None) -> None:
         super().__init__()
         self.drop, self.reenters = nn.Dropout(0.5), reenters
@@ -428,8 +406,6 @@ def test_attributes_are_those_that_the_model_has_in_each_step() -> None:
 
 
 class Passes(Net):
-    """Hands values from one method to the next in attributes, as some models of Hugging Face do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.kind, self.is_read_first = 5.0, "none", torch.tensor(False)
@@ -501,8 +477,6 @@ def test_autocast_is_as_in_the_callers_thread() -> None:
 
 
 class Reads(nn.Module):
-    """A recurrent layer over sequences of one feature."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -531,8 +505,6 @@ def compile_plain(model: nn.Module, devices: int = 2, loss_fn: Any = F.cross_ent
 
 
 class Does(Net):
-    """Does something in forward, from a call on."""
-
     def __init__(self, deed: Callable[[Any, torch.Tensor], Any]) -> None:
         super().__init__()
         self.deed = deed
@@ -707,7 +679,6 @@ def test_a_later_run_that_differs_fails_before_anything_is_updated(
 @pytest.mark.slow
 @pytest.mark.parametrize("deed", [uses_the_spare, detaches])
 def test_a_later_run_may_use_other_parameters(deed: Callable[[Any, torch.Tensor], Any]) -> None:
-    """The first run has used no spare, or all others."""
     model, batch = Does(deed), batches(6)[0]
     model.is_on = torch.tensor(False)
     whole = copy.deepcopy(model)

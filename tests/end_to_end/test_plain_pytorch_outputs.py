@@ -63,16 +63,12 @@ def test_evaluations_run_forward_alone(num_devices: int) -> None:
 
 @dataclass
 class Found:
-    """What a model returns."""
-
     loss: torch.Tensor
     logits: torch.Tensor
     more: dict[str, Any]
 
 
 class Returns(Net):
-    """Returns its loss with other things, of which ``also`` makes one."""
-
     def __init__(self, also: Callable[..., Any] = lambda model, x, y: None) -> None:
         super().__init__()
         self.also = also

@@ -61,8 +61,6 @@ def make_net(*between: nn.Module) -> nn.Module:
 
 
 class Table(nn.Module):
-    """A table and layers whose gradients are larger than their factors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.layer, self.head = nn.Embedding(40, 24), nn.Linear(24, 24), nn.Linear(24, 3)
@@ -146,8 +144,6 @@ def test_shares_of_factored_gradients_are_made_of_the_factors_that_there_are(
 
 
 class Whitened(nn.Module):
-    """Normalizes the examples of a batch together, without a module or a buffer that would tell."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.batch_norm(x, None, None, training=True)
 
@@ -248,8 +244,6 @@ def test_a_shard_of_the_users_own_may_be_empty(sizes: tuple[int, ...], optimizer
 
 
 class Several(nn.Module):
-    """Gives an output of each kind."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
@@ -288,7 +282,6 @@ def test_outputs_are_those_of_the_replicas_that_have_examples() -> None:
 
 @pytest.mark.slow
 def test_random_numbers_are_those_of_the_replica() -> None:
-    """Two runs give the same bits, and a replica draws the same whether or not another one has an example."""
     model, found = make_net(nn.Dropout(0.5)), []
     for num_devices in (1, 3, 3):
         torch.manual_seed(0)

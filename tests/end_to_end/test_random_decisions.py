@@ -25,8 +25,6 @@ SGD = {"lr": 0.1, "momentum": 0.9}
 
 
 class LeavesOutLayers(nn.Module):
-    """Runs some of its layers, and scales what they give."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers, self.head = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), nn.Linear(3, 3)
@@ -41,8 +39,6 @@ class LeavesOutLayers(nn.Module):
 
 
 class Does(nn.Module):
-    """A layer, and then what is given."""
-
     def __init__(self, does: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.layer, self.does = nn.Linear(3, 3), does
@@ -114,8 +110,6 @@ def test_scalars_are_compared_as_a_tensor_is(dtype: torch.dtype, value: float) -
 
 
 class ComparesScalars(nn.Module):
-    """Scales what its layer gives by the answers of comparisons, beside one that decides."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)

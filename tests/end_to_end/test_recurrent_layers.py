@@ -27,8 +27,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Classifies sequences [batch, time, 3] by all that a recurrent net gives."""
-
     def __init__(self, kind: type[nn.RNNBase], has_states: bool = False, **options: Any) -> None:
         super().__init__()
         self.rnn = kind(3, 4, **options)
@@ -86,7 +84,6 @@ def test_compiled_regions(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def targets(program: Program) -> list[str]:
-    """The names of the operators in the regions of a program."""
     graphs = [region.graph_module.graph for region in program.regions.values()]
     return [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
 
@@ -122,7 +119,6 @@ def test_dropout_between_layers_follows_torchs_seed() -> None:
 
 @pytest.mark.parametrize("kind", slow_but(["LSTM"], KINDS))
 def test_autocast(kind: str) -> None:
-    """Values have the types that autocast gives them, and the loss agrees as far as bfloat16 does."""
     torch.manual_seed(0)
     model, dtypes = Net(KINDS[kind], batch_first=True), []
 
@@ -175,8 +171,6 @@ def test_sequences_without_items_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GRU", *slow(("LSTM",), ("RNN",))])
 def test_time_is_never_split(kind: str) -> None:
-    """Time in dim 0 of an argument is refused, wherever the way to the layer keeps dim 0; one device takes it."""
-
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -20,8 +20,6 @@ NUM_DEVICES = [pytest.param(n, marks=[pytest.mark.slow] if n in (1, 2, 4) else [
 
 
 class Normalized(nn.Module):
-    """Normalizes its features over the whole batch, by sums over all replicas."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
@@ -35,7 +33,6 @@ class Normalized(nn.Module):
 
 
 def coupled_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A mean over examples plus a penalty on the mean output of the whole batch."""
     count = mirrorc.all_reduce(torch.full((), float(len(outputs)), dtype=outputs.dtype))
     mean = mirrorc.all_reduce(outputs.sum(0)) / count
     return F.mse_loss(outputs, target) + (mean**2).sum() + F.mse_loss(mean.expand_as(outputs), target)
@@ -44,7 +41,6 @@ def coupled_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def trained(
     devices: Any, sizes: tuple[int, ...], model: Callable[[], nn.Module], loss_fn: Any, **options: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and parameters after a step on each batch; without devices, in plain PyTorch."""
     torch.manual_seed(0)
     net = model().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -79,8 +75,6 @@ def test_values_of_the_whole_batch_train_as_on_one_device(num_devices: int) -> N
 
 
 class Paired(nn.Module):
-    """Gives two embeddings of each example, one of each half of its features."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(5, 6), nn.Linear(5, 6)
@@ -115,8 +109,6 @@ def test_contrastive_losses_over_the_whole_batch(num_devices: int, loss: Any) ->
 
 
 class Convolutions(nn.Module):
-    """A convolution and a linear layer, each normalized by the statistics of the batch."""
-
     def __init__(self, *, affine: bool = True, momentum: float | None = 0.1) -> None:
         super().__init__()
         self.first = nn.Conv1d(1, 2, 2)
@@ -151,7 +143,6 @@ def reduced_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_options_of_a_step_mean_the_same(backend: str) -> None:
-    """A norm, several buckets, a loss that is the same on all replicas, both backends."""
     sizes = (7, 7)
     model = lambda: nn.Sequential(Normalized(), nn.SyncBatchNorm(3))  # noqa: E731
     buckets = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-5}

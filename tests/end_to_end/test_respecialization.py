@@ -34,8 +34,6 @@ ADAM = partial(torch.optim.Adam, lr=0.1)
 
 
 class TwoHeads(nn.Module):
-    """A shared trunk with two heads; the call says which one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.trunk = nn.Linear(4, 4)
@@ -47,8 +45,6 @@ class TwoHeads(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A linear layer whose output takes part in what tests change: a buffer, an attribute, a submodule."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)
@@ -100,7 +96,6 @@ def test_two_heads_take_turns(make_optimizer: Any, disable_passes: tuple[str, ..
 @pytest.mark.slow
 @pytest.mark.parametrize("order", slow_but(["aab"], ["ab", "ba", "aab"]))
 def test_a_head_without_a_step_has_no_state(order: str) -> None:
-    """Until its own program has run, as on one device."""
     model = seeded(TwoHeads).double()
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = ADAM(model.parameters()), ADAM(twin.parameters())
@@ -177,8 +172,6 @@ def test_what_is_replaced_is_refused(replace: Callable[[Scaled], None], name: st
 
 
 class Growing(nn.Module):
-    """Calls its layers one after the other, and whatever else it has been given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(2, 2)])
@@ -240,8 +233,6 @@ def test_what_is_added_without_a_new_variable_is_obeyed() -> None:
 
 @pytest.mark.slow
 def test_what_was_added_may_change_again() -> None:
-    """It is replaced, hooked, changed and removed like what the model had at first."""
-
     def negative(model: Any) -> None:
         model.extra.slope = -0.0
 
@@ -373,8 +364,6 @@ def test_an_attribute_that_is_first_set_after_compile() -> None:
 
 @pytest.mark.slow
 def test_an_attribute_may_become_anything() -> None:
-    """A plain value may be replaced by what has no truth value, and by what cannot be hashed."""
-
     class Weighted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -401,8 +390,6 @@ def test_an_attribute_may_become_anything() -> None:
 
 
 class AsksForTheDefaultDtype(nn.Module):
-    """A loss of two if the default dtype is float64, else of one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
@@ -494,8 +481,6 @@ def test_another_dtype_of_the_model_is_not_taken_back() -> None:
 
 
 class TakesANumber(nn.Module):
-    """A linear layer with an activation that takes an argument as a number alone."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)

@@ -27,7 +27,6 @@ aten = torch.ops.aten
 
 
 def check_rows(step: mirrorc.Step) -> None:
-    """Each row of an explanation is of one chunk in one round, with the bytes that are sent in it."""
     found, program = step.explain(), step.program
     sends = [bucket for bucket in found.buckets if bucket.kind == "send"]
     labels = [bucket.label for bucket in sends]
@@ -39,7 +38,6 @@ def check_rows(step: mirrorc.Step) -> None:
 
 
 def trained(num_devices: int, link: str, add_passes: Sequence[mirrorc.Placed] = ()) -> tuple[Program, torch.Tensor]:
-    """The program of three steps, and all parameters after them, in one tensor."""
     torch.manual_seed(0)
     model = TwoLayers().double()
     with compiled_step(
@@ -74,7 +72,6 @@ def test_a_ring_sums_like_an_all_reduce(num_devices: int, link: str) -> None:
 
 
 def ring_of(num_devices: int) -> Program:
-    """A scheduled program of one bucket of six elements, reduced by a ring."""
     program = Ring().run(run_up_to("lower-collectives", handmade(num_devices, [Weight("w", (6,))]), link="copy"))
     verify(program)
     return program
@@ -170,20 +167,17 @@ def as_it_is(program: Program, added: fx.Node, sent: fx.Node) -> None:
 
 
 def by_a_part(program: Program, added: fx.Node, sent: fx.Node) -> None:
-    """Sends the whole sum as the one part of it."""
     split = insert(program, sent, aten.split.Tensor, (added, len(added.meta["val"])))
     sent.args = (insert(program, sent, operator.getitem, (split, 0)),)
 
 
 def by_an_undeclared_view(program: Program, added: fx.Node, sent: fx.Node) -> None:
-    """Sends a view by an operator that does not declare that it gives one."""
     sent.args = (insert(program, sent, aten._unsafe_view.default, (added, [len(added.meta["val"])])),)
 
 
 def add_in_place(
     program: Program, *, after_the_send: bool, show: Callable[[Program, fx.Node, fx.Node], None] = as_it_is
 ) -> tuple[fx.Node, fx.Node]:
-    """Puts an operator that writes to a partial sum before or after it is sent; gives the sum and its send."""
     added = first(program.mirrored_graph, aten.add.Tensor)
     sent = next(user for user in added.users if user.target is ops.send)
     show(program, added, sent)
@@ -192,7 +186,6 @@ def add_in_place(
 
 
 def test_what_is_sent_is_not_written_in_place_afterwards() -> None:
-    """Neither is what a sent value is a view of."""
     for show in (by_a_part, by_an_undeclared_view, as_it_is):
         program = ring_of(3)
         added, sent = add_in_place(program, after_the_send=True, show=show)

@@ -26,8 +26,6 @@ WHOLE = {"link": "copy", "disable_passes": ["share-parameters", "send-rows"]}
 
 
 class Lookups(nn.Module):
-    """Words with padding, which are looked up twice, bags, and a table of which few rows are; and a dense layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(200, 4, padding_idx=1, sparse=True)
@@ -68,7 +66,6 @@ def seeded() -> Lookups:
 
 
 def batches(sizes: Sequence[int] = (4, 1, 4)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Some rows occur several times, some in one batch alone; one bag has nothing but padding."""
     generator = torch.Generator().manual_seed(3)
     for size in sizes:
         x = torch.randint(0, 14, (size, 3), generator=generator)
@@ -81,7 +78,6 @@ def copies_of(step: Step, name: str) -> tuple[torch.Tensor, ...]:
 
 
 def trained(make: Maker, devices: int, **options: Any) -> tuple[Lookups, list[dict[str, Any]], int]:
-    """The model, the optimizers' states, and how many times a step of its last program writes rows; all copies are equal."""
     model = seeded()
     optimizers = make(model)
     with (
@@ -122,7 +118,6 @@ def trained_alone(make: Maker) -> Lookups:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """The same bits, in whatever holds tensors."""
     if isinstance(one, torch.Tensor):
         assert one.layout == other.layout
         assert torch.equal(one.to_dense(), other.to_dense())
@@ -193,8 +188,6 @@ def test_devices_with_memories_of_their_own_get_rows(monkeypatch: pytest.MonkeyP
 
 
 class Table(nn.Module):
-    """Gives rows of a table."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(100, 2, sparse=True)

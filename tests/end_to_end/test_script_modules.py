@@ -25,8 +25,6 @@ AUTOGRAD = {"capture": "autograd"}
 
 
 class Looping(nn.Module):
-    """Layers, as many as an argument says, so that TorchScript has control flow."""
-
     def __init__(self, rate: float = 0.0, *, normalizes: bool = False) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -55,8 +53,6 @@ class Around(nn.Module):
 
 
 class Scaled(nn.Module):
-    """With a number and a tensor that are no buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -84,8 +80,6 @@ class Boxed(nn.Module):
 
 
 class Remembering(nn.Module):
-    """Writes to a list, which is no assignment."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.seen = nn.Linear(6, 4).double(), [0]
@@ -96,8 +90,6 @@ class Remembering(nn.Module):
 
 
 class Shares(nn.Module):
-    """Calls a part of a module by attributes of its own."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner, self.part, self.parts = inner, inner.first, [inner.last]

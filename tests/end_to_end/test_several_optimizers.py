@@ -30,9 +30,6 @@ Makes = Sequence[Callable[..., torch.optim.Optimizer]]
 
 
 class Pair:
-    """A net that a step trains with several optimizers, and its equal in a plain loop: weights with the first one, biases with
-    the second one."""
-
     def __init__(self, makes: Makes, num_devices: int, **options: Any) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
@@ -49,7 +46,6 @@ class Pair:
         return [[p for name, p in named.items() if kind in name] for kind in ("weight", "bias")]
 
     def each(self, change: Callable[[Any, Any], Any]) -> None:
-        """Does the same to both sides: is given the net and the optimizers."""
         for net, optimizers in ((self.net, self.optimizers), (self.plain, self.plains)):
             change(net, optimizers)
 
@@ -107,7 +103,6 @@ def test_a_step_is_one_of_each(makes: Makes, num_devices: int, options: dict[str
 
 
 def load(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """As when training is resumed: state and learning rate of one of them."""
     file = io.BytesIO()
     torch.save(optimizers[0].state_dict(), file)
     state = torch.load(io.BytesIO(file.getvalue()))
@@ -144,8 +139,6 @@ def test_what_the_user_does_to_one_of_them_is_seen(makes: Makes) -> None:
 
 @pytest.mark.slow
 def test_groups_that_are_added_keep_the_numbers_of_others() -> None:
-    """Here the first optimizer gets another group, while the second one's keeps its number, under which its norm is told."""
-
     def leave_out(net: Any, optimizers: list[torch.optim.Optimizer]) -> None:
         optimizers[0].param_groups[0]["params"].pop()
 

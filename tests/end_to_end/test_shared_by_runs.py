@@ -22,8 +22,6 @@ import mirrorc
 
 
 class Does(nn.Module):
-    """Does something between its layers, which its values of one's own are for."""
-
     def __init__(self, deed: Callable[[Any, torch.Tensor], Any], own: Any = None) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -99,15 +97,11 @@ def test_a_generator_that_is_torchs_own_is_a_stream_of_each_replica() -> None:
 
 
 class Doubles(Does):
-    """Another forward over the same layers."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
 
 
 class DoublingLinear(nn.Linear):
-    """Another forward over the same parameters."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
 
@@ -138,8 +132,6 @@ _factor: contextvars.ContextVar[float] = contextvars.ContextVar("factor", defaul
 
 
 class ReadsBackward(torch.autograd.Function):
-    """The identity, whose gradient is a multiple by a context variable."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()

@@ -17,8 +17,6 @@ from mirrorc.user.aliased_tensors import refuse_shared_memory
 
 
 class Model(nn.Module):
-    """Two layers and a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)

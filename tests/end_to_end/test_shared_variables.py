@@ -32,8 +32,6 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class Game(nn.Module):
-    """The loss of a generator, or of its critic, which reads the other one."""
-
     def __init__(self, nets: nn.ModuleList, is_critics: bool) -> None:
         super().__init__()
         self.generator, self.critic, self.is_critics = nets[0], nets[1], is_critics
@@ -44,8 +42,6 @@ class Game(nn.Module):
 
 
 class Loss(nn.Module):
-    """A loss of the first of two nets, under a name of its own."""
-
     def __init__(self, nets: nn.ModuleList, power: int) -> None:
         super().__init__()
         self.add_module(f"net{power}", nets[0])
@@ -56,8 +52,6 @@ class Loss(nn.Module):
 
 
 class Stack(nn.Module):
-    """The loss of the second net behind the first one, under the name that the first one has elsewhere."""
-
     def __init__(self, nets: nn.ModuleList) -> None:
         super().__init__()
         self.net1, self.inner = nets[1], nets[0]
@@ -116,8 +110,6 @@ class CountedCopies(TorchDispatchMode):
 
 
 class Turns:
-    """Two steps over common parameters, and a plain loop that takes the same turns."""
-
     def __init__(self, way: Callable[[nn.ModuleList], list[Any]], num_devices: int = 2, **options: Any) -> None:
         torch.manual_seed(0)
         self.nets = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, n)).double() for n in (3, 1))
@@ -129,7 +121,6 @@ class Turns:
         ]
 
     def train(self, *turns: int) -> int:
-        """Takes turns and compares; returns how often something was copied on the way to a step."""
         counted = CountedCopies()
         for turn in turns:
             x = torch.randn(6, 3).double()
@@ -196,8 +187,6 @@ def test_nothing_is_copied_and_no_replica_is_stale(way: str, options: dict[str, 
 
 @pytest.mark.slow
 def test_what_the_user_does_between_turns_reaches_both() -> None:
-    """A step of one optimizer, a loaded state, a frozen parameter, other memory, and an evaluation."""
-
     def step_of_one(nets: nn.ModuleList, both: list[Any]) -> None:
         model, optimizer = both[0]
         nets.zero_grad()
@@ -314,7 +303,6 @@ def test_parameters_that_nobody_trains_bind_no_steps_together() -> None:
 
 
 def assert_one_at_a_time(one: mirrorc.Step, other: mirrorc.Step, optimizer: Any, x: torch.Tensor, **more: Any) -> None:
-    """While one step runs in a thread, another one is refused; to close it waits for nothing."""
     entered, released = threading.Event(), threading.Event()
 
     def hook(*_: Any) -> None:

@@ -25,8 +25,6 @@ Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
 class Lookups(nn.Module):
-    """Looks up in every way that gives rows: words with padding, two lookups of one table, and bags with and without weights."""
-
     def __init__(self, *, is_sparse: bool = True) -> None:
         super().__init__()
         self.words = nn.Embedding(30, 4, padding_idx=1, sparse=is_sparse)
@@ -43,8 +41,6 @@ class Lookups(nn.Module):
 
 
 class Largest(Lookups):
-    """Bags by their largest elements, whose gradient is dense; other tables look up densely, too."""
-
     def __init__(self) -> None:
         super().__init__(is_sparse=False)
         self.largest = nn.EmbeddingBag(20, 4, mode="max", padding_idx=2)
@@ -54,7 +50,6 @@ class Largest(Lookups):
 
 
 def batches(sizes: Sequence[int] = (6, 3, 6)) -> Iterator[Batch]:
-    """Few different rows, so that some occur several times, and some in one batch alone; one bag has nothing but padding."""
     generator = torch.Generator().manual_seed(3)
     for size in sizes:
         x = torch.randint(0, 14, (size, 3), generator=generator)
@@ -122,7 +117,6 @@ def trained(model: nn.Module, make: Maker, devices: int, **options: Any) -> list
 
 
 def assert_alike(own: Sequence[torch.optim.Optimizer], others: Sequence[torch.optim.Optimizer]) -> None:
-    """The state has the same entries, of the same layout and values."""
     for one, other in zip(own, others, strict=True):
         found, expected = one.state_dict()["state"], other.state_dict()["state"]
         assert found.keys() == expected.keys()
@@ -196,8 +190,6 @@ def test_rows_cannot_be_given_to_an_owner() -> None:
 
 
 class Recorder(torch.optim.Optimizer):
-    """Notes the gradients that it gets, and updates nothing."""
-
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
         self.found: list[torch.Tensor] = []
@@ -207,8 +199,6 @@ class Recorder(torch.optim.Optimizer):
 
 
 class Table(nn.Module):
-    """Gives rows of a table."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 2, padding_idx=4, sparse=True)
@@ -381,8 +371,6 @@ def test_rows_need_their_pass() -> None:
 
 
 class Bags(nn.Module):
-    """Bags that are given as indices and offsets."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.bags = nn.EmbeddingBag(6, 3, **{"mode": "mean", "sparse": True} | options)
@@ -415,8 +403,6 @@ def test_one_device_takes_offsets_and_empty_bags(options: dict[str, Any]) -> Non
 
 
 class Learned(nn.Module):
-    """Bags whose weights are rows of another table."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bags, self.weights = nn.EmbeddingBag(9, 3, mode="sum", sparse=True), nn.Embedding(9, 1, sparse=True)

@@ -25,8 +25,6 @@ COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
 
 
 class Bounded(nn.Module):
-    """A net of bounded layers, called twice on each batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.convolution = spectral_norm(nn.Conv1d(1, 2, 3))
@@ -122,8 +120,6 @@ def test_vectors_are_those_of_one_device(
 
 
 class Game:
-    """A generator, and a critic with spectral norms that both steps run in train mode."""
-
     def __init__(self, num_devices: int) -> None:
         torch.manual_seed(0)
         self.generator = nn.Linear(3, 3).double()
@@ -182,8 +178,6 @@ def test_vectors_of_weights_that_are_drawn_at_random_are_each_replicas_own(captu
 
 
 class OnePerExample(nn.Module):
-    """Calls a spectral norm as often as a shard has examples."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
@@ -203,8 +197,6 @@ def test_calls_that_follow_the_size_of_a_shard_are_refused() -> None:
 
 
 class ByData(nn.Module):
-    """Calls a spectral norm once more where the sum of a shard is positive."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = spectral_norm(nn.Linear(4, 4))

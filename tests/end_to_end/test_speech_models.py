@@ -65,7 +65,6 @@ def sounds(*, is_padded: bool = False) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_runs"), [("wav2vec2", 1), ("wav2vec2", 2), ("hubert", 1)])
 def test_speech_models_train_as_they_come(kind: str, num_runs: int) -> None:
-    """Spans are other ones in each step; with the same seed, each run is the same."""
     losses = []
     for _ in range(num_runs):
         model, batch = speech(kind, mask_time_prob=0.5, mask_time_length=2), sounds(is_padded=num_runs == 1)
@@ -80,7 +79,6 @@ def test_speech_models_train_as_they_come(kind: str, num_runs: int) -> None:
 
 @pytest.mark.slow
 def test_masked_features_train_as_on_one_device() -> None:
-    """All places are masked, whatever is drawn."""
     masked = {"mask_time_prob": 1.0, "mask_time_length": 1, "mask_feature_prob": 0.01, "mask_feature_length": 1}
     model = speech(**masked, **NO_DROPOUT, mask_feature_min_masks=8).double()
     batches = [{**sounds(), "input_values": torch.randn(5, 220).double()} for _ in range(2)]
@@ -115,8 +113,6 @@ def test_layers_are_left_out_as_on_one_device(num_devices: int) -> None:
 
 
 class Tokens(nn.Module):
-    """Puts learned values in masked places."""
-
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.first, self.token = nn.Linear(3, 3), nn.Parameter(torch.randn(shape))
@@ -191,7 +187,6 @@ def test_a_ctc_loss_is_refused_by_name() -> None:
 
 @pytest.mark.slow
 def test_segformer_trains_as_it_comes() -> None:
-    """With paths that are dropped, as its configuration has it."""
     sizes: dict[str, Any] = {"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [4, 4], "patch_sizes": [3, 3]}
     sizes |= {"strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 4}
     batch = {"pixel_values": torch.randn(4, 3, 8, 8), "labels": torch.randint(0, 3, (4, 8, 8))}

@@ -19,8 +19,6 @@ from mirrorc.runtime.state.variables.variables import VariableStore
 
 
 class Normed(nn.Module):
-    """A BatchNorm, and statistics of its own that nothing counts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)

@@ -22,15 +22,11 @@ LOSSES = (F.mse_loss, F.l1_loss)
 
 
 class Net(nn.Sequential):
-    """With a buffer that each step writes."""
-
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
 
 class Turns:
-    """Two steps with different losses over one net, and a plain loop that takes the same turns."""
-
     def __init__(self, make: Any = torch.optim.AdamW, num_devices: int = 2, **options: Any) -> None:
         torch.manual_seed(0)
         self.net = Net().double()
@@ -48,7 +44,6 @@ class Turns:
         change(self.plain, self.plains)
 
     def train(self, *turns: int) -> None:
-        """Takes turns in evaluation mode of the norm, in which a batch is not coupled, and compares."""
         for turn in turns:
             torch.manual_seed(turn)
             x, target = torch.randn(6, 4).double(), torch.randn(6, 3).double()
@@ -123,7 +118,6 @@ def test_nothing_is_laid_out_or_copied_between_turns(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_closing_one_leaves_the_other() -> None:
-    """Which still notices what the user does, and whose state a third step finds."""
     turns = Turns()
     turns.train(0, 1)
     turns.steps[0].close()

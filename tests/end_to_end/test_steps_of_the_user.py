@@ -148,8 +148,6 @@ def test_fused_steps_of_another_optimizer_over_what_the_step_does_not_train_coun
 
 
 def clipping(maximum: float) -> Any:
-    """A hook that clips gradients by their norm."""
-
     def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         early_clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], maximum)
 
@@ -377,7 +375,6 @@ def test_gradients_are_clipped_by_a_hook_of_the_optimizer(
 
 
 def penalize(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A hook that adds the gradient of a penalty, which autograd computes."""
     assert torch.is_grad_enabled()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     penalty = sum((p**4).sum() for p in parameters)

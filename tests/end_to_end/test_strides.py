@@ -22,8 +22,6 @@ TOLERANCE = 1e-10
 
 
 class Strided(nn.Module):
-    """A linear layer on what a function makes of the batch [n, 3, 4], and of a normalization of it in another layout."""
-
     def __init__(self, shape: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
@@ -38,8 +36,6 @@ class Strided(nn.Module):
 
 
 class TimeSeriesLayer(nn.Module):
-    """A layer of a transformer for series [n, time, 8]: attention between normalizations over the batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
@@ -71,8 +67,6 @@ def batch(*shape: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Dropping(nn.Module):
-    """Dropout on what a function makes of the batch, then a linear layer without a bias over the last dimension."""
-
     def __init__(self, lay: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.lay, self.dropout = lay, nn.Dropout(0.5)

@@ -30,8 +30,6 @@ TOLERANCE = 1e-12
 
 
 class Tagger(nn.Module):
-    """A transformer with positions, which gives a tag to each token."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(WORDS, 16), nn.Embedding(64, 16)
@@ -44,8 +42,6 @@ class Tagger(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Attention to earlier tokens, written by hand, with numbers that are computed of the sizes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.mixed, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, 48), nn.Linear(16, WORDS)
@@ -60,8 +56,6 @@ class CausalAttention(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Pools ragged text over its words, without what is padded."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.hidden, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, 32), nn.Linear(32, 5)
@@ -74,8 +68,6 @@ class Classifier(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Convolutions over time, of which one halves it, and a branch on the length."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.narrow = nn.Embedding(WORDS, 16), nn.Conv1d(16, 32, 3, padding=1)
@@ -89,8 +81,6 @@ class Convolutions(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM over the text."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.layer = nn.Embedding(WORDS, 8), nn.LSTM(8, 8, batch_first=True)
@@ -101,8 +91,6 @@ class Recurrent(nn.Module):
 
 
 class Wide(nn.Module):
-    """Gradients that are large enough to stay factors between devices: rows of a table, and products."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.up, self.down = nn.Embedding(3000, 64), nn.Linear(64, 2100), nn.Linear(2100, 8)
@@ -125,7 +113,6 @@ def random_sizes(count: int, seed: int) -> list[tuple[int, int]]:
 def trained_beside_plain_pytorch(
     make_model: Callable[[], nn.Module], sizes: Sequence[tuple[int, int]], num_devices: int = 1, **options: Any
 ) -> tuple[mirrorc.Step, Program]:
-    """Trains a model and a copy of it on the same batches, and compares them after each; gives the step and its last program."""
     torch.manual_seed(0)
     model = make_model().double()
     twin = copy.deepcopy(model)
@@ -224,8 +211,6 @@ def test_a_size_that_the_model_fixes_stays_a_number() -> None:
 
 
 class Sized(nn.Module):
-    """Takes text of one length alone."""
-
     def __init__(self, length: int) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4 * length, 5)
@@ -241,8 +226,6 @@ def test_a_size_that_python_counts_with_is_compiled_anew(quiet: None) -> None:
 
 
 class Looping(nn.Module):
-    """Goes through the words in a Python loop, and has the number of words as a number in each graph."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 5)
@@ -255,8 +238,6 @@ class Looping(nn.Module):
 
 
 class Returning(nn.Module):
-    """Returns more than a loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 5)
@@ -493,8 +474,6 @@ def test_no_guard_is_made_while_steps_run() -> None:
 
 
 class Random(nn.Module):
-    """Draws numbers for each word, for each text, and for what is dropped."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 5)

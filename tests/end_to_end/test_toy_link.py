@@ -28,8 +28,6 @@ from mirrorc.verifier.verifier import verify
 
 
 class ToyCommunicator(CopyCommunicator):
-    """Copies, and counts what it was given."""
-
     link = "toy"
     launched: list[tuple[int, int]] = []  # noqa: RUF012 - what all instances were given
     receipts: list[tuple[str, Route]] = []  # noqa: RUF012
@@ -62,7 +60,6 @@ def toy() -> Iterator[None]:
 
 
 def trained(num_devices: int, **options: Any) -> tuple[mirrorc.Step, dict[str, torch.Tensor]]:
-    """A step after three batches, and its parameters."""
     torch.manual_seed(0)
     model = TwoLayers()
     step = compiled_step(
