@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from references import (
     OptimizerMaker,
-    assert_mirrored,
     assert_same_model,
     assert_same_state,
     train_step,
@@ -23,9 +22,7 @@ from references import (
 from selections import exhaustive, slow
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
-from twins import compiled_step
-
-import mirrorc
+from twins import MlpTwins, compiled_step, sgd
 
 TOLERANCE = 1e-10
 STATEFUL: dict[str, OptimizerMaker] = {
@@ -50,42 +47,6 @@ KINDS_OF_STATE = [
 ]
 
 
-class Pair:
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: OptimizerMaker,
-        num_devices: int = 2,
-        select: Callable[[nn.Module], Iterable[Any]] = lambda model: model.parameters(),
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = F.cross_entropy,
-        **options: Any,
-    ) -> None:
-        self.model, self.twin = model, copy.deepcopy(model)
-        self.optimizer, self.twin_optimizer = make_optimizer(select(self.model)), make_optimizer(select(self.twin))
-        self.loss_fn, self.num_devices = loss_fn, num_devices
-        options = {"backend": "eager", **options}
-        self.step = mirrorc.compile(self.model, num_devices, optimizer=self.optimizer, loss_fn=loss_fn, **options)
-        self._seed = 0
-
-    def train(self, steps: int = 2) -> None:
-        for _ in range(steps):
-            self._seed += 1
-            batch = mlp_batch(6, seed=self._seed)
-            loss = self.step(**batch)
-            expected = train_step(self.twin, self.twin_optimizer, batch, self.loss_fn)
-            assert loss.item() == pytest.approx(expected, rel=TOLERANCE)
-            assert_mirrored(self.step, self.model, self.num_devices)
-
-    def on_both(self, change: Callable[[nn.Module, torch.optim.Optimizer], None]) -> None:
-        change(self.model, self.optimizer)
-        change(self.twin, self.twin_optimizer)
-
-    def check(self) -> None:
-        assert_same_model(self.model, self.twin, TOLERANCE)
-        assert_same_state(self.optimizer, self.twin_optimizer, TOLERANCE)
-        self.step.close()
-
-
 def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
@@ -100,72 +61,56 @@ def test_state_of_a_single_device_run_goes_on(name: str) -> None:
     optimizer = STATEFUL[name](model.parameters())
     for seed in range(3):
         train_step(model, optimizer, mlp_batch(6, seed=seed), F.cross_entropy)
-    pair = Pair(model, STATEFUL[name])
-    pair.on_both(lambda _, own: own.load_state_dict(saved_and_loaded(optimizer.state_dict())))
-    pair.train(3)
-    pair.check()
+    with MlpTwins(STATEFUL[name], model=model) as pair:
+        pair.on_both(lambda _, own: own.load_state_dict(saved_and_loaded(optimizer.state_dict())))
+        pair.steps(3)
+        pair.check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS_OF_STATE)
 def test_state_of_a_mirrored_run_goes_on_on_a_single_device(name: str) -> None:
-    pair = Pair(make_mlp(), STATEFUL[name], num_devices=3)
-    pair.train(3)
-    model = copy.deepcopy(pair.model)
-    model.load_state_dict(saved_and_loaded(pair.model.state_dict()))
-    optimizer = STATEFUL[name](model.parameters())
-    optimizer.load_state_dict(saved_and_loaded(pair.optimizer.state_dict()))
-    pair.twin_optimizer.load_state_dict(pair.twin_optimizer.state_dict())  # it turns some entries into other dtypes
-    for seed in range(3):
-        batch = mlp_batch(6, seed=100 + seed)
-        train_step(model, optimizer, batch, F.cross_entropy)
-        train_step(pair.twin, pair.twin_optimizer, batch, F.cross_entropy)
-    assert_same_model(model, pair.twin, TOLERANCE)
-    assert_same_state(optimizer, pair.twin_optimizer, TOLERANCE)
-    pair.step.close()
+    with MlpTwins(STATEFUL[name], devices=3) as pair:
+        pair.steps(3)
+        model = copy.deepcopy(pair.model)
+        model.load_state_dict(saved_and_loaded(pair.model.state_dict()))
+        optimizer = STATEFUL[name](model.parameters())
+        optimizer.load_state_dict(saved_and_loaded(pair.optimizer.state_dict()))
+        pair.twin_optimizer.load_state_dict(pair.twin_optimizer.state_dict())  # it turns some entries into other dtypes
+        for _ in range(3):
+            batch = pair.next_batch()
+            train_step(model, optimizer, batch, F.cross_entropy)
+            pair.plain(**batch)
+        assert_same_model(model, pair.twin, TOLERANCE)
+        assert_same_state(optimizer, pair.twin_optimizer, TOLERANCE)
 
 
 @pytest.mark.slow
-def test_state_moves_between_numbers_of_devices() -> None:
-    pair = Pair(make_mlp(), ADAMW, num_devices=2)
-    pair.train(2)
-    pair.step.close()
-    pair.step = compiled_step(pair.model, F.cross_entropy, 3, optimizer=pair.optimizer)
-    pair.num_devices = 3
-    pair.train(2)
-    pair.check()
+@pytest.mark.parametrize("devices", [2, 3])
+def test_state_goes_on_with_another_step(devices: int) -> None:
+    with MlpTwins(ADAMW) as pair:
+        pair.steps()
+        first = pair.step
+        pair.step = compiled_step(pair.model, F.cross_entropy, devices, optimizer=pair.optimizer)
+        if devices != pair.devices:
+            first.close()
+        pair.devices = devices
+        pair.steps()
+        if devices == 2:  # both are open, and take turns
+            second, pair.step = pair.step, first
+            pair.steps()
+            second.close()
+        pair.check()
 
 
-@pytest.mark.slow
-def test_an_optimizer_that_has_stepped_before_compile_goes_on() -> None:
-    model = make_mlp()
-    pair = Pair(model, ADAMW)
-    for seed in range(2):
-        pair.on_both(
-            lambda model, own, seed=seed: train_step(model, own, mlp_batch(6, seed=50 + seed), F.cross_entropy)
-        )
-    pair.train(2)
-    pair.check()
-
-
-@pytest.mark.slow
-def test_step_counts_are_distinct_tensors() -> None:
-    pair = Pair(make_mlp(), ADAMW)
-    pair.train(2)
-    counts = [state["step"] for state in pair.optimizer.state.values()]
-    assert len({count.data_ptr() for count in counts}) == len(list(pair.model.parameters()))
-    assert all(count == 2 and count.shape == () for count in counts)
-    pair.train(1)
-    assert all(state["step"] == 3 for state in pair.optimizer.state.values())
-    pair.check()
-
-
-def test_saved_state_is_small() -> None:
-    pair = Pair(make_mlp(), ADAMW)
-    pair.train(1)
-    for state in pair.optimizer.state_dict()["state"].values():
-        assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
-    pair.check()
+def test_saved_state_is_small_and_each_parameter_has_a_count() -> None:
+    with MlpTwins(ADAMW) as pair:
+        pair.steps(2)
+        states = pair.optimizer.state_dict()["state"].values()
+        assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in states)
+        assert len({state["step"].data_ptr() for state in states}) == len(list(pair.model.parameters()))
+        assert all(state["step"] == 2 and state["step"].shape == () for state in states)
+        pair.check()
 
 
 @pytest.mark.slow
@@ -181,31 +126,22 @@ def test_saved_state_is_small() -> None:
     ids=str,
 )
 def test_hyperparameters_change_between_steps(make_optimizer: OptimizerMaker, change: dict[str, Any]) -> None:
-    pair = Pair(make_mlp(), make_optimizer)
-    pair.on_both(lambda _, own: own.param_groups[0].update(change) if "amsgrad" in change else None)
-    pair.train(2)
-    pair.on_both(lambda _, own: own.param_groups[0].update(change))
-    pair.train(2)
-    pair.check()
+    with MlpTwins(make_optimizer) as pair:
+        pair.on_both(lambda _, own: own.param_groups[0].update(change) if "amsgrad" in change else None)
+        pair.steps()
+        pair.on_both(lambda _, own: own.param_groups[0].update(change))
+        pair.steps()
+        pair.check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["nadam", *slow(("adamw",), ("sgd",))])
-def test_parameters_with_different_step_counts(name: str) -> None:
-    def load(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        state = copy.deepcopy(optimizer.state_dict())
-        for index, entries in state["state"].items():
-            if "step" in entries:
-                entries["step"] = torch.tensor(float(3 + index % 2))
-        if name == "sgd":
-            del state["state"][1]  # a parameter without momentum yet
-        optimizer.load_state_dict(state)
-
-    pair = Pair(make_mlp(), STATEFUL[name])
-    pair.train(2)
-    pair.on_both(load)
-    pair.train(3)
-    pair.check()
+def other_counts(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    for index, entries in state["state"].items():
+        if "step" in entries:
+            entries["step"] = torch.tensor(float(3 + index % 2))
+    if isinstance(optimizer, torch.optim.SGD):
+        del state["state"][1]  # a parameter without momentum yet
+    optimizer.load_state_dict(state)
 
 
 @pytest.mark.slow
@@ -213,49 +149,14 @@ def test_parameters_with_different_step_counts(name: str) -> None:
     "make_optimizer", [ADAMW, *slow((STATEFUL["adadelta"],), (MOMENTUM,))], ids=["adamw", "adadelta", "sgd"]
 )
 def test_state_loaded_between_steps_is_honored(make_optimizer: OptimizerMaker) -> None:
-    pair = Pair(make_mlp(), make_optimizer, num_devices=3)
-    pair.train(1)
-    states = [copy.deepcopy(own.state_dict()) for own in (pair.optimizer, pair.twin_optimizer)]
-    pair.train(3)
-    pair.optimizer.load_state_dict(states[0])
-    pair.twin_optimizer.load_state_dict(states[1])
-    pair.train(2)
-    pair.check()
-
-
-@pytest.mark.slow
-def test_state_cleared_between_steps_begins_afresh() -> None:
-    pair = Pair(make_mlp(), ADAMW)
-    pair.train(2)
-    pair.on_both(lambda _, own: own.state.clear())
-    pair.train(2)
-    pair.check()
-
-
-@pytest.mark.slow
-def test_optimizer_state_written_in_place_is_honored() -> None:
-    def write(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for state in optimizer.state.values():
-            state["exp_avg"].zero_()
-
-    pair = Pair(make_mlp(), ADAMW)
-    pair.train(2)
-    pair.on_both(write)
-    pair.train(2)
-    pair.check()
-
-
-@pytest.mark.slow
-def test_step_counts_written_in_place_are_honored() -> None:
-    def write(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for state in optimizer.state.values():
-            state["step"].fill_(10.0)
-
-    pair = Pair(make_mlp(), ADAMW)
-    pair.train(2)
-    pair.on_both(write)
-    pair.train(2)
-    pair.check()
+    with MlpTwins(make_optimizer, devices=3) as pair:
+        pair.steps(1)
+        states = [copy.deepcopy(own.state_dict()) for own in (pair.optimizer, pair.twin_optimizer)]
+        pair.steps(3)
+        pair.optimizer.load_state_dict(states[0])
+        pair.twin_optimizer.load_state_dict(states[1])
+        pair.steps()
+        pair.check()
 
 
 def load_other_weights(model: nn.Module, _: torch.optim.Optimizer) -> None:
@@ -280,37 +181,14 @@ def exchange_data(model: nn.Module, _: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "make_optimizer"),
-    [
-        (exchange_data, ADAMW),
-        (load_other_weights, ADAMW),
-        (write_in_place, STATEFUL["adadelta"]),
-        (replace_data, ADAMW),
-        *slow(
-            (load_other_weights, STATEFUL["adadelta"]), (write_in_place, ADAMW), (replace_data, STATEFUL["adadelta"])
-        ),
-    ],
-)
-def test_weights_written_between_steps_are_mirrored(
-    change: Callable[..., None], make_optimizer: OptimizerMaker
-) -> None:
-    pair = Pair(make_mlp(), make_optimizer, num_devices=3)
-    pair.train(2)
-    pair.on_both(change)
-    pair.train(2)
-    pair.check()
-
-
-@pytest.mark.slow
 def test_a_frozen_and_a_trained_parameter_exchange_their_memory() -> None:
     model = make_mlp()
     model.first.bias.requires_grad_(False)
-    pair = Pair(model, ADAMW)
-    pair.train(2)
-    pair.on_both(exchange_data)
-    pair.train(2)
-    pair.check()
+    with MlpTwins(ADAMW, model=model) as pair:
+        pair.steps()
+        pair.on_both(exchange_data)
+        pair.steps()
+        pair.check()
 
 
 @pytest.mark.slow
@@ -324,13 +202,13 @@ def test_buffers_written_between_steps_are_mirrored() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x) * self.scale
 
-    pair = Pair(Scaled(), MOMENTUM)
-    pair.train(1)
-    pair.on_both(lambda model, _: model.scale.fill_(3.0))
-    pair.train(1)
-    pair.on_both(lambda model, _: model.load_state_dict({**model.state_dict(), "scale": torch.tensor(0.5)}))
-    pair.train(1)
-    pair.check()
+    with MlpTwins(MOMENTUM, model=Scaled()) as pair:
+        pair.steps(1)
+        pair.on_both(lambda model, _: model.scale.fill_(3.0))
+        pair.steps(1)
+        pair.on_both(lambda model, _: model.load_state_dict({**model.state_dict(), "scale": torch.tensor(0.5)}))
+        pair.steps(1)
+        pair.check()
 
 
 @pytest.mark.slow
@@ -340,16 +218,16 @@ def test_buffers_written_between_steps_are_mirrored() -> None:
 def test_unfreezing_and_freezing_between_steps(make_optimizer: OptimizerMaker) -> None:
     model = make_mlp()
     model.first.requires_grad_(False)
-    pair = Pair(model, make_optimizer)
     frozen = model.first.weight.clone()
-    pair.train(2)
-    assert torch.equal(model.first.weight, frozen)
-    pair.on_both(lambda model, _: model.first.requires_grad_(True))
-    pair.train(2)
-    assert not torch.equal(model.first.weight, frozen)
-    pair.on_both(lambda model, _: model.second.requires_grad_(False))
-    pair.train(2)
-    pair.check()
+    with MlpTwins(make_optimizer, model=model) as pair:
+        pair.steps()
+        assert torch.equal(model.first.weight, frozen)
+        pair.on_both(lambda model, _: model.first.requires_grad_(True))
+        pair.steps()
+        assert not torch.equal(model.first.weight, frozen)
+        pair.on_both(lambda model, _: model.second.requires_grad_(False))
+        pair.steps()
+        pair.check()
 
 
 class WithUnused(nn.Module):
@@ -368,21 +246,20 @@ class WithUnused(nn.Module):
 def test_frozen_and_unused_parameters_are_untouched(make_optimizer: OptimizerMaker) -> None:
     model = WithUnused()
     before = copy.deepcopy(model)
-    pair = Pair(model, lambda parameters: make_optimizer(parameters, weight_decay=0.5))
-    pair.train(3)
-    assert torch.equal(model.frozen, before.frozen)
-    assert torch.equal(model.unused.weight, before.unused.weight)
-    assert torch.equal(model.unused.bias, before.unused.bias)
-    assert len(pair.optimizer.state_dict()["state"]) == len(list(model.inner.parameters()))
-    pair.check()
+    with MlpTwins(lambda parameters: make_optimizer(parameters, weight_decay=0.5), model=model) as pair:
+        pair.steps(3)
+        assert torch.equal(model.frozen, before.frozen)
+        assert_same_model(model.unused, before.unused, 0.0)
+        assert len(pair.optimizer.state_dict()["state"]) == len(list(model.inner.parameters()))
+        pair.check()
 
 
 @pytest.mark.slow
 def test_a_frozen_parameter_outside_the_optimizer_is_readable() -> None:
-    pair = Pair(WithUnused(), ADAMW, select=lambda model: model.inner.parameters())
-    pair.train(2)
-    assert [torch.equal(value, pair.model.frozen) for value in pair.step.variables["frozen"].values] == [True, True]
-    pair.check()
+    with MlpTwins(ADAMW, model=WithUnused(), select=lambda model: model.inner.parameters()) as pair:
+        pair.steps()
+        assert [torch.equal(value, pair.model.frozen) for value in pair.step.variables["frozen"].values] == [True, True]
+        pair.check()
 
 
 class Tied(nn.Module):
@@ -399,13 +276,12 @@ class Tied(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [ADAMW, *slow((STATEFUL["adadelta"],))], ids=["adamw", "adadelta"])
 def test_tied_weights_are_one_variable(make_optimizer: OptimizerMaker) -> None:
-    pair = Pair(Tied(), make_optimizer)
-    pair.train(3)
-    variables = pair.step.variables
-    assert variables["encoder.weight"].value.data_ptr() == variables["decoder.weight"].value.data_ptr()
-    assert pair.model.encoder.weight is pair.model.decoder.weight
-    assert len({variables[name].name for name in ("encoder.weight", "decoder.weight")}) == 1
-    pair.check()
+    with MlpTwins(make_optimizer, model=Tied()) as pair:
+        pair.steps(3)
+        encoder, decoder = (pair.step.variables[name] for name in ("encoder.weight", "decoder.weight"))
+        assert encoder.value.data_ptr() == decoder.value.data_ptr() and encoder.name == decoder.name
+        assert pair.model.encoder.weight is pair.model.decoder.weight
+        pair.check()
 
 
 class MixedPrecision(nn.Module):
@@ -413,7 +289,7 @@ class MixedPrecision(nn.Module):
         super().__init__()
         self.small = small
         self.first = nn.Linear(6, 16).double()
-        self.second = nn.Linear(16, 16).float()
+        self.second = nn.Linear(16, 16).float()  # wide enough for vectorized optimizers
         self.third = nn.Linear(16, 16).to(small)
         self.last = nn.Linear(16, 3).double()
 
@@ -425,53 +301,34 @@ class MixedPrecision(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make_optimizer", "small", "tolerance"),
+    ("make_optimizer", "small", "tolerance", "backend"),
     [
-        *slow((MOMENTUM, torch.float32, 1e-5)),
-        *exhaustive((MOMENTUM, torch.bfloat16, 0.02)),
-        *slow((MOMENTUM, torch.float16, 0.005)),
-        *exhaustive((ADAMW, torch.float32, 1e-5)),
-        (ADAMW, torch.bfloat16, 0.02),
-        *slow((STATEFUL["adagrad"], torch.bfloat16, 0.02)),
+        *slow((MOMENTUM, torch.float32, 1e-5, "eager")),
+        *exhaustive((MOMENTUM, torch.bfloat16, 0.02, "eager")),
+        *slow((MOMENTUM, torch.float16, 0.005, "eager")),
+        *exhaustive((ADAMW, torch.float32, 1e-5, "eager")),
+        (ADAMW, torch.bfloat16, 0.02, "eager"),
+        *slow((STATEFUL["adagrad"], torch.bfloat16, 0.02, "eager")),
+        (sgd, torch.bfloat16, 0.02, "inductor"),
     ],
-    ids=["sgd-float32", "sgd-bfloat16", "sgd-float16", "adamw-float32", "adamw-bfloat16", "adagrad-bfloat16"],
 )
-def test_parameters_of_several_dtypes(make_optimizer: OptimizerMaker, small: torch.dtype, tolerance: float) -> None:
+def test_parameters_of_several_dtypes(
+    make_optimizer: OptimizerMaker, small: torch.dtype, tolerance: float, backend: str
+) -> None:
     torch.manual_seed(0)
-    model = MixedPrecision(small)
-    twin = copy.deepcopy(model)
-    optimizer, twin_optimizer = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
-        for seed in range(2):
-            batch = mlp_batch(6, seed=seed)
-            loss, expected = step(**batch), train_step(twin, twin_optimizer, batch, F.cross_entropy)
-            assert loss.item() == pytest.approx(expected, rel=tolerance)
-            assert_mirrored(step, model, 2)
-    assert_same_model(model, twin, tolerance)
-    assert {p.dtype for p in model.parameters()} == {torch.float64, torch.float32, small}
-
-
-@pytest.mark.slow
-def test_parameters_of_several_dtypes_when_compiled() -> None:
-    torch.manual_seed(0)
-    model, batch = MixedPrecision(torch.bfloat16), mlp_batch(6)
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrorc.compile(model, 2, optimizer=optimizer, loss_fn=F.cross_entropy) as step:
-        loss = step(**batch)
-        assert_mirrored(step, model, 2)
-    expected = train_step(twin, torch.optim.SGD(twin.parameters(), lr=0.1), batch, F.cross_entropy)
-    assert loss.item() == pytest.approx(expected, rel=1e-2)
-    assert_same_model(model, twin, 0.02)
+    with MlpTwins(make_optimizer, model=MixedPrecision(small), tolerance=tolerance, backend=backend) as pair:
+        pair.steps(2 if backend == "eager" else 1)
+        assert_same_model(pair.model, pair.twin, tolerance)
+        assert {p.dtype for p in pair.model.parameters()} == {torch.float64, torch.float32, small}
 
 
 def test_optimizer_over_some_of_the_parameters() -> None:
-    pair = Pair(make_mlp(), ADAMW, select=lambda model: model.last.parameters())
-    before = copy.deepcopy(pair.model)
-    pair.train(3)
-    assert torch.equal(pair.model.first.weight, before.first.weight)
-    assert not torch.equal(pair.model.last.weight, before.last.weight)
-    pair.check()
+    with MlpTwins(ADAMW, select=lambda model: model.last.parameters()) as pair:
+        before = copy.deepcopy(pair.model)
+        pair.steps(3)
+        assert torch.equal(pair.model.first.weight, before.first.weight)
+        assert not torch.equal(pair.model.last.weight, before.last.weight)
+        pair.check()
 
 
 @pytest.mark.slow
@@ -479,43 +336,21 @@ def test_optimizer_over_some_of_the_parameters() -> None:
     "make_optimizer", [ADAMW, *slow((STATEFUL["adadelta"],), (MOMENTUM,))], ids=["adamw", "adadelta", "sgd"]
 )
 def test_a_group_added_later_is_trained(make_optimizer: OptimizerMaker) -> None:
-    pair = Pair(make_mlp(), make_optimizer, select=lambda model: model.last.parameters())
-    pair.train(2)
-    pair.on_both(lambda model, own: own.add_param_group({"params": list(model.first.parameters()), "lr": 0.02}))
-    pair.train(2)
-    pair.check()
-
-
-@pytest.mark.slow
-def test_two_steps_in_turn_over_one_model() -> None:
-    pair = Pair(make_mlp(), ADAMW)
-    pair.train(2)
-    first = pair.step
-    pair.step = compiled_step(pair.model, F.cross_entropy, optimizer=pair.optimizer)
-    pair.train(2)
-    second, pair.step = pair.step, first
-    pair.train(2)
-    second.close()
-    pair.check()
-
-
-@pytest.mark.slow
-def test_training_by_hand_between_steps_is_honored() -> None:
-    pair = Pair(make_mlp(), ADAMW)
-    pair.train(2)
-    pair.on_both(lambda model, own: train_step(model, own, mlp_batch(6, seed=77), F.cross_entropy))
-    pair.train(2)
-    pair.check()
+    with MlpTwins(make_optimizer, select=lambda model: model.last.parameters()) as pair:
+        pair.steps()
+        pair.on_both(lambda model, own: own.add_param_group({"params": list(model.first.parameters()), "lr": 0.02}))
+        pair.steps()
+        pair.check()
 
 
 @pytest.mark.slow
 def test_step_hooks_run_with_every_step() -> None:
     calls: list[int] = []
-    pair = Pair(make_mlp(), ADAMW)
-    pair.optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    pair.train(3)
-    assert len(calls) == 3
-    pair.check()
+    with MlpTwins(ADAMW) as pair:
+        pair.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        pair.steps(3)
+        assert len(calls) == 3
+        pair.check()
 
 
 def replaced_moments(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -575,6 +410,24 @@ def other_dict(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         state["exp_avg"].neg_()
 
 
+def counts_in_place(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["step"].fill_(10.0)
+
+
+def moments_in_place(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def trained_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    train_step(model, optimizer, mlp_batch(6, seed=77), F.cross_entropy)
+
+
+def all_cleared(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
 CHANGES_OF_STATE = [
     replaced_moments,
     one_replaced_moment,
@@ -586,21 +439,27 @@ CHANGES_OF_STATE = [
     entry_of_ones_own,
     third_moment,
     other_dict,
+    counts_in_place,
+    moments_in_place,
+    trained_by_hand,
+    all_cleared,
 ]
 
 
 @pytest.mark.slow
 def test_any_change_of_the_state_is_honored() -> None:
     for change in CHANGES_OF_STATE:
-        pair = Pair(make_mlp(), ADAMW)
-        pair.train(2)
-        pair.on_both(change)
-        pair.train(1)
-        pair.on_both(change)
-        pair.train(2)
-        if change is one_count_that_is_a_number:
-            pair.on_both(as_torch_makes_it)
-        pair.check()
+        with MlpTwins(ADAMW) as pair:
+            if change is trained_by_hand:
+                pair.on_both(change)  # before the first step
+            pair.steps(2)
+            pair.on_both(change)
+            pair.steps(1)
+            pair.on_both(change)
+            pair.steps(2)
+            if change is one_count_that_is_a_number:
+                pair.on_both(as_torch_makes_it)
+            pair.check()
 
 
 def popped_momentum(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -618,32 +477,45 @@ def renamed_momentum(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [popped_momentum, *slow((momentum_of_none,), (renamed_momentum,))])
-def test_momentum_that_was_removed_begins_afresh(change: Callable[..., None]) -> None:
-    pair = Pair(make_mlp(), MOMENTUM)
-    pair.train(2)
-    pair.on_both(change)
-    pair.train(2)
-    pair.check()
+@pytest.mark.parametrize(
+    ("change", "make_optimizer"),
+    [
+        (popped_momentum, MOMENTUM),
+        *slow((momentum_of_none, MOMENTUM), (renamed_momentum, MOMENTUM)),
+        (other_counts, STATEFUL["nadam"]),
+        *slow((other_counts, ADAMW), (other_counts, MOMENTUM)),
+        (exchange_data, ADAMW),
+        (load_other_weights, ADAMW),
+        (write_in_place, STATEFUL["adadelta"]),
+        (replace_data, ADAMW),
+        *slow(
+            (load_other_weights, STATEFUL["adadelta"]), (write_in_place, ADAMW), (replace_data, STATEFUL["adadelta"])
+        ),
+    ],
+)
+def test_what_is_written_between_steps_is_honored(change: Callable[..., None], make_optimizer: OptimizerMaker) -> None:
+    with MlpTwins(make_optimizer, devices=3) as pair:
+        pair.steps(2)
+        pair.on_both(change)
+        pair.steps(2)
+        pair.check()
 
 
 @pytest.mark.slow
 def test_a_dict_of_state_that_the_user_holds_stays_the_optimizers() -> None:
-    pair = Pair(make_mlp(), ADAMW)
-    pair.on_both(lambda model, own: own.state[model.first.weight])  # makes an empty one
-    held = [
-        own.state[model.first.weight] for own, model in ((pair.optimizer, pair.model), (pair.twin_optimizer, pair.twin))
-    ]
-    pair.train(2)
-    pair.on_both(one_cleared)  # which lays memory out anew
-    pair.train(1)
-    for state in held:
-        state["exp_avg"].fill_(2.0)
-    pair.train(1)
-    for state in held:
-        state["exp_avg_sq"] = state["exp_avg_sq"] * 2.0
-    pair.train(2)
-    pair.check()
+    with MlpTwins(ADAMW) as pair:
+        pair.on_both(lambda model, own: own.state[model.first.weight])  # makes an empty one
+        held = [own.state[model.first.weight] for model, own in pair.sides]
+        pair.steps(2)
+        pair.on_both(one_cleared)  # which lays memory out anew
+        pair.steps(1)
+        for state in held:
+            state["exp_avg"].fill_(2.0)
+        pair.steps(1)
+        for state in held:
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 2.0
+        pair.steps(2)
+        pair.check()
 
 
 INCOMPLETE: list[tuple[str, dict[str, Any], str, str]] = [
@@ -657,24 +529,20 @@ INCOMPLETE: list[tuple[str, dict[str, Any], str, str]] = [
 def test_hyperparameters_that_need_other_state_are_refused_until_it_is_there() -> None:
     for name, change, entry, switch in INCOMPLETE:
         make = {**STATEFUL, "rmsprop": partial(torch.optim.RMSprop, lr=0.001)}[name]
-        pair = Pair(make_mlp(), make)
-        pair.train(2)
-        pair.on_both(lambda _, own, change=change: own.param_groups[0].update(change))
-        with pytest.raises(KeyError, match=entry):
-            train_step(pair.twin, pair.twin_optimizer, mlp_batch(6), F.cross_entropy)
-        for _ in range(2):
-            with (
-                unchanged(pair.model, pair.optimizer),
-                pytest.raises(
-                    ValueError, match=f"'[a-z.]*' has no '{entry}', which it needs with {switch}.*zeros_like"
-                ),
-            ):
-                pair.step(**mlp_batch(6))
-        pair.on_both(
-            lambda _, own, entry=entry: [s.update({entry: torch.zeros_like(p)}) for p, s in own.state.items()] and None
-        )
-        pair.train(2)
-        pair.check()
+        words = f"'[a-z.]*' has no '{entry}', which it needs with {switch}.*zeros_like"
+        with MlpTwins(make) as pair:
+            pair.steps(2)
+            pair.on_both(lambda _, own, change=change: own.param_groups[0].update(change))
+            with pytest.raises(KeyError, match=entry):
+                pair.plain(**mlp_batch(6))
+            for _ in range(2):
+                with unchanged(pair.model, pair.optimizer), pytest.raises(ValueError, match=words):
+                    pair.step(**mlp_batch(6))
+            for _, own in pair.sides:
+                for parameter, state in own.state.items():
+                    state[entry] = torch.zeros_like(parameter)
+            pair.steps(2)
+            pair.check()
 
 
 @pytest.mark.slow
@@ -689,32 +557,35 @@ def test_state_that_lacks_an_entry_or_has_another_shape_is_refused() -> None:
             "'exp_avg' of AdamW for 'second.weight' is torch.float32, but the parameter is torch.float64.*load_state_dict",
         ),
     ]
-    pair = Pair(make_mlp(), ADAMW)
-    pair.train(2)
-    for change, words in changes:
-        state = pair.optimizer.state[pair.model.second.weight]
-        before = dict(state)
-        change(state)
-        with pytest.raises(ValueError, match=words):
-            pair.step(**mlp_batch(6))
-        state.update(before)
-        pair.train(2)
-    pair.check()
+    with MlpTwins(ADAMW) as pair:
+        pair.steps(2)
+        for change, words in changes:
+            state = pair.optimizer.state[pair.model.second.weight]
+            before = dict(state)
+            change(state)
+            with pytest.raises(ValueError, match=words):
+                pair.step(**mlp_batch(6))
+            state.update(before)
+            pair.steps(2)
+        pair.check()
 
 
 @pytest.mark.slow
 def test_a_model_that_changes_its_dtype_needs_its_optimizers_state_cast() -> None:
     """torch's own update would fail half-way."""
-    pair = Pair(make_mlp(), ADAMW)
-    pair.train(2)
-    pair.on_both(lambda model, _: model.float() and None)
-    batch = mlp_batch(6)
-    batch = {**batch, "x": batch["x"].float()}
-    for _ in range(2):
-        with unchanged(pair.model, pair.optimizer), pytest.raises(ValueError, match=r"call optimizer\.load_state_dict"):
-            pair.step(**batch)
-    pair.on_both(lambda _, own: own.load_state_dict(own.state_dict()))
-    for _ in range(2):
-        loss = pair.step(**batch).item()
-        assert loss == pytest.approx(train_step(pair.twin, pair.twin_optimizer, batch, F.cross_entropy), rel=1e-5)
-    assert_same_model(pair.model, pair.twin, 1e-5)
+    with MlpTwins(ADAMW) as pair:
+        pair.steps(2)
+        pair.on_both(lambda model, _: model.float())
+        pair.tolerance = 1e-5
+        batch = mlp_batch(6)
+        batch = {**batch, "x": batch["x"].float()}
+        for _ in range(2):
+            with (
+                unchanged(pair.model, pair.optimizer),
+                pytest.raises(ValueError, match=r"call optimizer\.load_state_dict"),
+            ):
+                pair.step(**batch)
+        pair.on_both(lambda _, own: own.load_state_dict(own.state_dict()))
+        for _ in range(2):
+            pair.train(**batch)
+        assert_same_model(pair.model, pair.twin, 1e-5)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from references import assert_same_model, assert_same_state
+from references import assert_mirrored, assert_same_model, assert_same_state
+from tiny_models import make_mlp, mlp_batch
 from torch import nn
+from torch.nn import functional as F
 
 import mirrorc
 
@@ -100,3 +102,30 @@ class Twins:
         """Models and optimizer state agree."""
         assert_same_model(self.model, self.twin, self.tolerance)
         assert_same_state(self.optimizer, self.twin_optimizer, self.tolerance)
+
+
+class MlpTwins(Twins):
+    """The MLP of `tiny_models`, or another model for its batches; each batch is another one."""
+
+    def __init__(
+        self,
+        make_optimizer: Callable[..., torch.optim.Optimizer],
+        devices: int = 2,
+        *,
+        model: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        model = make_mlp() if model is None else model
+        super().__init__(model, make_optimizer, F.cross_entropy, devices, **options)
+        self.devices, self.seed = devices, 0
+
+    def next_batch(self) -> dict[str, torch.Tensor]:
+        """Six examples."""
+        self.seed += 1
+        return mlp_batch(6, seed=self.seed)
+
+    def steps(self, count: int = 2) -> None:
+        """Trains both, whose losses agree; all replicas hold the model's bits."""
+        for _ in range(count):
+            self.train(**self.next_batch())
+            assert_mirrored(self.step, self.model, self.devices)
