@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from references import assert_same_training, train_mirrored, train_on_one_device, unchanged
+from references import assert_trains_alike, train_mirrored, unchanged
 from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
@@ -127,9 +127,9 @@ class Reverses(Layers):
 )
 def test_buckets_of_one_gradient_each_equal_one_device(kind: type[Layers], num_devices: int) -> None:
     data = batches(7, 5)
-    expected = train_on_one_device(kind(), SGD, data, F.cross_entropy)
-    found = train_mirrored(kind(), SGD, data, num_devices, F.cross_entropy, capture="autograd", **ONE_EACH)
-    assert_same_training(found, expected, TOLERANCE)
+    assert_trains_alike(
+        kind(), SGD, data, num_devices, F.cross_entropy, tolerance=TOLERANCE, capture="autograd", **ONE_EACH
+    )
 
 
 WAYS: list[dict[str, Any]] = [
@@ -145,9 +145,9 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", slow_but(WAYS[:2], WAYS), ids=str)
 def test_options_that_wait_and_send_between_regions(options: dict[str, Any]) -> None:
     data, own = batches(8, 6), {} if "packing" in options else ONE_EACH
-    expected = train_on_one_device(Skips(), SGD, data, F.cross_entropy)
-    found = train_mirrored(Skips(), SGD, data, 2, F.cross_entropy, capture="autograd", **own, **options)
-    assert_same_training(found, expected, TOLERANCE)
+    assert_trains_alike(
+        Skips(), SGD, data, 2, F.cross_entropy, tolerance=TOLERANCE, capture="autograd", **own, **options
+    )
 
 
 def compiled(model: Layers, devices: int = 2, **options: Any) -> mirrorc.Step:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from references import (
     assert_same_model,
-    assert_same_training,
+    assert_trains_alike,
     train_mirrored,
     train_on_one_device,
     train_step,
@@ -213,8 +213,7 @@ def test_a_forward_that_writes_into_a_buffer_trains() -> None:
 def test_hugging_faces_bookkeeping_is_no_state(name: str) -> None:
     tiny = MODELS[name]
     model, batches = tiny.make(torch.float32), tiny.batches(4, torch.float32, steps=1)
-    mirrored = train_mirrored(model, SGD, batches, 2)
-    assert_same_training(mirrored, train_on_one_device(model, SGD, batches), 1e-5)
+    assert_trains_alike(model, SGD, batches, 2, tolerance=1e-5)
 
 
 # Layouts of parameters
@@ -255,8 +254,7 @@ def test_a_channels_last_model(backend: str, disable_passes: tuple[str, ...]) ->
         for i in range(3)
     ]
     options = {"backend": backend, "disable_passes": disable_passes}
-    mirrored = train_mirrored(model, ADAM, batches, 2, F.cross_entropy, **options)  # type: ignore[arg-type]
-    assert_same_training(mirrored, train_on_one_device(model, ADAM, batches, F.cross_entropy), 1e-9)
+    assert_trains_alike(model, ADAM, batches, 2, F.cross_entropy, tolerance=1e-9, **options)
 
 
 @pytest.mark.slow
@@ -267,8 +265,7 @@ def test_a_transposed_parameter(backend: str, disable_passes: tuple[str, ...]) -
     assert not model.weight.is_contiguous()
     batches = [{"x": normal(8, 3, seed=i), "target": normal(8, 5, seed=10 + i)} for i in range(3)]
     options = {"backend": backend, "disable_passes": disable_passes}
-    mirrored = train_mirrored(model, ADAM, batches, 2, F.mse_loss, **options)  # type: ignore[arg-type]
-    assert_same_training(mirrored, train_on_one_device(model, ADAM, batches, F.mse_loss), TOLERANCE)
+    assert_trains_alike(model, ADAM, batches, 2, F.mse_loss, tolerance=TOLERANCE, **options)
 
 
 class HasEmptyParameter(nn.Module):
@@ -315,7 +312,7 @@ class TakesAnything(nn.Module):
 def test_keywords_of_python_are_names_of_arguments(names: tuple[str, ...]) -> None:
     model = TakesAnything()
     batches = [{name: normal(5, 2, seed=i) for i, name in enumerate(names)}]
-    assert_same_training(train_mirrored(model, SGD, batches, 2), train_on_one_device(model, SGD, batches), TOLERANCE)
+    assert_trains_alike(model, SGD, batches, 2, tolerance=TOLERANCE)
 
 
 class Chooses(nn.Module):

@@ -15,6 +15,7 @@ from references import (
     assert_same_losses,
     assert_same_model,
     assert_same_training,
+    assert_trains_alike,
     train_mirrored,
     train_on_one_device,
     unchanged,
@@ -89,9 +90,9 @@ def train_part_by_part(model: nn.Module, num_devices: int, microbatches: int) ->
 )
 def test_training_equals_one_device_on_the_whole_batch(num_devices: int, microbatches: int) -> None:
     model = make_net()
-    expected = train_on_one_device(model, ADAMW, batches(), F.cross_entropy)
-    found = train_mirrored(model, ADAMW, batches(), num_devices, F.cross_entropy, microbatches=microbatches)
-    assert_same_training(found, expected, TOLERANCE)
+    assert_trains_alike(
+        model, ADAMW, batches(), num_devices, F.cross_entropy, tolerance=TOLERANCE, microbatches=microbatches
+    )
 
 
 @pytest.mark.slow
@@ -108,11 +109,17 @@ def test_buffers_go_from_one_microbatch_to_the_next(num_devices: int, microbatch
 @pytest.mark.slow
 def test_compiled_regions_add_to_slots_too() -> None:
     model = make_net()
-    expected = train_on_one_device(model, ADAMW, batches((7,)), F.cross_entropy)
-    found = train_mirrored(
-        model, ADAMW, batches((7,)), 2, F.cross_entropy, backend="inductor", microbatches=2, bucket_cap_mb=1e-4
+    assert_trains_alike(
+        model,
+        ADAMW,
+        batches((7,)),
+        2,
+        F.cross_entropy,
+        tolerance=TOLERANCE,
+        backend="inductor",
+        microbatches=2,
+        bucket_cap_mb=1e-4,
     )
-    assert_same_training(found, expected, TOLERANCE)
 
 
 class Factored(nn.Module):
@@ -156,9 +163,7 @@ def test_other_options_hold_beside_it(options: dict[str, Any]) -> None:
     loss = partial(F.cross_entropy, reduction=options.get("loss_reduction", "mean"))
     model = make_net()
     given = batches((7, 7))
-    expected = train_on_one_device(model, SGD, given, loss)
-    found = train_mirrored(model, SGD, given, 2, loss, microbatches=2, **options)
-    assert_same_training(found, expected, TOLERANCE)
+    assert_trains_alike(model, SGD, given, 2, loss, tolerance=TOLERANCE, microbatches=2, **options)
 
 
 class TakesMore(nn.Module):

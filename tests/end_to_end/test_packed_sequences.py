@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_same_training, train_mirrored, train_on_one_device
+from references import assert_trains_alike
 from selections import exhaustive, slow, slow_but
 from torch import nn
 from torch.nn.utils.rnn import (
@@ -68,8 +68,7 @@ def batches(lengths: list[int], padding: float = 0.0, time: int = TIME) -> list[
 def test_ragged_sequences_train_as_on_one_device(kind: str, batch_first: bool, num_devices: int) -> None:
     torch.manual_seed(0)
     model, given = Tagger(KINDS[kind], batch_first).double(), batches([2, 6, 1, 3, 5])
-    mirrored = train_mirrored(model, SGD, given, num_devices, F.mse_loss)
-    assert_same_training(mirrored, train_on_one_device(model, SGD, given, F.mse_loss), 1e-12)
+    assert_trains_alike(model, SGD, given, num_devices, F.mse_loss)
 
 
 class Continued(nn.Module):
@@ -109,15 +108,13 @@ def test_first_states_go_with_their_sequences(
         x = pack_padded_sequence(one["x"], one["lengths"], True, False) if is_packed else one["x"]
         size = {"dtype": torch.float64}
         given.append({**one, "x": x, "state": torch.randn(5, 4, 4, **size), "target": torch.randn(5, 24, **size)})
-    mirrored = train_mirrored(model, SGD, given, num_devices, F.mse_loss)
-    assert_same_training(mirrored, train_on_one_device(model, SGD, given, F.mse_loss), 1e-12)
+    assert_trains_alike(model, SGD, given, num_devices, F.mse_loss)
 
 
 @pytest.mark.slow
 def test_compiled_regions() -> None:
     model, given = Tagger().double(), batches([2, 6, 1, 3, 5])
-    mirrored = train_mirrored(model, SGD, given, 2, F.mse_loss, backend="inductor")
-    assert_same_training(mirrored, train_on_one_device(model, SGD, given, F.mse_loss), 1e-12)
+    assert_trains_alike(model, SGD, given, 2, F.mse_loss, backend="inductor")
 
 
 @pytest.mark.slow
@@ -131,8 +128,7 @@ def test_padding_that_is_no_number_has_no_effect() -> None:
             return self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[1][0]
 
     model, given = Direct().double(), batches([2, 6, 1, 3], padding=float("nan"))
-    mirrored = train_mirrored(model, SGD, given[:1], 2, F.mse_loss)
-    assert_same_training(mirrored, train_on_one_device(model, SGD, given[:1], F.mse_loss), 1e-12)
+    assert_trains_alike(model, SGD, given[:1], 2, F.mse_loss)
 
 
 @pytest.mark.slow
@@ -146,8 +142,7 @@ def test_a_list_of_sequences_is_packed() -> None:
             return self.rnn(pack_sequence([*x]))[1][0]
 
     model, given = Direct().double(), [{"x": b["x"], "target": b["target"]} for b in batches([6, 6, 6])]
-    mirrored = train_mirrored(model, SGD, given, 2, F.mse_loss)
-    assert_same_training(mirrored, train_on_one_device(model, SGD, given, F.mse_loss), 1e-12)
+    assert_trains_alike(model, SGD, given, 2, F.mse_loss)
 
 
 @pytest.mark.slow
@@ -261,8 +256,7 @@ def test_packed_sequences_are_split_by_sequences(kind: str, is_sorted: bool, num
     model = OfPacked(KINDS[kind], total_length=5).double()
     for lengths in ([5, 4, 4, 3, 1], [4, 2, 1]) if is_sorted else ([2, 5, 1, 3, 4],):
         given = packed_batches(lengths, is_sorted)
-        mirrored = train_mirrored(model, SGD, given, num_devices, loss_of_first)
-        assert_same_training(mirrored, train_on_one_device(model, SGD, given, loss_of_first), 1e-12)
+        assert_trains_alike(model, SGD, given, num_devices, loss_of_first)
 
 
 @pytest.mark.slow

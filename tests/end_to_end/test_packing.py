@@ -19,6 +19,7 @@ from references import (
     assert_same_bits,
     assert_same_model,
     assert_same_training,
+    assert_trains_alike,
     train_mirrored,
     train_on_one_device,
 )
@@ -91,8 +92,7 @@ MORE = [
 def trained(options: dict[str, Any], num_devices: int, optimizer: OptimizerMaker, name: str = "mlp") -> None:
     tiny = MODELS[name]
     model, batches = tiny.make(torch.float64), tiny.batches(6, torch.float64, steps=3)
-    mirrored = train_mirrored(model, optimizer, batches, num_devices, tiny.loss_fn, **options)
-    assert_same_training(mirrored, train_on_one_device(model, optimizer, batches, tiny.loss_fn), TOLERANCE)
+    assert_trains_alike(model, optimizer, batches, num_devices, tiny.loss_fn, tolerance=TOLERANCE, **options)
 
 
 @pytest.mark.slow
@@ -266,8 +266,7 @@ def test_compiled_regions_write_into_the_slots_of_packs() -> None:
     tiny = MODELS["conv"]
     model, batches = tiny.make(torch.float64), tiny.batches(6, torch.float64, steps=3)
     options = {"backend": "inductor", "packing": 4}
-    mirrored = train_mirrored(model, OPTIMIZERS["adamw"], batches, 2, tiny.loss_fn, **options)
-    assert_same_training(mirrored, train_on_one_device(model, OPTIMIZERS["adamw"], batches, tiny.loss_fn), 1e-10)
+    assert_trains_alike(model, OPTIMIZERS["adamw"], batches, 2, tiny.loss_fn, tolerance=1e-10, **options)
 
 
 @pytest.mark.slow

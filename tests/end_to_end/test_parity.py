@@ -22,6 +22,7 @@ from references import (
     assert_same_parameters,
     assert_same_state,
     assert_same_training,
+    assert_trains_alike,
     train_mirrored,
     train_on_one_device,
     train_shard_by_shard,
@@ -224,8 +225,7 @@ def test_loss_that_is_a_sum(num_examples: int) -> None:
     loss_fn = partial(F.cross_entropy, reduction="sum")
     model, batches = make_mlp(), MODELS["mlp"].batches(num_examples, torch.float64)
     make_optimizer = partial(torch.optim.SGD, lr=0.01)
-    mirrored = train_mirrored(model, make_optimizer, batches, 3, loss_fn, loss_reduction="sum")
-    assert_same_training(mirrored, train_on_one_device(model, make_optimizer, batches, loss_fn), DOUBLE_TOLERANCE)
+    assert_trains_alike(model, make_optimizer, batches, 3, loss_fn, tolerance=DOUBLE_TOLERANCE, loss_reduction="sum")
 
 
 def make_groups(optimizer_class: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter]) -> Any:
@@ -400,8 +400,7 @@ def test_parts_of_a_parameter_may_be_operands_of_products(
         for _ in range(3)
     ]
     pipeline = default_pipeline(min_factored_elements=0, **caps)
-    mirrored = train_mirrored(model, make, batches, num_devices, F.mse_loss, passes=pipeline)
-    assert_same_training(mirrored, train_on_one_device(model, make, batches, F.mse_loss), DOUBLE_TOLERANCE)
+    assert_trains_alike(model, make, batches, num_devices, F.mse_loss, tolerance=DOUBLE_TOLERANCE, passes=pipeline)
 
 
 class Tables(nn.Module):
@@ -455,8 +454,9 @@ def test_tables_are_trained_as_on_one_device(num_devices: int, optimizer: str, b
     batches = [looked_up(n, seed) for seed, n in enumerate((8, 8, 9, 8, 9, 40, 8))]  # 40: factors are not worth it
     make = OPTIMIZERS_OF_TABLES[optimizer]
     pipeline = default_pipeline(min_factored_elements=0)
-    mirrored = train_mirrored(model, make, batches, num_devices, F.cross_entropy, passes=pipeline, backend=backend)
-    assert_same_training(mirrored, train_on_one_device(model, make, batches, F.cross_entropy), 1e-10)
+    assert_trains_alike(
+        model, make, batches, num_devices, F.cross_entropy, tolerance=1e-10, passes=pipeline, backend=backend
+    )
 
 
 @pytest.mark.parametrize("num_devices", [2, *slow((1,))])
@@ -530,9 +530,7 @@ def test_a_tied_table_is_trained_as_on_one_device(
     batches = [sentences(n, seed) for seed, n in enumerate((8, 7, 1, 8, 7))]
     caps = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}
     make = OPTIMIZERS_OF_TABLES["adamw"]
-    expected = train_on_one_device(model, make, batches, next_word_loss)
-    mirrored = train_mirrored(model, make, batches, num_devices, next_word_loss, **caps, **options)
-    assert_same_training(mirrored, expected, 1e-10)
+    assert_trains_alike(model, make, batches, num_devices, next_word_loss, tolerance=1e-10, **caps, **options)
 
 
 @pytest.mark.slow

@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from branching import SGD, batches
 from references import (
     assert_same_bits,
     assert_same_parameters,
+    assert_same_state,
     assert_same_training,
+    assert_trains_alike,
     train_mirrored,
     train_on_one_device,
     train_shard_by_shard,
@@ -28,26 +31,20 @@ from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.custom_ops.random import mix
 
-TOLERANCE = 1e-12
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TOLERANCE = 1e-11
+
+
+def plain_twins(model: nn.Module, make_optimizer: Any = SGD, **options: Any) -> Twins:
+    return Twins(model, make_optimizer, F.cross_entropy, capture="autograd", tolerance=TOLERANCE, **options)
+
+
 ADAM = partial(torch.optim.AdamW, lr=0.01)
-
-
-def batches(*sizes: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {
-            "x": torch.randn(size, 6, generator=generator, dtype=torch.float64),
-            "target": torch.randint(0, 4, (size,), generator=generator),
-        }
-        for size in sizes
-    ]
 
 
 class Net(nn.Module):
@@ -136,40 +133,34 @@ MODELS = [Branches, Indexes, UsesNumpy, OwnFunction, Penalized, Tied, HooksBackw
 @pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 @pytest.mark.parametrize("model", MODELS, ids=lambda kind: kind.__name__)
 def test_what_dynamo_cannot_read_equals_one_device(model: Callable[[], nn.Module], num_devices: int) -> None:
-    data = batches(7, 6, 7)
-    expected = train_on_one_device(model(), ADAM, data, F.cross_entropy)
-    found = train_mirrored(model(), ADAM, data, num_devices, F.cross_entropy, capture="autograd")
-    assert_same_training(found, expected, TOLERANCE)
+    assert_trains_alike(model(), ADAM, batches(7, 6, 7), num_devices, F.cross_entropy, capture="autograd")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"link": "copy"}, {"microbatches": 2}, *slow(({"backend": "inductor"},))], ids=str)
-def test_options_of_a_step_are_those_of_any_other(options: dict[str, Any]) -> None:
-    data = batches(7, 9)
-    expected = train_on_one_device(Branches(), SGD, data, F.cross_entropy)
-    found = train_mirrored(Branches(), SGD, data, 2, F.cross_entropy, capture="autograd", **options)
-    assert_same_training(found, expected, TOLERANCE)
-
-
-@pytest.mark.slow
-def test_batches_smaller_than_the_number_of_devices() -> None:
-    data = batches(7, 2, 1, 5)
-    expected = train_on_one_device(Branches(), SGD, data, F.cross_entropy)
-    found = train_mirrored(Branches(), SGD, data, 3, F.cross_entropy, capture="autograd")
-    assert_same_training(found, expected, TOLERANCE)
+@pytest.mark.parametrize(
+    ("num_devices", "sizes", "options"),
+    [
+        (3, (7, 2, 1, 5), {}),  # fewer examples than devices
+        (2, (7, 9), {"link": "copy"}),
+        (2, (7, 9), {"microbatches": 2}),
+        *slow((2, (7, 9), {"backend": "inductor"})),
+    ],
+    ids=str,
+)
+def test_sizes_and_options_are_those_of_any_other_step(
+    num_devices: int, sizes: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    assert_trains_alike(Branches(), SGD, batches(*sizes), num_devices, F.cross_entropy, capture="autograd", **options)
 
 
 @pytest.mark.slow
 def test_gradients_are_accumulated_over_calls() -> None:
-    first, second, whole = Branches(), batches(8), Branches()
-    x, target = second[0]["x"], second[0]["target"]
-    with compiled_step(first, F.cross_entropy, optimizer=SGD, capture="autograd") as step:
-        step.accumulate(x[:4], target=target[:4])
-        step(x[4:], target=target[4:])
-    optimizer = SGD(whole.parameters())
-    F.cross_entropy(whole(x), target).backward()
-    optimizer.step()
-    assert_same_parameters(first, whole, TOLERANCE)
+    (batch,) = batches(8)
+    with plain_twins(Branches()) as pair:
+        pair.step.accumulate(batch["x"][:4], target=batch["target"][:4])
+        pair.step(batch["x"][4:], target=batch["target"][4:])
+        pair.plain(**batch)
+        pair.check()
 
 
 class Mixture(Net):
@@ -186,20 +177,24 @@ class Mixture(Net):
         return self.last(parts)
 
 
+ROWS = ([0, 0, 1, 1, 0, 0, 1, 1], [2] * 8, [0, 1, 2, 0, 1, 2, 0, 1], [0] * 8, [1, 1, 2, 2, 1, 1, 2, 2])
+"""Which expert each example of a batch goes to: no batch but one uses all, and the third one is new in the second."""
+ONE_ALONE = ([0, 1, 2, 0, 1, 2, 0, 1], [0, 0, 0, 0, 1, 1, 2, 2], [2, 2, 2, 1, 0, 0, 0, 0])
+
+
+def of_experts(rows_of_batches: Any = ROWS) -> list[dict[str, torch.Tensor]]:
+    data = batches(*map(len, rows_of_batches))
+    for batch, rows in zip(data, rows_of_batches, strict=True):
+        batch["x"][:, 0] = torch.tensor(rows)
+    return data
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"link": "copy"}], ids=str)
 def test_what_one_replica_alone_uses_has_zeros_on_the_others(options: dict[str, Any]) -> None:
-    data = batches(8, 8, 8)
-    for batch, rows in zip(
-        data, ([0, 1, 2, 0, 1, 2, 0, 1], [0, 0, 0, 0, 1, 1, 2, 2], [2, 2, 2, 1, 0, 0, 0, 0]), strict=True
-    ):
-        batch["x"][:, 0] = torch.tensor(rows)
-    expected = train_on_one_device(Mixture(), ADAM, data, F.cross_entropy)
-    found = train_mirrored(Mixture(), ADAM, data, 2, F.cross_entropy, capture="autograd", **options)
-    assert_same_training(found, expected, TOLERANCE)
+    assert_trains_alike(Mixture(), ADAM, of_experts(ONE_ALONE), 2, F.cross_entropy, capture="autograd", **options)
 
 
-ROWS = ([0, 0, 1, 1, 0, 0, 1, 1], [2] * 8, [0, 1, 2, 0, 1, 2, 0, 1], [0] * 8, [1, 1, 2, 2, 1, 1, 2, 2])
 """Which expert each example of a batch goes to: no batch but one uses all, and the third one is new in the second."""
 LEAVING_OUT: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 0.01}),
@@ -223,19 +218,12 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def of_experts() -> list[dict[str, torch.Tensor]]:
-    data = batches(*map(len, ROWS))
-    for batch, rows in zip(data, ROWS, strict=True):
-        batch["x"][:, 0] = torch.tensor(rows)
-    return data
-
-
-def assert_same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
-    own, wanted = found.state_dict()["state"], expected.state_dict()["state"]
-    assert {key: set(state) for key, state in own.items()} == {key: set(state) for key, state in wanted.items()}
-    for key, state in wanted.items():
-        for entry, value in state.items():
-            torch.testing.assert_close(own[key][entry], value, rtol=1e-11, atol=1e-13, check_dtype=False)
+def assert_updates_alike(make: Any, data: Any, num_devices: int = 2, **options: Any) -> None:
+    """The state has no entries of what was never used."""
+    expected = train_on_one_device(Mixture(), make, data, F.cross_entropy)
+    found = train_mirrored(Mixture(), make, data, num_devices, F.cross_entropy, capture="autograd", **options)
+    assert_same_training(found, expected, TOLERANCE)
+    assert_same_state(found.optimizer, expected.optimizer, TOLERANCE)
 
 
 @pytest.mark.slow
@@ -244,76 +232,51 @@ def assert_same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimi
 )
 def test_what_no_replica_uses_is_not_updated(kind: Any, options: dict[str, Any]) -> None:
     """Neither by weight decay nor by moments, whose numbers of steps stand still; what was never used has no state."""
-    data = of_experts()
-    for number in (1, len(data)):
-        expected = train_on_one_device(Mixture(), partial(kind, **options), data[:number], F.cross_entropy)
-        found = train_mirrored(
-            Mixture(), partial(kind, **options), data[:number], 2, F.cross_entropy, capture="autograd"
-        )
-        assert_same_training(found, expected, TOLERANCE)
-        assert_same_state(found.optimizer, expected.optimizer)
+    for number in (1, len(ROWS)):
+        assert_updates_alike(partial(kind, **options), of_experts()[:number])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "options"), [*WAYS[1:4], *slow(WAYS[0], *WAYS[4:])], ids=str)
 def test_what_is_not_updated_stays_so_in_every_kind_of_step(num_devices: int, options: dict[str, Any]) -> None:
-    expected = train_on_one_device(Mixture(), ADAM, of_experts(), F.cross_entropy)
-    found = train_mirrored(Mixture(), ADAM, of_experts(), num_devices, F.cross_entropy, capture="autograd", **options)
-    assert_same_training(found, expected, TOLERANCE)
-    assert_same_state(found.optimizer, expected.optimizer)
+    assert_updates_alike(ADAM, of_experts(), num_devices, **options)
 
 
 @pytest.mark.slow
 def test_an_optimizer_that_is_loaded_goes_on_with_the_numbers_of_each_parameter() -> None:
-    data, model, whole = of_experts(), Mixture(), Mixture()
-    expected = ADAM(whole.parameters())
-    for batch in data:
-        expected.zero_grad()
-        F.cross_entropy(whole(batch["x"]), batch["target"]).backward()
-        expected.step()
-    optimizer = ADAM(model.parameters())
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer, capture="autograd") as step:
-        step(**data[0])
-        program = step.program
+    data = of_experts()
+    with plain_twins(Mixture(), ADAM) as pair:
+        pair.train(**data[0])
+        program = pair.step.program
         for batch in data[1:]:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            step(**batch)
-        assert step.program is program  # buckets hold parameters whose numbers differ
-    assert_same_state(optimizer, expected)
+            pair.optimizer.load_state_dict(copy.deepcopy(pair.optimizer.state_dict()))
+            pair.train(**batch)
+        assert pair.step.program is program  # buckets hold parameters whose numbers differ
+        pair.check()
 
 
 @pytest.mark.slow
 def test_what_an_earlier_call_has_used_is_updated() -> None:
-    data, model, whole = of_experts(), Mixture(), Mixture()
-    optimizer, expected = ADAM(model.parameters()), ADAM(whole.parameters())
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer, capture="autograd") as step:
-        step.accumulate(**data[0])
-        step.accumulate(**data[3])
-        step(**data[3])
-        step(**data[4])
-    for parts in ((data[0], data[3], data[3]), (data[4],)):
-        expected.zero_grad()
-        for part in parts:
-            (F.cross_entropy(whole(part["x"]), part["target"]) / len(parts)).backward()
-        expected.step()
-    assert_same_state(optimizer, expected)
-    for own, wanted in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-11, atol=1e-13)
+    data = of_experts()
+    with plain_twins(Mixture(), ADAM) as pair:
+        for parts in ((data[0], data[3], data[3]), (data[4],)):
+            for i, part in enumerate(parts):
+                (pair.step.accumulate if i < len(parts) - 1 else pair.step)(**part)
+                pair.backward(**part, scale=1 / len(parts))
+            pair.update()
+        pair.check()
 
 
 @pytest.mark.slow
 def test_a_skipped_step_leaves_no_trace_of_what_it_has_used() -> None:
-    data, model, whole = of_experts(), Mixture(), Mixture()
-    optimizer, expected = ADAM(model.parameters()), ADAM(whole.parameters())
+    data = of_experts()
     broken = {**data[2], "x": data[2]["x"].clone()}
     broken["x"][3, 1] = torch.inf
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer, capture="autograd", check_finite="skip") as step:
-        step(**broken)
-        step(**data[0])
-        assert step.num_skipped == 1
-    F.cross_entropy(whole(data[0]["x"]), data[0]["target"]).backward()
-    expected.step()
-    assert_same_state(optimizer, expected)
+    with plain_twins(Mixture(), ADAM, check_finite="skip") as pair:
+        pair.step(**broken)
+        pair.train(**data[0])
+        assert pair.step.num_skipped == 1
+        pair.check()
 
 
 class Normalizes(Net):
@@ -390,19 +353,10 @@ def test_attributes_are_those_that_the_model_has_in_each_step() -> None:
         def between(self, h: torch.Tensor) -> torch.Tensor:
             return super().between(h) * self.options["scale"]
 
-    model, twin = Scales(), Scales()
-    batch = batches(6)[0]
-    optimizer = SGD(twin.parameters())
-    with compile_plain(model) as step:
+    with plain_twins(Scales()) as pair:
         for scale in (1.0, 3.0):
-            model.options = {"scale": scale}
-            twin.options = {"scale": scale}
-            found = step(**batch)
-            optimizer.zero_grad()
-            expected = F.cross_entropy(twin(batch["x"]), batch["target"])
-            expected.backward()
-            optimizer.step()
-            assert found.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+            pair.model.options = pair.twin.options = {"scale": scale}
+            pair.train(**batches(6)[0])
 
 
 class Passes(Net):
@@ -490,18 +444,15 @@ class Reads(nn.Module):
 @pytest.mark.parametrize("kind", slow_but([nn.LSTM], [nn.LSTM, nn.GRU, nn.RNN]))
 def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     model, data = Reads(kind(1, 4, 2, batch_first=True, bidirectional=True)), batches(5, 4)
-    single = train_on_one_device(model, SGD, data, F.cross_entropy)
     for num_devices in (1, 2):
-        own = train_mirrored(model, SGD, data, num_devices, F.cross_entropy, capture="autograd")
-        assert_same_training(own, single, TOLERANCE)
+        own = assert_trains_alike(model, SGD, data, num_devices, F.cross_entropy, capture="autograd")
         assert own.model(data[0]["x"]).shape == (5, 4)
 
 
 # What is refused
 
 
-def compile_plain(model: nn.Module, devices: int = 2, loss_fn: Any = F.cross_entropy, **options: Any) -> mirrorc.Step:
-    return compiled_step(model, loss_fn, devices, optimizer=SGD, capture="autograd", **options)
+compile_plain = partial(compiled_step, loss_fn=F.cross_entropy, optimizer=SGD, capture="autograd")
 
 
 class Does(Net):
@@ -679,21 +630,14 @@ def test_a_later_run_that_differs_fails_before_anything_is_updated(
 @pytest.mark.slow
 @pytest.mark.parametrize("deed", [uses_the_spare, detaches])
 def test_a_later_run_may_use_other_parameters(deed: Callable[[Any, torch.Tensor], Any]) -> None:
-    model, batch = Does(deed), batches(6)[0]
+    """The first run has used no spare, or all others."""
+    model = Does(deed)
     model.is_on = torch.tensor(False)
-    whole = copy.deepcopy(model)
-    optimizer = SGD(whole.parameters())
-    with compile_plain(model) as step:
+    with plain_twins(model) as pair:
         for is_on in (False, True, False):
-            whole.is_on = model.is_on = torch.tensor(is_on)
-            loss = step(**batch)
-            optimizer.zero_grad()
-            expected = F.cross_entropy(whole(batch["x"]), batch["target"])
-            expected.backward()
-            optimizer.step()
-            torch.testing.assert_close(loss, expected.detach())
-    for own, wanted in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-11, atol=1e-13)
+            pair.model.is_on = pair.twin.is_on = torch.tensor(is_on)
+            pair.train(**batches(6)[0])
+        pair.check()
 
 
 @pytest.mark.slow

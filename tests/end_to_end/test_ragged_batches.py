@@ -18,6 +18,7 @@ from references import (
     assert_same_model,
     assert_same_state,
     assert_same_training,
+    assert_trains_alike,
     train_mirrored,
     train_on_one_device,
     train_shard_by_shard,
@@ -105,16 +106,14 @@ def test_a_step_is_that_of_one_device_whatever_the_size(num_devices: int, way: s
 def test_a_compiled_step_is_that_of_one_device(num_devices: int) -> None:
     model = make_net()
     few = batches((5, 1, 2, 4))
-    mirrored = train_mirrored(model, ADAMW, few, num_devices, F.mse_loss, backend="inductor")
-    assert_same_training(mirrored, train_on_one_device(model, ADAMW, few, F.mse_loss), TOLERANCE)
+    assert_trains_alike(model, ADAMW, few, num_devices, F.mse_loss, tolerance=TOLERANCE, backend="inductor")
 
 
 @pytest.mark.slow
 def test_a_sum_over_examples() -> None:
     loss_fn = partial(F.mse_loss, reduction="sum")
     model = make_net()
-    mirrored = train_mirrored(model, ADAMW, batches((2, 2)), 3, loss_fn, loss_reduction="sum")
-    assert_same_training(mirrored, train_on_one_device(model, ADAMW, batches((2, 2)), loss_fn), TOLERANCE)
+    assert_trains_alike(model, ADAMW, batches((2, 2)), 3, loss_fn, tolerance=TOLERANCE, loss_reduction="sum")
 
 
 @pytest.mark.slow
@@ -139,8 +138,7 @@ def test_shares_of_factored_gradients_are_made_of_the_factors_that_there_are(
         for p in default_pipeline(min_factored_elements=0)
         if p.name not in disabled
     ]
-    mirrored = train_mirrored(model, optimizer, few, 3, F.mse_loss, passes=passes)
-    assert_same_training(mirrored, train_on_one_device(model, optimizer, few, F.mse_loss), TOLERANCE)
+    assert_trains_alike(model, optimizer, few, 3, F.mse_loss, tolerance=TOLERANCE, passes=passes)
 
 
 class Whitened(nn.Module):
@@ -209,8 +207,7 @@ def test_images_have_statistics_of_one_example() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)).double()
     one = {"input": torch.randn(1, 2, 2, 2, dtype=torch.float64), "target": torch.randn(1, 3, dtype=torch.float64)}
-    mirrored = train_mirrored(model, SGD, [one] * 2, 3, F.mse_loss)
-    assert_same_training(mirrored, train_on_one_device(model, SGD, [one] * 2, F.mse_loss), TOLERANCE)
+    assert_trains_alike(model, SGD, [one] * 2, 3, F.mse_loss, tolerance=TOLERANCE)
 
 
 @pytest.mark.slow

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_same_losses, assert_same_training, train_mirrored, train_on_one_device
+from references import (
+    assert_same_losses,
+    assert_trains_alike,
+    train_mirrored,
+    train_on_one_device,
+)
 from selections import exhaustive, slow, slow_but
 from torch import nn
 from twins import compiled_step
@@ -61,8 +66,7 @@ OTHERS = [case for case in product(KINDS, OPTIONS, (1, 2, 3)) if case not in [*F
 def test_training_is_that_of_one_device(kind: str, options: str, num_devices: int) -> None:
     torch.manual_seed(0)
     model = Net(KINDS[kind], has_states=num_devices == 2, **OPTIONS[options]).double()
-    mirrored = train_mirrored(model, SGD, batches(), num_devices, F.mse_loss)
-    assert_same_training(mirrored, train_on_one_device(model, SGD, batches(), F.mse_loss), 1e-12)
+    assert_trains_alike(model, SGD, batches(), num_devices, F.mse_loss)
 
 
 @pytest.mark.slow
@@ -71,16 +75,14 @@ def test_training_is_that_of_one_device(kind: str, options: str, num_devices: in
 )
 def test_projections_and_relu(kind: str, options: dict[str, Any]) -> None:
     model = Net(KINDS[kind], **options).double()
-    mirrored = train_mirrored(model, SGD, batches(), 2, F.mse_loss)
-    assert_same_training(mirrored, train_on_one_device(model, SGD, batches(), F.mse_loss), 1e-12)
+    assert_trains_alike(model, SGD, batches(), 2, F.mse_loss)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_compiled_regions(dtype: torch.dtype, tolerance: float) -> None:
     model = Net(nn.LSTM, num_layers=2).to(dtype)
-    mirrored = train_mirrored(model, SGD, batches(dtype=dtype), 2, F.mse_loss, backend="inductor")
-    assert_same_training(mirrored, train_on_one_device(model, SGD, batches(dtype=dtype), F.mse_loss), tolerance)
+    assert_trains_alike(model, SGD, batches(dtype=dtype), 2, F.mse_loss, tolerance=tolerance, backend="inductor")
 
 
 def targets(program: Program) -> list[str]:

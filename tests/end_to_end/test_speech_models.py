@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_same_training, train_mirrored, train_on_one_device
+from references import assert_trains_alike, train_mirrored, train_on_one_device
 from selections import slow
 from torch import nn
 from transformers import (
@@ -142,8 +142,7 @@ def test_learned_values_in_masked_places_train_as_on_one_device(shape: tuple[int
     own = Own(shape).double()
     own.load_state_dict(model.state_dict())
     chosen = model if dims == 2 else own
-    single = train_on_one_device(chosen, SGD, batches, F.mse_loss)
-    assert_same_training(train_mirrored(chosen, SGD, batches, 2, F.mse_loss), single, 1e-12)
+    assert_trains_alike(chosen, SGD, batches, 2, F.mse_loss)
 
 
 def test_an_argument_whose_gradient_is_asked_for_is_refused() -> None:

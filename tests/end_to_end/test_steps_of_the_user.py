@@ -1,20 +1,19 @@
 """What the user, or a library, does with the optimizer between steps counts, or is answered by a warning that says what to do."""
 
 import contextlib
-import copy
 import functools
 import re
 from typing import Any
 
 import pytest
 import torch
-from references import assert_mirrored, assert_same_model, assert_same_state, train_step
+from references import assert_same_model, assert_same_state, train_step
 from selections import slow, slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # before mirrorc is imported
 from torch.nn.utils import clip_grad_value_ as early_clip_grad_value_
-from twins import compiled_step
+from twins import MlpTwins, compiled_step
 
 
 @pytest.mark.slow
@@ -32,52 +31,47 @@ def test_a_step_that_is_patched_on_the_optimizer_is_obeyed() -> None:
 
         return step
 
-    model = make_mlp()
-    twin = copy.deepcopy(model)
-    optimizer, of_twin = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, twin))
     calls: tuple[list[int], list[int]] = ([], [])
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
-        for seed in range(6):
-            if seed == 2:
-                originals = optimizer.step, of_twin.step
-                optimizer.step, of_twin.step = patched(optimizer, calls[0]), patched(of_twin, calls[1])
-            if seed == 4:
-                optimizer.step, of_twin.step = originals
-            loss = step(**mlp_batch(6, seed=seed)).item()
-            assert loss == pytest.approx(train_step(twin, of_twin, mlp_batch(6, seed=seed), F.cross_entropy))
-            assert_mirrored(step, model, 2)
-            text = str(step.program)
-            assert ("step_optimizer" in text) == (2 <= seed < 4)
-    assert calls == ([1, 1], [1, 1])
-    assert_same_model(model, twin, 1e-10)
-    assert_same_state(optimizer, of_twin, 1e-10)
+    with MlpTwins(functools.partial(torch.optim.AdamW, lr=0.01)) as pair:
+        both = pair.optimizer, pair.twin_optimizer
+        for number in range(6):
+            if number == 2:
+                originals = [own.step for own in both]
+                for own, its_calls in zip(both, calls, strict=True):
+                    own.step = patched(own, its_calls)
+            if number == 4:
+                for own, original in zip(both, originals, strict=True):
+                    own.step = original
+            pair.steps(1)
+            assert ("step_optimizer" in str(pair.step.program)) == (2 <= number < 4)
+        assert calls == ([1, 1], [1, 1])
+        pair.check()
 
 
 FUSED = functools.partial(torch.optim.AdamW, lr=0.05, fused=True)
+EACH_OPTIMIZER = pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
+SHARED, COPIES = {}, {"disable_passes": ("share-parameters",)}
+
+
+def trained_by_hand(pair: MlpTwins, optimizers: Any = None) -> None:
+    """A step of both in plain PyTorch, by their optimizers or others."""
+    batch, losses = pair.next_batch(), []
+    for (model, own), other in zip(pair.sides, optimizers or (None, None), strict=True):
+        losses.append(train_step(model, other or own, batch, F.cross_entropy))
+        model.zero_grad()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
+@pytest.mark.parametrize("options", [SHARED, COPIES], ids=["shared", "copies"])
 @pytest.mark.parametrize("momentum", slow_but([None], [None, 0.9]), ids=["adamw", "sgd"])
 def test_fused_steps_of_the_user_count(options: dict[str, Any], momentum: float | None) -> None:
     """Fused implementations write parameters, moments and counts without counting a version."""
     make_optimizer = FUSED if momentum is None else functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
-    model = make_mlp()
-    twin = copy.deepcopy(model)
-    optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer, **options) as step:
-        for seed in range(8):
-            batch = mlp_batch(6, seed=seed)
-            expected = train_step(twin, of_twin, batch, F.cross_entropy)
-            if seed in (0, 3, 4, 6):
-                found = train_step(model, optimizer, batch, F.cross_entropy)
-                optimizer.zero_grad()
-            else:
-                found = step(**batch).item()
-                assert_mirrored(step, model, 2)
-            assert found == pytest.approx(expected, rel=1e-10)
-    assert_same_model(model, twin, 1e-10)
-    assert_same_state(optimizer, of_twin, 1e-10)
+    with MlpTwins(make_optimizer, **options) as pair:
+        for by_hand in (True, False, False, True, True, False, True, False):
+            trained_by_hand(pair) if by_hand else pair.steps(1)
+        pair.check()
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -95,63 +89,42 @@ class Wrapper(torch.optim.Optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [*slow(({},)), {"disable_passes": ("share-parameters",)}], ids=["shared", "copies"])
+@pytest.mark.parametrize("options", [*slow((SHARED,)), COPIES], ids=["shared", "copies"])
 @pytest.mark.parametrize("is_wrapped", slow_but([True], [False, True]), ids=["adamw", "wrapped"])
 def test_fused_steps_of_another_optimizer_over_the_same_parameters_count(
     options: dict[str, Any], is_wrapped: bool
 ) -> None:
-    model = make_mlp()
-    twin = copy.deepcopy(model)
-    optimizer, of_twin = FUSED(model.parameters()), FUSED(twin.parameters())
-    if is_wrapped:
-        optimizer, of_twin = Wrapper(optimizer), Wrapper(of_twin)
-    others = [torch.optim.SGD(m.parameters(), lr=0.2, fused=True) for m in (model, twin)]
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer, **options) as step:
-        for seed in range(6):
-            batch = mlp_batch(6, seed=seed)
-            if seed in (2, 3):
-                expected = train_step(twin, others[1], batch, F.cross_entropy)
-                found = train_step(model, others[0], batch, F.cross_entropy)
-                others[0].zero_grad()
-            else:
-                expected = train_step(twin, of_twin, batch, F.cross_entropy)
-                found = step(**batch).item()
-                assert_mirrored(step, model, 2)
-            assert found == pytest.approx(expected, rel=1e-10)
-    assert_same_model(model, twin, 1e-10)
-    assert_same_state(getattr(optimizer, "inner", optimizer), getattr(of_twin, "inner", of_twin), 1e-10)
+    make = (lambda parameters: Wrapper(FUSED(parameters))) if is_wrapped else FUSED
+    with MlpTwins(make, **options) as pair:
+        others = [torch.optim.SGD(model.parameters(), lr=0.2, fused=True) for model, _ in pair.sides]
+        pair.steps()
+        for _ in range(2):
+            trained_by_hand(pair, others)
+        pair.steps()
+        assert_same_model(pair.model, pair.twin, 1e-10)
+        states = [getattr(own, "inner", own) for own in (pair.optimizer, pair.twin_optimizer)]
+        assert_same_state(*states, 1e-10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, *slow(({"disable_passes": ("share-parameters",)},))], ids=["shared", "copies"])
+@pytest.mark.parametrize("options", [SHARED, *slow((COPIES,))], ids=["shared", "copies"])
 def test_fused_steps_of_another_optimizer_over_what_the_step_does_not_train_count(options: dict[str, Any]) -> None:
     """First over other parameters than the step's optimizer holds, then over its own, as many as it held before."""
-    model = make_mlp()
-    twin = copy.deepcopy(model)
-    optimizer, of_twin = FUSED(model.first.parameters()), FUSED(twin.first.parameters())
-    others = [torch.optim.SGD(own.second.parameters(), lr=0.2, fused=True) for own in (model, twin)]
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer, **options) as step:
-        for seed in range(9):
-            batch = mlp_batch(6, seed=seed)
-            if seed == 5:
-                optimizer.param_groups[0]["params"] = list(model.second.parameters())
-                of_twin.param_groups[0]["params"] = list(twin.second.parameters())
-            if seed % 3:
-                for own, other in zip((model, twin), others, strict=True):
-                    train_step(own, other, batch, F.cross_entropy)
-                    own.zero_grad()
-            expected = train_step(twin, of_twin, batch, F.cross_entropy)
-            twin.zero_grad()
-            assert step(**batch).item() == pytest.approx(expected, rel=1e-10)
-            assert_mirrored(step, model, 2)
-    assert_same_model(model, twin, 1e-10)
+    with MlpTwins(FUSED, select=lambda model: model.first.parameters(), **options) as pair:
+        others = [torch.optim.SGD(model.second.parameters(), lr=0.2, fused=True) for model, _ in pair.sides]
+        for number in range(9):
+            if number == 5:
+                for model, own in pair.sides:
+                    own.param_groups[0]["params"] = list(model.second.parameters())
+            if number % 3:
+                trained_by_hand(pair, others)
+            pair.steps(1)
+            pair.twin.zero_grad()
+        assert_same_model(pair.model, pair.twin, 1e-10)
 
 
-def clipping(maximum: float) -> Any:
-    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        early_clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], maximum)
-
-    return clip
+def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    early_clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
 
 
 @pytest.mark.slow
@@ -195,6 +168,7 @@ def test_clipping_is_as_before_for_those_who_have_gradients(recwarn: pytest.Warn
     model = make_mlp()
     with compiled_step(model, F.cross_entropy, optimizer=FUSED) as step:
         step(**mlp_batch(6))
+        assert all(type(p) is torch.nn.Parameter and p.grad is None for p in model.parameters())
         F.cross_entropy(model(mlp_batch(6)["x"]), mlp_batch(6)["target"]).backward()
         gradients = [p.grad.clone() for p in model.parameters()]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -236,102 +210,87 @@ def test_a_step_without_gradients_warns_once(recwarn: pytest.WarningsRecorder) -
 
 def test_the_tail_of_a_librarys_loop_is_answered_by_two_warnings(recwarn: pytest.WarningsRecorder) -> None:
     """As Hugging Face's Trainer ends a step; without a GradScaler, and without backward()."""
-    model = make_mlp()
-    twin = copy.deepcopy(model)
-    (optimizer, scheduler), (of_twin, scheduler_of_twin) = (
-        (own, torch.optim.lr_scheduler.LambdaLR(own, lambda i: 0.5**i))
-        for own in (FUSED(m.parameters()) for m in (model, twin))
-    )
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
-        for seed in range(3):
-            batch = mlp_batch(6, seed=seed)
-            assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy))
-            early_clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            scheduler_of_twin.step()
-            model.zero_grad()
-    assert [str(warning.message).partition(" found no")[0] for warning in recwarn.list] == [
-        "clip_grad_norm_()",
-        "optimizer.step()",
-    ]
-    assert_same_model(model, twin, 1e-10)
+    with MlpTwins(FUSED) as pair:
+        schedulers = [torch.optim.lr_scheduler.LambdaLR(own, lambda i: 0.5**i) for _, own in pair.sides]
+        for _ in range(3):
+            pair.train(**pair.next_batch())
+            early_clip_grad_norm_(pair.model.parameters(), 1.0)
+            pair.optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+            pair.model.zero_grad()
+        said = [str(warning.message).partition(" found no")[0] for warning in recwarn.list]
+        assert said == ["clip_grad_norm_()", "optimizer.step()"]
+        assert_same_model(pair.model, pair.twin, 1e-10)
 
 
 @pytest.mark.slow
 def test_an_enabled_scaler_fails_with_torchs_words_and_changes_nothing(recwarn: pytest.WarningsRecorder) -> None:
     """Its calls lead to no function of mirrorc's; the optimizer's step, to which it gets with a fused optimizer only, does."""
     for make_optimizer in (FUSED, functools.partial(torch.optim.AdamW, lr=0.05)):
-        model, scaler = make_mlp(), torch.amp.GradScaler("cpu")
-        twin = copy.deepcopy(model)
-        optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
         recwarn.clear()
-        with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
-            for seed in range(3):
-                batch = mlp_batch(6, seed=seed)
-                loss = step(**batch)
-                assert loss.item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy))
+        with MlpTwins(make_optimizer) as pair:
+            for _ in range(3):
+                scaler, loss = torch.amp.GradScaler("cpu"), pair.train(**pair.next_batch())
                 for of_user in (loss, scaler.scale(loss)):
                     with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
                         of_user.backward()
                 if make_optimizer is FUSED:
-                    scaler.step(optimizer)
+                    scaler.step(pair.optimizer)
                     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
                         scaler.update()
                 else:
                     with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
-                        scaler.step(optimizer)
-                scaler = torch.amp.GradScaler("cpu")
-        told = [str(warning.message).partition(" found no")[0] for warning in recwarn.list]
-        assert told == (["optimizer.step()"] if make_optimizer is FUSED else [])
-        assert_same_model(model, twin, 1e-10)
-        assert_same_state(optimizer, of_twin, 1e-10)
+                        scaler.step(pair.optimizer)
+            told = [str(warning.message).partition(" found no")[0] for warning in recwarn.list]
+            assert told == (["optimizer.step()"] if make_optimizer is FUSED else [])
+            pair.check()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
+@EACH_OPTIMIZER
 def test_gradients_of_the_users_are_dropped_and_that_is_said_once(
     make_optimizer: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
     """A loop of one's own would add them up, unless it begins with zero_grad()."""
-    model = make_mlp()
-    twin = copy.deepcopy(model)
-    optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
-    batches = iter([mlp_batch(6, seed=seed) for seed in range(9)])
-
-    def check() -> None:
-        batch = next(batches)
-        assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
-        assert_same_model(model, twin, 1e-10)
-        assert all(parameter.grad is None for parameter in model.parameters())
 
     def backward(of: torch.nn.Module) -> None:
         F.cross_entropy(of(mlp_batch(4)["x"]), mlp_batch(4)["target"]).backward()
 
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
+    def backward_and_step(of: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        backward(of)
+        optimizer.step()
+
+    with MlpTwins(make_optimizer) as pair:
+        model = pair.model
+
+        def check() -> None:
+            batch = pair.next_batch()
+            loss = pair.step(**batch)
+            assert loss.item() == pytest.approx(pair.plain(**batch).item(), rel=1e-10)
+            assert_same_model(model, pair.twin, 1e-10)
+            assert all(parameter.grad is None for parameter in model.parameters())
+
         backward(model)  # before the first step they may be left over from training without mirrorc
         check()
-        for own, its_optimizer in ((model, optimizer), (twin, of_twin)):  # used, and left as loops do
-            backward(own)
-            its_optimizer.step()
+        pair.on_both(backward_and_step)  # used, and left as loops do
         check()
         recwarn.clear()
         for _ in range(2):
             backward(model)
             check()
         (warning,) = recwarn.list
-        assert warning.filename == __file__ and "6 of the parameters had gradients from a backward()" in str(
-            warning.message
-        )
+        assert warning.filename == __file__
+        assert "6 of the parameters had gradients from a backward()" in str(warning.message)
         backward(model)
         kept = [parameter.grad for parameter in model.parameters()]
         with pytest.raises(ValueError):
-            step(torch.ones(0, 6).double(), target=torch.ones(0).long())
+            pair.step(torch.ones(0, 6).double(), target=torch.ones(0).long())
         assert all(own.grad is one for own, one in zip(model.parameters(), kept, strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
+@EACH_OPTIMIZER
 def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_the_users_own(
     make_optimizer: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -354,26 +313,6 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_the_users_
     assert not recwarn.list
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
-def test_gradients_are_clipped_by_a_hook_of_the_optimizer(
-    make_optimizer: Any, recwarn: pytest.WarningsRecorder
-) -> None:
-    """The way that the warnings and the README recommend."""
-    model = make_mlp()
-    twin = copy.deepcopy(model)
-    optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
-    for own in (optimizer, of_twin):
-        own.register_step_pre_hook(clipping(0.05))
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
-        for seed in range(4):
-            batch = mlp_batch(6, seed=seed)
-            assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
-            assert_mirrored(step, model, 2)
-    assert_same_model(model, twin, 1e-10)
-    assert not [w for w in recwarn.list if "found no gradients" in str(w.message)]
-
-
 def penalize(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     assert torch.is_grad_enabled()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -383,23 +322,14 @@ def penalize(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_optimizer", [FUSED, functools.partial(torch.optim.Adadelta, lr=1.0)])
-def test_hooks_of_the_optimizer_may_use_autograd(make_optimizer: Any) -> None:
-    model = make_mlp()
-    twin = copy.deepcopy(model)
-    optimizer, of_twin = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
-    for own in (optimizer, of_twin):
-        own.register_step_pre_hook(penalize)
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
-        for seed in range(3):
-            batch = mlp_batch(6, seed=seed)
-            assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
-    assert_same_model(model, twin, 1e-10)
-
-
-@pytest.mark.slow
-def test_parameters_stay_plain() -> None:
-    model = make_mlp()
-    with compiled_step(model, F.cross_entropy, optimizer=FUSED) as step:
-        step(**mlp_batch(6))
-        assert all(type(p) is torch.nn.Parameter and p.grad is None for p in model.parameters())
+@pytest.mark.parametrize("hook", [clip, penalize])
+@EACH_OPTIMIZER
+def test_hooks_of_the_optimizer_may_clip_gradients_and_use_autograd(
+    make_optimizer: Any, hook: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The way that the warnings and the README recommend."""
+    with MlpTwins(make_optimizer) as pair:
+        pair.on_both(lambda _, own: own.register_step_pre_hook(hook))
+        pair.steps(4)
+        assert_same_model(pair.model, pair.twin, 1e-10)
+    assert not [w for w in recwarn.list if "found no gradients" in str(w.message)]

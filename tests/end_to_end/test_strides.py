@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_same_training, relative_error, train_mirrored, train_on_one_device
+from references import assert_trains_alike, relative_error
 from torch import nn
 from twins import compiled_step
 
@@ -122,8 +122,7 @@ def test_no_view_depends_on_the_layout_of_a_normalization() -> None:
         mode()
         batches = [batch(1, 5, 8, seed=seed) if model.training else batch(4, 5, 8, seed=seed) for seed in range(3)]
         devices = 1 if model.training else 2
-        single = train_on_one_device(model, SGD, batches, F.cross_entropy)
-        assert_same_training(train_mirrored(model, SGD, batches, devices, F.cross_entropy), single, TOLERANCE)
+        assert_trains_alike(model, SGD, batches, devices, F.cross_entropy, tolerance=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -135,17 +134,16 @@ def test_operators_that_need_a_layout_get_it() -> None:
         lambda x, y: y * y.detach().contiguous().view(torch.int64).ne(0),
     ]
     for shape in shapes:
-        assert_trains_alike(Strided(shape))
+        check(Strided(shape))
 
 
 # as_strided
 
 
-def assert_trains_alike(model: nn.Module) -> None:
+def check(model: nn.Module) -> None:
     model = model.double()
     batches = [batch(4, 3, 4, seed=seed) for seed in range(2)]
-    single = train_on_one_device(model, SGD, batches, F.cross_entropy)
-    assert_same_training(train_mirrored(model, SGD, batches, 2, F.cross_entropy), single, TOLERANCE)
+    assert_trains_alike(model, SGD, batches, 2, F.cross_entropy, tolerance=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -160,7 +158,7 @@ def test_as_strided_addresses_the_elements_of_its_own_shard() -> None:
         lambda x, y: torch.as_strided_scatter(x * 2, x[:, :2], (len(x), 2, 4), (12, 4, 1), 4),
     ]
     for shape in shapes:
-        assert_trains_alike(seeded(lambda shape=shape: Strided(shape)))
+        check(seeded(lambda shape=shape: Strided(shape)))
 
 
 def test_a_view_of_another_value_is_addressed_from_its_own_first_element() -> None:

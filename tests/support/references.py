@@ -186,6 +186,22 @@ def assert_same_training(actual: Trained, expected: Trained, tolerance: float) -
     assert_same_model(actual.model, expected.model, tolerance)
 
 
+def assert_trains_alike(
+    model: nn.Module,
+    make_optimizer: OptimizerMaker,
+    batches: Sequence[Mapping[str, Any]],
+    num_devices: int,
+    loss_fn: Loss | None = None,
+    *,
+    tolerance: float = 1e-12,
+    **options: Any,
+) -> Trained:
+    """Trains copies of the model with mirrorc and on one device, which agree; gives the one under mirrorc."""
+    mirrored = train_mirrored(model, make_optimizer, batches, num_devices, loss_fn, **options)
+    assert_same_training(mirrored, train_on_one_device(model, make_optimizer, batches, loss_fn), tolerance)
+    return mirrored
+
+
 def assert_same_losses(actual: Trained, expected: Trained, tolerance: float) -> None:
     assert len(actual.losses) == len(expected.losses)
     scale = max(abs(loss) for loss in expected.losses)
