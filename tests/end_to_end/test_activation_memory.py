@@ -9,11 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from references import Trained, train_mirrored
+from deep import Deep
+from references import Trained, assert_same_bits, train_mirrored
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from twins import batches_of
 
 import mirrorc
 from mirrorc.compilation import step_compiler
@@ -21,30 +22,6 @@ from mirrorc.errors import CaptureError, PassError
 from mirrorc.passes import ChooseCheckpoints, default_pipeline
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
-
-
-class Deep(nn.Module):
-    def __init__(self, width: int = 6, num_blocks: int = 3, num_own: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.num_own = num_own
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(width, 4 * width),
-                nn.GELU(),
-                nn.Dropout(0.4),
-                nn.Linear(4 * width, width),
-                nn.BatchNorm1d(width),
-            )
-            for _ in range(num_blocks)
-        )
-        self.head = nn.Linear(width, 3)
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i, block in enumerate(self.blocks):
-            x = x + (checkpoint(block, x, use_reentrant=False) if i < self.num_own else block(x))
-        return self.head(x)
 
 
 class Images(nn.Module):
@@ -61,30 +38,13 @@ class Images(nn.Module):
         return self.head(self.blocks(x[:, :36].reshape(-1, 1, 6, 6)).mean((2, 3)))
 
 
-def batches(*sizes: int, width: int = 6) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "x": torch.randn(size, width, dtype=torch.float64, generator=generator),
-            "target": torch.randint(3, (size,), generator=generator),
-        }
-        for size in sizes
-    ]
-
-
 def train(
     model: nn.Module, num_devices: int, bound: float | None, sizes: tuple[int, ...] = (40, 40), **options: Any
 ) -> Trained:
     torch.manual_seed(1)
     width = 36 if isinstance(model, Images) else 6
-    given = batches(*sizes, width=width)
+    given = batches_of(*sizes, features=width, classes=3)
     return train_mirrored(model, ADAMW, given, num_devices, F.cross_entropy, activation_memory=bound, **options)
-
-
-def assert_same_bits(one: Trained, other: Trained) -> None:
-    assert one.losses == other.losses
-    others = other.model.state_dict()
-    assert all(torch.equal(value, others[name]) for name, value in one.model.state_dict().items())
 
 
 @pytest.mark.slow
@@ -126,7 +86,7 @@ def compiled(model: nn.Module, bound: float | None, num_devices: int = 2, **opti
 
 
 def peaks(model: nn.Module, bound: float | None, rows: int = 256, **options: Any) -> list[int]:
-    (batch,) = batches(rows, width=36 if isinstance(model, Images) else 6)
+    (batch,) = batches_of(rows, features=36 if isinstance(model, Images) else 6, classes=3)
     with compiled(model, bound, **options) as step:
         step.prepare(**batch)
         return [device.own.activations for device in step.memory().devices]
@@ -154,7 +114,7 @@ def test_a_step_takes_no_more_than_what_is_allowed(model: type[nn.Module], optio
 
 @pytest.mark.slow
 def test_a_bound_that_is_kept_anyway_changes_nothing() -> None:
-    (batch,) = batches(40)
+    (batch,) = batches_of(40, classes=3)
     names = []
     for given in (None, 1.0, 2**40):
         with compiled(Deep(), given, disable_passes=["reserve-memory"]) as step:
@@ -166,7 +126,7 @@ def test_a_bound_that_is_kept_anyway_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_what_was_chosen_is_in_the_program_and_in_the_figures() -> None:
-    (batch,) = batches(256)
+    (batch,) = batches_of(256, classes=3)
     with compiled(Deep(), 0.6) as step:
         step.prepare(**batch)
         told = [str(remark) for remark in step.program.remarks]
@@ -186,7 +146,7 @@ def test_checkpoints_of_the_model_are_kept_too() -> None:
 
 @pytest.mark.slow
 def test_evaluations_and_gradients_of_several_calls_are_those_without_a_bound() -> None:
-    first, second = batches(40, 27)
+    first, second = batches_of(40, 27, classes=3)
     found = []
     for bound in (0.7, None):
         torch.manual_seed(1)
@@ -199,7 +159,7 @@ def test_evaluations_and_gradients_of_several_calls_are_those_without_a_bound() 
 
 @pytest.mark.slow
 def test_a_short_batch_has_the_bound_of_a_large_one() -> None:
-    large, short = batches(257, 2)
+    large, short = batches_of(257, 2, classes=3)
     with compiled(Deep(), 0.6) as step:
         step(**large)
         most = max(device.own.activations for device in step.memory().devices)
@@ -273,6 +233,6 @@ def test_a_pipeline_of_ones_own_may_choose() -> None:
 
 
 def test_a_model_that_runs_as_plain_pytorch_is_refused() -> None:
-    (batch,) = batches(8)
+    (batch,) = batches_of(8, classes=3)
     with compiled(Deep(), 0.5, capture="autograd") as step, pytest.raises(CaptureError, match="what its forward keeps"):
         step(**batch)

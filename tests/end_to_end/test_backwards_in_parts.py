@@ -9,29 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from branching import SGD, TOLERANCE, batches
 from references import assert_trains_alike, train_mirrored, unchanged
 from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
 from mirrorc.runtime.communication.shared_memory import SharedMemoryCommunicator
 
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ONE_EACH = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}  # a bucket for each gradient, or nearly
-TOLERANCE = 1e-12
-
-
-def batches(*sizes: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "x": torch.randn(size, 6, generator=generator, dtype=torch.float64),
-            "target": torch.randint(0, 4, (size,), generator=generator),
-        }
-        for size in sizes
-    ]
 
 
 class Tells(torch.autograd.Function):
@@ -152,8 +141,8 @@ def test_options_that_wait_and_send_between_regions(options: dict[str, Any]) -> 
 
 def compiled(model: Layers, devices: int = 2, **options: Any) -> mirrorc.Step:
     optimizer = SGD(model.parameters())
-    asked: dict[str, Any] = {"capture": "autograd", "backend": "eager", **ONE_EACH, **options}
-    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.cross_entropy, **asked)
+    asked: dict[str, Any] = {"capture": "autograd", **ONE_EACH, **options}
+    return compiled_step(model, F.cross_entropy, devices, optimizer, **asked)
 
 
 class Events:

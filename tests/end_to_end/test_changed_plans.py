@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from references import assert_same_parameters, train_on_one_device
 from selections import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import batches_of, compiled_step, layers_of_odd_sizes
 
 import mirrorc
 
@@ -23,40 +25,23 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 SIZES = (7, 2, 7, 1, 7, 2)  # some batches have fewer examples than there are devices
 
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+    model = layers_of_odd_sizes()
+    return model, ADAM(model.parameters())
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    return [
-        (
-            torch.randn(size, 7, generator=generator, dtype=torch.float64),
-            torch.randn(size, 3, generator=generator, dtype=torch.float64),
-        )
-        for size in SIZES
-    ]
+BATCHES = batches_of(*SIZES, features=7, outputs=3, name="input")
 
 
-def on_one_device() -> list[torch.Tensor]:
-    model, optimizer = made()
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+def assert_trained(model: nn.Module) -> None:
+    assert_same_parameters(model, train_on_one_device(made()[0], ADAM, BATCHES, F.mse_loss).model)
 
 
 def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, plan: str) -> mirrorc.Step:
     return compiled_step(model, F.mse_loss, 3, optimizer=optimizer, **PLANS[plan])
-
-
-def assert_trained(model: nn.Module) -> None:
-    for parameter, wanted in zip(model.parameters(), on_one_device(), strict=True):
-        torch.testing.assert_close(parameter.detach(), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -64,8 +49,8 @@ def assert_trained(model: nn.Module) -> None:
 def test_ragged_batches_are_those_of_one_device(plan: str) -> None:
     model, optimizer = made()
     with compiled(model, optimizer, plan) as step:
-        for x, y in batches():
-            step(x, target=y)
+        for batch in BATCHES:
+            step(**batch)
     assert_trained(model)
 
 
@@ -76,8 +61,8 @@ def test_ragged_batches_are_those_of_one_device(plan: str) -> None:
 def test_two_steps_over_one_model_take_turns(one: str, other: str) -> None:
     model, optimizer = made()
     with compiled(model, optimizer, one) as first, compiled(model, optimizer, other) as second:
-        for i, (x, y) in enumerate(batches()):
-            (first, second)[i % 2](x, target=y)
+        for i, batch in enumerate(BATCHES):
+            (first, second)[i % 2](**batch)
     assert_trained(model)
 
 
@@ -88,16 +73,15 @@ def test_two_steps_over_one_model_take_turns(one: str, other: str) -> None:
 )
 def test_another_plan_goes_on_with_a_checkpoint(one: str, other: str) -> None:
     model, optimizer = made()
-    first, rest = batches()[:3], batches()[3:]
     with compiled(model, optimizer, one) as step:
-        for x, y in first:
-            step(x, target=y)
+        for batch in BATCHES[:3]:
+            step(**batch)
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     model, optimizer = made()
     with compiled(model, optimizer, other) as step:
-        step(*first[0][:1], target=first[0][1])  # in the memory of the other plan, too
+        step(**BATCHES[0])  # in the memory of the other plan, too
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
-        for x, y in rest:
-            step(x, target=y)
+        for batch in BATCHES[3:]:
+            step(**batch)
     assert_trained(model)

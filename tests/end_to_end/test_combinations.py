@@ -6,14 +6,17 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from references import train_on_one_device
 from selections import slow
 from torch import nn
 from torch.nn import functional as F
+from twins import batches_of, layers_of_odd_sizes
 
 import mirrorc
 from mirrorc.packing import ByBytes, EqualSplits
@@ -82,44 +85,24 @@ def _is(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def made_model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    sizes = ((NUM_EXAMPLES, 7), (NUM_EXAMPLES, 3))
-    return [
-        tuple(torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)  # type: ignore[misc]
-        for _ in range(NUM_STEPS)
-    ]
-
-
-def on_one_device() -> list[torch.Tensor]:
-    model = made_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+ADAM = partial(torch.optim.Adam, lr=0.01)
+BATCHES = batches_of(*[NUM_EXAMPLES] * NUM_STEPS, features=7, outputs=3, name="input")
 
 
 def check(combinations: Iterable[Combination]) -> None:
-    expected = on_one_device()
+    expected = train_on_one_device(layers_of_odd_sizes(), ADAM, BATCHES, F.mse_loss).model
     for combination in combinations:
-        model = made_model()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        model = layers_of_odd_sizes()
+        optimizer = ADAM(model.parameters())
         if said := refusal(combination):
             with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
                 combination.compile(model, optimizer)
             continue
         with combination.compile(model, optimizer) as step:
-            for x, y in batches():
-                step(x, target=y)
-        for parameter, wanted in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.detach(), wanted, rtol=0, atol=1e-12, msg=str(combination))
+            for batch in BATCHES:
+                step(**batch)
+        for parameter, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter, wanted, rtol=0, atol=1e-12, msg=str(combination))
 
 
 def every_pair(axes: Sequence[Sequence[Any]]) -> Iterator[Combination]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from references import assert_same_training, train_mirrored, train_on_one_device
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import batches_of, compiled_step, same_each_time
 
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import bucket_of, calls_to
@@ -34,25 +35,17 @@ class Words(nn.Module):
         return self.head(torch.tanh(self.wide(words)))
 
 
-def batches(sizes: Sequence[int] = (5, 2, 5)) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "x": torch.randint(0, 9, (size, 3), generator=generator),
-            "target": torch.randn(size, 3, generator=generator, dtype=torch.float64),
-        }
-        for size in sizes
-    ]
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def seeded(**options: Any) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Words(**options).double()
+    return same_each_time(lambda: Words(**options).double())
 
 
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+def batches(sizes: Sequence[int] = (5, 2, 5)) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    words = [torch.randint(0, 9, (size, 3), generator=generator) for size in sizes]
+    return [{**batch, "x": x} for batch, x in zip(batches_of(*sizes, outputs=3), words, strict=True)]
 
 
 def prepared(devices: int = 2, model: nn.Module | None = None, **options: Any) -> Program:

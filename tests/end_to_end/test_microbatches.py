@@ -14,15 +14,13 @@ from references import (
     Trained,
     assert_same_losses,
     assert_same_model,
-    assert_same_training,
     assert_trains_alike,
     train_mirrored,
-    train_on_one_device,
     unchanged,
 )
 from selections import exhaustive, slow
 from torch import nn
-from twins import compiled_step
+from twins import Twins, batches_of, compiled_step, make_net
 
 import mirrorc
 from mirrorc.errors import CaptureError, ExecutionError
@@ -34,19 +32,7 @@ SIZES = (7, 2, 7)
 
 
 def batches(sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "input": torch.randn(n, 6, dtype=torch.float64, generator=generator),
-            "target": torch.randint(3, (n,), generator=generator),
-        }
-        for n in sizes
-    ]
-
-
-def make_net(*between: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), *between, nn.Tanh(), nn.Linear(5, 3)).double()
+    return batches_of(*sizes, classes=3, name="input")
 
 
 def parts_of(size: int, most: int, fewest: int = 1) -> list[int]:
@@ -109,17 +95,8 @@ def test_buffers_go_from_one_microbatch_to_the_next(num_devices: int, microbatch
 @pytest.mark.slow
 def test_compiled_regions_add_to_slots_too() -> None:
     model = make_net()
-    assert_trains_alike(
-        model,
-        ADAMW,
-        batches((7,)),
-        2,
-        F.cross_entropy,
-        tolerance=TOLERANCE,
-        backend="inductor",
-        microbatches=2,
-        bucket_cap_mb=1e-4,
-    )
+    options = {"backend": "inductor", "microbatches": 2, "bucket_cap_mb": 1e-4}
+    assert_trains_alike(model, ADAMW, batches((7,)), 2, F.cross_entropy, tolerance=TOLERANCE, **options)
 
 
 class Factored(nn.Module):
@@ -137,12 +114,9 @@ class Factored(nn.Module):
 def test_factors_of_all_microbatches_make_the_gradient(num_devices: int, microbatches: int) -> None:
     torch.manual_seed(0)
     model = Factored().double()
-    expected = train_on_one_device(model, SGD, batches(), F.cross_entropy)
     passes = default_pipeline(min_factored_elements=0, microbatches=microbatches)
-    found = train_mirrored(
-        model, SGD, batches(), num_devices, F.cross_entropy, passes=passes, microbatches=microbatches
-    )
-    assert_same_training(found, expected, TOLERANCE)
+    options = {"passes": passes, "microbatches": microbatches}
+    assert_trains_alike(model, SGD, batches(), num_devices, F.cross_entropy, tolerance=TOLERANCE, **options)
 
 
 @pytest.mark.slow
@@ -224,20 +198,15 @@ def test_each_microbatch_draws_masks_of_its_own_again_and_again() -> None:
 
 @pytest.mark.slow
 def test_a_per_replica_argument_is_run_in_parts_of_its_own_size() -> None:
-    model, reference = make_net(), make_net()
     (batch,) = batches((9,))
-    x, y = batch["input"], batch["target"]
-    optimizer, other = SGD(model.parameters()), SGD(reference.parameters())
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer, microbatches=3) as step:
-        split = [mirrorc.PerReplica([one[:7], one[7:]]) for one in (x, y)]
-        step(split[0], target=split[1])
-        assert step.program.microbatches == ((3, 2, 2), (1, 1))
-        F.cross_entropy(reference(x), y).backward()
-        other.step()
-        assert_same_model(model, reference, TOLERANCE)
-        loss = step.evaluate(x, target=y)  # at once
-        torch.testing.assert_close(loss, F.cross_entropy(reference(x), y).detach(), rtol=TOLERANCE, atol=0)
-        assert step.program.microbatches == ()
+    with Twins(make_net(), SGD, F.cross_entropy, microbatches=3) as pair:
+        pair.step(**{name: mirrorc.PerReplica([value[:7], value[7:]]) for name, value in batch.items()})
+        assert pair.step.program.microbatches == ((3, 2, 2), (1, 1))
+        pair.plain(**batch)
+        pair.check()
+        loss = pair.step.evaluate(**batch)  # at once
+        torch.testing.assert_close(loss, pair.backward(**batch), rtol=TOLERANCE, atol=0)
+        assert pair.step.program.microbatches == ()
 
 
 @pytest.mark.slow

@@ -14,21 +14,19 @@ import torch
 import torch.nn.functional as F
 from references import (
     OptimizerMaker,
+    assert_mirrored,
     assert_same_bits,
-    assert_same_model,
-    assert_same_state,
     assert_same_training,
     assert_trains_alike,
     train_mirrored,
     train_on_one_device,
     train_shard_by_shard,
-    train_step,
     unchanged,
 )
 from selections import exhaustive, slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from twins import compiled_step
+from twins import Twins, batches_of, compiled_step, make_net
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import Ring
@@ -45,20 +43,8 @@ OPTIMIZERS = (ADAMW, SGD, MUON_LIKE)
 SIZES = (5, 1, 2, 5, 2)
 
 
-def batches(sizes: tuple[int, ...] = SIZES, num_features: int = 6) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "input": torch.randn(n, num_features, dtype=torch.float64, generator=generator),
-            "target": torch.randn(n, 3, dtype=torch.float64, generator=generator),
-        }
-        for n in sizes
-    ]
-
-
-def make_net(*between: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), *between, nn.Tanh(), nn.Linear(5, 3)).double()
+def batches(sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
+    return batches_of(*sizes, outputs=3, name="input")
 
 
 class Table(nn.Module):
@@ -95,10 +81,11 @@ OF_WAY = {"ring": (ADAMW, SGD)}  # that pass does not take the sends of an optim
 )
 def test_a_step_is_that_of_one_device_whatever_the_size(num_devices: int, way: str, optimizer: OptimizerMaker) -> None:
     model = make_net()
-    mirrored = train_mirrored(model, optimizer, batches(), num_devices, F.mse_loss, **WAYS[way])
-    single = train_on_one_device(model, optimizer, batches(), F.mse_loss)
-    assert_same_training(mirrored, single, TOLERANCE)
-    assert_same_state(mirrored.optimizer, single.optimizer, TOLERANCE)
+    with Twins(model, optimizer, F.mse_loss, num_devices, **WAYS[way]) as pair:
+        for batch in batches():
+            pair.train(**batch)
+            assert_mirrored(pair.step, pair.model, num_devices)
+        pair.check()
 
 
 @pytest.mark.slow
@@ -214,17 +201,12 @@ def test_images_have_statistics_of_one_example() -> None:
 def test_a_data_loader_needs_no_drop_last() -> None:
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(*(torch.randn(10, n, generator=generator, dtype=torch.float64) for n in (6, 3)))
-    model = make_net()
-    twin = copy.deepcopy(model)
-    optimizer, plain = ADAMW(model.parameters()), ADAMW(twin.parameters())
-    with compiled_step(model, F.mse_loss, 3, optimizer=optimizer) as step:
+    with Twins(make_net(), ADAMW, F.mse_loss, 3) as pair:
         for _ in range(3):
             for x, y in DataLoader(data, batch_size=4):
-                loss = step(x, target=y)
-                expected = train_step(twin, plain, {"input": x, "target": y}, F.mse_loss)
-                assert loss.item() == pytest.approx(expected, rel=TOLERANCE)
-        assert step._specializer.num_programs == 2
-    assert_same_model(model, twin, TOLERANCE)
+                pair.train(x, target=y)
+        assert pair.step._specializer.num_programs == 2
+        pair.check()
 
 
 @pytest.mark.slow

@@ -29,6 +29,39 @@ def compiled_step(model: nn.Module, loss_fn: Any = None, devices: Any = 2, optim
     return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=loss_fn, **options)
 
 
+def same_each_time(make: Callable[[], Any]) -> Any:
+    """What a function makes by random numbers that begin alike."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+def make_net(*between: nn.Module) -> nn.Module:
+    """Two layers, of six features and of three."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), *between, nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def layers_of_odd_sizes() -> nn.Module:
+    """Three layers, of seven features and of three."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batches_of(
+    *sizes: int, features: int = 6, classes: int = 0, outputs: int = 0, name: str = "x"
+) -> list[dict[str, torch.Tensor]]:
+    """A batch of each size: features, with a class or several numbers as the target."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for size in sizes:
+        x = torch.randn(size, features, generator=generator, dtype=torch.float64)
+        numbers = torch.randn(size, outputs, generator=generator, dtype=torch.float64)
+        target = numbers if outputs else torch.randint(classes, (size,), generator=generator)
+        found.append({name: x, "target": target})
+    return found
+
+
 class Twins:
     """A model under a step, and its copy in plain PyTorch.
 
