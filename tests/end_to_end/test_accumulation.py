@@ -6,14 +6,16 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import selections
 import torch
-from references import assert_same_model, assert_same_state, relative_error, unchanged
+from references import relative_error, unchanged
 from torch import nn
 from torch.nn import functional as F
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc.errors import ExecutionError
@@ -27,16 +29,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def asgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.ASGD(parameters, lr=0.1)
+adamw = partial(torch.optim.AdamW, lr=0.05)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+asgd = partial(torch.optim.ASGD, lr=0.1)
 
 
 def net() -> nn.Sequential:
@@ -46,58 +41,37 @@ def net() -> nn.Sequential:
 
 def batches(*sizes: int, seed: int = 0) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randn(n, 6, generator=generator, dtype=torch.float64),
-            torch.randint(3, (n,), generator=generator),
-        )
-        for n in sizes
-    ]
+    x = [torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in sizes]
+    return [(one, torch.randint(3, (len(one),), generator=generator)) for one in x]
 
 
-class Both:
+class Both(Twins):
     def __init__(
-        self,
-        num_devices: int = 2,
-        model: nn.Module | None = None,
-        make: Make = sgd,
-        loss_fn: Any = None,
-        **options: Any,
+        self, num_devices: int = 2, model: nn.Module | None = None, make: Any = sgd, loss_fn: Any = None, **options: Any
     ) -> None:
-        self.model = model if model is not None else net()
-        self.plain = copy.deepcopy(self.model)
-        self.optimizer, self.plain_optimizer = make(self.model.parameters()), make(self.plain.parameters())
-        self.loss_fn = loss_fn or F.cross_entropy
-        options = {"backend": "eager", "progress": False} | options
+        model, loss_fn = net() if model is None else model, loss_fn or F.cross_entropy
+        super().__init__(model, make, loss_fn, num_devices, progress=False, tolerance=TOLERANCE, **options)
         self.is_sum = options.get("loss_reduction") == "sum"
-        self.step = mirrorc.compile(self.model, num_devices, optimizer=self.optimizer, loss_fn=self.loss_fn, **options)
 
-    def __enter__(self) -> Both:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.step._close()
-
-    def backward(self, batch: Batch, total: int) -> torch.Tensor:
+    def call(self, batch: Batch, total: int, *, ends: bool = False) -> None:
+        """A call of both; ``total``: examples of all calls until the update, with the one that ends."""
         x, y = batch
-        loss = self.loss_fn(self.plain(x), y)
-        (loss if self.is_sum else loss * (len(x) / total)).backward()
-        return loss.detach()
+        loss = (self.step if ends else self.step.accumulate)(x, target=y)
+        expected = self.backward(x, target=y, scale=1.0 if self.is_sum else len(x) / total)
+        assert not isinstance(loss, torch.Tensor) or loss.item() == pytest.approx(expected.item())
+        if ends:
+            self.before_update()
+            self.update()
 
-    def train(self, *own: Batch, before_update: Callable[[], object] = lambda: None) -> None:
-        total = sum(len(x) for x, _ in own)
+    def before_update(self) -> None:
+        """What a test does with the twin's gradients."""
+
+    def train(self, *own: Batch) -> None:
         for i, batch in enumerate(own):
-            call = self.step if i == len(own) - 1 else self.step.accumulate
-            loss = call(batch[0], target=batch[1])
-            assert not isinstance(loss, torch.Tensor) or loss.item() == pytest.approx(
-                self.backward(batch, total).item()
-            )
-        before_update()
-        self.plain_optimizer.step()
-        self.plain_optimizer.zero_grad()
+            self.call(batch, sum(len(x) for x, _ in own), ends=i == len(own) - 1)
 
     def check(self) -> None:
-        assert_same_model(self.model, self.plain, TOLERANCE)
+        super().check()
         assert self.step.num_accumulated == 0
 
 
@@ -122,21 +96,18 @@ def test_a_step_updates_with_the_mean_over_all_examples_since_the_last_update(
         both.train(*batches(4, seed=2))
         both.train(*batches(2, 4, seed=3))
         both.check()
-        assert_same_state(both.optimizer, both.plain_optimizer, TOLERANCE)
 
 
 @pytest.mark.slow
-def test_losses_that_are_sums_are_added_up() -> None:
-    with Both(loss_fn=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum") as both:
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_fn": nn.CrossEntropyLoss(reduction="sum"), "loss_reduction": "sum"}, {"backend": "inductor"}],
+    ids=["sum", "inductor"],
+)
+def test_sums_are_added_up_and_inductor_gives_the_same_update(options: dict[str, Any]) -> None:
+    with Both(**options) as both:
         both.train(*batches(4, 3, 6))
         both.train(*batches(3))
-        both.check()
-
-
-@pytest.mark.slow
-def test_inductor_gives_the_same_update() -> None:
-    with Both(backend="inductor") as both:
-        both.train(*batches(4, 4, 4))
         both.check()
 
 
@@ -146,10 +117,11 @@ def test_clipping_and_its_norm_are_of_the_mean_over_all_calls() -> None:
         norms: list[torch.Tensor] = []
 
         def clip() -> None:
-            norms.append(nn.utils.clip_grad_norm_(both.plain.parameters(), 0.05))
-            nn.utils.clip_grad_value_(both.plain.parameters(), 0.02)
+            norms.append(nn.utils.clip_grad_norm_(both.twin.parameters(), 0.05))
+            nn.utils.clip_grad_value_(both.twin.parameters(), 0.02)
 
-        both.train(*batches(5, 3), before_update=clip)
+        both.before_update = clip
+        both.train(*batches(5, 3))
         assert relative_error(both.step.grad_norm, norms[0]) < TOLERANCE
         both.check()
 
@@ -157,15 +129,9 @@ def test_clipping_and_its_norm_are_of_the_mean_over_all_calls() -> None:
 def test_scales_that_change_between_calls_are_made_up_for() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     with Both(scaler=scaler) as both:
-        x, y = batches(4)[0]
-        both.step.accumulate(x, target=y)
-        both.backward((x, y), 8)
+        both.call(batches(4)[0], 8)
         scaler.update(8.0)
-        u, v = batches(4, seed=1)[0]
-        both.step(u, target=v)
-        both.backward((u, v), 8)
-        both.plain_optimizer.step()
-        both.plain_optimizer.zero_grad()
+        both.call(batches(4, seed=1)[0], 8, ends=True)
         both.check()
         assert scaler.get_scale() == 16.0
 
@@ -181,11 +147,11 @@ def test_float16_overflows_where_it_does_in_a_loop_that_divides_losses() -> None
                 call = both.step if i == len(own) - 1 else both.step.accumulate
                 call(x, target=y)
                 with torch.autocast("cpu", torch.float16):
-                    loss = F.cross_entropy(both.plain(x), y) / len(own)
+                    loss = F.cross_entropy(both.twin(x), y) / len(own)
                 scalers[1].scale(loss).backward()
-            scalers[1].step(both.plain_optimizer)
+            scalers[1].step(both.twin_optimizer)
             scalers[1].update()
-            both.plain_optimizer.zero_grad()
+            both.twin_optimizer.zero_grad()
             assert scalers[0].state_dict() == scalers[1].state_dict(), update
         assert both.step.num_skipped > 1, "the scale grows until it is too large"
 
@@ -211,70 +177,54 @@ def test_an_update_that_is_skipped_uses_accumulated_gradients_up() -> None:
 def test_a_call_that_is_not_finite_adds_nothing() -> None:
     with Both(check_finite=True) as both:
         first, last = batches(4, 3)
-        both.step.accumulate(first[0], target=first[1])
-        both.backward(first, 7)
+        both.call(first, 7)
         for call in (both.step.accumulate, both.step):
             with unchanged(both.model), pytest.raises(mirrorc.NonFiniteError, match=r"'0.weight' is not finite"):
                 call(not_finite()[0], target=not_finite()[1])
             assert both.step.num_accumulated == 4
-        both.step(last[0], target=last[1])
-        both.backward(last, 7)
-        both.plain_optimizer.step()
-        both.plain_optimizer.zero_grad()
+        both.call(last, 7, ends=True)
         both.check()
 
 
 @pytest.mark.slow
 def test_what_is_kept_survives_all_that_comes_between() -> None:
+    def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
     with Both(make=adamw) as both:
         own = batches(4, 4, 6, 3)
         both.train(*batches(4, seed=5))
-        for (x, y), between in zip(own, range(4), strict=True):
-            call = both.step if between == 3 else both.step.accumulate
-            call(x, target=y)
-            both.backward((x, y), 17)
-            if between == 0:
-                both.step.evaluate(x)
-                with pytest.raises(ValueError):
-                    both.step(x[:3], target=y)
-            elif between == 1:
-                for model, optimizer in ((both.model, both.optimizer), (both.plain, both.plain_optimizer)):
-                    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
-                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            elif between == 2:
-                both.model[0].weight.data = both.model[0].weight.data.clone()
-        both.plain_optimizer.step()
-        both.plain_optimizer.zero_grad()
+        both.call(own[0], 17)
+        both.step.evaluate(own[0][0])
+        with pytest.raises(ValueError):
+            both.step(own[0][0][:3], target=own[0][1])
+        both.call(own[1], 17)
+        both.on_both(load)
+        both.call(own[2], 17)
+        both.model[0].weight.data = both.model[0].weight.data.clone()
+        both.call(own[3], 17, ends=True)
         both.check()
 
 
 @pytest.mark.slow
 def test_gradients_of_parameters_that_are_frozen_for_a_while_are_kept() -> None:
     with Both() as both:
-        own = batches(4, 3, 5)
-        for (x, y), is_frozen in zip(own, (False, True, False), strict=True):
-            for model in (both.model, both.plain):
-                model[0].requires_grad_(not is_frozen)
-            (both.step if x is own[-1][0] else both.step.accumulate)(x, target=y)
-            both.backward((x, y), 12)
-        both.plain_optimizer.step()
-        both.plain_optimizer.zero_grad()
+        for i, batch in enumerate(batches(4, 3, 5)):
+            both.on_both(lambda model, _, i=i: model[0].requires_grad_(i != 1))
+            both.call(batch, 12, ends=i == 2)
         both.check()
 
 
 @pytest.mark.slow
 def test_parameters_that_are_added_begin_with_nothing() -> None:
     with Both(make=lambda parameters: sgd(list(parameters)[2:])) as both:
-        own = batches(4, 4)
-        for (x, y), call in zip(own, (both.step.accumulate, both.step), strict=True):
-            call(x, target=y)
-            both.plain[0].requires_grad_(call is both.step)  # torch would keep a gradient that no optimizer holds
-            both.backward((x, y), 8)
-            if call is not both.step:
-                for model, optimizer in ((both.model, both.optimizer), (both.plain, both.plain_optimizer)):
-                    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
-        both.plain_optimizer.step()
-        both.plain_optimizer.zero_grad()
+        first, last = batches(4, 4)
+        both.twin[0].requires_grad_(False)  # torch would keep a gradient that no optimizer holds
+        both.call(first, 8)
+        both.on_both(lambda model, own: own.add_param_group({"params": list(model[0].parameters()), "lr": 0.01}))
+        both.twin[0].requires_grad_(True)
+        both.call(last, 8, ends=True)
         both.check()
 
 
@@ -298,20 +248,15 @@ def test_a_step_that_does_not_train_what_was_accumulated_is_refused() -> None:
 @pytest.mark.parametrize("how", selections.slow_but(["step", "part"], ["step", "optimizer", "model", "part"]))
 def test_zero_grad_drops_what_is_kept(how: str) -> None:
     with Both() as both:
-        first, last = batches(4, 4)
-        both.step.accumulate(first[0], target=first[1])
-        both.backward(first, 8 if how == "part" else 4)
+        (first, last), total = batches(4, 4), 8 if how == "part" else 4
+        both.call(first, total)
         if how == "step":
             both.step.zero_grad()
-            both.plain.zero_grad()
+            both.twin.zero_grad()
         else:
-            for model, optimizer in ((both.model, both.optimizer), (both.plain, both.plain_optimizer)):
-                {"optimizer": optimizer, "model": model, "part": model[0]}[how].zero_grad()
+            both.on_both(lambda model, own: {"optimizer": own, "model": model, "part": model[0]}[how].zero_grad())
         assert both.step.num_accumulated == (4 if how == "part" else 0)
-        both.step(last[0], target=last[1])
-        both.backward(last, 8 if how == "part" else 4)
-        both.plain_optimizer.step()
-        both.plain_optimizer.zero_grad()
+        both.call(last, total, ends=True)
         both.check()
 
 
@@ -374,10 +319,11 @@ def test_what_a_pass_does_to_buckets_is_done_once_with_the_sum(num_devices: int)
     with Both(num_devices, add_passes=[mirrorc.after("pack-gradients", DoubleBuckets())]) as both:
 
         def double() -> None:
-            for parameter in both.plain.parameters():
+            for parameter in both.twin.parameters():
                 parameter.grad *= 2
 
-        both.train(*batches(4, 4, 4), before_update=double)
+        both.before_update = double
+        both.train(*batches(4, 4, 4))
         both.check()
 
 
@@ -437,16 +383,16 @@ def test_habits_beside_accumulated_gradients_are_told_of() -> None:
 def test_a_step_does_not_leave_out_what_another_has_kept_of_its_parameters() -> None:
     model, x, y = nn.Linear(3, 2), torch.ones(4, 3), torch.ones(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    alone = {"optimizer": optimizer, "backend": "eager"}
     with (
-        mirrorc.compile(model, 2, loss_fn=F.mse_loss, **alone) as one,
-        mirrorc.compile(model, 2, loss_fn=F.l1_loss, **alone) as other,
+        compiled_step(model, F.mse_loss, optimizer=optimizer) as one,
+        compiled_step(model, F.l1_loss, optimizer=optimizer) as other,
     ):
         one.accumulate(x, target=y)
-        before = copy.deepcopy(model.state_dict())
-        with pytest.raises(ValueError, match=r"another step has kept a gradient of 'weight'.*zero_grad"):
+        with (
+            unchanged(model),
+            pytest.raises(ValueError, match=r"another step has kept a gradient of 'weight'.*zero_grad"),
+        ):
             other(x, target=y)
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         one(x, target=y)
         other(x, target=y)
         one.accumulate(x, target=y)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from asserting import TEXT, Asserting
 from interrupts import Interrupter, python_handles_interrupts
-from references import assert_same_model, assert_same_state, unchanged
+from references import assert_same_model, assert_same_state, train_step, unchanged
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc import CaptureError
@@ -100,50 +100,30 @@ def batch(size: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 X, Y = batch()
 
 
-def compiled(model: nn.Module, optimizer: Any = None, loss_fn: Any = F.cross_entropy, **options: Any) -> mirrorc.Step:
-    optimizer = SGD(model.parameters()) if optimizer is None else optimizer
+def compiled(model: nn.Module, optimizer: Any = SGD, loss_fn: Any = F.cross_entropy, **options: Any) -> mirrorc.Step:
     return compiled_step(model, loss_fn, optimizer=optimizer, **options)
 
 
-class Pair:
+class Pair(Twins):
     def __init__(
         self, model: nn.Module | None = None, make: Any = SGD, loss_fn: Any = F.cross_entropy, **options: Any
     ) -> None:
-        self.model = net() if model is None else model
-        self.plain, self.loss_fn = copy.deepcopy(self.model), loss_fn
-        self.optimizer, self.plain_optimizer = make(self.model.parameters()), make(self.plain.parameters())
-        self.step = compiled(self.model, self.optimizer, loss_fn, **options)
+        super().__init__(net() if model is None else model, make, loss_fn, **options)
 
-    def __enter__(self) -> Pair:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.step.close()
-
-    @property
-    def sides(self) -> tuple[tuple[nn.Module, torch.optim.Optimizer], ...]:
-        return (self.model, self.optimizer), (self.plain, self.plain_optimizer)
-
-    def backward(self, x: torch.Tensor = X, y: torch.Tensor = Y) -> torch.Tensor:
-        self.plain_optimizer.zero_grad()
-        loss: torch.Tensor = self.loss_fn(self.plain(x), y)
-        loss.backward()
-        return loss.detach()
+    def backward(self, x: torch.Tensor = X, target: torch.Tensor = Y) -> torch.Tensor:
+        self.twin_optimizer.zero_grad()
+        return super().backward(x, target=target)
 
     def train(self, times: int = 1, after: Callable[[], Any] = lambda: None, size: int = 4) -> torch.Tensor:
+        """Trains both, and compares them; ``after`` is what the plain loop does between backward and its update."""
         for seed in range(times):
             x, y = batch(size, seed)
-            own = self.step(x, target=y)
-            plain = self.backward(x, y)
+            own, expected = self.step(x, target=y), self.backward(x, y)
             after()
-            self.plain_optimizer.step()
-            torch.testing.assert_close(own, plain)
+            self.twin_optimizer.step()
+            torch.testing.assert_close(own, expected)
         self.check()
         return own
-
-    def check(self) -> None:
-        assert_same_model(self.model, self.plain, 1e-10)
-        assert_same_state(self.optimizer, self.plain_optimizer, 1e-10)
 
 
 @contextmanager
@@ -177,6 +157,17 @@ class Around(nn.Module):
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
         return self.does(self, x, **kwargs)
+
+
+def assert_draws_alike(model: nn.Module, seed_all: Callable[[int], Any], seeds: tuple[int, ...]) -> None:
+    with Pair(model) as pair:
+        for seed in seeds:
+            seed_all(seed)
+            own = pair.step(X, target=Y)
+            seed_all(seed)
+            torch.testing.assert_close(own, pair.backward())
+            pair.twin_optimizer.step()
+        pair.check()
 
 
 # The batch and its arguments
@@ -235,7 +226,7 @@ def test_sharded_optimizer() -> None:
     with Pair(make=ADAMW, shard_optimizer=True) as pair:  # in a process on its own it changes nothing
         pair.train(2)
         pair.step.gather_optimizer_state()
-        assert pair.optimizer.state_dict()["state"].keys() == pair.plain_optimizer.state_dict()["state"].keys()
+        assert pair.optimizer.state_dict()["state"].keys() == pair.twin_optimizer.state_dict()["state"].keys()
 
 
 def test_torch_compile() -> None:
@@ -375,15 +366,11 @@ def test_auxiliary_loss() -> None:
 
 @pytest.mark.slow
 def test_penalty() -> None:
-    model = net()
-    plain = copy.deepcopy(model)
-
     def loss_fn(own: nn.Module, o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(o, y) + 1e-2 * sum(p.square().sum() for p in own.parameters())
 
-    optimizer = SGD(plain.parameters())
-    loss_fn(plain, plain(X), Y).backward()
-    optimizer.step()
+    model, plain = net(), net()
+    train_step(plain, SGD(plain.parameters()), {"input": X, "target": Y}, partial(loss_fn, plain))
     with compiled(model, loss_fn=partial(loss_fn, model)) as step:
         step(X, target=Y)
     assert_same_model(model, plain, 1e-10)
@@ -508,7 +495,7 @@ def test_read_gradients() -> None:
 @pytest.mark.slow
 def test_clip_grad_norm() -> None:
     with Pair(clip_grad_norm=0.1) as pair:
-        pair.train(2, lambda: nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1))
+        pair.train(2, lambda: nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.1))
 
 
 @pytest.mark.slow
@@ -522,14 +509,14 @@ def test_clip_after_the_step() -> None:
 @pytest.mark.slow
 def test_clip_grad_value() -> None:
     with Pair(clip_grad_value=0.01) as pair:
-        pair.train(2, lambda: nn.utils.clip_grad_value_(pair.plain.parameters(), 0.01))
+        pair.train(2, lambda: nn.utils.clip_grad_value_(pair.twin.parameters(), 0.01))
 
 
 @pytest.mark.slow
 def test_log_grad_norm() -> None:
     with Pair(clip_grad_norm=math.inf) as pair:
         norms: list[torch.Tensor] = []
-        pair.train(2, lambda: norms.append(nn.utils.get_total_norm(p.grad for p in pair.plain.parameters())))
+        pair.train(2, lambda: norms.append(nn.utils.get_total_norm(p.grad for p in pair.twin.parameters())))
         assert pair.step.grad_norm.item() == pytest.approx(norms[-1].item())
 
 
@@ -566,8 +553,8 @@ def test_microbatches() -> None:
     with Pair(microbatches=4) as pair:
         x, y = batch(8, 0)
         for part, own in zip(x.chunk(4), y.chunk(4), strict=True):
-            (F.cross_entropy(pair.plain(part), own) / 4).backward()
-        pair.plain_optimizer.step()
+            (F.cross_entropy(pair.twin(part), own) / 4).backward()
+        pair.twin_optimizer.step()
         pair.step(x, target=y)
         pair.check()
 
@@ -577,8 +564,8 @@ def test_accumulation() -> None:
     (x, y), (u, v) = batch(6, 0), batch(4, 1)
     with Pair() as pair:
         for own_x, own_y in ((x, y), (u, v)):
-            (F.cross_entropy(pair.plain(own_x), own_y) * len(own_x) / 10).backward()
-        pair.plain_optimizer.step()
+            (F.cross_entropy(pair.twin(own_x), own_y) * len(own_x) / 10).backward()
+        pair.twin_optimizer.step()
         pair.step.accumulate(x, target=y)
         pair.step(u, target=v)
         pair.check()
@@ -588,12 +575,12 @@ def test_accumulation() -> None:
 def test_drop_accumulated() -> None:
     (x, y), (u, v) = batch(6, 0), batch(4, 1)
     with Pair() as pair:
-        F.cross_entropy(pair.plain(x), y).backward()
+        F.cross_entropy(pair.twin(x), y).backward()
         pair.step.accumulate(x, target=y)
         for _, optimizer in pair.sides:
             optimizer.zero_grad()
-        F.cross_entropy(pair.plain(u), v).backward()
-        pair.plain_optimizer.step()
+        F.cross_entropy(pair.twin(u), v).backward()
+        pair.twin_optimizer.step()
         pair.step(u, target=v)
         pair.check()
 
@@ -723,9 +710,7 @@ def test_two_evaluations() -> None:
             up_step(x, target=y)
             down_step(x, target=y)
             for optimizer in (plain_up, plain_down):
-                plain.zero_grad()
-                F.cross_entropy(plain(x), y).backward()
-                optimizer.step()
+                train_step(plain, optimizer, {"input": x, "target": y}, F.cross_entropy)
     assert_same_model(model, plain, 1e-10)
 
 
@@ -782,13 +767,12 @@ def test_gan() -> None:
 
 @pytest.mark.slow
 def test_two_losses_in_turn() -> None:
-    with Pair() as pair, compiled(pair.model, pair.optimizer, lambda o, y: o.square().mean()) as other:
+    square = lambda o, y: o.square().mean()  # noqa: E731
+    with Pair() as pair, compiled(pair.model, pair.optimizer, square) as other:
         for _ in range(2):
             pair.train()
             other(X, target=Y)
-            pair.plain_optimizer.zero_grad()
-            pair.plain(X).square().mean().backward()
-            pair.plain_optimizer.step()
+            train_step(pair.twin, pair.twin_optimizer, {"input": X, "target": Y}, square)
             pair.check()
 
 
@@ -827,9 +811,9 @@ def test_scaler_option() -> None:
         for seed in range(2):
             x, y = batch(4, seed)
             pair.step(x, target=y)
-            pair.plain_optimizer.zero_grad()
-            scalers[1].scale(F.cross_entropy(pair.plain(x), y)).backward()
-            scalers[1].step(pair.plain_optimizer)
+            pair.twin_optimizer.zero_grad()
+            scalers[1].scale(F.cross_entropy(pair.twin(x), y)).backward()
+            scalers[1].step(pair.twin_optimizer)
             scalers[1].update()
         pair.check()
         assert scalers[0].state_dict() == scalers[1].state_dict()
@@ -913,14 +897,7 @@ def test_count_in_forward() -> None:
 @pytest.mark.slow
 def test_python_random() -> None:
     model = Around(lambda own, x: own.net(x) * random.uniform(0.5, 1.0) if random.random() < 0.5 else own.net(x))
-    with Pair(model) as pair:
-        for seed in (1, 2, 3):
-            random.seed(seed)
-            own = pair.step(X, target=Y)
-            random.seed(seed)
-            torch.testing.assert_close(own, pair.backward())
-            pair.plain_optimizer.step()
-        pair.check()
+    assert_draws_alike(model, random.seed, (1, 2, 3))
 
 
 @pytest.mark.slow
@@ -933,18 +910,9 @@ def test_layerdrop() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             skips = torch.rand([]) < self.layerdrop
-            if not skips:
-                x = self.layer(x)
-            return self.net(x)
+            return self.net(x if skips else self.layer(x))
 
-    with Pair(Drops()) as pair:
-        for seed in (1, 2, 5):
-            torch.manual_seed(seed)
-            own = pair.step(X, target=Y)
-            torch.manual_seed(seed)
-            torch.testing.assert_close(own, pair.backward())
-            pair.plain_optimizer.step()
-        pair.check()
+    assert_draws_alike(Drops(), torch.manual_seed, (1, 2, 5))
 
 
 # Between steps
@@ -1040,7 +1008,7 @@ def test_reset_a_layer() -> None:
 def test_module_attribute() -> None:
     with Pair(Around(lambda own, x: own.net(x) * own.count)) as pair:
         for count in (1, 2, 1):
-            pair.model.count = pair.plain.count = count
+            pair.model.count = pair.twin.count = count
             pair.train()
 
 
@@ -1049,7 +1017,7 @@ def test_deepcopy() -> None:
     with Pair() as pair:
         pair.train()
         snapshot = copy.deepcopy(pair.model)
-        before = copy.deepcopy(pair.plain)
+        before = copy.deepcopy(pair.twin)
         pair.train()
         assert_same_model(snapshot, before, 1e-10)
 
@@ -1064,7 +1032,7 @@ def test_evaluate() -> None:
         for model, _ in pair.sides:
             model.eval()
         with torch.no_grad():
-            torch.testing.assert_close(pair.model(X), pair.plain(X))
+            torch.testing.assert_close(pair.model(X), pair.twin(X))
         for model, _ in pair.sides:
             model.train()
         pair.train()
@@ -1074,8 +1042,8 @@ def test_evaluate() -> None:
 def test_evaluate_on_all_devices() -> None:
     with Pair() as pair:
         pair.train()
-        torch.testing.assert_close(pair.step.evaluate(X, target=Y), F.cross_entropy(pair.plain(X), Y).detach())
-        torch.testing.assert_close(pair.step.evaluate(X), pair.plain(X).detach())
+        torch.testing.assert_close(pair.step.evaluate(X, target=Y), F.cross_entropy(pair.twin(X), Y).detach())
+        torch.testing.assert_close(pair.step.evaluate(X), pair.twin(X).detach())
         pair.train()
 
 
@@ -1164,7 +1132,7 @@ def test_data_loader() -> None:
         for x, y in loader:  # of 4, 4 and 1 examples
             pair.step(x, target=y)
             pair.backward(x, y)
-            pair.plain_optimizer.step()
+            pair.twin_optimizer.step()
         pair.check()
 
 
@@ -1270,13 +1238,9 @@ def test_self_log() -> None:
     model, plain = Logging(forward), net()
     optimizer = SGD(plain.parameters())
     with compiled(model) as step, warned("self-log"):
-        found = [step(X, target=Y) for _ in range(3)]
-    for one in found:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(plain(X), Y)
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(one, loss.detach())
+        found = [step(X, target=Y).item() for _ in range(3)]
+    expected = [train_step(plain, optimizer, {"input": X, "target": Y}, F.cross_entropy) for _ in range(3)]
+    assert found == pytest.approx(expected)
     assert_same_model(model.net, plain, 1e-10)
     model = Around(storing)
     model.logged = {}
