@@ -13,7 +13,7 @@ from references import assert_same_parameters
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc import ClipGradNorm, ExecutionError, NonFiniteError
@@ -48,28 +48,22 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.first(self.table(x))))
 
 
-class Pair:
+class Pair(Twins):
     def __init__(self, make: Any, num_devices: int, *, by_group: bool = False, **options: Any) -> None:
+        def groups(net: Any) -> Any:
+            others = [*net.first.parameters(), *net.last.parameters()]
+            return [{"params": [*net.table.parameters()]}, {"params": others}] if by_group else net.parameters()
+
         torch.manual_seed(0)
-        self.net = Net().double()
-        self.plain = copy.deepcopy(self.net)
-        groups = [[{"params": [*net.table.parameters()]}, {"params": [*net.first.parameters(), *net.last.parameters()]}]
-                  if by_group else net.parameters() for net in (self.net, self.plain)]  # fmt: skip
-        self.optimizer, self.plains = make(groups[0]), make(groups[1])
-        options = {"backend": "eager", **options}
-        self.step = mirrorc.compile(self.net, num_devices, optimizer=self.optimizer, loss_fn=F.mse_loss, **options)
+        super().__init__(Net().double(), make, F.mse_loss, num_devices, select=groups, **options)
 
     def train(self, num_examples: int, clip: Any, factor: float = 1.0) -> Any:
         x, target = torch.randint(0, 3000, (num_examples,)), factor * torch.randn(num_examples, 3, dtype=torch.float64)
-        loss = self.step(x, target=target)
-        self.plains.zero_grad()
-        plain_loss = F.mse_loss(self.plain(x), target)
-        plain_loss.backward()
-        norm = clip(self.plain)
-        self.plains.step()
-        torch.testing.assert_close(loss, plain_loss.detach(), rtol=1e-9, atol=1e-12)
-        for (name, own), other in zip(self.net.named_parameters(), self.plain.parameters(), strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        loss, expected = self.step(x, target=target), self.backward(x, target=target)
+        norm = clip(self.twin)
+        self.update()
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12)
+        assert_same_parameters(self.model, self.twin, 1e-9)
         return norm
 
 
@@ -193,10 +187,8 @@ def test_fused_updates_scale_gradients_as_they_read_them(name: str, num_devices:
             F.mse_loss(plain(x), target).backward()
             nn.utils.clip_grad_norm_(plain.parameters(), 0.02)
             plains.step()
-            for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-            for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+            for theirs in (plain, twin):
+                torch.testing.assert_close([*net.parameters()], [*theirs.parameters()], rtol=1e-4, atol=1e-5)
         texts = [each.program.to_text() for each in (step, other)]
     assert ["scale(" in text for text in texts] == ["disable_passes" in options and num_devices > 1, True]
 
@@ -219,11 +211,11 @@ def test_a_norm_is_measured_without_a_bound() -> None:
 def test_what_is_not_finite_spreads_as_in_a_plain_loop_and_the_table_recovers(num_devices: int) -> None:
     with (pair := Pair(SGD, num_devices, clip_grad_norm=1.0)).step as step:
         pair.train(5, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
-        saved = copy.deepcopy((pair.net.state_dict(), pair.optimizer.state_dict()))
+        saved = copy.deepcopy((pair.model.state_dict(), pair.optimizer.state_dict()))
         x = torch.randint(0, 3000, (5,))
         step(x, target=torch.full((5, 3), math.nan, dtype=torch.float64))
-        assert step.grad_norm.isnan() and all(p.isnan().all() for p in pair.net.parameters())
-        pair.net.load_state_dict(saved[0])
+        assert step.grad_norm.isnan() and all(p.isnan().all() for p in pair.model.parameters())
+        pair.model.load_state_dict(saved[0])
         pair.optimizer.load_state_dict(saved[1])
         for _ in range(2):  # rows of the table that were not looked up have no gradient again
             pair.train(5, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 
@@ -32,38 +31,33 @@ def make_scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
 
-class Pair:
+class Pair(Twins):
     def __init__(self, make: Any, num_devices: int, dtype: torch.dtype = torch.float64, **options: Any) -> None:
-        self.dtype = dtype
-        self.net = make_net(dtype)
-        self.net.eval()  # BatchNorm then is the same on shards
-        self.plain = copy.deepcopy(self.net)
-        self.optimizer, self.plains = make(self.net.parameters()), make(self.plain.parameters())
-        self.scaler, self.plain_scaler = make_scaler(), make_scaler()
-        options = {"backend": "eager", "loss_fn": F.mse_loss, "scaler": self.scaler, **options}
-        self.step = mirrorc.compile(self.net, num_devices, optimizer=self.optimizer, **options)
+        self.dtype, net = dtype, make_net(dtype)
+        net.eval()  # BatchNorm then is the same on shards
+        self.scaler, self.twin_scaler = make_scaler(), make_scaler()
+        super().__init__(net, make, F.mse_loss, num_devices, scaler=self.scaler, **options)
 
     def train(self, bad: float | None = None, clip: Any = None, autocast: torch.dtype | None = None) -> None:
         x, target = torch.randn(6, 5, dtype=self.dtype), torch.randn(6, 3, dtype=self.dtype)
         if bad is not None:
             x[3, 2] = bad
         loss = self.step(x, target=target)
-        self.plains.zero_grad()
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            plain_loss = F.mse_loss(self.plain(x), target)
-        self.plain_scaler.scale(plain_loss).backward()
-        self.plain_scaler.unscale_(self.plains)
+            expected = F.mse_loss(self.twin(x), target)
+        self.twin_scaler.scale(expected).backward()
+        self.twin_scaler.unscale_(self.twin_optimizer)
         if clip is not None:
-            clip(self.plain)
-        self.plain_scaler.step(self.plains)
-        self.plain_scaler.update()
+            clip(self.twin)
+        self.twin_scaler.step(self.twin_optimizer)
+        self.twin_scaler.update()
+        self.twin_optimizer.zero_grad()
         exact = {"rtol": 1e-9, "atol": 1e-11} if self.dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-3}
-        torch.testing.assert_close(loss, plain_loss.detach(), equal_nan=True, **exact)
-        assert self.scaler.state_dict() == self.plain_scaler.state_dict()
-        for own, other in zip(self.net.parameters(), self.plain.parameters(), strict=True):
+        torch.testing.assert_close(loss, expected.detach(), equal_nan=True, **exact)
+        assert self.scaler.state_dict() == self.twin_scaler.state_dict()
+        for own, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
             torch.testing.assert_close(own, other, **exact)
-        for own, other in zip(self.net.parameters(), self.plain.parameters(), strict=True):
-            mine, theirs = self.optimizer.state.get(own, {}), self.plains.state.get(other, {})
+            mine, theirs = self.optimizer.state.get(own, {}), self.twin_optimizer.state.get(other, {})
             assert mine.keys() == theirs.keys()
             torch.testing.assert_close(dict(mine), dict(theirs), check_dtype=False, **exact)
 
@@ -152,13 +146,13 @@ def test_autocast_by_name_and_by_context_are_the_same() -> None:
 def test_a_scaler_stays_the_users() -> None:
     with (pair := Pair(SGD, 2)).step:
         pair.train()
-        for scaler in (pair.scaler, pair.plain_scaler):
+        for scaler in (pair.scaler, pair.twin_scaler):
             scaler.update(2.0**5)
         pair.train()
         assert pair.scaler.get_scale() == 2.0**6
         saved = pair.scaler.state_dict()
         pair.train(math.inf)
-        for scaler in (pair.scaler, pair.plain_scaler):
+        for scaler in (pair.scaler, pair.twin_scaler):
             scaler.load_state_dict(saved)
         for _ in range(3):
             pair.train()
@@ -170,14 +164,11 @@ def test_a_scaler_stays_the_users() -> None:
 
 
 def test_a_scale_stops_growing_before_infinity() -> None:
-    pair = Pair(SGD, 2)
-    pair.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
-    pair.plain_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
-    pair.step.close()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
     net = nn.Linear(1, 1, dtype=torch.float64)
-    with compiled_step(net, F.mse_loss, optimizer=SGD, scaler=pair.scaler) as step:
+    with compiled_step(net, F.mse_loss, optimizer=SGD, scaler=scaler) as step:
         step(torch.ones(2, 1).double(), target=torch.ones(2, 1).double())
-        assert pair.scaler.get_scale() == 2.0**127 and step.num_skipped == 0
+        assert scaler.get_scale() == 2.0**127 and step.num_skipped == 0
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from references import assert_same_state
+from references import assert_same_parameters, assert_same_state
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc import ClipGradNorm, NonFiniteError
@@ -29,49 +28,47 @@ UNSHARED = {"disable_passes": ["share-parameters"]}
 Makes = Sequence[Callable[..., torch.optim.Optimizer]]
 
 
-class Pair:
+class Several(list[torch.optim.Optimizer]):
+    def step(self) -> None:
+        for optimizer in self:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self:
+            optimizer.zero_grad()
+
+
+class Pair(Twins):
     def __init__(self, makes: Makes, num_devices: int, **options: Any) -> None:
+        def make(net: nn.Module) -> Any:
+            return Several([make(own) for make, own in zip(makes, self.parts(net), strict=True)])
+
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-        self.plain = copy.deepcopy(self.net)
-        self.optimizers, self.plains = (
-            [make(own) for make, own in zip(makes, self.parts(net), strict=True)] for net in (self.net, self.plain)
-        )
-        options = {"backend": "eager", "loss_fn": F.mse_loss, **options}
-        self.step = mirrorc.compile(self.net, num_devices, optimizer=self.optimizers, **options)
+        net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        super().__init__(net, make, F.mse_loss, num_devices, select=lambda model: model, **options)
 
     @staticmethod
     def parts(net: nn.Module) -> list[list[nn.Parameter]]:
         named = dict(net.named_parameters())
         return [[p for name, p in named.items() if kind in name] for kind in ("weight", "bias")]
 
-    def each(self, change: Callable[[Any, Any], Any]) -> None:
-        for net, optimizers in ((self.net, self.optimizers), (self.plain, self.plains)):
-            change(net, optimizers)
-
-    def backward(self, net: nn.Module, num_examples: int = 5) -> torch.Tensor:
+    @staticmethod
+    def batch(num_examples: int = 5) -> dict[str, torch.Tensor]:
         torch.manual_seed(num_examples)
-        x, target = torch.randn(num_examples, 5).double(), torch.randn(num_examples, 3).double()
-        loss = F.mse_loss(net(x), target)
-        loss.backward()
-        return loss.detach()
+        return {"input": torch.randn(num_examples, 5).double(), "target": torch.randn(num_examples, 3).double()}
 
     def train(self, num_examples: int = 6, clip: Callable[[], Any] = lambda: None) -> None:
-        torch.manual_seed(num_examples)
-        x, target = torch.randn(num_examples, 5).double(), torch.randn(num_examples, 3).double()
-        loss = self.step(x, target=target)
-        plain_loss = self.backward(self.plain, num_examples)
+        batch = self.batch(num_examples)
+        loss, expected = self.step(**batch), self.backward(**batch)
         clip()
-        for optimizer in self.plains:
-            optimizer.step()
-        self.plain.zero_grad()
-        torch.testing.assert_close(loss, plain_loss)
+        self.update()
+        self.twin.zero_grad()  # also of what no optimizer holds
+        torch.testing.assert_close(loss, expected)
         self.compare()
 
     def compare(self) -> None:
-        for (name, own), other in zip(self.net.named_parameters(), self.plain.parameters(), strict=True):
-            torch.testing.assert_close(own, other, msg=lambda text, name=name: f"{name}: {text}")
-        for own, other in zip(self.optimizers, self.plains, strict=True):
+        assert_same_parameters(self.model, self.twin, 1e-7)
+        for own, other in zip(self.optimizer, self.twin_optimizer, strict=True):
             assert_same_state(own, other, 1e-9)
 
 
@@ -94,7 +91,7 @@ class Pair:
 def test_a_step_is_one_of_each(makes: Makes, num_devices: int, options: dict[str, Any]) -> None:
     with (pair := Pair(makes, num_devices, **options)).step:
         schedulers = [
-            [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in own] for own in (pair.optimizers, pair.plains)
+            [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in own] for own in (pair.optimizer, pair.twin_optimizer)
         ]
         for num_examples in (7, 2, 7):
             pair.train(num_examples)
@@ -114,9 +111,10 @@ def freeze(net: Any, optimizers: list[torch.optim.Optimizer]) -> None:
     net[2].bias.requires_grad_(not net[2].bias.requires_grad)
 
 
-def own_step(pair: Pair, which: int, net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+def own_step(which: int, net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     net.requires_grad_(True)
-    pair.backward(net)
+    batch = Pair.batch()
+    F.mse_loss(net(batch["input"]), batch["target"]).backward()
     optimizers[which].step()
     net.zero_grad()
 
@@ -131,9 +129,9 @@ def clear(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
 )
 def test_what_the_user_does_to_one_of_them_is_seen(makes: Makes) -> None:
     with (pair := Pair(makes, 2)).step:
-        for change in (load, freeze, partial(own_step, pair, 0), partial(own_step, pair, 1), clear, load, freeze):
+        for change in (load, freeze, partial(own_step, 0), partial(own_step, 1), clear, load, freeze):
             pair.train()
-            pair.each(change)
+            pair.on_both(change)
         pair.train(3)
 
 
@@ -146,20 +144,20 @@ def test_groups_that_are_added_keep_the_numbers_of_others() -> None:
         optimizers[0].add_param_group({"params": [net[2].weight], "lr": 0.3})
 
     with (pair := Pair((SGD, ADAM), 3)).step as step:
-        pair.each(leave_out)
+        pair.on_both(leave_out)
         for _ in range(2):
             pair.train()
             assert {bucket.rule.label for bucket in step.program.buckets} == {"SGD group 0", "Adam group 1"}
-        pair.each(add)
+        pair.on_both(add)
         for _ in range(2):
             pair.train()
         assert {bucket.rule.label for bucket in step.program.buckets} == {"SGD group 0", "Adam group 1", "SGD group 2"}
         assert "# optimizer SGD group 2: lr=0.3" in str(step.program)
         step.memory()
     with (pair := Pair((SGD, ADAM), 2, clip_grad_norm=(1.0, None))).step as step:
-        pair.each(leave_out)
+        pair.on_both(leave_out)
         step(torch.ones(2, 5).double(), target=torch.ones(2, 3).double())
-        pair.each(add)
+        pair.on_both(add)
         with pytest.raises(ValueError, match=r"clip_grad_norm has 2 bounds, .* but the optimizers have 3 groups now"):
             step(torch.ones(2, 5).double(), target=torch.ones(2, 3).double())
 
@@ -185,14 +183,14 @@ def test_clipping_is_that_of_all_gradients_or_of_each_group(
     with (pair := Pair(makes, num_devices, clip_grad_norm=0.05, **options)).step as step:
         norms: list[Any] = []
         for num_examples in (7, 3):
-            pair.train(num_examples, lambda: norms.append(nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)))
+            pair.train(num_examples, lambda: norms.append(nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.05)))
             torch.testing.assert_close(step.grad_norm, norms[-1])
     options.pop("scaler", None)
     bounds = (0.02, ClipGradNorm(0.01, 1))
     with (pair := Pair(makes, num_devices, clip_grad_norm=bounds, **options)).step as step:
 
         def clip() -> None:
-            first, second = Pair.parts(pair.plain)
+            first, second = Pair.parts(pair.twin)
             norms[:] = nn.utils.clip_grad_norm_(first, 0.02), nn.utils.clip_grad_norm_(second, 0.01, 1)
 
         pair.train(7, clip)
@@ -234,20 +232,20 @@ def test_hooks_of_one_see_what_they_see_in_a_loop() -> None:
 
     with (pair := Pair((SGD, ADAM), 2)).step as step:
         pair.train()
-        pair.each(hook)
+        pair.on_both(hook)
         pair.train()
         assert not any(bucket.rule.elementwise for bucket in step.program.buckets)
         pair.train()
-    for own, other in zip(seen[id(pair.net)], seen[id(pair.plain)], strict=True):
+    for own, other in zip(seen[id(pair.model)], seen[id(pair.twin)], strict=True):
         torch.testing.assert_close(own, other)
 
 
 def test_each_keeps_its_state_in_its_own_object() -> None:
     with (pair := Pair((torch.optim.Muon, ADAMW), 2)).step as step:
         pair.train()
-        weights, biases = Pair.parts(pair.net)
-        assert [set(own.state) for own in pair.optimizers] == [set(weights), set(biases)]
-        assert set(pair.optimizers[0].state[weights[0]]) == {"momentum_buffer"}
+        weights, biases = Pair.parts(pair.model)
+        assert [set(own.state) for own in pair.optimizer] == [set(weights), set(biases)]
+        assert set(pair.optimizer[0].state[weights[0]]) == {"momentum_buffer"}
         text = str(step.program)
         assert "Muon's own step, once for all replicas" in text and "AdamW group 1, this device's share of 2" in text
         assert "# optimizer Muon group 0: lr=0.001" in text and "# optimizer AdamW group 1: lr=0.02" in text

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from references import assert_same_model, assert_same_state
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
@@ -26,37 +26,29 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
 
-class Turns:
+class Turns(Twins):
     def __init__(self, make: Any = torch.optim.AdamW, num_devices: int = 2, **options: Any) -> None:
         torch.manual_seed(0)
-        self.net = Net().double()
-        self.plain = copy.deepcopy(self.net)
-        self.optimizer, self.plains = (make(net.parameters(), lr=0.05) for net in (self.net, self.plain))
-        self.num_devices, self.options = num_devices, {"backend": "eager", **options}
-        self.steps = [self.step(loss) for loss in LOSSES]
+        super().__init__(Net().double(), partial(make, lr=0.05), LOSSES[0], num_devices, tolerance=1e-9, **options)
+        self.num_devices, self.options = num_devices, options
+        self.steps = [self.step, self.another_step(LOSSES[1])]
 
-    def step(self, loss_fn: Any, **options: Any) -> mirrorc.Step:
-        own = {**self.options, **options}
-        return mirrorc.compile(self.net, self.num_devices, optimizer=self.optimizer, loss_fn=loss_fn, **own)
-
-    def each(self, change: Callable[[Any, Any], Any]) -> None:
-        change(self.net, self.optimizer)
-        change(self.plain, self.plains)
+    def another_step(self, loss_fn: Any, **options: Any) -> mirrorc.Step:
+        return compiled_step(self.model, loss_fn, self.num_devices, self.optimizer, **self.options, **options)
 
     def train(self, *turns: int) -> None:
         for turn in turns:
             torch.manual_seed(turn)
             x, target = torch.randn(6, 4).double(), torch.randn(6, 3).double()
-            for net in (self.net, self.plain):
-                net[1].eval()
-            loss = self.steps[turn](x, target=target)
-            plain_loss = LOSSES[turn](self.plain(x), target)
-            plain_loss.backward()
-            self.plains.step()
-            self.plains.zero_grad()
-            torch.testing.assert_close(loss, plain_loss.detach())
-        assert_same_model(self.net, self.plain, 1e-9)
-        assert_same_state(self.optimizer, self.plains, 1e-9)
+            self.on_both(lambda model, _: model[1].eval())
+            self.step, self.loss_fn = self.steps[turn], LOSSES[turn]
+            super().train(x, target=target)
+        self.check()
+
+    def follow(self) -> None:
+        """The twin has what the model has."""
+        self.twin.load_state_dict(self.model.state_dict())
+        self.twin_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
     def close(self) -> None:
         for step in self.steps:
@@ -99,7 +91,7 @@ def test_each_goes_on_from_what_the_other_has_written(make: Any, num_devices: in
     turns = Turns(make, num_devices, **options)
     turns.train(0, 1, 1, 0)
     for change in (load, own_step, freeze, new_memory, freeze):
-        turns.each(change)
+        turns.on_both(change)
         turns.train(1, 0, 1)
     turns.close()
 
@@ -110,9 +102,9 @@ def test_nothing_is_laid_out_or_copied_between_turns(monkeypatch: pytest.MonkeyP
     turns.train(0, 1)
     lay_out = BucketOptimizers.lay_out
     monkeypatch.setattr(BucketOptimizers, "lay_out", lambda *args: laid.append(args) or lay_out(*args))
-    before = [parameter.data_ptr() for parameter in turns.net.parameters()]
+    before = [parameter.data_ptr() for parameter in turns.model.parameters()]
     turns.train(0, 1, 0, 1)
-    assert laid == [] and [parameter.data_ptr() for parameter in turns.net.parameters()] == before
+    assert laid == [] and [parameter.data_ptr() for parameter in turns.model.parameters()] == before
     turns.close()
 
 
@@ -123,19 +115,18 @@ def test_closing_one_leaves_the_other() -> None:
     turns.steps[0].close()
     turns.steps[0].close()
     turns.train(1)
-    turns.each(own_step)
+    turns.on_both(own_step)
     turns.train(1)
-    turns.steps[0] = turns.step(LOSSES[0])
+    turns.steps[0] = turns.another_step(LOSSES[0])
     turns.train(0, 1)
     with pytest.warns(UserWarning, match="found no gradients and did nothing") as caught:
         turns.optimizer.step()
     assert len(caught) == 1
     turns.close()
-    own_step(turns.net, turns.optimizer)
-    turns.each(load)
-    turns.steps = [turns.step(loss) for loss in LOSSES]  # all others are closed
-    turns.plain.load_state_dict(turns.net.state_dict())
-    turns.plains.load_state_dict(copy.deepcopy(turns.optimizer.state_dict()))
+    own_step(turns.model, turns.optimizer)
+    turns.on_both(load)
+    turns.steps = [turns.another_step(loss) for loss in LOSSES]  # all others are closed
+    turns.follow()
     turns.train(0, 1)
     turns.close()
 
@@ -155,8 +146,7 @@ def test_a_failure_in_one_leaves_the_other_whole() -> None:
     with pytest.raises(ExecutionError, match="It had committed"):
         turns.steps[0](torch.randn(6, 4).double(), target=torch.randn(6, 3).double())
     hook.remove()
-    turns.plain.load_state_dict(turns.net.state_dict())
-    turns.plains.load_state_dict(copy.deepcopy(turns.optimizer.state_dict()))
+    turns.follow()
     turns.train(1, 0)
     turns.close()
 
@@ -182,8 +172,7 @@ def test_two_threads_cannot_run_them_at_once() -> None:
     released.set()
     thread.join(30)
     handle.remove()
-    turns.plain.load_state_dict(turns.net.state_dict())
-    turns.plains.load_state_dict(copy.deepcopy(turns.optimizer.state_dict()))
+    turns.follow()
     turns.train(0)
     turns.close()
 
@@ -200,15 +189,14 @@ def test_each_has_its_own_counts_and_losses() -> None:
             return self.weight * F.mse_loss(output, target)
 
     turns = Turns()
-    turns.net[1].eval()
-    weighted = turns.step(Weighted(), check_finite="skip")
+    turns.model[1].eval()
+    weighted = turns.another_step(Weighted(), check_finite="skip")
     x, target = torch.randn(4, 4).double(), torch.randn(4, 3).double()
-    expected = 2 * F.mse_loss(turns.net(x), target).detach()
+    expected = 2 * F.mse_loss(turns.model(x), target).detach()
     torch.testing.assert_close(weighted(x, target=target), expected)
     weighted(x / 0, target=target)
     assert (weighted.num_skipped, turns.steps[0].num_skipped) == (1, 0)
-    turns.plain.load_state_dict(turns.net.state_dict())
-    turns.plains.load_state_dict(copy.deepcopy(turns.optimizer.state_dict()))
+    turns.follow()
     turns.train(0, 1)
     weighted.close()
     turns.close()
