@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import threading
 import warnings
@@ -14,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_same_model, train_step, unchanged
+from references import unchanged
 from tiny_models import make_mlp, mlp_batch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from twins import compiled_step
+from twins import MlpTwins, Twins, compiled_step
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
@@ -29,7 +28,6 @@ from mirrorc.passes import Replicate
 from mirrorc.runtime.execution import executor
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
-TOLERANCE = 1e-10
 
 
 def refuses(error: type[Exception] | tuple[type[Exception], ...], *words: str) -> Any:
@@ -114,28 +112,19 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], words: t
         compile_mlp(model, **options)
 
 
-def test_an_optimizer_over_another_model() -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": ADAMW(make_mlp().parameters())}, ("parameter 0 of group 0", "none of the model's")),
+        ({"link": "nccl"}, ("link='nccl' cannot join cpu:0, cpu:1", "'copy'")),
+        ({"all_reduce": "copy"}, ("all_reduce is 'copy', which is a link", "give link='copy'")),
+    ],
+    ids=["another-model", "link", "all-reduce"],
+)
+def test_what_does_not_go_with_model_or_devices(options: dict[str, Any], words: tuple[str, ...]) -> None:
     model = make_mlp()
-    with unchanged(model), refuses(ValueError, "parameter 0 of group 0", "none of the model's", "model.parameters()"):
-        compile_mlp(model, optimizer=ADAMW(make_mlp().parameters()))
-
-
-def test_an_optimizer_that_needs_a_closure() -> None:
-    model = make_mlp()
-    with unchanged(model), refuses(TypeError, "LBFGS needs a closure", "AdamW"):
-        compile_mlp(model, optimizer=torch.optim.LBFGS(model.parameters()))
-
-
-def test_a_link_that_cannot_join_the_devices() -> None:
-    model = make_mlp()
-    with unchanged(model), refuses(ValueError, "link='nccl' cannot join cpu:0, cpu:1", "'copy'"):
-        compile_mlp(model, link="nccl")
-
-
-def test_a_link_is_given_as_link() -> None:
-    model = make_mlp()
-    with unchanged(model), refuses(ValueError, "all_reduce is 'copy', which is a link", "give link='copy'"):
-        compile_mlp(model, all_reduce="copy")
+    with unchanged(model), refuses(ValueError, *words):
+        compile_mlp(model, **options)
 
 
 def test_a_model_that_is_none() -> None:
@@ -202,14 +191,11 @@ def test_a_model_without_a_trainable_parameter() -> None:
 @pytest.mark.slow
 def test_no_cpp_compiler_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirrorc.runtime.codegen.inductor.has_cpp_compiler", lambda: False)
-    model, batch = make_mlp(), mlp_batch(5)
-    twin = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found: backend='eager' is used"):
-        step = compile_mlp(model, backend="inductor")
-    with step:
-        step(**batch)
-    train_step(twin, ADAMW(twin.parameters()), batch, F.cross_entropy)
-    assert_same_model(model, twin, TOLERANCE)
+        pair = MlpTwins(ADAMW, backend="inductor")
+    with pair:
+        pair.steps(1)
+        pair.check()
 
 
 # Arguments of a step
@@ -268,19 +254,15 @@ WRONG_BATCHES: list[tuple[Any, Any, tuple[str, ...]]] = [
 
 @pytest.mark.slow
 def test_wrong_batches() -> None:
-    model = make_mlp()
-    optimizer = ADAMW(model.parameters())
-    twin = copy.deepcopy(model)
-    twin_optimizer = ADAMW(twin.parameters())
-    with compile_mlp(model, 3, optimizer=optimizer) as step:
-        for seed in range(3):
+    """Before the first step, between steps and after them."""
+    with MlpTwins(ADAMW, devices=3) as pair:
+        for number in range(3):
             for spoil, error, words in WRONG_BATCHES:
-                with unchanged(model, optimizer), refuses(error, *words):
-                    step(**spoil(mlp_batch(5)))
-            if seed < 2:
-                step(**mlp_batch(5, seed=seed))
-                train_step(twin, twin_optimizer, mlp_batch(5, seed=seed), F.cross_entropy)
-    assert_same_model(model, twin, TOLERANCE)
+                with unchanged(pair.model, pair.optimizer), refuses(error, *words):
+                    pair.step(**spoil(mlp_batch(5)))
+            if number < 2:
+                pair.steps(1)
+        pair.check()
 
 
 # What cannot be captured
@@ -343,18 +325,15 @@ FAULTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "words"), FAULTS, ids=[fault for fault, _ in FAULTS])
 def test_what_cannot_be_captured(fault: str, words: tuple[str, ...]) -> None:
-    model = Bad(fault)
-    optimizer = ADAMW(model.parameters())
-    twin, x = copy.deepcopy(model), mlp_batch(6)["x"]
+    x = mlp_batch(6)["x"]
     before = x.clone()
-    with compiled_step(model, optimizer=optimizer, capture="dynamo") as step:
-        with unchanged(model, optimizer), refuses(CaptureError, *words):
-            step(x)
+    with Twins(Bad(fault), ADAMW, capture="dynamo") as pair:
+        with unchanged(pair.model, pair.optimizer), refuses(CaptureError, *words):
+            pair.step(x)
         assert torch.equal(x, before)
-        model.fault = twin.fault = ""
-        loss = step(x)
-    assert loss.item() == pytest.approx(train_step(twin, ADAMW(twin.parameters()), {"x": x}), rel=TOLERANCE)
-    assert_same_model(model, twin, TOLERANCE)
+        pair.model.fault = pair.twin.fault = ""
+        pair.train(x)
+        pair.check()
 
 
 def test_a_fault_found_with_example_inputs_is_raised_by_compile() -> None:
@@ -394,9 +373,6 @@ class Embedder(nn.Module):
 @pytest.mark.parametrize("bad_example", [0, 3], ids=["first shard", "second shard"])
 def test_a_failure_in_one_replica(make_optimizer: Callable[..., torch.optim.Optimizer], bad_example: int) -> None:
     torch.manual_seed(0)
-    model = Embedder().double()
-    twin = copy.deepcopy(model)
-    optimizer, twin_optimizer = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
     good = {"x": torch.tensor([0, 1, 2, 3]), "target": torch.tensor([0, 1, 2, 0])}
     bad = {"x": good["x"].clone(), "target": good["target"]}
     bad["x"][bad_example] = 9
@@ -410,16 +386,14 @@ def test_a_failure_in_one_replica(make_optimizer: Callable[..., torch.optim.Opti
         "All devices stopped",
         "No parameter",
     )
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer) as step:
+    with Twins(Embedder().double(), make_optimizer, F.cross_entropy) as pair:
         for _ in range(2):
-            with unchanged(model, optimizer), refuses(ExecutionError, *words):
-                step(**bad)
-            loss = step(**good)
-            expected = train_step(twin, twin_optimizer, good, F.cross_entropy)
-            assert loss.item() == pytest.approx(expected, rel=TOLERANCE)
-            for variable in step.variables.values():
+            with unchanged(pair.model, pair.optimizer), refuses(ExecutionError, *words):
+                pair.step(**bad)
+            pair.train(**good)
+            for variable in pair.step.variables.values():
                 assert torch.equal(*variable.values)
-    assert_same_model(model, twin, TOLERANCE)
+        pair.check()
 
 
 def test_after_a_failure_nothing_of_the_step_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,37 +524,22 @@ def test_a_call_within_a_step() -> None:
 @pytest.mark.slow
 def test_a_call_from_a_second_thread() -> None:
     ENTERED.clear(), RELEASE.clear()
-    model, batch = Held(), mlp_batch(4)
-    twin = copy.deepcopy(model)
     losses: list[torch.Tensor] = []
-    with compile_mlp(model) as step:
-        thread = threading.Thread(target=lambda: losses.append(step(**batch)))
+    with MlpTwins(ADAMW, model=Held()) as pair:
+        batch = pair.next_batch()
+        thread = threading.Thread(target=lambda: losses.append(pair.step(**batch)))
         thread.start()
         try:
             assert ENTERED.wait(120)
             with refuses(ExecutionError, "the step is running in another thread", "lock"):
-                step(**batch)
+                pair.step(**batch)
         finally:
             RELEASE.set()
             thread.join(120)
         assert not thread.is_alive()
-        losses.append(step(**batch))
-    optimizer = ADAMW(twin.parameters())
-    torch.ops.mirrorc_tests.hold(batch["x"])  # RELEASE is set: it does not wait
-    expected = [train_step(twin, optimizer, batch, F.cross_entropy) for _ in range(2)]
-    assert [loss.item() for loss in losses] == pytest.approx(expected, rel=TOLERANCE)
-    assert_same_model(model, twin, TOLERANCE)
-
-
-@pytest.mark.slow
-def test_a_parameter_replaced_by_another() -> None:
-    model = make_mlp()
-    optimizer = ADAMW(model.parameters())
-    with compile_mlp(model, optimizer=optimizer) as step:
-        step(**mlp_batch(4))
-        model.first.weight = nn.Parameter(model.first.weight.detach().clone())
-        with unchanged(model, optimizer), refuses(ValueError, "'first.weight' was replaced", "compile the model anew"):
-            step(**mlp_batch(4))
+        torch.testing.assert_close(losses[0], pair.plain(**batch))  # RELEASE is set: it does not wait
+        pair.steps(1)
+        pair.check()
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 from collections import OrderedDict, UserDict, defaultdict, deque
@@ -13,11 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_mirrored, assert_same_model, loss_of, train_step, unchanged
+from references import assert_mirrored, assert_same_model, loss_of, unchanged
 from selections import slow
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
-from twins import compiled_step
+from twins import MlpTwins, Twins, compiled_step
 
 import mirrorc
 
@@ -105,27 +104,13 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[nn.Module, 
 @pytest.mark.parametrize("devices", [2, *slow((1,))])
 def test_what_forward_gets_is_what_was_passed(devices: int) -> None:
     for i, (name, (make, body)) in enumerate(CONTAINERS.items()):
-        plain = OnAnything(body).double()
-        given = mlp_batch(7 if i % 8 == 0 else 6)  # where shards are uneven, two graphs are captured
-        batch, target = given["x"].double(), given["target"]
-        model, expected = copy.deepcopy(plain), copy.deepcopy(plain)
-        optimizer, expected_optimizer = MOMENTUM(model.parameters()), MOMENTUM(expected.parameters())
-        with compiled_step(model, F.cross_entropy, devices, optimizer=optimizer) as step:
+        batch = mlp_batch(7 if i % 8 == 0 else 6)  # where shards are uneven, two graphs are captured
+        with Twins(OnAnything(body).double(), MOMENTUM, F.cross_entropy, devices) as pair:
             for _ in range(2):
-                found = step(make(batch), target=target).item()
-                given = {"x": make(batch), "target": target}
-                wanted = train_step(OnePositional(expected), expected_optimizer, given, F.cross_entropy)
+                found = pair.step(make(batch["x"]), target=batch["target"])
+                wanted = pair.plain(make(batch["x"]), target=batch["target"])
                 assert abs(found - wanted) < TOLERANCE, f"{name}: {found} instead of {wanted}"
-        assert_same_model(model, expected, TOLERANCE)
-
-
-class OnePositional(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x)
+            assert_same_model(pair.model, pair.twin, TOLERANCE)
 
 
 class OnAnything(nn.Module):
@@ -145,28 +130,18 @@ def check_parity(
     num_devices: int = 2,
     plain: Callable[[Any], Any] = lambda value: value,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    steps: int = 3,
 ) -> None:
-    model, keywords = OnAnything(body), dict(keywords or {})
-    twin = copy.deepcopy(model)
-    optimizer, twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(twin.parameters())
-    with compiled_step(model, loss_fn, num_devices, optimizer=optimizer) as step:
-        for _ in range(steps):
-            loss = step(*arguments, **keywords)
-            twin_optimizer.zero_grad()
+    """Trains on the same arguments with mirrorc and on one device; ``plain`` makes an argument one for one device."""
+    keywords = dict(keywords or {})
+    with Twins(OnAnything(body), MOMENTUM, loss_fn, num_devices) as pair:
+        for _ in range(3):
+            loss = pair.step(*arguments, **keywords)
             own = {key: plain(value) for key, value in keywords.items()}
-            target = own.pop("target", None)
-            output = twin(*[plain(value) for value in arguments], **own)
-            if loss_fn is not None:
-                output = loss_fn(output, target)
-            elif not isinstance(output, torch.Tensor):
-                output = output["loss"] if isinstance(output, Mapping) else output.loss
-            output.backward()
-            twin_optimizer.step()
-            assert loss.item() == pytest.approx(output.item(), rel=TOLERANCE)
+            expected = pair.plain(*[plain(value) for value in arguments], **own)
+            assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE)
             assert loss.shape == () and not loss.requires_grad
-        assert_mirrored(step, model, num_devices)
-    assert_same_model(model, twin, TOLERANCE)
+        assert_mirrored(pair.step, pair.model, num_devices)
+        assert_same_model(pair.model, pair.twin, TOLERANCE)
 
 
 X = mlp_batch(5)["x"]
@@ -179,19 +154,55 @@ def weighted(mlp: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> torch.Te
     return (mlp(x).square().mean(dim=1) * weights).mean()
 
 
-@pytest.mark.slow
-def test_positional_arguments() -> None:
-    check_parity(weighted, (X, WEIGHTS))
+TABLE = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
+
+
+def logged(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    logger.warning("a batch of %d", x.size(0))
+    return mlp(x).square().mean()
 
 
 @pytest.mark.slow
-def test_keyword_arguments() -> None:
-    check_parity(weighted, (), {"weights": WEIGHTS, "x": X})
+@pytest.mark.parametrize(
+    ("args", "kwargs", "num_devices"),
+    [
+        ((X, WEIGHTS), {}, 2),
+        ((X, WEIGHTS), {}, 1),
+        ((), {"weights": WEIGHTS, "x": X}, 2),
+        ((X,), {"weights": WEIGHTS}, 2),
+        ((X.t().contiguous().t(), WEIGHTS.repeat_interleave(2)[::2]), {}, 2),  # not contiguous
+        ((X[:1].expand(5, 6), WEIGHTS), {}, 2),
+    ],
+)
+def test_positional_and_keyword_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], num_devices: int) -> None:
+    check_parity(weighted, args, kwargs, num_devices)
+
+
+BODIES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "nested containers": (
+        lambda mlp, batch, pairs: weighted(mlp, batch["inner"]["x"] + pairs[0][1], batch["weights"][0]),
+        ({"inner": {"x": X}, "weights": (WEIGHTS,)}, [(None, X)]),
+    ),
+    "a namedtuple": (lambda mlp, pair: weighted(mlp, pair.features, pair.weights), (Pair(X, WEIGHTS),)),
+    "a dataclass": (
+        lambda mlp, example: (mlp(example.features).mean(dim=1) ** example.power * example.mask).mean(),
+        (Example(X, KEEP, power=2),),
+    ),
+    "an ordered dict": (lambda mlp, batch: weighted(mlp, *batch.values()), (OrderedDict(x=X, weights=WEIGHTS),)),
+    "integers and booleans": (
+        lambda mlp, x, y, keep: torch.where(keep, F.cross_entropy(mlp(x), y, reduction="none"), 0.0).mean(),
+        (X, Y, KEEP),
+    ),
+    "a loss of one element": (lambda mlp, x: mlp(x).mean().reshape(1).sum(), (X,)),
+    "a constant tensor": (lambda mlp, x: (mlp(x) * TABLE).square().mean(), (X,)),
+    "a logger": (logged, (X,)),
+}
 
 
 @pytest.mark.slow
-def test_positional_and_keyword_arguments() -> None:
-    check_parity(weighted, (X,), {"weights": WEIGHTS})
+@pytest.mark.parametrize("name", BODIES)
+def test_what_forward_takes_and_does(name: str) -> None:
+    check_parity(*BODIES[name])
 
 
 @pytest.mark.slow
@@ -200,66 +211,11 @@ def test_tensors_that_are_lazily_negated_or_conjugated(backend: str) -> None:
     """Compiled regions read memory, which holds the numbers without their signs."""
     torch.manual_seed(0)
     model = OnAnything(lambda mlp, x, z: (mlp(x * 2).sin() * (z.real - z.imag)[:, :3]).square().mean())
-    expected = copy.deepcopy(model)
-    optimizer, expected_optimizer = MOMENTUM(model.parameters()), MOMENTUM(expected.parameters())
     conjugated = torch.randn(6, 6, dtype=torch.complex128).conj()
-    arguments = (conjugated.imag, conjugated)
-    assert arguments[0].is_neg() and arguments[1].is_conj()
-    with compiled_step(model, optimizer=optimizer, backend=backend) as step:  # type: ignore[call-overload]
+    assert conjugated.imag.is_neg() and conjugated.is_conj()
+    with Twins(model, MOMENTUM, backend=backend, tolerance=1e-9) as pair:
         for _ in range(2):
-            found = step(*arguments).item()
-            expected_optimizer.zero_grad()
-            loss = expected(*arguments)
-            loss.backward()
-            expected_optimizer.step()
-            assert found == pytest.approx(loss.item(), rel=1e-9)
-
-
-@pytest.mark.slow
-def test_one_device() -> None:
-    check_parity(weighted, (X, WEIGHTS), num_devices=1)
-
-
-@pytest.mark.slow
-def test_nested_containers() -> None:
-    def body(mlp: nn.Module, batch: dict[str, Any], pairs: list[Any]) -> torch.Tensor:
-        return weighted(mlp, batch["inner"]["x"] + pairs[0][1], batch["weights"][0])
-
-    check_parity(body, ({"inner": {"x": X}, "weights": (WEIGHTS,)}, [(None, X)]))
-
-
-@pytest.mark.slow
-def test_a_namedtuple() -> None:
-    def body(mlp: nn.Module, pair: Pair) -> torch.Tensor:
-        return weighted(mlp, pair.features, pair.weights)
-
-    check_parity(body, (Pair(X, WEIGHTS),))
-
-
-@pytest.mark.slow
-def test_a_dataclass() -> None:
-    def body(mlp: nn.Module, example: Example) -> torch.Tensor:
-        return (mlp(example.features).mean(dim=1) ** example.power * example.mask).mean()
-
-    check_parity(body, (Example(X, KEEP, power=2),))
-
-
-@pytest.mark.slow
-def test_an_ordered_dict() -> None:
-    def body(mlp: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        first, second = batch.values()
-        return weighted(mlp, first, second)
-
-    check_parity(body, (OrderedDict(x=X, weights=WEIGHTS),))
-
-
-@pytest.mark.slow
-def test_integers_and_booleans() -> None:
-    def body(mlp: nn.Module, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        losses = F.cross_entropy(mlp(x), y, reduction="none")
-        return torch.where(keep, losses, 0.0).mean()
-
-    check_parity(body, (X, Y, KEEP))
+            pair.train(conjugated.imag, conjugated)
 
 
 @pytest.mark.slow
@@ -368,26 +324,6 @@ def test_a_loss_module_with_a_buffer() -> None:
 
 
 @pytest.mark.slow
-def test_a_scalar_loss_of_one_element() -> None:
-    check_parity(lambda mlp, x: mlp(x).mean().reshape(1).sum(), (X,))
-
-
-@pytest.mark.slow
-def test_a_logger_inside_forward() -> None:
-    def body(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        logger.warning("a batch of %d", x.size(0))
-        return mlp(x).square().mean()
-
-    check_parity(body, (X,))
-
-
-@pytest.mark.slow
-def test_inputs_that_are_not_contiguous() -> None:
-    check_parity(weighted, (X.t().contiguous().t(), WEIGHTS.repeat_interleave(2)[::2]))
-    check_parity(weighted, (X[:1].expand(5, 6), WEIGHTS))
-
-
-@pytest.mark.slow
 def test_inputs_that_require_gradients_are_refused() -> None:
     """A loop of one's own would give them gradients, and those of the model that has computed them."""
     before, model = nn.Linear(6, 6).double(), OnAnything(weighted)
@@ -410,31 +346,18 @@ def test_inputs_that_require_gradients_are_refused() -> None:
             step(before(X), WEIGHTS)
 
 
-class Twins:
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.model, self.twin = model, copy.deepcopy(model)
-        self.optimizer, self.twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(self.twin.parameters())
-        options = {"backend": "eager", **options}
-        self.step = mirrorc.compile(model, 2, optimizer=self.optimizer, loss_fn=F.cross_entropy, **options)
-
-    def train(self, batch: dict[str, Any]) -> mirrorc.Program:
-        loss = self.step(**batch)
-        expected = train_step(self.twin, self.twin_optimizer, batch, F.cross_entropy)
-        assert loss.item() == pytest.approx(expected, rel=TOLERANCE)
-        assert_mirrored(self.step, self.model, 2)
-        return self.step.program
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_new_shapes_are_specializations_over_the_same_variables(backend: str) -> None:
-    twins = Twins(make_mlp(), backend=backend)
-    with twins.step:
-        sizes = (4, 7, 4, 2, 7)
-        programs = [twins.train(mlp_batch(size, seed=i)) for i, size in enumerate(sizes)]
+    with MlpTwins(MOMENTUM, backend=backend) as twins:
+        programs = []
+        for i, size in enumerate((4, 7, 4, 2, 7)):
+            twins.train(**mlp_batch(size, seed=i))
+            assert_mirrored(twins.step, twins.model, 2)
+            programs.append(twins.step.program)
         assert programs[0] is programs[2] and programs[1] is programs[4]
         assert len({id(program) for program in programs}) == 3
-    assert_same_model(twins.model, twins.twin, TOLERANCE)
+        twins.check()
 
 
 class Switched(nn.Module):
@@ -450,21 +373,22 @@ class Switched(nn.Module):
 
 @pytest.mark.slow
 def test_modes_and_plain_attributes_are_specialized_on() -> None:
-    twins = Twins(Switched())
-    with twins.step:
-        first = twins.train(mlp_batch(6))
-        for model in (twins.model, twins.twin):
-            model.eval()
-        second = twins.train(mlp_batch(6))
-        for model in (twins.model, twins.twin):
-            model.train()
-            model.scale = 2.0
-        third = twins.train(mlp_batch(6))
-        for model in (twins.model, twins.twin):
-            model.scale = 1.0
-        assert twins.train(mlp_batch(6)) in (first, third), "a number that changes is an input of the third"
+    changes: list[Callable[[Any, Any], Any]] = [
+        lambda model, _: None,
+        lambda model, _: model.eval(),
+        lambda model, _: setattr(model.train(), "scale", 2.0),
+        lambda model, _: setattr(model, "scale", 1.0),
+    ]
+    with MlpTwins(MOMENTUM, model=Switched()) as twins:
+        programs = []
+        for change in changes:
+            twins.on_both(change)
+            twins.steps(1)
+            programs.append(twins.step.program)
+        first, second, third, last = programs
+        assert last in (first, third), "a number that changes is an input of the third"
         assert len({id(first), id(second), id(third)}) == 3
-    assert_same_model(twins.model, twins.twin, TOLERANCE)
+        twins.check()
 
 
 @pytest.mark.slow
@@ -490,71 +414,33 @@ def dtypes_in(program: mirrorc.Program) -> set[torch.dtype]:
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_autocast_around_the_call(backend: str) -> None:
     model, batch = make_mlp(torch.float32), mlp_batch(6, torch.float32)
-    twin = copy.deepcopy(model)
-    optimizer, twin_optimizer = MOMENTUM(model.parameters()), MOMENTUM(twin.parameters())
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer, backend=backend) as step:
+    with MlpTwins(MOMENTUM, model=model, backend=backend, tolerance=2e-2) as pair:
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
-                loss = step(**batch)
-                twin_optimizer.zero_grad()
-                expected = loss_of(twin, batch, F.cross_entropy)
-            expected.backward()
-            twin_optimizer.step()
-            assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
-        assert torch.bfloat16 in dtypes_in(step.program)
-        step(**batch)
-        assert torch.bfloat16 not in dtypes_in(step.program)
+                pair.train(**batch)
+        assert torch.bfloat16 in dtypes_in(pair.step.program)
+        pair.step(**batch)
+        assert torch.bfloat16 not in dtypes_in(pair.step.program)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["keywords", "pair"])
+@pytest.mark.parametrize("form", ["keywords", "pair", "tuple"])
 def test_example_inputs_compile_at_once(form: str) -> None:
-    model, batch = make_mlp(), mlp_batch(6)
-    twin = copy.deepcopy(model)
-    examples = {"keywords": batch, "pair": ((batch["x"],), {"target": batch["target"]})}[form]
-    with compiled_step(model, F.cross_entropy, optimizer=MOMENTUM, example_inputs=examples) as step:
-        program = step.program
-        assert list(step.graphs) == ["cpu:0", "cpu:1"]
-        assert_same_model(model, twin, 0.0)
-        assert torch.equal(step.variables["first.weight"].value, twin.first.weight)
-        assert_mirrored(step, model, 2)
-        if form == "keywords":
-            step(**batch)
-        else:
-            step(batch["x"], target=batch["target"])
-        assert step.program is program
-    train_step(twin, MOMENTUM(twin.parameters()), batch, F.cross_entropy)
-    assert_same_model(model, twin, TOLERANCE)
-
-
-@pytest.mark.slow
-def test_example_inputs_as_a_tuple() -> None:
-    model = OnAnything(weighted)
-    with compiled_step(model, devices=3, optimizer=MOMENTUM, example_inputs=(X, WEIGHTS)) as step:
-        program = step.program
-        assert program.num_replicas == 3
-        step(X, WEIGHTS)
-        assert step.program is program
-
-
-def test_the_batch_is_not_changed() -> None:
-    model, batch = make_mlp(), mlp_batch(6)
-    before = {key: value.clone() for key, value in batch.items()}
-    with compiled_step(model, F.cross_entropy, optimizer=MOMENTUM) as step:
-        step(**batch)
-    assert all(torch.equal(batch[key], value) for key, value in before.items())
-
-
-@pytest.mark.slow
-def test_a_constant_tensor_made_in_the_model() -> None:
-    table = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
-    check_parity(lambda mlp, x: (mlp(x) * table).square().mean(), (X,))
-
-
-@pytest.mark.slow
-def test_devices_by_name() -> None:
-    model = make_mlp()
-    with compiled_step(model, F.cross_entropy, ["cpu:5", torch.device("cpu:2")], optimizer=MOMENTUM) as step:
-        step(**mlp_batch(6))
-        assert list(step.graphs) == ["cpu:5", "cpu:2"]
+    model, batch, loss_fn = make_mlp(), mlp_batch(6), F.cross_entropy
+    args, kwargs = {"keywords": ((), batch), "pair": ((batch["x"],), {"target": batch["target"]})}.get(form, ((), {}))
+    examples: Any = batch if form == "keywords" else (args, kwargs)
+    if form == "tuple":
+        model, loss_fn, args = OnAnything(weighted), None, (X, WEIGHTS)
+        examples = args
+    devices = ["cpu:5", torch.device("cpu:2")]
+    before = [value.clone() for value in (*args, *kwargs.values())]
+    with Twins(model, MOMENTUM, loss_fn, devices, example_inputs=examples) as pair:
+        program = pair.step.program
+        assert list(pair.step.graphs) == ["cpu:5", "cpu:2"]
+        assert_same_model(pair.model, pair.twin, 0.0)
+        assert_mirrored(pair.step, pair.model, 2)
+        pair.train(*args, **kwargs)
+        assert pair.step.program is program
+        pair.check()
+    assert all(map(torch.equal, (*args, *kwargs.values()), before)), "the batch is not changed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import math
@@ -18,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_same_model, assert_same_state, train_on_one_device, train_step, unchanged
+from references import assert_same_model, train_on_one_device, unchanged
 from selections import slow, slow_but
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
-from twins import compiled_step
+from twins import Twins, compiled_step, same_each_time
 
 import mirrorc
 from mirrorc import MirrorcError
@@ -57,10 +56,7 @@ class Scaled(nn.Module):
         return (self.layer(x) * self.scale).mean() * factor * later
 
 
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make()
+seeded = same_each_time
 
 
 def regression_batch(seed: int, **more: Any) -> dict[str, Any]:
@@ -82,48 +78,32 @@ def compiled(model: nn.Module, make_optimizer: Any = SGD, **options: Any) -> Ite
 @pytest.mark.parametrize("disable_passes", [(), ("share-parameters",)], ids=["shared", "mirrored"])
 @pytest.mark.parametrize("make_optimizer", [ADAM, *slow((partial(SGD, momentum=0.9),))], ids=["adam", "momentum"])
 def test_two_heads_take_turns(make_optimizer: Any, disable_passes: tuple[str, ...]) -> None:
-    model = seeded(TwoHeads).double()
-    batches = [regression_batch(i, head=head) for i, head in enumerate("abababbba")]
-    single = train_on_one_device(model, make_optimizer, batches, F.mse_loss)
-    optimizer = make_optimizer(model.parameters())
-    with compiled_step(model, F.mse_loss, optimizer=optimizer, disable_passes=disable_passes) as step:
-        losses = [step(**batch).item() for batch in batches]
-    assert losses == pytest.approx(single.losses, rel=TOLERANCE)
-    assert_same_model(model, single.model, TOLERANCE)
-    assert_same_state(optimizer, single.optimizer, TOLERANCE)
+    with Twins(seeded(TwoHeads).double(), make_optimizer, F.mse_loss, disable_passes=disable_passes) as pair:
+        for i, head in enumerate("abababbba"):
+            pair.train(**regression_batch(i, head=head))
+        pair.check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", slow_but(["aab"], ["ab", "ba", "aab"]))
 def test_a_head_without_a_step_has_no_state(order: str) -> None:
-    model = seeded(TwoHeads).double()
-    twin = copy.deepcopy(model)
-    optimizer, twin_optimizer = ADAM(model.parameters()), ADAM(twin.parameters())
-    with compiled_step(model, F.mse_loss, optimizer=optimizer) as step:
+    """Until its own program has run, as on one device."""
+    with Twins(seeded(TwoHeads).double(), ADAM, F.mse_loss) as pair:
         for i, head in enumerate(order):
-            batch = regression_batch(i, head=head)
-            step(**batch)
-            train_step(twin, twin_optimizer, batch, F.mse_loss)
-            assert_same_state(optimizer, twin_optimizer, TOLERANCE)
-    assert_same_model(model, twin, TOLERANCE)
+            pair.train(**regression_batch(i, head=head))
+            pair.check()
 
 
 @pytest.mark.slow
 def test_a_layer_that_is_frozen_for_a_while() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))).double()
-    twin = copy.deepcopy(model)
-    optimizer, twin_optimizer = ADAM(model.parameters()), ADAM(twin.parameters())
-    with compiled_step(model, F.mse_loss, optimizer=optimizer) as step:
+    with Twins(model, ADAM, F.mse_loss) as pair:
         for i in range(6):
             batch = regression_batch(i)
-            for own in (model, twin):
-                own[0].requires_grad_(i not in (2, 3))
-            loss = step(batch["x"], target=batch["target"]).item()
-            batch["input"] = batch.pop("x")
-            assert loss == pytest.approx(train_step(twin, twin_optimizer, batch, F.mse_loss), rel=TOLERANCE)
-    assert_same_model(model, twin, TOLERANCE)
-    assert_same_state(optimizer, twin_optimizer, TOLERANCE)
-    assert [optimizer.state[p]["step"].item() for p in model.parameters()] == [4, 4, 6, 6]
+            pair.on_both(lambda own, _, i=i: own[0].requires_grad_(i not in (2, 3)))
+            pair.train(batch["x"], target=batch["target"])
+        pair.check()
+        assert [pair.optimizer.state[p]["step"].item() for p in pair.model.parameters()] == [4, 4, 6, 6]
 
 
 # What was replaced
@@ -220,15 +200,12 @@ def test_what_is_added_without_a_new_variable_is_obeyed() -> None:
         lambda model: setattr(model, "unread", nn.Linear(2, 2)),
     ]
     for add in added:
-        model = seeded(Growing).double()
-        twin = copy.deepcopy(model)
-        optimizer, batch = SGD(twin.parameters()), {"x": torch.ones(4, 2, dtype=torch.float64)}
-        with compiled(model) as step:
+        with Twins(seeded(Growing).double()) as pair:
             for i in range(3):
-                assert step(**batch).item() == pytest.approx(train_step(twin, optimizer, batch), rel=TOLERANCE)
+                pair.train(torch.ones(4, 2, dtype=torch.float64))
                 if i == 0:
-                    add(model), add(twin)
-            assert [name for name in step.variables if name.startswith("layers.0")]
+                    add(pair.model), add(pair.twin)
+            assert [name for name in pair.step.variables if name.startswith("layers.0")]
 
 
 @pytest.mark.slow
@@ -259,36 +236,23 @@ def test_what_was_added_may_change_again() -> None:
         lambda model: model.layers[2].eval(),
     ]
     for devices in (1, 2):
-        model = seeded(Growing).double()
+        model, x = seeded(Growing).double(), torch.rand(4, 2, dtype=torch.float64)
         model.other = nn.Linear(2, 2).double()
-        twin = copy.deepcopy(model)
-        optimizer, batch = SGD(twin.parameters()), {"x": torch.rand(4, 2, dtype=torch.float64)}
-        options: Any = {"optimizer": SGD(model.parameters()), "backend": "eager"}
-        with mirrorc.compile(model, devices, **options) as step, pytest.warns(UserWarning, match="compiled 8 times"):
-            for i, change in enumerate([lambda model: None, *changes]):
-                change(model), change(twin)
-                expected = train_step(twin, optimizer, batch)
-                assert step(**batch).item() == pytest.approx(expected, rel=TOLERANCE), f"after change {i}"
+        with Twins(model, devices=devices) as pair, pytest.warns(UserWarning, match="compiled 8 times"):
+            for change in [lambda model: None, *changes]:
+                change(pair.model), change(pair.twin)
+                pair.train(x)
 
 
 # Hooks
 
 
-def test_a_hook_on_a_gradient_is_refused() -> None:
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_is_refused(register: str) -> None:
     model = make_mlp()
-    model.second.weight.register_hook(lambda gradient: gradient * 0)
+    getattr(model.second.weight, register)(lambda *_: None)
     with (
         pytest.raises(ValueError, match=r"second\.weight.*hook|hook.*second\.weight"),
-        compiled(model, loss_fn=F.cross_entropy) as step,
-    ):
-        step(**mlp_batch(4))
-
-
-def test_a_hook_after_a_gradients_accumulation_is_refused() -> None:
-    model = make_mlp()
-    model.last.bias.register_post_accumulate_grad_hook(lambda parameter: None)
-    with (
-        pytest.raises(ValueError, match=r"last\.bias.*hook|hook.*last\.bias"),
         compiled(model, loss_fn=F.cross_entropy) as step,
     ):
         step(**mlp_batch(4))
@@ -340,26 +304,20 @@ def test_a_forward_hook_that_comes_later_is_not_ignored() -> None:
 
 
 @pytest.mark.slow
-def test_an_attribute_of_another_type_respecializes() -> None:
+def test_attributes_respecialize() -> None:
     model = seeded(Scaled)
     x = torch.ones(4, 2)
     with compiled(model, partial(SGD, lr=0.0)) as step:
-        for value in (1, 1.0, True, 1):
-            model.attribute = value
-            assert step(x).item() == pytest.approx(model(x).item()), repr(value)
 
-
-@pytest.mark.slow
-def test_an_attribute_that_is_first_set_after_compile() -> None:
-    model = seeded(Scaled)
-    x = torch.ones(4, 2)
-    with compiled(model, partial(SGD, lr=0.0)) as step:
-        assert step(x).item() == pytest.approx(model(x).item())
-        for value in (3, 4):
-            model.later = value
+        def check() -> None:
             assert step(x).item() == pytest.approx(model(x).item())
+
+        for name, values in (("attribute", (1, 1.0, True, 1)), ("later", (3, 4))):  # the later one was not there before
+            for value in values:
+                setattr(model, name, value)
+                check()
         del model.later
-        assert step(x).item() == pytest.approx(model(x).item())
+        check()
 
 
 @pytest.mark.slow
