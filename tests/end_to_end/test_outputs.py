@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
@@ -13,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_same_parameters
+from references import unchanged
 from selections import exhaustive, slow, slow_but
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
+from twins import Twins
 
 import mirrorc
 from mirrorc import CaptureError, PerReplica
@@ -95,6 +95,14 @@ def parts(value: Any, devices: int) -> list[Any]:
     return list(value.values) if devices > 1 else [value]
 
 
+def refuses(shape_outputs: Callable[..., Any], message: str, loss_fn: Any = None) -> None:
+    model, optimizer = make(shape_outputs)
+    x, target = batch(8)
+    step = compiled(model, optimizer, loss_fn=loss_fn or loss_of_outputs)
+    with step, unchanged(model), pytest.raises(CaptureError, match=message):
+        step(x, target=target)
+
+
 SHAPES: dict[str, Callable[..., Any]] = {
     "tensor": lambda logits, hidden, loss: logits,
     "tuple": lambda logits, hidden, loss: (logits, hidden.relu()),
@@ -129,21 +137,15 @@ OTHERS = [(kind, devices) for kind in KINDS for devices in range(1, 5) if (kind,
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "devices"), [*FAST, *slow(*SLOW), *exhaustive(*OTHERS)])
 def test_outputs_are_those_of_one_device(kind: str, devices: int) -> None:
-    model, optimizer = make(SHAPES[kind])
-    twin = copy.deepcopy(model)
-    trainer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    with compiled(model, optimizer, devices, loss_fn=loss_of_outputs) as step:
+    options = {"devices": devices, "return_outputs": True, "tolerance": 1e-12}
+    with Twins(make(SHAPES[kind])[0], loss_fn=loss_of_outputs, **options) as pair:
         for size, seed in ((8, 0), (9, 1), (8, 2)):
             x, target = batch(size, seed)
-            expected = twin(x)
-            expected_loss = loss_of_outputs(expected, target)
-            loss, outputs = step(x, target=target)
+            expected = pair.twin(x)
+            loss, outputs = pair.step(x, target=target)
             assert_equal(outputs, expected)
-            assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-12)
-            trainer.zero_grad()
-            expected_loss.backward()
-            trainer.step()
-    assert_same_parameters(model, twin)
+            assert loss.item() == pytest.approx(pair.plain(x, target=target).item(), rel=1e-12)
+        pair.check()
 
 
 @pytest.mark.slow
@@ -354,13 +356,18 @@ HIDDEN: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", list(HIDDEN))
-def test_tensors_that_cannot_be_found_are_refused(kind: str) -> None:
-    model, optimizer = make(lambda logits, hidden, loss: (logits, HIDDEN[kind](hidden)))
-    x, target = batch(8)
-    step = compiled(model, optimizer, loss_fn=loss_of_outputs)
-    with step, pytest.raises(CaptureError, match="Remedy"):
-        step(x, target=target)
+NUMBERS: dict[str, Callable[..., Any]] = {
+    "item": lambda t: t.sum().item(),
+    "float": lambda t: float(t.sum()),
+    "numpy": lambda t: t.detach().sum().numpy(),
+}
+
+
+@pytest.mark.parametrize("kind", [*HIDDEN, *NUMBERS])
+def test_what_cannot_be_returned_is_refused(kind: str) -> None:
+    """Tensors that cannot be found, and numbers and arrays that are made of tensors."""
+    make_output = {**HIDDEN, **NUMBERS}[kind]
+    refuses(lambda logits, hidden, loss: (logits, make_output(hidden)), "Remedy")
 
 
 @pytest.mark.slow
@@ -423,15 +430,6 @@ def test_views_that_no_operator_makes_are_refused_and_copies_of_them_given(of: s
                 torch.testing.assert_close(value, expected)
 
 
-@pytest.mark.parametrize("make_number", [lambda t: t.item(), float, lambda t: t.numpy()])
-def test_numbers_and_arrays_made_of_tensors_are_refused(make_number: Callable[..., Any]) -> None:
-    model, optimizer = make(lambda logits, hidden, loss: (logits, make_number(hidden.detach().sum())))
-    x, target = batch(8)
-    step = compiled(model, optimizer, loss_fn=loss_of_outputs)
-    with step, pytest.raises(CaptureError, match="Remedy"):
-        step(x, target=target)
-
-
 @pytest.mark.slow
 def test_the_mark_of_a_sum_follows_conversions_and_nothing_else() -> None:
     model, optimizer = make(
@@ -448,10 +446,8 @@ def test_the_mark_of_a_sum_follows_conversions_and_nothing_else() -> None:
         outputs = step(x, target=target)[1]
         torch.testing.assert_close(outputs[1], count)
         torch.testing.assert_close(outputs[2], total)
-    model, optimizer = make(lambda logits, hidden, loss: (logits, mirrorc.summed(hidden.sum()) / 2))
-    step = compiled(model, optimizer, loss_fn=loss_of_outputs)
-    with step, pytest.raises(CaptureError, match=r"computed of a value that is marked by mirrorc.summed\(\)"):
-        step(x, target=target)
+    halved = lambda logits, hidden, loss: (logits, mirrorc.summed(hidden.sum()) / 2)  # noqa: E731
+    refuses(halved, r"computed of a value that is marked by mirrorc.summed\(\)")
 
 
 @pytest.mark.slow
@@ -484,26 +480,11 @@ def test_outputs_that_cannot_be_put_together_say_that_the_step_is_done(monkeypat
 
 
 @pytest.mark.slow
-def test_a_list_with_an_item_for_each_example_is_refused() -> None:
-    model, optimizer = make(lambda logits, hidden, loss: list(logits))
-    before = copy.deepcopy(model.state_dict())
-    x, target = batch(8)
-    message = r"'outputs.*another structure for another number of examples.*Remedy"
-    step = compiled(model, optimizer, loss_fn=lambda out, t: F.cross_entropy(torch.stack(out), t))
-    with step, pytest.raises(CaptureError, match=message):
-        step(x, target=target)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.slow
-def test_a_sum_of_something_along_the_batch_is_refused() -> None:
-    model, optimizer = make(lambda logits, hidden, loss: {"logits": logits, "rows": mirrorc.summed(hidden)})
-    x, target = batch(8)
-    with (
-        compiled(model, optimizer, loss_fn=loss_of_outputs) as step,
-        pytest.raises(CaptureError, match=r"'outputs.rows' is marked by mirrorc.summed\(\), but its shape follows"),
-    ):
-        step(x, target=target)
+def test_what_depends_on_the_number_of_examples_is_refused() -> None:
+    structure = r"'outputs.*another structure for another number of examples.*Remedy"
+    refuses(lambda logits, *_: list(logits), structure, lambda out, t: F.cross_entropy(torch.stack(out), t))
+    summed = r"'outputs.rows' is marked by mirrorc.summed\(\), but its shape follows"
+    refuses(lambda logits, hidden, loss: {"logits": logits, "rows": mirrorc.summed(hidden)}, summed)
 
 
 @pytest.mark.parametrize("backend", slow_but(["eager"], ["eager", "inductor"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from parts import WAYS
 from references import (
+    NormalizedSgd,
     OptimizerMaker,
     Trained,
     assert_same_bits,
@@ -28,9 +28,9 @@ from references import (
     train_shard_by_shard,
 )
 from selections import exhaustive, slow
-from tiny_models import MODELS, make_mlp, mlp_batch
+from tiny_models import MODELS, make_mlp
 from torch import nn
-from twins import compiled_step
+from twins import MlpTwins, Twins, compiled_step
 
 import mirrorc
 from mirrorc.passes import FactorGradients, default_pipeline
@@ -39,22 +39,6 @@ from mirrorc.pipeline.pipeline_edits import select_passes
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DOUBLE_TOLERANCE = 1e-10
 SINGLE_TOLERANCE = 1e-5
-
-
-class NormalizedSgd(torch.optim.Optimizer):
-    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["count"] = state.get("count", 0) + 1
-                state["mean_norm"] = 0.9 * state.get("mean_norm", torch.zeros((), dtype=p.dtype)) + p.grad.norm()
-                p.add_(p.grad / state["mean_norm"], alpha=-group["lr"] / state["count"])
 
 
 OPTIMIZERS: dict[str, OptimizerMaker] = {
@@ -190,22 +174,22 @@ def test_every_optimizer_agrees_on_any_number_of_devices(name: str, num_devices:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_devices", "num_examples"), [(4, 9), *slow((1, 4), (2, 7)), *exhaustive((3, 6))])
-def test_batch_norm_agrees_with_training_shard_by_shard(num_devices: int, num_examples: int) -> None:
+@pytest.mark.parametrize(
+    ("num_devices", "num_examples", "backend"),
+    [
+        (4, 9, "eager"),
+        *slow((1, 4, "eager"), (2, 7, "eager")),
+        *exhaustive((3, 6, "eager")),
+        (2, 4, "inductor"),
+    ],
+)
+def test_batch_norm_agrees_with_training_shard_by_shard(num_devices: int, num_examples: int, backend: str) -> None:
     tiny = MODELS["resnet"]
     model, batches = tiny.make(torch.float64), tiny.batches(num_examples, torch.float64)
-    mirrored = train_mirrored(model, SGD, batches, num_devices, tiny.loss_fn)
+    mirrored = train_mirrored(model, SGD, batches, num_devices, tiny.loss_fn, backend=backend)
     expected = train_shard_by_shard(model, SGD, batches, num_devices, F.cross_entropy)
     assert_same_training(mirrored, expected, DOUBLE_TOLERANCE)
     assert mirrored.model.stem_norm.num_batches_tracked == len(batches)
-
-
-@pytest.mark.slow
-def test_batch_norm_agrees_when_compiled() -> None:
-    tiny = MODELS["resnet"]
-    model, batches = tiny.make(torch.float64), tiny.batches(4, torch.float64)
-    mirrored = train_mirrored(model, SGD, batches, 2, tiny.loss_fn, backend="inductor")
-    assert_same_training(mirrored, train_shard_by_shard(model, SGD, batches, 2, F.cross_entropy), DOUBLE_TOLERANCE)
 
 
 @pytest.mark.slow
@@ -235,46 +219,31 @@ def make_groups(optimizer_class: type[torch.optim.Optimizer], parameters: Iterab
     return optimizer_class(groups)
 
 
+STEPS_OF_RATE = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.3)
+ONE_CYCLE = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=6)  # which changes momentum, too
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adadelta, *slow((torch.optim.SGD,))])
-def test_parameter_groups_and_a_scheduler(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    tiny = MODELS["mlp"]
-    schedulers: dict[int, Any] = {}
-
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = make_groups(optimizer_class, parameters)
-        schedulers[id(optimizer)] = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
-        return optimizer
-
-    def after_step(optimizer: torch.optim.Optimizer, index: int) -> None:
-        schedulers[id(optimizer)].step()
-
-    model, batches = tiny.make(torch.float64), tiny.batches(7, torch.float64)
-    with warnings.catch_warnings():
+@pytest.mark.parametrize(
+    ("make_optimizer", "make_scheduler"),
+    [
+        (partial(make_groups, torch.optim.AdamW), STEPS_OF_RATE),
+        (partial(make_groups, torch.optim.Adadelta), STEPS_OF_RATE),
+        *slow((partial(make_groups, torch.optim.SGD), STEPS_OF_RATE)),
+        (partial(torch.optim.AdamW, lr=0.01), ONE_CYCLE),
+    ],
+)
+def test_parameter_groups_and_a_scheduler(make_optimizer: OptimizerMaker, make_scheduler: Any) -> None:
+    with MlpTwins(make_optimizer) as pair, warnings.catch_warnings():
         warnings.simplefilter("error")
-        mirrored = train_mirrored(model, make, batches, 2, tiny.loss_fn, after_step)
-    single = train_on_one_device(model, make, batches, tiny.loss_fn, after_step)
-    assert_same_training(mirrored, single, DOUBLE_TOLERANCE)
-    assert mirrored.optimizer.param_groups[0]["lr"] == single.optimizer.param_groups[0]["lr"] != 0.02
-
-
-@pytest.mark.slow
-def test_one_cycle_changes_momentum_between_steps() -> None:
-    tiny = MODELS["mlp"]
-    schedulers: dict[int, Any] = {}
-
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(parameters, lr=0.01)
-        schedulers[id(optimizer)] = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6)
-        return optimizer
-
-    def after_step(optimizer: torch.optim.Optimizer, index: int) -> None:
-        schedulers[id(optimizer)].step()
-
-    model, batches = tiny.make(torch.float64), tiny.batches(4, torch.float64)
-    mirrored = train_mirrored(model, make, batches, 2, tiny.loss_fn, after_step)
-    single = train_on_one_device(model, make, batches, tiny.loss_fn, after_step)
-    assert_same_training(mirrored, single, DOUBLE_TOLERANCE)
+        before = pair.optimizer.param_groups[0]["lr"]
+        schedulers = [make_scheduler(own) for _, own in pair.sides]
+        for _ in range(5):
+            pair.steps(1)
+            for scheduler in schedulers:
+                scheduler.step()
+        pair.check()
+        assert pair.optimizer.param_groups[0]["lr"] != before
 
 
 def train_with_dropout(seed: int, num_devices: int = 3, **options: Any) -> Trained:
@@ -285,16 +254,11 @@ def train_with_dropout(seed: int, num_devices: int = 3, **options: Any) -> Train
 
 
 @pytest.mark.slow
-def test_two_runs_are_equal_bit_for_bit() -> None:
-    first, second = train_with_dropout(seed=5), train_with_dropout(seed=5)
+@pytest.mark.parametrize("options", [{}, {"num_devices": 2, "backend": "inductor"}], ids=["eager", "inductor"])
+def test_two_runs_are_equal_bit_for_bit(options: dict[str, Any]) -> None:
+    first, second = (train_with_dropout(seed=5, **options) for _ in range(2))
     assert_same_bits(first, second)
-    assert train_with_dropout(seed=6).losses != first.losses
-
-
-@pytest.mark.slow
-def test_two_compiled_runs_are_equal_bit_for_bit() -> None:
-    first, second = (train_with_dropout(seed=5, num_devices=2, backend="inductor") for _ in range(2))
-    assert_same_bits(first, second)
+    assert options or train_with_dropout(seed=6).losses != first.losses
 
 
 @pytest.mark.slow
@@ -326,14 +290,12 @@ FACTORED_SLOW: list[tuple[Any, ...]] = [
     (3, torch.float32, ("share-parameters",), {}),
     (3, torch.bfloat16, ("share-parameters",), {}),
 ]
-FACTORED_CASES = [
-    *itertools.product(
-        [2, 3, 4],
-        [torch.float64, torch.float32, torch.bfloat16],
-        [(), ("share-parameters",)],
-        [{}, {"bucket_cap_mb": 1e-3}],
-    )
-]
+FACTORED_CASES = itertools.product(
+    [2, 3, 4],
+    [torch.float64, torch.float32, torch.bfloat16],
+    [(), ("share-parameters",)],
+    [{}, {"bucket_cap_mb": 1e-3}],
+)
 
 
 @pytest.mark.slow
@@ -462,18 +424,15 @@ def test_tables_are_trained_as_on_one_device(num_devices: int, optimizer: str, b
 @pytest.mark.parametrize("num_devices", [2, *slow((1,))])
 def test_a_step_that_failed_leaves_nothing_in_the_gradients_of_tables(num_devices: int) -> None:
     torch.manual_seed(0)
-    model = Tables().double()
-    batches = [looked_up(8, seed) for seed in range(4)]
-    expected = train_on_one_device(model, SGD, batches, F.cross_entropy)
     wrong = {**looked_up(8, 9), "tags": torch.full((8, 3), 25)}
     pipeline = default_pipeline(min_factored_elements=0)
-    with compiled_step(model, F.cross_entropy, num_devices, optimizer=SGD, passes=pipeline) as step:
-        for i, batch in enumerate(batches):
-            if i == 2:
+    with Twins(Tables().double(), SGD, F.cross_entropy, num_devices, passes=pipeline) as pair:
+        for seed in range(4):
+            if seed == 2:
                 with pytest.raises(mirrorc.ExecutionError, match="index out of range"):
-                    step(**wrong)
-            step(**batch)
-    assert_same_parameters(model, expected.model, 1e-10)
+                    pair.step(**wrong)
+            pair.train(**looked_up(8, seed))
+        pair.check()
 
 
 class Words(nn.Module):
@@ -604,15 +563,9 @@ def test_replicas_with_the_same_shard_draw_for_themselves() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", *slow(("inductor",))])
 def test_the_model_stays_usable_while_the_step_is_open(backend: str) -> None:
-    model = make_mlp()
-    expected = copy.deepcopy(model)
-    optimizer, expected_optimizer = SGD(model.parameters()), SGD(expected.parameters())
-    with compiled_step(model, F.cross_entropy, optimizer=optimizer, backend=backend) as step:
-        for seed in range(3):
-            batch = mlp_batch(5, seed=seed)
-            step(**batch)
-            expected_optimizer.zero_grad()
-            F.cross_entropy(expected(batch["x"]), batch["target"]).backward()
-            expected_optimizer.step()
-            assert torch.allclose(model(batch["x"]), expected(batch["x"]), rtol=1e-10, atol=1e-12)
-        assert all(parameter.grad is None for parameter in model.parameters())
+    with MlpTwins(SGD, backend=backend) as pair:
+        for _ in range(3):
+            batch = pair.next_batch()
+            pair.train(**batch)
+            torch.testing.assert_close(pair.model(batch["x"]), pair.twin(batch["x"]), rtol=1e-10, atol=1e-12)
+        assert all(parameter.grad is None for parameter in pair.model.parameters())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from references import (
+    NormalizedSgd,
     Trained,
     assert_mirrored,
     assert_same_bits,
@@ -19,13 +20,14 @@ from references import (
     train_mirrored,
     train_on_one_device,
     train_shard_by_shard,
+    unchanged,
 )
 from selections import exhaustive, slow
 from separate_memories import separate_memories
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc.errors import PassError
@@ -157,21 +159,6 @@ def test_copies_that_devices_pass_on_are_the_same(placement: str, num_devices: i
         )
     assert_same_bits(trained[1], trained[0])
     assert_same_state_bits(trained[1], trained[0])
-
-
-class NormalizedSgd(torch.optim.Optimizer):
-    """Scales by a parameter's gradient norm, so that no element's update depends on that element alone."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["norm"] = p.grad.norm()
-                    p.sub_(p.grad / (1 + p.grad.norm()), alpha=group["lr"])
 
 
 @pytest.mark.slow
@@ -319,7 +306,6 @@ def test_a_step_says_what_it_moves() -> None:
 @pytest.mark.slow
 def test_a_first_step_whose_owner_cannot_update_is_undone_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("least-loaded", num_devices=3)
-    before = copy.deepcopy(run.model.state_dict())
     update, calls = FlatOptimizer.update, []
 
     def short_of_memory(self: FlatOptimizer, gradient: torch.Tensor) -> None:
@@ -330,10 +316,8 @@ def test_a_first_step_whose_owner_cannot_update_is_undone_on_all_devices(monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(FlatOptimizer, "update", short_of_memory)
-        with pytest.raises(mirrorc.ExecutionError, match="no memory"):
+        with unchanged(run.model), pytest.raises(mirrorc.ExecutionError, match="no memory"):
             run.steps[0](**run.batches[0])
-    for name, value in run.model.state_dict().items():
-        assert torch.equal(value, before[name])
     assert not run.optimizer.state
     run.train()
 
@@ -349,19 +333,13 @@ class TwoHeads(nn.Module):
 
 
 def test_a_call_may_leave_out_what_a_placement_names() -> None:
-    model, plain = TwoHeads(), TwoHeads()
-    optimizer, own = (torch.optim.Adam(one.parameters(), lr=0.05) for one in (model, plain))
     placement = {"left.weight": "cpu:1", "right.bias": "cpu:1"}
-    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "placement": placement}
-    with mirrorc.compile(model, 2, optimizer=optimizer, **options) as step:
+    adam = partial(torch.optim.Adam, lr=0.05)
+    with Twins(TwoHeads(), adam, F.mse_loss, placement=placement, tolerance=TOLERANCE) as pair:
         for head in ("left", "right", "left"):
             x, target = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
-            step(x, head=head, target=target)
-            own.zero_grad()
-            F.mse_loss(plain(x, head), target).backward()
-            own.step()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=TOLERANCE)
+            pair.train(x, head=head, target=target)
+        pair.check()
 
 
 def test_a_pipeline_that_names_an_owner_of_nothing_is_refused() -> None:

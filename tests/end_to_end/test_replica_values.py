@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from references import unchanged
 from selections import slow
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 
@@ -153,18 +154,18 @@ def test_options_of_a_step_mean_the_same(backend: str) -> None:
 
 @pytest.mark.slow
 def test_evaluations_and_calls_that_accumulate() -> None:
-    x, y = torch.randn(7, 5).double(), torch.randn(7, 3).double()
     torch.manual_seed(0)
-    plain = Normalized().double()
-    model = copy.deepcopy(plain)
-    with compiled_step(model, coupled_loss, 3, progress=False) as step:
+    x, y = torch.randn(7, 5).double(), torch.randn(7, 3).double()
+    with Twins(Normalized().double(), loss_fn=coupled_loss, devices=3, tolerance=1e-12) as pair:
+        step, plain = pair.step, pair.twin
         torch.testing.assert_close(step.evaluate(x, target=y), coupled_loss(plain(x), y).detach())
         torch.testing.assert_close(step.evaluate(x[:2], target=y[:2]), coupled_loss(plain(x[:2]), y[:2]).detach())
         step.accumulate(x[:4], target=y[:4])
         step(x[4:], target=y[4:])
-    ((4 * coupled_loss(plain(x[:4]), y[:4]) + 3 * coupled_loss(plain(x[4:]), y[4:])) / 7).backward()
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.detach(), (other - 0.1 * other.grad).detach(), rtol=1e-12, atol=1e-12)
+        pair.backward(x[:4], target=y[:4], scale=4 / 7)
+        pair.backward(x[4:], target=y[4:], scale=3 / 7)
+        pair.update()
+        pair.check()
 
 
 @pytest.mark.slow
@@ -183,9 +184,8 @@ def test_numbers_of_replicas() -> None:
 
     model = Numbered()
     assert [part.tolist() for part in model(torch.ones(2, 1))[1:]] == [[[0], [0]], [[10], [10]]], "alone, there is one"
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(5, 1).double()
-    options: dict[str, Any] = {"loss_fn": first, "backend": "eager", "return_outputs": True, "progress": False}
-    with mirrorc.compile(model, 3, optimizer=optimizer, **options) as step:
+    x = torch.randn(5, 1).double()
+    with compiled_step(model, first, 3, return_outputs=True) as step:
         _, (_, numbers, every) = step(x, target=x)
         assert numbers.flatten().tolist() == [0, 0, 1, 1, 2]
         assert [own.flatten().tolist() for own in every.values] == [[30, 30, 31, 31, 32]] * 3
@@ -201,30 +201,22 @@ def test_a_replica_that_fails_wakes_those_that_wait_for_it() -> None:
             return super().forward(x) + mirrorc.all_reduce(super().forward(x).sum(0))
 
     model, x = Checked(5, 3).double(), torch.randn(6, 5).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = copy.deepcopy(model.state_dict())
-    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "timeout_seconds": 60, "progress": False}
-    with mirrorc.compile(model, 3, optimizer=optimizer, **options) as step:
+    with compiled_step(model, F.mse_loss, 3, timeout_seconds=60) as step:
         large = x.clone()
         large[-1] = 1000.0
         for _ in range(2):
-            with pytest.raises(mirrorc.ExecutionError, match=r"cpu:2.*an example is too large"):
+            with unchanged(model), pytest.raises(mirrorc.ExecutionError, match=r"cpu:2.*an example is too large"):
                 step(large, target=x[:, :3])
-            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         expected = F.mse_loss(model(x), x[:, :3]).item()
         assert step(x, target=x[:, :3]).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.slow
 def test_one_value_per_channel_has_no_statistics() -> None:
-    model = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double()
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 5).double()
-    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "progress": False}
-    with mirrorc.compile(model, 2, optimizer=optimizer, **options) as step:
+    model, x = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double(), torch.randn(2, 5).double()
+    with compiled_step(model, F.mse_loss) as step:
         step(x, target=x[:, :3])
-        with pytest.raises(
-            mirrorc.ExecutionError, match=r"SyncBatchNorm in train mode needs more than one value per channel"
-        ):
+        with pytest.raises(mirrorc.ExecutionError, match="SyncBatchNorm in train mode needs more than one value per"):
             step(x[:1], target=x[:1, :3])
         model.eval()
         expected = F.mse_loss(model(x[:1]), x[:1, :3]).item()
@@ -233,10 +225,8 @@ def test_one_value_per_channel_has_no_statistics() -> None:
 
 @pytest.mark.slow
 def test_statistics_are_the_same_on_all_replicas() -> None:
-    model = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double()
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(7, 5).double()
-    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "progress": False}
-    with mirrorc.compile(model, 3, optimizer=optimizer, **options) as step:
+    model, x = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double(), torch.randn(7, 5).double()
+    with compiled_step(model, F.mse_loss, 3) as step:
         for size in (7, 2, 7):
             step(x[:size], target=x[:size, :3])
             for name, shown in model[1].named_buffers():
@@ -245,37 +235,34 @@ def test_statistics_are_the_same_on_all_replicas() -> None:
         assert model[1].num_batches_tracked == 3
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "packs": {"packing": 3},
-    "messages": {"all_reduce": "ring", "link": "copy"},
-    "an owner": {"placement": "central"},
-    "order": {"exact_order": True, "check_finite": True, "check_replicas_every": 1},
-    "copies": {"disable_passes": ["share-parameters"], "link": "copy"},
-}
+OTHERS: list[dict[str, Any]] = [
+    {"packing": 3},
+    {"all_reduce": "ring", "link": "copy"},
+    {"placement": "central"},
+    {"exact_order": True, "check_finite": True, "check_replicas_every": 1},
+    {"disable_passes": ["share-parameters"], "link": "copy"},
+]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
-def test_other_options_mean_the_same(name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_other_options_mean_the_same(options: dict[str, Any]) -> None:
     model = lambda: nn.Sequential(Normalized(), nn.SyncBatchNorm(3))  # noqa: E731
     expected = trained(1, (7, 2), model, coupled_loss, backend="eager")
-    assert_same(trained(3, (7, 2), model, coupled_loss, backend="eager", **OTHERS[name]), expected)
+    assert_same(trained(3, (7, 2), model, coupled_loss, backend="eager", **options), expected)
 
 
 @pytest.mark.slow
 def test_scalers_and_autocast() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.SyncBatchNorm(6), nn.Linear(6, 3))
-    plain = copy.deepcopy(model)
     x, y = torch.randn(7, 5), torch.randn(7, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = F.mse_loss(plain(x).float(), y)
-    expected.backward()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
     loss_fn = lambda output, target: F.mse_loss(output.float(), target)  # noqa: E731
-    options: dict[str, Any] = {"scaler": scaler, "autocast": torch.bfloat16, "backend": "eager", "progress": False}
-    with mirrorc.compile(model, 3, optimizer=optimizer, loss_fn=loss_fn, **options) as step:
-        torch.testing.assert_close(step(x, target=y), expected.detach(), rtol=0.02, atol=0.02)
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.detach(), (other - 0.1 * other.grad).detach(), rtol=0.05, atol=0.02)
+    options: dict[str, Any] = {"scaler": torch.amp.GradScaler("cpu"), "autocast": torch.bfloat16}
+    with Twins(model, loss_fn=loss_fn, devices=3, **options) as pair:
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = pair.plain(x, target=y)
+        torch.testing.assert_close(pair.step(x, target=y), expected, rtol=0.02, atol=0.02)
+        torch.testing.assert_close([*model.parameters()], [*pair.twin.parameters()], rtol=0.05, atol=0.02)
 
 
 def test_a_value_of_the_batch_and_a_parameter_need_no_region() -> None:
@@ -292,10 +279,8 @@ def test_a_value_of_the_batch_and_a_parameter_need_no_region() -> None:
     def loss(outputs: Any, target: torch.Tensor) -> torch.Tensor:
         return (outputs[0] ** 2).sum()
 
-    model = Plain()
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(7, 5).double()
-    options: dict[str, Any] = {"loss_fn": loss, "backend": "eager", "return_outputs": True, "progress": False}
-    with mirrorc.compile(model, 3, optimizer=optimizer, **options) as step:
+    model, x = Plain(), torch.randn(7, 5).double()
+    with compiled_step(model, loss, 3, return_outputs=True) as step:
         found, outputs = step(x, target=x)
     mean = x.mean(0)
     torch.testing.assert_close(found, (mean**2).sum())

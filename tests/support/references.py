@@ -18,6 +18,24 @@ Loss = Callable[[Any, Any], torch.Tensor]
 Hook = Callable[[torch.optim.Optimizer, int], None]
 
 
+class NormalizedSgd(torch.optim.Optimizer):
+    """Scales by a parameter's gradient norm, so that no element's update depends on that element alone."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["mean_norm"] = 0.9 * state.get("mean_norm", torch.zeros((), dtype=p.dtype)) + p.grad.norm()
+                p.add_(p.grad / state["mean_norm"], alpha=-group["lr"] / state["count"])
+
+
 @dataclass
 class Trained:
     model: nn.Module
