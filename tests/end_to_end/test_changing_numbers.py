@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import selections
 import torch
-from references import train_step
+from references import assert_same_model, assert_same_parameters, unchanged
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc.capture.call.dynamic_numbers import ChangingNumbers
@@ -24,6 +24,11 @@ from mirrorc.errors import CaptureError
 from mirrorc.ir.program import ArgumentKind, Program
 
 SETTINGS = {"beta": 1.0}
+
+
+def twins(model: nn.Module, loss_fn: Any = None, devices: int = 2, **options: Any) -> Twins:
+    make = partial(torch.optim.SGD, lr=0.002, momentum=0.5)
+    return Twins(model, make, loss_fn, devices, **{"tolerance": 1e-12, **options})
 
 
 class Plain:
@@ -45,45 +50,27 @@ class Scheduled(nn.Module):
         return y * (0.5 * (1 + math.cos(math.pi * step / 100))) - self.plain.weight * y.sin()
 
 
-def pair_of(model: nn.Module) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    twin = copy.deepcopy(model)
-    return twin, [torch.optim.SGD(m.parameters(), lr=0.002, momentum=0.5) for m in (model, twin)]
-
-
-def distance(model: nn.Module, twin: nn.Module) -> float:
-    return max(float((p - q).detach().abs().max()) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, *selections.slow((1,), (3,)), *selections.exhaustive((4,))])
 def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> None:
     torch.manual_seed(0)
     plain, gamma = Plain(), 1.0
-    model = Scheduled(plain).double()
-    twin, optimizers = pair_of(model)
-    twin.plain = plain
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output - target).square().mean() * SETTINGS["beta"] + gamma * output.square().mean()
 
     programs: list[Program] = []
-    with compiled_step(model, loss_fn, num_devices, optimizer=optimizers[0]) as step:
+    with twins(Scheduled(plain).double(), loss_fn, num_devices) as pair:
+        pair.twin.plain = plain
         for i in range(40):
             SETTINGS["beta"], gamma, plain.weight = 0.01 * (i + 1), 0.5 - 0.01 * i, 1.0 / (i + 1)
-            model.scale = twin.scale = 1.0 + 0.01 * i
-            x, target = torch.randn(7, 3).double(), torch.randn(7, 2).double()
-            batch = {
-                "x": x,
-                "step": i,
-                "options": {"temperature": 0.5 + 0.01 * i, "shift": [1.0, i / 30]},
-                "target": target,
-            }
-            expected = train_step(twin, optimizers[1], batch, loss_fn)
-            assert step(**batch).item() == pytest.approx(expected, rel=1e-12)
-            programs.append(step.program)
-        told = step.program.to_text()
-        assert step.memory().devices
-    assert distance(model, twin) < 1e-13
+            pair.model.scale = pair.twin.scale = 1.0 + 0.01 * i
+            options = {"temperature": 0.5 + 0.01 * i, "shift": [1.0, i / 30]}
+            pair.train(torch.randn(7, 3).double(), i, options, target=torch.randn(7, 2).double())
+            programs.append(pair.step.program)
+        told = pair.step.program.to_text()
+        assert pair.step.memory().devices
+        assert_same_parameters(pair.model, pair.twin, 1e-13)
     assert [len({id(program) for program in programs[:n]}) for n in (1, 2, 9, 10, 40)] == [1, 2, 2, 3, 3]
     assert "options_temperature: f64[]" in told and "from_step: f64[]" in told
     assert "remark: from_step is a number: 0.5 * (1 + cos(" in told
@@ -95,28 +82,24 @@ def test_forty_values_of_five_numbers_are_three_programs(num_devices: int) -> No
 @pytest.mark.parametrize("num_devices", [2, *selections.slow((1,), (3,)), *selections.exhaustive((4,))])
 def test_numbers_computed_with_the_size_of_a_microbatch(num_devices: int) -> None:
     torch.manual_seed(0)
-    model, scale = nn.Linear(3, 2).double(), 1.0
-    twin, optimizers = pair_of(model)
+    scale = 1.0
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output - target).square().sum() * (scale / len(target)) + scale * output.sin().mean()
 
     programs: list[Program] = []
-    with compiled_step(model, loss_fn, num_devices, optimizer=optimizers[0], microbatches=2) as step:
+    with twins(nn.Linear(3, 2).double(), loss_fn, num_devices, microbatches=2) as pair:
         for i in range(5):
             scale = 1.0 + 0.1 * i
             kept, last = (
                 {"input": torch.randn(size, 3).double(), "target": torch.randn(size, 2).double()} for size in (4, 9)
             )
-            (loss_fn(twin(kept["input"]), kept["target"]) * 4 / 13).backward()
-            expected = loss_fn(twin(last["input"]), last["target"])
-            (expected * 9 / 13).backward()
-            optimizers[1].step()
-            optimizers[1].zero_grad()
-            step.accumulate(**kept)
-            assert step(**last).item() == pytest.approx(expected.item(), rel=1e-12)
-            programs.append(step.program)
-    assert distance(model, twin) < 1e-13
+            pair.step.accumulate(**kept)
+            pair.backward(**kept, scale=4 / 13)
+            torch.testing.assert_close(pair.step(**last), pair.backward(**last, scale=9 / 13), rtol=1e-12, atol=0)
+            pair.update()
+            programs.append(pair.step.program)
+        assert_same_parameters(pair.model, pair.twin, 1e-13)
     assert len({id(program) for program in programs}) == 2
     numbers = [argument.name for argument in programs[-1].arguments if argument.kind is ArgumentKind.NUMBER]
     assert numbers == ["from_scale", "from_scale_shard1", "scale"]
@@ -191,38 +174,28 @@ FAST = ("a schedule", "branches")
 def test_what_is_done_with_numbers(name: str) -> None:
     body, values, most = CASES[name]
     torch.manual_seed(1)
-    model = Applied(body).double()
-    twin, optimizers = pair_of(model)
     programs = set()
     target = torch.zeros(5, 2, dtype=torch.float64)
-    loss_fn: Any = lambda y, t: y.square().mean() + t.sum() * 0  # noqa: E731
-    with compiled_step(model, loss_fn, optimizer=optimizers[0]) as step:
+    with twins(Applied(body).double(), lambda y, t: y.square().mean() + t.sum() * 0) as pair:
         for value in values:
             x = torch.randn(5, 3, dtype=torch.float64)
-            given = (
-                getattr(value, "value", value)
-                if isinstance(value, mirrorc.capture.call.call_arguments.Replicated)
-                else value
-            )
-            expected = train_step(twin, optimizers[1], {"x": x, "given": given, "target": target}, loss_fn)
-            assert step(x, value, target=target).item() == pytest.approx(expected, rel=1e-12), f"{value}"
-            programs.add(id(step.program))
-    assert distance(model, twin) < 1e-12
+            is_whole = isinstance(value, mirrorc.capture.call.call_arguments.Replicated)
+            expected = pair.plain(x, value.value if is_whole else value, target=target)
+            assert pair.step(x, value, target=target).item() == pytest.approx(expected.item(), rel=1e-12), f"{value}"
+            programs.add(id(pair.step.program))
+        assert_same_parameters(pair.model, pair.twin)
     assert len(programs) <= most
 
 
 def test_a_number_that_cannot_be_computed_with_is_the_users_error() -> None:
     model = Applied(lambda y, v: y * (1 / v)).double()
-    _, optimizers = pair_of(model)
-    x, before = torch.ones(4, 3, dtype=torch.float64), None
-    with compiled_step(model, F.mse_loss, optimizer=optimizers[0]) as step:
+    x, y = torch.ones(4, 3, dtype=torch.float64), torch.zeros(4, 2).double()
+    with compiled_step(model, F.mse_loss) as step:
         for value in (1.0, 2.0, 4.0):
-            step(x, value, target=torch.zeros(4, 2).double())
-        before = model.layer.weight.detach().clone()
-        with pytest.raises(CaptureError, match="division"):
-            step(x, 0.0, target=torch.zeros(4, 2).double())
-        assert torch.equal(model.layer.weight, before)
-        step(x, 8.0, target=torch.zeros(4, 2).double())
+            step(x, value, target=y)
+        with unchanged(model), pytest.raises(CaptureError, match="division"):
+            step(x, 0.0, target=y)
+        step(x, 8.0, target=y)
         assert "2 compiled programs" in repr(step)
 
 
@@ -230,19 +203,15 @@ def test_a_number_that_cannot_be_computed_with_is_the_users_error() -> None:
 def test_float32_and_autocast_have_the_bits_of_plain_pytorch() -> None:
     torch.manual_seed(0)
     model = Applied(lambda y, v: (y * v + v / (y * y + 1.0)).sum(0, keepdim=True) * v)
-    twin, optimizers = pair_of(model)
-    loss_fn: Any = lambda y, t: (y.float() - t).square().mean() * 0.5  # noqa: E731
-    with compiled_step(model, loss_fn, 1, optimizer=optimizers[0]) as step:
+    y = torch.ones(1, 2)
+    with twins(model, lambda y, t: (y.float() - t).square().mean() * 0.5, 1) as pair:
         for i in range(12):
             x = torch.randn(4, 3)
             with torch.autocast("cpu", torch.bfloat16, enabled=i >= 6):
-                expected = train_step(
-                    twin, optimizers[1], {"x": x, "given": 0.1 * (i + 1), "target": torch.ones(1, 2)}, loss_fn
-                )
-                found = step(x, 0.1 * (i + 1), target=mirrorc.replicated(torch.ones(1, 2)))
-            assert found.item() == expected, i
-        assert distance(model, twin) == 0.0
-        assert "3 compiled programs" in repr(step)
+                expected = pair.plain(x, 0.1 * (i + 1), target=y)
+                assert pair.step(x, 0.1 * (i + 1), target=mirrorc.replicated(y)).item() == expected.item(), i
+        assert_same_model(pair.model, pair.twin, 0.0)
+        assert "3 compiled programs" in repr(pair.step)
 
 
 class Returning(nn.Module):
@@ -258,8 +227,7 @@ class Returning(nn.Module):
 @pytest.mark.slow
 def test_numbers_that_forward_returns_are_those_of_the_step() -> None:
     model = Returning().double()
-    _, optimizers = pair_of(model)
-    with compiled_step(model, optimizer=optimizers[0], return_outputs=True) as step:
+    with compiled_step(model, return_outputs=True) as step:
         for i in (3, 5, 8, 5):
             x = torch.randn(4, 3).double()
             expected = model.layer(x).detach() * (i / 7)
@@ -275,8 +243,7 @@ def test_an_attribute_that_nothing_reads_compiles_once_more() -> None:
 
     model = Counting(lambda y, v: y)
     model.seen = 0
-    _, optimizers = pair_of(model)
-    with compiled_step(model, F.mse_loss, optimizer=optimizers[0]) as step:
+    with compiled_step(model, F.mse_loss) as step:
         for i in range(6):
             model.seen = i
             step(torch.ones(4, 3), target=torch.zeros(4, 2))
@@ -286,8 +253,7 @@ def test_an_attribute_that_nothing_reads_compiles_once_more() -> None:
 @pytest.mark.slow
 def test_a_program_with_numbers_is_saved_and_read_back(tmp_path: Path) -> None:
     model = Applied(lambda y, v: y * v)
-    _, optimizers = pair_of(model)
-    with compiled_step(model, F.mse_loss, optimizer=optimizers[0]) as step:
+    with compiled_step(model, F.mse_loss) as step:
         for v in (0.5, 0.75):
             step(torch.ones(5, 3), v, target=torch.zeros(5, 2))
         program = step.program
@@ -317,10 +283,7 @@ def test_numbers_that_are_given_up_are_no_inputs(numbers: ChangingNumbers) -> No
 def test_with_inductor(num_devices: int) -> None:
     torch.manual_seed(0)
     model = Applied(lambda y, v: (y * v).tanh() / (1.5 + v))
-    twin, optimizers = pair_of(model)
-    with mirrorc.compile(model, num_devices, optimizer=optimizers[0], loss_fn=F.mse_loss) as step:
+    with twins(model, F.mse_loss, num_devices, backend="inductor", tolerance=1e-5) as pair:
         for i in range(4):
-            batch = {"x": torch.randn(5, 3), "given": 0.1 * (i + 1), "target": torch.zeros(5, 2)}
-            expected = train_step(twin, optimizers[1], batch, F.mse_loss)
-            assert step(**batch).item() == pytest.approx(expected, rel=1e-5)
-        assert "2 compiled programs" in repr(step)
+            pair.train(torch.randn(5, 3), 0.1 * (i + 1), target=torch.zeros(5, 2))
+        assert "2 compiled programs" in repr(pair.step)

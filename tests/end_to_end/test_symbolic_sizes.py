@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from references import assert_same_parameters
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc.compilation.call_kind import Purpose
@@ -113,22 +113,16 @@ def random_sizes(count: int, seed: int) -> list[tuple[int, int]]:
 def trained_beside_plain_pytorch(
     make_model: Callable[[], nn.Module], sizes: Sequence[tuple[int, int]], num_devices: int = 1, **options: Any
 ) -> tuple[mirrorc.Step, Program]:
+    """Trains twins on the same batches, and compares them after each; gives the step and its last program."""
     torch.manual_seed(0)
-    model = make_model().double()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (model, twin)]
-    devices = [f"cpu:{i}" for i in range(num_devices)]
-    step = mirrorc.compile(model, devices, optimizer=optimizers[0], **{"backend": "eager", "dynamic": None, **options})
-    for i, (batch, length) in enumerate(sizes):
-        x, y = text(batch, length, i)
-        loss = step(x, y)
-        optimizers[1].zero_grad()
-        expected = twin(x, y)
-        expected.backward()
-        optimizers[1].step()
-        assert abs(float(loss) - float(expected.detach())) < TOLERANCE
-        assert_same_parameters(model, twin, TOLERANCE)
-    return step, step.prepare(*text(*sizes[-1]))
+    make_optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    options = {"dynamic": None, "tolerance": TOLERANCE, **options}
+    pair = Twins(make_model().double(), make_optimizer, devices=num_devices, **options)
+    for i, size in enumerate(sizes):
+        x, y = text(*size, i)
+        assert abs(pair.step(x, y) - pair.plain(x, y)) < TOLERANCE
+        assert_same_parameters(pair.model, pair.twin, TOLERANCE)
+    return pair.step, pair.step.prepare(*text(*sizes[-1]))
 
 
 def num_programs(step: mirrorc.Step) -> int:
@@ -156,58 +150,44 @@ def test_a_step_is_that_of_plain_pytorch_whatever_the_sizes(
     trained_beside_plain_pytorch(make_model, random_sizes(6, num_devices), num_devices)
 
 
-@pytest.mark.slow
-def test_thirty_lengths_and_five_batch_sizes_are_three_compilations() -> None:
-    lengths = random.Random(1).sample(range(2, 60), 30)
-    sizes = [([8, 12, 6, 4, 10][i % 5], length) for i, length in enumerate(lengths)]
-    step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), *sizes], 2)
-    assert num_programs(step) <= 3
-    assert "x: i64[s0, s1]" in program.to_text()
+LENGTHS = random.Random(1).sample(range(2, 60), 30)
+COUNTED: dict[str, tuple[Any, list[tuple[int, int]], int, dict[str, Any], int, str]] = {
+    "thirty lengths and five batch sizes": (
+        Classifier,
+        [(8, 5), *(([8, 12, 6, 4, 10][i % 5], length) for i, length in enumerate(LENGTHS))],
+        2, {}, 3, "x: i64[s0, s1]",
+    ),
+    "from the first call on": (Classifier, random_sizes(6, 3), 2, {"dynamic": True}, 1, "x: i64[s0, s1]"),
+    "no symbols": (Classifier, [(4, 5), (4, 6), (4, 7)], 1, {"dynamic": False}, 3, "x: i64[4, 7]"),
+    "uneven shards and a last short batch": (
+        Classifier, [(8, 5), (8, 5), (7, 5), (8, 5), (7, 5)], 2, {}, 2, "x: i64[4, 5]",
+    ),
+    "a size of one": (Classifier, [(4, 5), (4, 1), (1, 5), (4, 5)], 1, {}, 3, "x: i64[4, 5]"),
+    "a branch on a size, which a guard keeps apart": (
+        Convolutions, [(4, 10), (4, 12), (4, 14), (4, 30), (4, 31), (4, 11), (4, 33)], 1, {}, 3, "s0",
+    ),
+    "a size that the model fixes; views have gaps": (
+        lambda: Sized(6), [(4, 6), (6, 6), (8, 6)], 1, {"dynamic": True}, 2, "x: i64[s0, 6]",
+    ),
+    "a size that Python counts with": (lambda: Looping(), [(4, 3), (4, 4), (4, 5), (4, 6), (4, 4)], 1, {}, 4, ""),
+    "in compiled regions": (
+        Classifier, [(4, 5), (4, 17), (6, 9), (8, 30)], 2,
+        {"backend": "inductor", "dynamic": True}, 1, "s0",
+    ),
+    "lengths of microbatches": (
+        Classifier, [(8, 5), (8, 9), (8, 4)], 2, {"microbatches": 4, "dynamic": True}, 1, "x: i64[4, s0]",
+    ),
+}  # fmt: skip
+"""A model, sizes of batches, devices, options; how many programs there are, and what the last one's text has."""
 
 
 @pytest.mark.slow
-def test_symbols_from_the_first_call_on() -> None:
-    step, program = trained_beside_plain_pytorch(Classifier, random_sizes(6, 3), 2, dynamic=True)
-    assert num_programs(step) == 1
-    assert "x: i64[s0, s1]" in program.to_text()
-
-
-@pytest.mark.slow
-def test_no_symbols(quiet: None) -> None:
-    sizes = [(4, 5), (4, 6), (4, 7)]
-    step, program = trained_beside_plain_pytorch(Classifier, sizes, dynamic=False)
-    assert num_programs(step) == len(sizes)
-    assert "x: i64[4, 7]" in program.to_text()
-
-
-@pytest.mark.slow
-def test_uneven_shards_and_a_last_short_batch_leave_numbers() -> None:
-    step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), (8, 5), (7, 5), (8, 5), (7, 5)], 2)
-    assert num_programs(step) == 2
-    assert "s0" not in program.to_text()
-
-
-@pytest.mark.slow
-def test_a_size_of_one_leaves_numbers() -> None:
-    step, program = trained_beside_plain_pytorch(Classifier, [(4, 5), (4, 1), (1, 5), (4, 5)])
-    assert num_programs(step) == 3
-    assert "s0" not in program.to_text()
-
-
-@pytest.mark.slow
-def test_a_branch_on_a_size_is_taken_anew() -> None:
-    """`Convolutions` has another graph for more than 20 words: a guard keeps the two apart."""
-    step, _ = trained_beside_plain_pytorch(
-        Convolutions, [(4, 10), (4, 12), (4, 14), (4, 30), (4, 31), (4, 11), (4, 33)]
-    )
-    assert num_programs(step) == 3
-
-
-@pytest.mark.slow
-def test_a_size_that_the_model_fixes_stays_a_number() -> None:
-    step, program = trained_beside_plain_pytorch(lambda: Sized(6), [(4, 6), (6, 6), (8, 6)], dynamic=True)
-    assert num_programs(step) <= 2  # one for views with gaps, one for tensors without
-    assert "x: i64[s0, 6]" in program.to_text()
+@pytest.mark.parametrize("case", COUNTED)
+def test_sizes_are_symbols_of_few_programs(case: str, quiet: None) -> None:
+    make_model, sizes, num_devices, options, num_compiled, words = COUNTED[case]
+    step, program = trained_beside_plain_pytorch(make_model, sizes, num_devices, **options)
+    assert num_programs(step) <= num_compiled if "views" in case else num_programs(step) == num_compiled
+    assert words in program.to_text() and ("s0" in words or not words or "s0" not in program.to_text())
 
 
 class Sized(nn.Module):
@@ -217,12 +197,6 @@ class Sized(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(self.tokens(x).flatten(1)), y[:, 0] % 5)
-
-
-@pytest.mark.slow
-def test_a_size_that_python_counts_with_is_compiled_anew(quiet: None) -> None:
-    step, _ = trained_beside_plain_pytorch(Looping, [(4, 3), (4, 4), (4, 5), (4, 6), (4, 4)])
-    assert num_programs(step) == 4
 
 
 class Looping(nn.Module):
@@ -253,16 +227,13 @@ class Returning(nn.Module):
 def test_outputs_have_the_sizes_of_the_call(num_devices: int) -> None:
     torch.manual_seed(0)
     model = Returning().double()
-    devices = [f"cpu:{i}" for i in range(num_devices)]
-    step = compiled_step(model, devices=devices, return_outputs=True, dynamic=None)
-    for batch, length in [(8, 5), (8, 7), (12, 9), (7, 11)]:
-        x, y = text(batch, length)
+    step = compiled_step(model, devices=num_devices, return_outputs=True, dynamic=None)
+    for size in [(8, 5), (8, 7), (12, 9), (7, 11)]:
+        x, y = text(*size)
         with torch.no_grad():
             expected = model(x, y)
-            expected = {name: value.clone() for name, value in expected.items()}
         for _, found in (step.evaluate(x, y), step(x, y)):
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+            torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -288,10 +259,7 @@ def test_a_marked_dimension_of_size_one_is_told() -> None:
 def step_of(make_model: Callable[[], nn.Module], **options: Any) -> tuple[mirrorc.Step, nn.Module]:
     torch.manual_seed(0)
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mirrorc.compile(
-        model, ["cpu:0"], optimizer=optimizer, **{"backend": "eager", "dynamic": None, **options}
-    ), model
+    return compiled_step(model, devices=1, **{"dynamic": None, **options}), model
 
 
 @pytest.mark.parametrize(
@@ -336,13 +304,6 @@ def test_lengths_of_microbatches_are_symbols(
         num_programs(step) == 4
     )  # one of numbers; one for each number of texts; on two devices, the parts of three texts differ
     assert f"x: i64[{8 // num_devices}, s0]" in program.to_text()
-
-
-@pytest.mark.slow
-def test_lengths_of_microbatches_are_symbols_from_the_first_call_on(quiet: None) -> None:
-    step, program = trained_beside_plain_pytorch(Classifier, [(8, 5), (8, 9), (8, 4)], 2, microbatches=4, dynamic=True)
-    assert num_programs(step) == 1
-    assert "x: i64[4, s0]" in program.to_text()
 
 
 CUT_BY_EXAMPLES = "microbatches are cut by numbers of examples"
@@ -510,11 +471,3 @@ def test_an_error_of_the_model_is_the_models() -> None:
 @pytest.mark.parametrize("make_model", [*slow((Classifier,), (Wide,)), *exhaustive((Tagger,), (Convolutions,))])
 def test_compiled_regions_take_all_sizes(make_model: Callable[[], nn.Module], quiet: None) -> None:
     trained_beside_plain_pytorch(make_model, random_sizes(10, 4), 2, backend="inductor")
-
-
-@pytest.mark.slow
-def test_a_compiled_region_takes_all_sizes() -> None:
-    step, _ = trained_beside_plain_pytorch(
-        Classifier, [(4, 5), (4, 17), (6, 9), (8, 30)], 2, backend="inductor", dynamic=True
-    )
-    assert num_programs(step) == 1
