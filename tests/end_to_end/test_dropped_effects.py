@@ -142,16 +142,13 @@ def test_what_is_not_done_again_is_said_once_at_its_line() -> None:
     assert "Net changes model.acts" in str(warning.message)
 
 
-def test_a_hook_that_stores_activations_is_spoken_of() -> None:
+@pytest.mark.slow
+def test_what_a_hook_or_a_loss_keeps_in_a_local_variable_is_spoken_of_by_its_name() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_forward_hook(lambda module, given, output: activations.append(output))
     (warning,) = train(model)
     assert "Sequential changes activations in forward" in str(warning.message) and warning.filename == __file__
     assert activations == []
-
-
-@pytest.mark.slow
-def test_what_a_hook_or_a_loss_keeps_in_a_local_variable_is_spoken_of_by_its_name() -> None:
     acts: list[torch.Tensor] = []
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
     model[1][0].register_forward_hook(lambda module, given, output: acts.append(output))

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import selections
 import torch
 import torch.nn.functional as F
 from asserting import Asserting
+from references import assert_same_parameters
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError, PerReplica
@@ -72,8 +75,8 @@ def make(make_model: Callable[[], nn.Module] = Tied) -> tuple[nn.Module, torch.o
 
 
 def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, devices: int = 2, **options: Any) -> mirrorc.Step:
-    options = {"backend": "eager", "timeout_seconds": 60, "loss_fn": F.cross_entropy, **options}
-    return mirrorc.compile(model, devices, optimizer=optimizer, **options)
+    options = {"timeout_seconds": 60, "loss_fn": F.cross_entropy, **options}
+    return compiled_step(model, devices=devices, optimizer=optimizer, **options)
 
 
 def loss_only(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -81,16 +84,27 @@ def loss_only(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.
         return F.cross_entropy(model(x), target)
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(model(x), target)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+class Evaluated(Twins):
+    """Tied twins in evaluation mode."""
+
+    def __init__(self, **options: Any) -> None:
+        def trainable(model: nn.Module) -> list[nn.Parameter]:
+            return [p for p in model.parameters() if p.requires_grad]
+
+        adamw = partial(torch.optim.AdamW, lr=0.05)
+        super().__init__(make()[0], adamw, F.cross_entropy, select=trainable, **options)
+        self.x, self.target = batch()
+
+    def both_trained(self) -> None:
+        self.train(self.x, target=self.target)
+
+    def evaluated(self) -> None:
+        assert_close(self.step.evaluate(self.x, target=self.target), loss_only(self.twin, self.x, self.target))
+        assert_close(self.step.evaluate(self.x), self.twin(self.x).detach())
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -200,62 +214,62 @@ def test_in_train_mode_statistics_are_written_and_dropout_draws(num_devices: int
     assert all(p.grad is None for p in model.parameters())
 
 
+def averaged_in_place(model: nn.Module, _: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def averaged_in_other_memory(model: nn.Module, _: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.9
+
+
+def loaded(model: nn.Module, _: Any) -> None:
+    model.load_state_dict({name: value * 1.1 for name, value in model.state_dict().items()})
+
+
+def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step of the user's, and another state of the optimizer."""
+    x, target = batch()
+    F.cross_entropy(model(x), target).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for entry in optimizer.state.values():
+        entry["exp_avg"].mul_(2.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [COPIES, pytest.param({}, marks=pytest.mark.slow)], ids=["copies", "shared"])
 def test_what_the_user_writes_is_seen(options: dict[str, Any]) -> None:
-    model, optimizer = make()
-    reference, other = make()
-    x, target = batch()
-
-    def evaluated() -> None:
-        found = step.evaluate(x, target=target)
-        assert_close(found, loss_only(reference, x, target))
-        assert_close(step.evaluate(x), reference(x).detach())
-
-    def both_trained() -> None:
-        assert_close(step(x, target=target), trained(reference, other, x, target))
-
-    with compiled(model, optimizer, **options) as step:
-        both_trained()
-        evaluated()
-        for each in (model, reference):  # averages, in place
-            with torch.no_grad():
-                for parameter in each.parameters():
-                    parameter.mul_(0.5)
-        evaluated()
-        both_trained()
-        kept = [[p.data for p in each.parameters()] for each in (model, reference)]
-        for each in (model, reference):  # averages, in other memory
-            for parameter in each.parameters():
-                parameter.data = parameter.data * 0.9
-        evaluated()
-        for each, own in zip((model, reference), kept, strict=True):
+    """A loaded state, averages that are swapped in, other memory, steps of the user's own; and training goes on from it."""
+    with Evaluated(**options) as pair:
+        pair.both_trained()
+        pair.evaluated()
+        pair.on_both(averaged_in_place)
+        pair.evaluated()
+        pair.both_trained()
+        kept = [[p.data for p in each.parameters()] for each, _ in pair.sides]
+        pair.on_both(averaged_in_other_memory)
+        pair.evaluated()
+        for (each, _), own in zip(pair.sides, kept, strict=True):
             for parameter, data in zip(each.parameters(), own, strict=True):
                 parameter.data = data
-        evaluated()
-        both_trained()
-        evaluated()
-        for each in (model, reference):
-            each.load_state_dict({name: value * 1.1 for name, value in each.state_dict().items()})
-        evaluated()
-        for own, its in (
-            (model, optimizer),
-            (reference, other),
-        ):  # a step of the user's, and another state of the optimizer
-            F.cross_entropy(own(x), target).backward()
-            its.step()
-            its.zero_grad()
-            its.load_state_dict(copy.deepcopy(its.state_dict()))
-            for entry in its.state.values():
-                entry["exp_avg"].mul_(2.0)
-        evaluated()
-        both_trained()
-        evaluated()
-        layout = step._state.layout
-        both_trained()
-        evaluated()
-        assert step._state.layout == layout
-        assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
+        pair.evaluated()
+        pair.both_trained()
+        pair.evaluated()
+        pair.on_both(loaded)
+        pair.evaluated()
+        pair.on_both(own_step)
+        pair.evaluated()
+        pair.both_trained()
+        pair.evaluated()
+        layout = pair.step._state.layout
+        pair.both_trained()
+        pair.evaluated()
+        assert pair.step._state.layout == layout
+        assert_same_parameters(pair.model, pair.twin, 1e-10)
 
 
 @pytest.mark.slow
@@ -281,17 +295,14 @@ def test_modes_of_the_caller_change_nothing(mode: Callable[[], contextlib.Abstra
 
 @pytest.mark.slow
 def test_a_step_follows_an_evaluation_in_inference_mode() -> None:
-    model, optimizer = make()
-    reference, other = make()
-    x, target = batch()
-    with compiled(model, optimizer) as step:
+    with Evaluated() as pair:
         with torch.inference_mode():
-            step.evaluate(x)
+            pair.step.evaluate(pair.x)
         with pytest.warns(UserWarning, match="memory"):
-            held = model.state_dict()  # does not follow the first training step, of which a warning says so
-            assert_close(step(x, target=target), trained(reference, other, x, target))
+            held = pair.model.state_dict()  # does not follow the first training step, of which a warning says so
+            pair.both_trained()
         assert held
-        assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
+        assert_same_parameters(pair.model, pair.twin, 1e-10)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,7 @@ def device_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("mirrorc"))
 
 
-def compile_mlp(model: torch.nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
-    return compiled_step(
-        model, F.cross_entropy, devices, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), **options
-    )
+compile_mlp = partial(compiled_step, loss_fn=F.cross_entropy, optimizer=partial(torch.optim.AdamW, lr=0.01))
 
 
 @pytest.fixture(autouse=True)
@@ -231,12 +229,20 @@ def test_a_forked_data_loader_beside_a_step() -> None:
 
 
 @pytest.mark.slow
-def test_with_ends_the_threads() -> None:
-    with compile_mlp(make_mlp(), devices=3) as step:
+def test_with_ends_the_threads_also_when_a_step_fails() -> None:
+    with pytest.raises(ValueError, match="disagree on dim 0"), compile_mlp(make_mlp(), devices=3) as step:
         assert device_threads() == []
         step(**mlp_batch(6))
         assert device_threads() == ["mirrorc cpu:0", "mirrorc cpu:1", "mirrorc cpu:2"]
+        step(mlp_batch(6)["x"], target=mlp_batch(3)["target"])
     assert device_threads() == []
+
+
+def test_closing_before_the_first_step() -> None:
+    step = compile_mlp(make_mlp())
+    step.close()
+    with pytest.raises(ExecutionError, match="closed"):
+        step(**mlp_batch(4))
 
 
 @pytest.mark.slow
@@ -249,31 +255,6 @@ def test_close_ends_the_threads_and_the_model_keeps_its_weights() -> None:
     assert device_threads() == []
     assert torch.equal(model(mlp_batch(6)["x"]), expected)
     torch.optim.SGD(model.parameters(), 0.1).step()
-
-
-@pytest.mark.slow
-def test_with_ends_the_threads_when_a_step_fails() -> None:
-    with pytest.raises(ValueError, match="disagree on dim 0"), compile_mlp(make_mlp()) as step:
-        step(**mlp_batch(4))
-        step(mlp_batch(4)["x"], target=mlp_batch(3)["target"])
-    assert device_threads() == []
-
-
-@pytest.mark.slow
-def test_garbage_collection_ends_the_threads() -> None:
-    step = compile_mlp(make_mlp())
-    step(**mlp_batch(4))
-    assert len(device_threads()) == 2
-    del step
-    gc.collect()
-    assert device_threads() == []
-
-
-def test_closing_before_the_first_step() -> None:
-    step = compile_mlp(make_mlp())
-    step.close()
-    with pytest.raises(ExecutionError, match="closed"):
-        step(**mlp_batch(4))
 
 
 @pytest.mark.slow
@@ -338,15 +319,15 @@ def test_gradient_mode_is_the_callers() -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_given_back() -> None:
-
+def test_garbage_collection_ends_the_threads_and_gives_memory_back() -> None:
     model = make_mlp()
     step = compile_mlp(model)
     step(**mlp_batch(4))
+    assert len(device_threads()) == 2
     watched = [weakref.ref(step), weakref.ref(model)]
     del step, model
     gc.collect()
-    assert [ref() for ref in watched] == [None, None]
+    assert device_threads() == [] and [ref() for ref in watched] == [None, None]
 
 
 def in_background(function: Any) -> threading.Thread:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from references import assert_same_model, assert_same_state
+from references import assert_same_model, assert_same_state, unchanged
 from selections import exhaustive, slow
 from separate_memories import separate_memories
 from torch import nn
@@ -412,15 +412,14 @@ def test_modules_outside_that_no_step_can_run_are_refused() -> None:
     }
     for text, other in outside.items():
         loss = lambda y, target, other=other: other(y).mean()  # noqa: E731
-        before = copy.deepcopy(other.state_dict())
         with (
             warnings.catch_warnings(),
             compiled_step(own, loss, optimizer=SGD) as step,
+            unchanged(other),
             pytest.raises((mirrorc.CaptureError, ValueError), match=text),
         ):
             warnings.simplefilter("ignore")
             step(x, target=x)
-        assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 @pytest.mark.slow
@@ -518,12 +517,10 @@ def test_steps_that_are_interrupted_while_they_become_one_go_on(number: int, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(registry, "take_in", interrupted)
-    before = copy.deepcopy(own.nets.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(KeyboardInterrupt):
+        with unchanged(own.nets), pytest.raises(KeyboardInterrupt):
             own.train(0, torch.randn(6, 3).double())
-        assert all(torch.equal(value, before[name]) for name, value in own.nets.state_dict().items())
         take_turns(own, plain, 1, 0, 0, 1)
     assert own.steps[0]._state._held is own.steps[1]._state._held
     own.close()

@@ -3,18 +3,18 @@ that no example looks up stay as they are."""
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import selections
 import torch
-from references import assert_same_parameters
+from references import assert_same_parameters, unchanged
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step, same_each_time
 
 import mirrorc
 from mirrorc.ir import ops
@@ -99,9 +99,11 @@ def trained_alone(model: nn.Module, make: Maker, most: float | None = None) -> l
 
 
 def seeded(make: Callable[[], nn.Module] = Lookups) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make().double()
+    return same_each_time(lambda: make().double())
+
+
+def table_twins(model: nn.Module | None = None, loss_fn: Any = F.mse_loss, **options: Any) -> Twins:
+    return Twins(Table() if model is None else model, loss_fn=loss_fn, **options)
 
 
 def trained(model: nn.Module, make: Maker, devices: int, **options: Any) -> list[torch.optim.Optimizer]:
@@ -132,8 +134,7 @@ def check(devices: int, name: str, most: float | None = None, **options: Any) ->
     alone, model = seeded(), seeded()
     expected = trained_alone(alone, MAKERS[name], most)
     found = trained(model, MAKERS[name], devices, **({"clip_grad_norm": most} if most else {}), **options)
-    for (which, own), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=0, atol=1e-12, msg=lambda text, which=which: f"{which}: {text}")
+    assert_same_parameters(model, alone)
     assert_alike(found, expected)
 
 
@@ -245,16 +246,10 @@ def test_a_table_that_is_a_layer_too_has_a_dense_gradient() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.table(x) @ self.table.weight.t()
 
-    x, y = torch.tensor([1, 3, 1]), torch.randn(3, 5)
-    alone, model = seeded(Tied), seeded(Tied)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    F.mse_loss(alone(x), y.double()).backward()
-    assert not alone.table.weight.grad.is_sparse
-    optimizer.step()
-    with compiled_step(model, F.mse_loss) as step:
-        step(x, target=y.double())
-        assert not any(bucket.rule.takes_rows for bucket in step.program.buckets)
-    torch.testing.assert_close(model.table.weight, alone.table.weight, rtol=0, atol=1e-12)
+    with table_twins(seeded(Tied)) as pair:
+        pair.train(torch.tensor([1, 3, 1]), target=torch.randn(3, 5).double())
+        assert not any(bucket.rule.takes_rows for bucket in pair.step.program.buckets)
+        assert_same_parameters(pair.model, pair.twin)
 
 
 @pytest.mark.slow
@@ -296,15 +291,12 @@ REFUSED: dict[str, tuple[Maker, str]] = {
 def test_what_torch_refuses_is_refused_before_anything_changes(case: str) -> None:
     make, words = REFUSED[case]
     model, (x, y) = seeded(), next(batches())
-    before, optimizers = copy.deepcopy(model.state_dict()), make(model)
+    optimizers = make(model)
     states = [len(optimizer.state) for optimizer in optimizers]  # Adagrad has some from the beginning
-    with (
-        compiled_step(model, F.mse_loss, optimizer=optimizers) as step,
-        pytest.raises(ValueError, match=words),
-    ):
+    step = compiled_step(model, F.mse_loss, optimizer=optimizers)
+    with step, unchanged(model), pytest.raises(ValueError, match=words):
         step(*x, target=y)
     assert [len(optimizer.state) for optimizer in optimizers] == states
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_hyperparameters_that_torch_refuses_later_stop_a_step_before_it_begins() -> None:
@@ -313,10 +305,8 @@ def test_hyperparameters_that_torch_refuses_later_stop_a_step_before_it_begins()
     with compiled_step(model, F.mse_loss, optimizer=optimizer) as step:
         step(x, target=y)
         optimizer.param_groups[0]["weight_decay"] = 0.1
-        before = model.table.weight.detach().clone()
-        with pytest.raises(ValueError, match=r"SGD cannot update 'table.weight', whose gradient is sparse"):
+        with unchanged(model), pytest.raises(ValueError, match=r"SGD cannot update 'table.weight', whose gradient is"):
             step(x, target=y)
-        assert torch.equal(model.table.weight, before)
         optimizer.param_groups[0]["weight_decay"] = 0
         step(x, target=y)
 
@@ -380,26 +370,22 @@ class Bags(nn.Module):
 
 
 def test_offsets_are_not_split() -> None:
-    model = Bags()
-    with compiled_step(model, F.mse_loss) as step:
+    with compiled_step(Bags(), F.mse_loss) as step:
         with pytest.raises(mirrorc.CaptureError, match=r"takes argument 'offsets' as offsets.*2-D indices"):
-            step(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 3]), target=torch.ones(4, 3))
+            step(torch.arange(4), torch.arange(4), target=torch.ones(4, 3))
         with pytest.raises(ValueError, match=r"disagree on dim 0.*indices and offsets are not split.*2-D indices"):
-            step(torch.tensor([0, 1, 2, 3, 4]), torch.tensor([0, 1, 2, 3]), target=torch.ones(4, 3))
+            step(torch.arange(5), torch.arange(4), target=torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("options", [{}, {"include_last_offset": True, "padding_idx": 1, "mode": "sum"}])
 def test_one_device_takes_offsets_and_empty_bags(options: dict[str, Any]) -> None:
-    indices, offsets, target = torch.tensor([5, 1, 1, 2, 5]), torch.tensor([0, 0, 2, 5]), torch.ones(4, 3)
+    indices, offsets, target = torch.tensor([5, 1, 1, 2, 5]), torch.tensor([0, 0, 2, 5]), torch.ones(4, 3).double()
     target = target[:3] if options else target  # the last offset is the end
-    alone = Bags(**options).double()
-    model = copy.deepcopy(alone)
-    F.mse_loss(alone(indices, offsets), target.double()).backward()
-    torch.optim.SGD(alone.parameters(), lr=1.0).step()
     given = mirrorc.replicated(offsets) if options else offsets
-    with compiled_step(model, F.mse_loss, 1, optimizer=torch.optim.SGD(model.parameters(), lr=1.0)) as step:
-        step(mirrorc.replicated(indices), given, target=target.double())
-    torch.testing.assert_close(model.bags.weight, alone.bags.weight, rtol=0, atol=1e-12)
+    with table_twins(Bags(**options).double(), devices=1) as pair:
+        pair.step(mirrorc.replicated(indices), given, target=target)
+        pair.plain(indices, offsets, target=target)
+        assert_same_parameters(pair.model, pair.twin)
 
 
 class Learned(nn.Module):
@@ -414,14 +400,10 @@ class Learned(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, *selections.slow((1,), (3,))])
 def test_weights_of_bags_are_trained(devices: int) -> None:
-    alone, model = seeded(Learned), seeded(Learned)
+    adagrad = partial(torch.optim.Adagrad, lr=0.1)
     x, y = torch.tensor([[1, 2], [1, 1], [8, 2]]), torch.randn(3, 3, dtype=torch.float64)
-    own, other = (torch.optim.Adagrad(one.parameters(), lr=0.1) for one in (model, alone))
-    with compiled_step(model, F.mse_loss, devices, optimizer=own) as step:
+    with table_twins(seeded(Learned), make_optimizer=adagrad, devices=devices) as pair:
         for size in (3, 1):
-            step(x[:size], target=y[:size])
-            other.zero_grad()
-            F.mse_loss(alone(x[:size]), y[:size]).backward()
-            other.step()
-    assert_same_parameters(model, alone)
-    assert_alike([own], [other])
+            pair.train(x[:size], target=y[:size])
+        assert_same_parameters(pair.model, pair.twin)
+        assert_alike([pair.optimizer], [pair.twin_optimizer])
