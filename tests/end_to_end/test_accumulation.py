@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import selections
 import torch
-from references import relative_error, unchanged
+from references import assert_same_model, assert_same_state, relative_error, unchanged
 from torch import nn
 from torch.nn import functional as F
 from twins import Twins, compiled_step
@@ -71,7 +71,7 @@ class Both(Twins):
             self.call(batch, sum(len(x) for x, _ in own), ends=i == len(own) - 1)
 
     def check(self) -> None:
-        super().check()
+        assert_same_model(self.model, self.twin, TOLERANCE)
         assert self.step.num_accumulated == 0
 
 
@@ -96,6 +96,7 @@ def test_a_step_updates_with_the_mean_over_all_examples_since_the_last_update(
         both.train(*batches(4, seed=2))
         both.train(*batches(2, 4, seed=3))
         both.check()
+        assert_same_state(both.optimizer, both.twin_optimizer, TOLERANCE)
 
 
 @pytest.mark.slow

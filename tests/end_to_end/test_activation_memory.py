@@ -14,7 +14,7 @@ from references import Trained, assert_same_bits, train_mirrored
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
-from twins import batches_of
+from twins import batches_of, compiled_step
 
 import mirrorc
 from mirrorc.compilation import step_compiler
@@ -81,8 +81,7 @@ def test_compiled_steps_are_those_without_a_bound(num_devices: int) -> None:
 
 
 def compiled(model: nn.Module, bound: float | None, num_devices: int = 2, **options: Any) -> mirrorc.Step:
-    given = {"optimizer": ADAMW(model.parameters()), "loss_fn": F.cross_entropy, "backend": "eager", **options}
-    return mirrorc.compile(model, num_devices, activation_memory=bound, **given)
+    return compiled_step(model, F.cross_entropy, num_devices, optimizer=ADAMW, activation_memory=bound, **options)
 
 
 def peaks(model: nn.Module, bound: float | None, rows: int = 256, **options: Any) -> list[int]:

@@ -120,8 +120,7 @@ def test_a_group_that_is_added_needs_a_bound_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     x, target = torch.randn(4, 3), torch.randn(4, 2)
-    options: dict[str, Any] = {"loss_fn": F.mse_loss, "backend": "eager", "optimizer": optimizer}
-    with mirrorc.compile(model, 2, clip_grad_norm=[1.0], **options) as step:
+    with compiled_step(model, F.mse_loss, optimizer=optimizer, clip_grad_norm=[1.0]) as step:
         step(x, target=target)
         optimizer.add_param_group({"params": list(model[1].parameters())})
         before = [p.clone() for p in model.parameters()]

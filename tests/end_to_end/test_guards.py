@@ -156,8 +156,7 @@ def train(devices: int, num_examples: int) -> dict[str, float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
         step: Any = functools.partial(plain_step, model, optimizer, loss_fn)
         if devices:
-            options: Any = {"optimizer": optimizer, "loss_fn": loss_fn, "backend": "eager"}
-            step = stack.enter_context(mirrorc.compile(model, devices, **options))
+            step = stack.enter_context(compiled_step(model, loss_fn, devices, optimizer=optimizer))
             stack.enter_context(pytest.warns(UserWarning, match="the step was compiled 8 times"))
         x, target = (torch.randn(num_examples, 3, dtype=torch.float64) for _ in range(2))
         losses = {"nothing": float(step(x, target=target))}

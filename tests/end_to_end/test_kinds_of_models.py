@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import traceback
 import warnings
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_same_training, train_mirrored, train_on_one_device, unchanged
+from references import assert_trains_alike, unchanged
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
-from twins import compiled_step
+from twins import Twins, compiled_step, same_each_time
 
 import mirrorc
 from mirrorc import CaptureError
@@ -87,20 +86,14 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make().double()
+    return same_each_time(lambda: make().double())
 
 
 @pytest.mark.slow
-def test_kinds_of_models_train_as_on_one_device() -> None:
-    for name, make in TRAINED.items():
-        model, batches = seeded(make), [batch(seed=seed) for seed in range(2)]
-        single = train_on_one_device(model, SGD, batches, F.mse_loss)
-        try:
-            assert_same_training(train_mirrored(model, SGD, batches, 2, F.mse_loss), single, TOLERANCE)
-        except Exception as error:
-            raise AssertionError(f"{name} does not train as on one device") from error
+@pytest.mark.parametrize("name", TRAINED)
+def test_kinds_of_models_train_as_on_one_device(name: str) -> None:
+    batches = [batch(seed=seed) for seed in range(2)]
+    assert_trains_alike(seeded(TRAINED[name]), SGD, batches, 2, F.mse_loss, tolerance=TOLERANCE)
 
 
 def pruned() -> nn.Module:
@@ -193,10 +186,8 @@ def test_a_singular_matrix_stops_the_step_before_it_changes_anything(backend: st
     broken[3, 1, 1] = 0.0
     optimizer = SGD(model.parameters())
     with compiled_step(model, optimizer=optimizer, backend=backend, loss_reduction="sum") as step:
-        with (
-            unchanged(model, optimizer),
-            pytest.raises(mirrorc.MirrorcError, match=r"(?s)linalg.inv failed: a matrix is singular"),
-        ):
+        singular = pytest.raises(mirrorc.MirrorcError, match=r"(?s)linalg.inv failed: a matrix is singular")
+        with unchanged(model, optimizer), singular:
             step(broken)
         assert step(whole).item() == 12.0
     assert model.scale.item() == pytest.approx(1.0 + 0.1 * 12.0)
@@ -228,19 +219,13 @@ def test_embeddings_that_count_are_spoken_of_on_several_devices() -> None:
         for devices in (1, 2):
             torch.manual_seed(0)
             model = nn.Sequential(make()).double()
-            plain = copy.deepcopy(model)
-            (loss := (plain(x) * plain(x)).mean()).backward()
             with (
                 warnings.catch_warnings(record=True) as caught,
-                compiled_step(
-                    model, lambda y, t: (y * y).mean(), devices, optimizer=torch.optim.SGD(model.parameters(), lr=1.0)
-                ) as step,
+                Twins(model, loss_fn=lambda y, t: (y * y).mean(), devices=devices, tolerance=1e-12) as pair,
             ):
                 warnings.simplefilter("always")
-                found = step(x, target=x)
+                pair.train(x, target=x)
             said = [w for w in caught if "scale_grad_by_freq=True" in str(w.message)]
             assert len(said) == (counts and devices == 2), [str(w.message) for w in caught]
-            assert abs(found.item() - loss.item()) < 1e-12
             if (devices == 1 and not isinstance(model[0], nn.Embedding)) or not counts:
-                (name, after), (_, before) = *model.named_parameters(), *plain.named_parameters()
-                torch.testing.assert_close(after, before - before.grad, msg=name)
+                pair.check()

@@ -24,8 +24,7 @@ from mirrorc.coordination.fingerprint import facts_of_program
 
 
 def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
-    given = {"loss_fn": F.cross_entropy, "backend": "eager", **options}
-    return mirrorc.compile(model, devices, optimizer=SGD(model.parameters()), **given)
+    return compiled_step(model, F.cross_entropy, devices, optimizer=SGD, **options)
 
 
 @pytest.mark.slow

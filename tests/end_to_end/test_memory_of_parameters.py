@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from references import assert_mirrored, assert_same_model, assert_same_state, train_step
+from references import assert_mirrored, assert_same_model, train_step
 from selections import slow, slow_but
 from separate_memories import separate_memories
 from tiny_models import make_mlp, mlp_batch
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import MlpTwins, compiled_step
 
 import mirrorc
 
@@ -25,9 +25,9 @@ ADAM = partial(torch.optim.Adam, lr=0.05)
 COPIES = {"link": "copy", "disable_passes": ("share-parameters",)}
 
 
-def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, num_devices: int = 2, **options: Any) -> mirrorc.Step:
-    options = {"loss_fn": F.cross_entropy, "backend": "eager"} | options
-    return mirrorc.compile(model, num_devices, optimizer=optimizer, **options)
+def compiled(model: nn.Module, optimizer: Any, num_devices: int = 2, **options: Any) -> mirrorc.Step:
+    options = {"loss_fn": F.cross_entropy} | options
+    return compiled_step(model, devices=num_devices, optimizer=optimizer, **options)
 
 
 class Game(nn.Module):
@@ -130,20 +130,13 @@ def restart_count(_: nn.Module, optimizer: torch.optim.Optimizer, __: list[Any])
 def test_memory_that_is_replaced_or_written_behind_torchs_back(
     events: tuple[Callable[..., None], ...], options: dict[str, Any]
 ) -> None:
-    model = make_mlp()
-    twin = copy.deepcopy(model)
-    optimizer, of_twin = ADAM(model.parameters()), ADAM(twin.parameters())
-    kept: tuple[list[Any], list[Any]] = ([], [])
-    with compiled(model, optimizer, **options) as step:
-        for seed, event in enumerate([None, *events, None, *events, None]):
-            for own, its, its_kept in ((model, optimizer, kept[0]), (twin, of_twin, kept[1])):
-                if event is not None:
-                    event(own, its, its_kept)
-            batch = mlp_batch(6, seed=seed)
-            assert step(**batch).item() == pytest.approx(train_step(twin, of_twin, batch, F.cross_entropy), rel=1e-10)
-            assert_mirrored(step, model, 2)
-    assert_same_model(model, twin, 1e-10)
-    assert_same_state(optimizer, of_twin, 1e-10)
+    with MlpTwins(ADAM, **options) as pair:
+        kept: dict[int, list[Any]] = {id(model): [] for model, _ in pair.sides}
+        for event in [None, *events, None, *events, None]:
+            if event is not None:
+                pair.on_both(lambda own, its, event=event: event(own, its, kept[id(own)]))
+            pair.steps(1)
+        pair.check()
 
 
 def holders(model: nn.Module) -> Iterator[Any]:

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from references import train_step
 from selections import exhaustive, slow
 from torch import nn
-
-import mirrorc
+from twins import compiled_step
 
 outside: dict[str, Any] = {}  # what the loss finds in a global
 
@@ -213,8 +212,7 @@ def train(devices: int, num_examples: int = 4) -> dict[str, float]:
         x, target = (torch.randn(num_examples, 3, dtype=torch.float64) for _ in range(2))
         step: Any = functools.partial(plain_step, world.model, optimizer, world.loss)
         if devices:
-            options: Any = {"optimizer": optimizer, "loss_fn": world.loss, "backend": "eager"}
-            step = stack.enter_context(mirrorc.compile(world.model, devices, **options))
+            step = stack.enter_context(compiled_step(world.model, world.loss, devices, optimizer=optimizer))
             stack.enter_context(pytest.warns(UserWarning, match="the step was compiled 8 times"))
         losses = {"nothing": float(step(x, target=target))}
         for name, change in CHANGES.items():

@@ -432,8 +432,7 @@ def test_statistics_that_a_forward_of_the_user_writes_are_read_in_all_memories(
     teachers, own, x = [net(3, normalizes=True).eval() for _ in range(num_teachers)], net(3), torch.randn(6, 3).double()
     now = SimpleNamespace(teacher=teachers[0])
     loss = lambda y, target: F.mse_loss(y, now.teacher(target))  # noqa: E731
-    options = {"optimizer": SGD(own.parameters(), lr=0.0), "loss_fn": loss, "backend": "eager", **COPIES}
-    with warnings.catch_warnings(), mirrorc.compile(own, 2, **options) as step:
+    with warnings.catch_warnings(), compiled_step(own, loss, optimizer=SGD(own.parameters(), lr=0.0), **COPIES) as step:
         warnings.simplefilter("ignore")
         for _ in range(3):
             for now.teacher in teachers:

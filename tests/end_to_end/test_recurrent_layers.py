@@ -148,14 +148,13 @@ def test_autocast(kind: str) -> None:
 @pytest.mark.slow
 def test_last_states_lie_with_their_examples_in_dim_1() -> None:
     model = nn.LSTM(3, 4, num_layers=2, batch_first=True)
-    options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "backend": "eager", "return_outputs": True}
 
     def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(output[0], target)
 
     x = torch.randn(4, 5, 3)
     expected = model(x)
-    with mirrorc.compile(model, 2, loss_fn=loss_fn, **options) as step:
+    with compiled_step(model, loss_fn, optimizer=SGD, return_outputs=True) as step:
         _, (hidden, (last, _)) = step(x, target=torch.randn(4, 5, 4))
     torch.testing.assert_close(hidden, expected[0].detach())
     assert isinstance(last, mirrorc.PerReplica)
@@ -164,9 +163,8 @@ def test_last_states_lie_with_their_examples_in_dim_1() -> None:
 
 def test_sequences_without_items_are_refused() -> None:
     model = Net(nn.GRU)
-    options: dict[str, Any] = {"optimizer": SGD(model.parameters()), "loss_fn": F.mse_loss, "backend": "eager"}
     refused = pytest.raises(mirrorc.CaptureError, match="sequence length to be larger than 0")
-    with mirrorc.compile(model, 1, **options) as step, refused:
+    with compiled_step(model, F.mse_loss, 1, optimizer=SGD) as step, refused:
         step(torch.randn(2, 0, 3), target=torch.randn(2, 2))
 
 

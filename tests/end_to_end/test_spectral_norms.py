@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from references import assert_same_model
+from references import assert_same_model, unchanged
 from selections import exhaustive, slow
 from separate_memories import separate_memories
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc.ir.variables import Aggregation
@@ -36,17 +36,6 @@ class Bounded(nn.Module):
             return out
 
         return judged(x) - judged(-x)
-
-
-def mean_loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(y, target)
-
-
-def made() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
-    torch.manual_seed(0)
-    model = Bounded().double()
-    twin = copy.deepcopy(model)
-    return model, twin, [torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9) for own in (model, twin)]
 
 
 def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,37 +75,34 @@ def test_vectors_are_those_of_one_device(
     if memories == "two":
         separate_memories(monkeypatch)
         options = {**options, **COPIES}
-    model, twin, (optimizer, other) = made()
-    options = {"optimizer": optimizer, "loss_fn": mean_loss, "backend": "eager", **options}
-    with mirrorc.compile(model, num_devices, **options) as step:
+    torch.manual_seed(0)
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    with Twins(Bounded().double(), make, F.mse_loss, num_devices, **options) as pair:
+        step, twin = pair.step, pair.twin
+
+        def evaluated() -> None:
+            expected = F.mse_loss(twin(x), y).detach()
+            torch.testing.assert_close(step.evaluate(x, target=y), expected, rtol=1e-10, atol=1e-12)
+
         for size in sizes:
             x, y = batch(size)
-            loss = step(x, target=y)
-            other.zero_grad()
-            expected = mean_loss(twin(x), y)
-            expected.backward()
-            other.step()
-            torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-12)
+            pair.train(x, target=y)
         assert_alike(step)
-        if sizes != SIZES:
-            assert_same_model(model, twin, 1e-9)
-            return
-        (x, y), (u, v) = batch(4), batch(4)
-        step.accumulate(x, target=y)
-        step(u, target=v)
-        other.zero_grad()
-        ((mean_loss(twin(x), y) + mean_loss(twin(u), v)) / 2).backward()
-        other.step()
-        torch.testing.assert_close(step.evaluate(x, target=y), mean_loss(twin(x), y).detach(), rtol=1e-10, atol=1e-12)
-        for own in (model, twin):
-            own(x)
-        step.evaluate(x)
-        twin(x)
-        assert_alike(step)
-        for own in (model, twin):
-            own.eval()
-        torch.testing.assert_close(step.evaluate(x, target=y), mean_loss(twin(x), y).detach(), rtol=1e-10, atol=1e-12)
-    assert_same_model(model, twin, 1e-9)
+        if sizes == SIZES:
+            (x, y), (u, v) = batch(4), batch(4)
+            step.accumulate(x, target=y)
+            step(u, target=v)
+            pair.backward(x, target=y, scale=0.5)
+            pair.backward(u, target=v, scale=0.5)
+            pair.update()
+            evaluated()
+            pair.on_both(lambda own, _: own(x))
+            step.evaluate(x)
+            twin(x)
+            assert_alike(step)
+            pair.on_both(lambda own, _: own.eval())
+            evaluated()
+        assert_same_model(pair.model, twin, 1e-9)
 
 
 class Game:
@@ -168,10 +154,7 @@ def test_a_critic_outside_of_the_model_iterates_in_both_steps(num_devices: int, 
 def test_vectors_of_weights_that_are_drawn_at_random_are_each_replicas_own(capture: str) -> None:
     layer = nn.Linear(8, 8)  # so many elements that no two replicas draw the same mask
     parametrize.register_parametrization(layer, "weight", nn.Dropout(0.5))
-    model = spectral_norm(layer)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": mean_loss, "backend": "eager", "capture": capture}
-    with mirrorc.compile(model, 2, **options) as step:
+    with compiled_step(spectral_norm(layer), F.mse_loss, capture=capture) as step:
         step(torch.ones(4, 8), target=torch.ones(4, 8))
         vector = step.variables["parametrizations.weight.1._u"]
         assert vector.aggregation is Aggregation.MEAN and not torch.equal(*vector.values)
@@ -208,15 +191,10 @@ class ByData(nn.Module):
 
 def test_a_step_of_plain_pytorch_whose_shards_iterate_otherwise_is_refused() -> None:
     model, x = ByData(), torch.rand(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": mean_loss, "backend": "eager", "capture": "autograd"}
-    with mirrorc.compile(model, 2, **options) as step:
+    words = r"_[uv]', a vector of a spectral norm, was iterated another number"
+    with compiled_step(model, F.mse_loss, capture="autograd") as step:
         step(x, target=x)
-        before = copy.deepcopy(model.state_dict())
-        with pytest.raises(
-            mirrorc.ExecutionError, match=r"_[uv]', a vector of a spectral norm, was iterated another number"
-        ):
+        with unchanged(model), pytest.raises(mirrorc.ExecutionError, match=words):
             step(torch.cat([x[:2], -x[2:]]), target=x)
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         step(-x, target=x)
         assert_alike(step)

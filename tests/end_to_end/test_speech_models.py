@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from references import assert_trains_alike, train_mirrored, train_on_one_device
+from references import assert_trains_alike
 from selections import slow
 from torch import nn
 from transformers import (
@@ -21,7 +21,7 @@ from transformers import (
     Wav2Vec2ForCTC,
     Wav2Vec2ForSequenceClassification,
 )
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 
@@ -82,10 +82,7 @@ def test_masked_features_train_as_on_one_device() -> None:
     masked = {"mask_time_prob": 1.0, "mask_time_length": 1, "mask_feature_prob": 0.01, "mask_feature_length": 1}
     model = speech(**masked, **NO_DROPOUT, mask_feature_min_masks=8).double()
     batches = [{**sounds(), "input_values": torch.randn(5, 220).double()} for _ in range(2)]
-    single = train_on_one_device(model, SGD, batches, None).model.state_dict()
-    own = train_mirrored(model, SGD, batches, 2, None).model.state_dict()
-    for name, value in single.items():
-        torch.testing.assert_close(own[name], value, rtol=1e-9, atol=1e-12, msg=name)
+    assert_trains_alike(model, SGD, batches, 2, tolerance=1e-9)
 
 
 @pytest.mark.slow
@@ -93,23 +90,14 @@ def test_masked_features_train_as_on_one_device() -> None:
 def test_layers_are_left_out_as_on_one_device(num_devices: int) -> None:
     """Each of two layers is drawn before a step; of six steps, some have both, one or none."""
     options = {**NO_DROPOUT, "layerdrop": 0.5, "num_hidden_layers": 2, "mask_time_prob": 0.0}
-    own, other = (speech(**options).double() for _ in range(2))
-    optimizers = [SGD(model.parameters()) for model in (own, other)]
-    own_losses, losses = [], []
-    with compiled_step(own, devices=num_devices, optimizer=optimizers[0]) as step:
+    with Twins(speech(**options).double(), SGD, devices=num_devices) as pair:
         for seed in range(6):
             batch = {name: v.double() if v.is_floating_point() else v for name, v in sounds().items()}
             torch.manual_seed(seed)
-            own_losses.append(step(**batch).item())
+            loss = pair.step(**batch)
             torch.manual_seed(seed)
-            optimizers[1].zero_grad()
-            loss = other(**batch).loss
-            loss.backward()
-            optimizers[1].step()
-            losses.append(loss.item())
-    assert own_losses == pytest.approx(losses, rel=1e-10)
-    for name, value in other.state_dict().items():
-        torch.testing.assert_close(own.state_dict()[name], value, rtol=1e-9, atol=1e-12, msg=name)
+            torch.testing.assert_close(loss, pair.plain(**batch), rtol=1e-10, atol=0)
+        pair.check()
 
 
 class Tokens(nn.Module):
@@ -156,8 +144,7 @@ def test_an_argument_whose_gradient_is_asked_for_is_refused() -> None:
             return self.layer(x)
 
     model = Asks()
-    options = {"loss_fn": F.mse_loss, "backend": "eager", "capture": "dynamo"}
-    step = mirrorc.compile(model, 2, optimizer=SGD(model.parameters()), **options)
+    step = compiled_step(model, F.mse_loss, optimizer=SGD, capture="dynamo")
     with step, pytest.raises(mirrorc.CaptureError, match="requires_grad of a tensor that was there before it"):
         step(torch.ones(4, 3), target=torch.ones(4, 3))
 
