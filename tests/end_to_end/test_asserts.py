@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from asserting import TEXT, Asserting
-from references import assert_same_model, train_step, unchanged
+from references import assert_same_model, unchanged
 from selections import slow
 from torch import nn
+from twins import Twins, compiled_step
 
-import mirrorc
 from mirrorc import CaptureError, ExecutionError
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to
 from mirrorc.printing.reader import read_program_text
 
+BUCKETS = {"first_bucket_mb": 0.001, "bucket_cap_mb": 0.01}
 
-def compiled(model: nn.Module, devices: int, **options: Any) -> tuple[mirrorc.Step, torch.optim.Optimizer]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"backend": "eager", "first_bucket_mb": 0.001, "bucket_cap_mb": 0.01} | options
-    return mirrorc.compile(model, devices, optimizer=optimizer, loss_fn=F.mse_loss, **options), optimizer
+
+def asserting_twins(model: nn.Module, devices: int = 2, **options: Any) -> Twins:
+    return Twins(model.double(), partial(torch.optim.AdamW, lr=0.01), F.mse_loss, devices, **BUCKETS | options)
 
 
 @pytest.mark.slow
@@ -39,22 +39,19 @@ def compiled(model: nn.Module, devices: int, **options: Any) -> tuple[mirrorc.St
 )
 def test_a_failed_assert_raises_with_its_line_and_changes_nothing(devices: int, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = Asserting().double()
-    twin = copy.deepcopy(model)
-    step, optimizer = compiled(model, devices, **options)
-    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
     x, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
-    with step:
+    with asserting_twins(Asserting(), devices, **options) as pair:
+        model = pair.model
         for place, value in ((0, float("nan")), (5, float("inf")), (5, None)):
-            step(x, target=target)
+            pair.step(x, target=target)
             if devices == 1:
-                train_step(twin, twin_optimizer, {"x": x, "target": target}, F.mse_loss)
+                pair.plain(x, target=target)
             bad = x.clone()
             bad[place] = 1e30 if value is None else value
-            with unchanged(model, optimizer), pytest.raises(ExecutionError) as failed:
+            with unchanged(model, pair.optimizer), pytest.raises(ExecutionError) as failed:
                 if value is None:  # BatchNorm would make it small
                     model.eval()
-                step(bad, target=target)
+                pair.step(bad, target=target)
             model.train()
             told = str(failed.value)
             assert "asserting.py:" in told and "No parameter was changed" in told
@@ -62,8 +59,8 @@ def test_a_failed_assert_raises_with_its_line_and_changes_nothing(devices: int, 
             assert (
                 (TEXT in told and "torch.isfinite(x).all()" in told) if value is not None else "assertion error" in told
             )
-    if devices == 1:
-        assert_same_model(model, twin, 1e-10)
+        if devices == 1:
+            assert_same_model(model, pair.twin, 1e-10)
 
 
 def test_checks_of_torch_are_asserts() -> None:
@@ -78,25 +75,20 @@ def test_checks_of_torch_are_asserts() -> None:
             torch._check_tensor_all(x > -5.0, lambda: "too small")
             return self.layer(x)
 
-    model = Checks().double()
-    twin = copy.deepcopy(model)
-    step, optimizer = compiled(model, 2)
-    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
     x, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
-    with step:
-        step(x, target=target)
-        train_step(twin, twin_optimizer, {"x": x, "target": target}, F.mse_loss)
+    with asserting_twins(Checks()) as pair:
+        pair.train(x, target=target)
         bad = x.clone()
         bad[5] = -6.0
-        with unchanged(model, optimizer), pytest.raises(ExecutionError, match="not all elements are true"):
-            step(bad, target=target)
-    assert_same_model(model, twin, 1e-10)
+        refused = pytest.raises(ExecutionError, match="not all elements are true")
+        with unchanged(pair.model, pair.optimizer), refused:
+            pair.step(bad, target=target)
+        pair.check()
 
 
 @pytest.mark.slow
 def test_asserts_stay_in_the_program_before_everything_that_leaves_the_replica() -> None:
-    step, _ = compiled(Asserting(), 2)
-    with step:
+    with compiled_step(Asserting(), F.mse_loss, **BUCKETS) as step:
         step.prepare(torch.ones(4, 4), target=torch.ones(4, 3))
         for graph in (module.graph for module in step.graphs.values()):
             checks = list(calls_to(graph, ops.check))
@@ -146,7 +138,6 @@ class Calls(nn.Module):
 )
 def test_other_effects_are_refused(function: Any, words: tuple[str, ...]) -> None:
     model = Calls(function)
-    step, optimizer = compiled(model, 2)
-    with step, unchanged(model, optimizer), pytest.raises(CaptureError) as refused:
+    with compiled_step(model, F.mse_loss) as step, unchanged(model), pytest.raises(CaptureError) as refused:
         step(torch.ones(4, 4), target=torch.ones(4, 3))
     assert all(word in str(refused.value) for word in words), str(refused.value)

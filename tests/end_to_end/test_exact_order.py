@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import mirrorc
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.protocol import Pass, traits_of
 
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 FLAGGED = ["decompose-gelu", "lay-channels-last", "factor-gradients"]
 
 
@@ -52,14 +54,7 @@ def trained(
 ) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = make()
-    with compiled_step(
-        model,
-        F.cross_entropy,
-        num_devices,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        passes=passes,
-        **options,
-    ) as step:
+    with compiled_step(model, F.cross_entropy, num_devices, SGD, passes=passes, **options) as step:
         losses = [step(x, target=TARGET) for _ in range(2)]
     return [*losses, *(parameter.detach() for parameter in model.parameters())]
 
@@ -106,7 +101,7 @@ def test_in_exact_order_gradients_are_summed_in_the_order_of_replicas_whatever_t
 def in_order(num_devices: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Plain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = SGD(model.parameters())
     losses = []
     for _ in range(2):
         loss: torch.Tensor | float = 0.0
@@ -139,15 +134,11 @@ class Flagged:
 @pytest.mark.slow
 def test_what_is_left_out_is_named_and_what_changed_bits_says_so() -> None:
     model = EveryFlag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"optimizer": optimizer, "loss_fn": F.cross_entropy, "backend": "eager", "passes": everything_on()}
-    example = {
-        "example_inputs": ((IMAGES,), {"target": TARGET}),
-        "add_passes": [mirrorc.after("plan-buckets", Flagged())],
-    }
+    own = {"passes": everything_on(), "add_passes": [mirrorc.after("plan-buckets", Flagged())]}
+    example = ((IMAGES,), {"target": TARGET})
     texts = {}
     for exact_order in (False, True):
-        with mirrorc.compile(model, 2, exact_order=exact_order, **options, **example) as step:  # type: ignore[arg-type]
+        with compiled_step(model, F.cross_entropy, exact_order=exact_order, example_inputs=example, **own) as step:
             texts[exact_order] = str(step.program)
     for name in FLAGGED:
         assert f"{name}: this changes bits, as " in texts[False] and f"{name}: this changes bits" not in texts[True]

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 from branching import SGD, TOLERANCE, Net, batches
-from references import assert_same_training, train_mirrored, train_on_one_device, train_shard_by_shard, unchanged
+from references import (
+    assert_same_training,
+    assert_trains_alike,
+    train_mirrored,
+    train_shard_by_shard,
+    unchanged,
+)
 from selections import slow_but
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc import CaptureError
@@ -30,11 +36,8 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_what_dynamo_cannot_read_trains(num_devices: int) -> None:
-    data = batches(7, 6, 8, 2)
-    expected = train_on_one_device(Net(), SGD, data, F.cross_entropy)
     with pytest.warns(UserWarning, match="Net trains with capture='autograd'"):
-        found = train_mirrored(Net(), SGD, data, num_devices, F.cross_entropy)
-    assert_same_training(found, expected, TOLERANCE)
+        assert_trains_alike(Net(), SGD, batches(7, 6, 8, 2), num_devices, F.cross_entropy)
 
 
 @pytest.mark.slow
@@ -77,18 +80,14 @@ def test_numbers_of_the_model_and_plain_arguments_count_in_each_step() -> None:
         def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:  # type: ignore[override]
             return super().forward(x) * factor
 
-    model, twin = Scales(), Scales()
     (batch,) = batches(6)
-    optimizer = SGD(twin.parameters())
-    with compiled(model) as step, pytest.warns(UserWarning, match="trains with capture='autograd'"):
+    with (
+        Twins(Scales(), SGD, F.cross_entropy, tolerance=TOLERANCE) as pair,
+        pytest.warns(UserWarning, match="trains with capture='autograd'"),
+    ):
         for scale, factor in ((1.0, 2.0), (3.0, 2.0), (3.0, 0.5), (1.0, 2.0)):
-            model.scale = twin.scale = scale
-            found = step(batch["x"], factor, target=batch["target"])
-            optimizer.zero_grad()
-            expected = F.cross_entropy(twin(batch["x"], factor), batch["target"])
-            expected.backward()
-            optimizer.step()
-            assert found.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+            pair.model.scale = pair.twin.scale = scale
+            pair.train(batch["x"], factor, target=batch["target"])
 
 
 class Assigns(Net):
@@ -130,11 +129,8 @@ def test_a_batch_norm_over_all_steps_so_far_runs_as_plain_pytorch() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(self.last(self.first(x)))
 
-    model, data = Averages(), batches(6, 6)
-    expected = train_on_one_device(model, SGD, data, F.cross_entropy)
     with pytest.warns(UserWarning, match="has momentum=None"):
-        found = train_mirrored(model, SGD, data, 1, F.cross_entropy)
-    assert_same_training(found, expected, TOLERANCE)
+        assert_trains_alike(Averages(), SGD, batches(6, 6), 1, F.cross_entropy)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from custom_pass import Bfloat16OnTheWire
 from measured_memory import MeasuredMemory, measure
+from references import CountedSigns
 from selections import exhaustive, slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -316,23 +317,11 @@ def test_frozen_parameters_and_buffers_that_nothing_writes_are_shared() -> None:
         assert shared.parameters == (8 * 4 + 4) * 4 + sum(bucket.num_bytes for bucket in step.program.buckets)
 
 
-class Sign(torch.optim.Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].setdefault("count", torch.zeros_like(p)).add_(1.0)
-                p.add_(p.grad.sign(), alpha=-0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_state_of_an_unknown_optimizer_is_not_guessed(num_devices: int) -> None:
     model, (x, y) = mlp(), vectors(8)
-    with compiled_step(model, F.cross_entropy, num_devices, optimizer=Sign) as step:
+    with compiled_step(model, F.cross_entropy, num_devices, optimizer=CountedSigns) as step:
         step.prepare(x, target=y)
         before = step.memory()
         assert before.optimizer_state is None and "not known" in str(before)

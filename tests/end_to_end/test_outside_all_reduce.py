@@ -6,9 +6,7 @@ import pytest
 import torch
 from line import Line
 from summed_by_messages import linked, linked_by_shares
-from tiny_programs import TwoLayers
-from torch.nn import functional as F
-from twins import compiled_step
+from twins import trained_two_layers
 
 from mirrorc.all_reduce_algorithms import AllReduceAlgorithm
 from mirrorc.analysis.cost.message_costs import message_costs
@@ -17,22 +15,12 @@ from mirrorc.verifier.verifier import verify
 
 
 def trained(all_reduce: str | AllReduceAlgorithm) -> torch.Tensor:
-    torch.manual_seed(0)
-    model = TwoLayers().double()
-    with compiled_step(
-        model,
-        F.cross_entropy,
-        3,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
-        all_reduce=all_reduce,
-        disable_passes=["share-parameters"],
-    ) as step:
-        for _ in range(3):
-            step(torch.randn(7, 4, dtype=torch.float64), target=torch.arange(7) % 3)
+    step, found = trained_two_layers(3, all_reduce=all_reduce, disable_passes=["share-parameters"])
+    with step:
         if all_reduce != "native":
             assert "line for bucket 0" in str(step.program)
             assert len([bucket for bucket in step.explain().buckets if bucket.kind == "send"]) == 2  # rounds
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return found
 
 
 def test_one_more_algorithm_takes_one_class() -> None:

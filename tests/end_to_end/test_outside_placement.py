@@ -43,15 +43,8 @@ def trained(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, mirrorc.S
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = compiled_step(
-        model,
-        F.cross_entropy,
-        ["cpu:0", "cpu:1"],
-        optimizer=optimizer,
-        bucket_cap_mb=0.001,
-        first_bucket_mb=0.001,
-        **options,
-    )
+    options |= {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.001}
+    step = compiled_step(model, F.cross_entropy, optimizer=optimizer, **options)
     for _ in range(3):
         step(torch.randn(8, 16), target=torch.randint(4, (8,)))
     return model, optimizer, step

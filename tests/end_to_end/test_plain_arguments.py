@@ -6,14 +6,14 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from references import train_step
 from selections import slow_but
 from torch import nn
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc.errors import CaptureError
@@ -44,6 +44,10 @@ class Record:
 
 def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
+
+
+def twins(model: nn.Module, loss_fn: Any = mean) -> Twins:
+    return Twins(model.double(), partial(torch.optim.SGD, lr=0.01), loss_fn, tolerance=1e-12)
 
 
 X = torch.ones(4, 3, dtype=torch.float64)
@@ -107,17 +111,13 @@ def plain(given: Any) -> Any:
 def test_only_what_is_read_compiles_anew(name: str) -> None:
     body, values, expected = CASES[name]
     torch.manual_seed(0)
-    model = Reader(body).double()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, twin)]
     target = torch.zeros(4, 2, dtype=torch.float64)
     programs = []
-    with compiled_step(model, mean, optimizer=optimizers[0]) as step:
+    with twins(Reader(body)) as pair:
         for given in values:
-            own = copy.copy(plain(given))
-            loss = train_step(twin, optimizers[1], {"x": X, "given": own, "target": target}, mean)
-            assert step(X, given, target=target).item() == pytest.approx(loss, rel=1e-12), f"{given}"
-            programs.append(step.program)
+            loss = pair.plain(X, copy.copy(plain(given)), target=target).item()
+            assert pair.step(X, given, target=target).item() == pytest.approx(loss, rel=1e-12), f"{given}"
+            programs.append(pair.step.program)
     assert len({id(program) for program in programs}) == expected
 
 
@@ -146,31 +146,24 @@ def test_names_in_keywords_in_the_target_and_in_the_output() -> None:
         ({"names": ["c"], "scale": 2.0}, ["c"]),
         ({"names": ["g", "h"]}, ["c"]),
     ]
-    model = Naming().double()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, twin)]
     programs = []
-    with compiled_step(model, NamedLoss(), optimizer=optimizers[0]) as step:
+    with twins(Naming(), NamedLoss()) as pair:
         for keywords, kinds in calls:
-            batch = {"x": X, "target": {"y": torch.zeros(4, 2, dtype=torch.float64), "kinds": kinds}, **keywords}
-            loss = train_step(twin, optimizers[1], batch, NamedLoss())
-            assert step(**batch).item() == pytest.approx(loss, rel=1e-12), f"{keywords}, {kinds}"
-            programs.append(step.program)
+            pair.train(X, target={"y": torch.zeros(4, 2, dtype=torch.float64), "kinds": kinds}, **keywords)
+            programs.append(pair.step.program)
     assert [programs.index(program) for program in programs] == [0, 1, 1, 3, 4, 5, 5, 0]
 
 
 def test_what_forward_changes_in_a_list_is_said_with_its_name() -> None:
-    options: dict[str, Any] = {"loss_fn": mean, "backend": "eager"}
     names, target = ["a", "b"], torch.zeros(4, 2)
     taking, adding = Reader(lambda x, v: len(v.pop())), Reader(lambda x, v: v.append("b") or 1.0)
-    sgd = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (taking, adding)]
     with (
-        mirrorc.compile(taking, 2, optimizer=sgd[0], **options) as step,
+        compiled_step(taking, mean) as step,
         pytest.raises(CaptureError, match="of Reader reads and changes given"),
     ):
         step(X.float(), names, target=target)
     with (
-        mirrorc.compile(adding, 2, optimizer=sgd[1], **options) as step,
+        compiled_step(adding, mean) as step,
         pytest.warns(UserWarning, match="Reader changes given in forward or loss"),
     ):
         step(X.float(), names, target=target)
@@ -180,8 +173,7 @@ def test_what_forward_changes_in_a_list_is_said_with_its_name() -> None:
 @pytest.mark.slow
 def test_the_warning_about_many_programs_names_only_what_is_read() -> None:
     model = Reader(lambda x, v: float(len(v["scale"])))
-    options: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "loss_fn": mean}
-    with mirrorc.compile(model, 2, backend="eager", **options) as step, pytest.warns(UserWarning) as caught:
+    with compiled_step(model, mean) as step, pytest.warns(UserWarning) as caught:
         for i in range(9):
             step(X.float(), {"scale": "a" * i, "path": f"{i}.png"}, target=torch.zeros(4, 2))
     (message,) = [str(warning.message) for warning in caught if "compiled" in str(warning.message)]

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from references import assert_same_model, train_step
+from references import assert_same_model
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc.capture.dynamo.drawn_branches import DrawnScalar
 from mirrorc.errors import CaptureError, ExecutionError
-
-SGD = {"lr": 0.1, "momentum": 0.9}
 
 
 class LeavesOutLayers(nn.Module):
@@ -47,10 +46,8 @@ class Does(nn.Module):
         return self.does(self.layer(x))
 
 
-def compiled(model: nn.Module, optimizer: torch.optim.Optimizer, num_devices: int = 2, **options: Any) -> mirrorc.Step:
-    return mirrorc.compile(
-        model, num_devices, optimizer=optimizer, loss_fn=F.mse_loss, **{"backend": "eager", **options}
-    )
+def compiled(model: nn.Module) -> mirrorc.Step:
+    return compiled_step(model, F.mse_loss)
 
 
 def seed_all() -> None:
@@ -68,25 +65,21 @@ def states() -> tuple[Any, ...]:
 )
 def test_layers_are_left_out_as_on_one_device(num_devices: int, backend: str) -> None:
     torch.manual_seed(0)
-    model = LeavesOutLayers().double()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(own.parameters(), **SGD) for own in (model, twin)]
-    batches = [
-        {"x": torch.randn(5, 3, dtype=torch.float64), "target": torch.zeros(5, 3, dtype=torch.float64)}
-        for _ in range(9)
-    ]
-    seed_all()
-    expected = [float(train_step(twin, optimizers[1], batch, F.mse_loss)) for batch in batches]
-    wanted = states()
-    seed_all()
-    with compiled(model, optimizers[0], num_devices, backend=backend) as step:
-        losses = [float(step(**batch)) for batch in batches]
+    target = torch.zeros(5, 3, dtype=torch.float64)
+    batches = [{"x": torch.randn(5, 3, dtype=torch.float64), "target": target} for _ in range(9)]
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    with Twins(LeavesOutLayers().double(), sgd, F.mse_loss, num_devices, backend=backend) as pair:
+        seed_all()
+        expected = [pair.plain(**batch).item() for batch in batches]
+        wanted = states()
+        seed_all()
+        losses = [pair.step(**batch).item() for batch in batches]
         assert states() == wanted
-        assert repr(step).endswith("4 compiled programs>"), "each way through two layers is one"
-        model.eval()
-        step.evaluate(batches[0]["x"])
-    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-12
-    assert_same_model(model, twin, 1e-12)
+        assert repr(pair.step).endswith("4 compiled programs>"), "each way through two layers is one"
+        pair.model.eval()
+        pair.step.evaluate(batches[0]["x"])
+        assert losses == pytest.approx(expected, abs=1e-12)
+        assert_same_model(pair.model, pair.twin, 1e-12)
 
 
 COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
@@ -132,15 +125,12 @@ class ComparesScalars(nn.Module):
 @pytest.mark.slow
 def test_answers_of_comparisons_with_tensors_are_those_of_one_device() -> None:
     torch.manual_seed(0)
-    model = ComparesScalars()
-    twin, target = copy.deepcopy(model), torch.zeros(5, 3)
-    batches = [torch.rand(5, 3) for _ in range(5)]
-    optimizers = [torch.optim.SGD(own.parameters(), lr=0.0) for own in (model, twin)]
-    torch.manual_seed(1)
-    expected = [float(train_step(twin, optimizers[1], {"x": x, "target": target}, F.mse_loss)) for x in batches]
-    torch.manual_seed(1)
-    with compiled(model, optimizers[0]) as step:
-        losses = [float(step(x, target=target)) for x in batches]
+    target, batches = torch.zeros(5, 3), [torch.rand(5, 3) for _ in range(5)]
+    with Twins(ComparesScalars(), partial(torch.optim.SGD, lr=0.0), F.mse_loss) as pair:
+        torch.manual_seed(1)
+        expected = [pair.plain(x, target=target).item() for x in batches]
+        torch.manual_seed(1)
+        losses = [pair.step(x, target=target).item() for x in batches]
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -151,7 +141,7 @@ def test_answers_of_comparisons_with_tensors_are_those_of_one_device() -> None:
 def test_a_scalar_that_does_more_than_decide_is_no_number(asked: Callable[[], Any]) -> None:
     model = Does(lambda y: (y if torch.rand([]) < 0.5 else 2 * y) * asked())
     refused = pytest.raises(CaptureError, match="cannot branch on tensor values")
-    with compiled(model, torch.optim.SGD(model.parameters(), **SGD), capture="dynamo") as step, refused:
+    with compiled_step(model, F.mse_loss, capture="dynamo") as step, refused:
         step(torch.ones(4, 3), target=torch.zeros(4, 3))
 
 
@@ -168,14 +158,14 @@ def test_a_scalar_that_decides_is_a_tensor() -> None:
 
     model = Does(does)
     expected = F.mse_loss(model(torch.ones(4, 3)), torch.zeros(4, 3)).item()
-    with compiled(model, torch.optim.SGD(model.parameters(), **SGD)) as step:
+    with compiled(model) as step:
         assert step(torch.ones(4, 3), target=torch.zeros(4, 3)).item() == pytest.approx(expected)
 
 
 @pytest.mark.slow
 def test_a_step_that_fails_leaves_the_generators_as_they_were() -> None:
     model = LeavesOutLayers()
-    with compiled(model, torch.optim.SGD(model.parameters(), **SGD)) as step:
+    with compiled(model) as step:
         for x in (torch.ones(4, 3), torch.full((4, 3), 1e10)):
             before = states()
             if x[0, 0] == 1:
@@ -198,7 +188,7 @@ def test_draws_that_cannot_be_the_same_for_all_replicas_are_refused() -> None:
     for text, does in cases.items():
         model, before = Does(does), states()
         with (
-            compiled(model, torch.optim.SGD(model.parameters(), **SGD)) as step,
+            compiled(model) as step,
             pytest.raises(CaptureError, match=text),
         ):
             step(torch.ones(5, 3), target=torch.zeros(5, 3))

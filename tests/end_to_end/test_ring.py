@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from selections import slow_but
-from tiny_programs import MUON, SMALL_BUCKETS, TwoLayers, Weight, handmade, run_up_to, targets
+from tiny_programs import MUON, SMALL_BUCKETS, Weight, handmade, run_up_to, targets
 from torch import fx
-from torch.nn import functional as F
-from twins import compiled_step
+from twins import trained_two_layers
 
 import mirrorc
 from mirrorc.all_reduce_algorithms import Ring
@@ -38,23 +37,12 @@ def check_rows(step: mirrorc.Step) -> None:
 
 
 def trained(num_devices: int, link: str, add_passes: Sequence[mirrorc.Placed] = ()) -> tuple[Program, torch.Tensor]:
-    torch.manual_seed(0)
-    model = TwoLayers().double()
-    with compiled_step(
-        model,
-        F.cross_entropy,
-        num_devices,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
-        link=link,
-        add_passes=add_passes,
-        disable_passes=["share-parameters"],
-        **SMALL_BUCKETS,
-    ) as step:
-        for _ in range(3):
-            step(torch.randn(7, 4, dtype=torch.float64), target=torch.arange(7) % 3)
+    options = {"link": link, "disable_passes": ["share-parameters"], **SMALL_BUCKETS}
+    step, found = trained_two_layers(num_devices, add_passes=add_passes, **options)
+    with step:
         check_rows(step)
         assert step.memory().total > 0 and f"over {link}, ms" in str(step.explain())
-        return step.program, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return step.program, found
 
 
 @pytest.mark.parametrize("link", slow_but(["copy"], ["shared-memory", "copy"]))

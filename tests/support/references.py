@@ -36,6 +36,20 @@ class NormalizedSgd(torch.optim.Optimizer):
                 p.add_(p.grad / state["mean_norm"], alpha=-group["lr"] / state["count"])
 
 
+class CountedSigns(torch.optim.Optimizer):
+    """Not one of those that run on whole buckets; keeps a count for each element."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("count", torch.zeros_like(p)).add_(1.0)
+                p.add_(p.grad.sign(), alpha=-0.01)
+
+
 @dataclass
 class Trained:
     model: nn.Module

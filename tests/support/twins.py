@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from references import assert_mirrored, assert_same_model, assert_same_state
 from tiny_models import make_mlp, mlp_batch
+from tiny_programs import TwoLayers
 from torch import nn
 from torch.nn import functional as F
 
@@ -162,3 +164,14 @@ class MlpTwins(Twins):
         for _ in range(count):
             self.train(**self.next_batch())
             assert_mirrored(self.step, self.model, self.devices)
+
+
+def trained_two_layers(num_devices: int, **options: Any) -> tuple[Any, torch.Tensor]:
+    """A step over two layers after three batches of seven, and all parameters in one tensor."""
+    torch.manual_seed(0)
+    model = TwoLayers().double()
+    adamw = partial(torch.optim.AdamW, lr=0.1)
+    step = compiled_step(model, F.cross_entropy, num_devices, adamw, **options)
+    for _ in range(3):
+        step(torch.randn(7, 4, dtype=torch.float64), target=torch.arange(7) % 3)
+    return step, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
