@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from references import assert_same_model, train_step, unchanged
+from references import assert_same_model, unchanged
 from torch import distributions as D
 from torch import nn
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc import ExecutionError
@@ -45,9 +44,8 @@ def exponential(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return -D.Exponential(out[:, :2].exp()).log_prob(target).mean()
 
 
-def compiled(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[mirrorc.Step, torch.optim.Optimizer]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return compiled_step(model, loss_fn, optimizer=optimizer, capture="dynamo"), optimizer
+def compiled(model: nn.Module, loss_fn: Callable[..., Any]) -> mirrorc.Step:
+    return compiled_step(model, loss_fn, optimizer=torch.optim.AdamW, capture="dynamo")
 
 
 @pytest.mark.slow
@@ -55,20 +53,15 @@ def compiled(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[mirrorc.Ste
 def test_losses_of_distributions_are_captured(loss_fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(D.Distribution, "_validate_args", True)  # torch.compile sets it to False for good
     torch.manual_seed(0)
-    model = nn.Linear(5, 4).double()
-    twin = copy.deepcopy(model)
-    step, _ = compiled(model, loss_fn)
-    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    with step, warnings.catch_warnings():
+    options: dict[str, Any] = {"capture": "dynamo", "tolerance": 1e-12}
+    pair = Twins(nn.Linear(5, 4).double(), torch.optim.AdamW, loss_fn, **options)
+    with pair, warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            x = torch.randn(7, 5, dtype=torch.float64)
             values = torch.randn(7, 2, dtype=torch.float64)
             target: Any = (torch.randint(0, 4, (7,)), values[:, 0]) if loss_fn is policy else values
-            loss = step(x, target=target)
-            expected = train_step(twin, twin_optimizer, {"input": x, "target": target}, loss_fn)
-            assert loss.item() == pytest.approx(expected, rel=1e-12)
-    assert_same_model(model, twin, 1e-12)
+            pair.train(torch.randn(7, 5, dtype=torch.float64), target=target)
+        assert_same_model(pair.model, pair.twin, 1e-12)
     assert D.Distribution._validate_args
 
 
@@ -85,13 +78,12 @@ def test_what_a_distribution_refuses_stops_the_step(
     model = nn.Linear(4, 4, bias=False).double()
     with torch.no_grad():
         model.weight.copy_(torch.eye(4))
-    step, optimizer = compiled(model, loss_fn)
     x, target = torch.rand(6, 4, dtype=torch.float64) + 0.5, torch.rand(6, 2, dtype=torch.float64)
-    with step:
+    with compiled(model, loss_fn) as step:
         step(x, target=target)
         bad_x, bad_target = x.clone(), target.clone()
         bad_x[4, 3] = bad_target[4, 1] = -9.0
-        with unchanged(model, optimizer), pytest.raises(ExecutionError) as failed:
+        with unchanged(model), pytest.raises(ExecutionError) as failed:
             step(bad_x, target=bad_target)
         assert told in str(failed.value) and "test_distributions.py:" in str(failed.value)
         D.Distribution.set_default_validate_args(False)
@@ -102,8 +94,7 @@ def test_a_distribution_that_checks_nothing_is_not_checked() -> None:
     def unchecked(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return -D.Normal(out[:, :2], out[:, 2:], validate_args=False).log_prob(target).mean()
 
-    step, _ = compiled(nn.Linear(4, 4).double(), unchecked)
-    with step:
+    with compiled(nn.Linear(4, 4).double(), unchecked) as step:
         step(torch.randn(6, 4, dtype=torch.float64), target=torch.randn(6, 2, dtype=torch.float64))
         assert "check(" not in str(step.program)
 
@@ -119,7 +110,6 @@ def test_a_value_of_another_kind_is_refused(shape: tuple[int, ...], told: str, m
         return -D.Normal(out[:, :2], out[:, 2:].exp()).log_prob(target if shape else 0.5).mean()
 
     model = nn.Linear(4, 4).double()
-    step, optimizer = compiled(model, loss)
-    with step, unchanged(model, optimizer), pytest.raises(mirrorc.CaptureError) as refused:
+    with compiled(model, loss) as step, unchanged(model), pytest.raises(mirrorc.CaptureError) as refused:
         step(torch.randn(6, 4).double(), target=torch.randn(shape or (6, 2)).double())
     assert told in str(refused.value)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from references import assert_same_parameters
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
-
-import mirrorc
+from twins import compiled_step
 
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 CALLS = ([8], [7, 8], [3, 8, 5], [1, 2], [9])  # the numbers of examples of the calls up to each update
@@ -55,14 +55,7 @@ def test_updates_are_those_of_one_device_on_all_examples(
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     plain = copy.deepcopy(model)
     optimizers, plain_optimizers = make(model), make(plain)
-    with mirrorc.compile(
-        model,
-        num_devices,
-        optimizer=optimizers,
-        loss_fn=F.mse_loss,
-        microbatches=microbatches,
-        **{"backend": "eager", **options},
-    ) as step:
+    with compiled_step(model, F.mse_loss, num_devices, optimizers, microbatches=microbatches, **options) as step:
         for sizes in CALLS:
             batches = [(torch.randn(n, 5).double(), torch.randn(n, 3).double()) for n in sizes]
             for x, y in batches[:-1]:
@@ -80,5 +73,4 @@ def test_updates_are_those_of_one_device_on_all_examples(
                 nn.utils.clip_grad_value_(plain.parameters(), options["clip_grad_value"])
             for optimizer in plain_optimizers:
                 optimizer.step()
-            for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
+            assert_same_parameters(model, plain, 1e-10)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from references import assert_same_model, train_step
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins
 
 lightning = pytest.importorskip("lightning", reason="needs the package lightning")
 
@@ -59,21 +58,19 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
 def test_it_trains_as_in_a_plain_loop_and_lightning_warns_once_of_each_value(name: str) -> None:
     make, loss_fn, num_values = CASES[name]
     torch.manual_seed(0)
-    model = make().double()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, twin)]
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     batches = [(torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))) for _ in range(4)]
     second = "target" if loss_fn is not None else "y"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with compiled_step(model, loss_fn, optimizer=optimizers[0]) as step:
-            losses = [step(x, **{second: y}).item() for x, y in batches]
-            assert "1 compiled program" in repr(step)
-            assert "capture='autograd'" not in step.program.to_text()
+        with Twins(make().double(), sgd, loss_fn, tolerance=1e-12) as pair:
+            losses = [pair.step(x, **{second: y}).item() for x, y in batches]
+            assert "1 compiled program" in repr(pair.step)
+            assert "capture='autograd'" not in pair.step.program.to_text()
     told = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
     assert len(told) == num_values and all("`self.trainer` reference is not registered" in one for one in told)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = [train_step(twin, optimizers[1], {"x": x, second: y}, loss_fn) for x, y in batches]
+        expected = [pair.plain(x, **{second: y}).item() for x, y in batches]
     assert losses == pytest.approx(expected, rel=1e-12)
-    assert_same_model(model, twin, 1e-12)
+    pair.check()

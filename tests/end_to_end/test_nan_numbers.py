@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 import selections
 import torch
 from torch import nn
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 
 class Read(nn.Module):
@@ -59,28 +59,21 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_nan_again_is_no_new_program_and_outputs_are_nan(place: str) -> None:
     give, num_programs = PLACES[place]
     torch.manual_seed(0)
-    model = Read().double()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, twin)]
     programs: list[int] = []
     of_nan = set()
-    with compiled_step(model, loss_fn, optimizer=optimizers[0], return_outputs=True) as step:
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    with Twins(Read().double(), make, loss_fn, return_outputs=True) as pair:
         for number in numbers():
             x, target = torch.randn(5, 3, dtype=torch.float64), torch.zeros(5, 2, dtype=torch.float64)
-            optimizers[1].zero_grad()
-            expected = twin(x, give(twin, number))
-            expected_loss = loss_fn(expected, target)
-            expected_loss.backward()
-            optimizers[1].step()
-            loss, outputs = step(x, give(model, number), target=target)
-            torch.testing.assert_close(outputs, expected.detach(), equal_nan=True)
-            torch.testing.assert_close(loss, expected_loss.detach())
+            expected = pair.twin(x, give(pair.twin, number)).detach()
+            loss, outputs = pair.step(x, give(pair.model, number), target=target)
+            torch.testing.assert_close(outputs, expected, equal_nan=True)
+            torch.testing.assert_close(loss, pair.plain(x, give(pair.twin, number), target=target))
             assert outputs.isnan().all() if math.isnan(number) else outputs.isfinite().all()
-            programs.append(id(step.program))
+            programs.append(id(pair.step.program))
             if math.isnan(number):
                 of_nan.add(programs[-1])
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+        pair.check()
     assert len(of_nan) == 1 and len(set(programs)) == num_programs
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from references import assert_same_parameters
 from selections import exhaustive, slow
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc.runtime.state.shares import pieces
@@ -30,6 +30,11 @@ class Tables(nn.Module):
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         return self.head((self.words(indices) * self.places(indices)).sum(1))
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with a scaler of their own."""
+    return options | ({"scaler": torch.amp.GradScaler("cpu", options["scaler"])} if "scaler" in options else {})
 
 
 def batches(dtype: torch.dtype, bad: float | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -100,24 +105,18 @@ def test_steps_are_those_of_one_device(
     options: dict[str, Any], bad: float | None, num_devices: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    nets = [Tables().to(dtype)]
-    nets.append(copy.deepcopy(nets[0]))
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True) for net in nets]
-    given = [
-        options | ({"scaler": torch.amp.GradScaler("cpu", options["scaler"])} if "scaler" in options else {})
-        for _ in nets
-    ]
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
     norms = []
-    with compiled_step(nets[0], F.mse_loss, num_devices, optimizer=optimizers[0], **given[0]) as step:
+    with Twins(Tables().to(dtype), make, F.mse_loss, num_devices, **given(options)) as pair:
         for x, target in batches(dtype, bad):
-            step(x, target=target)
-            norms += [step.grad_norm] if "clip_grad_norm" in options else []
-        assert step.num_skipped == (bad is not None)
-    expected = trained_on_one_device(nets[1], optimizers[1], given[1], bad, dtype)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    for one, other in zip(norms, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=0.0, equal_nan=True, check_dtype=False)
-    assert_same_parameters(nets[0], nets[1], tolerance)
+            pair.step(x, target=target)
+            norms += [pair.step.grad_norm] if "clip_grad_norm" in options else []
+        assert pair.step.num_skipped == (bad is not None)
+        expected = trained_on_one_device(pair.twin, pair.twin_optimizer, given(options), bad, dtype)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        for one, other in zip(norms, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=0.0, equal_nan=True, check_dtype=False)
+        assert_same_parameters(pair.model, pair.twin, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +149,10 @@ def test_no_share_of_a_table_is_looked_at_or_changed_as_a_whole(
     monkeypatch.setattr(
         mirrorc.runtime.state.optimizers.flat_optimizer,
         "dividing_gradients",
-        lambda *given: divided.append(given) or pytest.fail("it writes the gradient"),
+        lambda *args: divided.append(args) or pytest.fail("it writes the gradient"),
     )
-    given = options | ({"scaler": torch.amp.GradScaler("cpu", options["scaler"])} if "scaler" in options else {})
-    with compiled_step(net, F.mse_loss, optimizer=torch.optim.AdamW(net.parameters(), fused=True), **given) as step:
+    make = partial(torch.optim.AdamW, fused=True)
+    with compiled_step(net, F.mse_loss, optimizer=make, **given(options)) as step:
         for x, target in batches(torch.float32, None):
             step(x, target=target)
             parts.append(0)

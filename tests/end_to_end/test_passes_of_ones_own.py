@@ -1,11 +1,11 @@
 """Passes that users add: placed, verified, dumped and run like mirrorc's own."""
 
-import importlib.util
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import custom_pass
 import pytest
 import torch
 from selections import exhaustive, slow
@@ -20,22 +20,6 @@ from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import calls_to, is_region_call
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import default_pipeline
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_pass.py"
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("custom_pass", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules["custom_pass"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-custom_pass = example()
 
 
 @dataclass(frozen=True)
@@ -75,17 +59,10 @@ class ScaleGradients:
 def trained(
     num_devices: int, steps: int = 4, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[Any, Program]:
-    model = make_mlp(dtype)
-    with compiled_step(
-        model,
-        F.cross_entropy,
-        num_devices,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        **options,
-    ) as step:
+    model, sgd = make_mlp(dtype), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    with compiled_step(model, F.cross_entropy, num_devices, sgd, **options) as step:
         for seed in range(steps):
-            batch = mlp_batch(12, dtype, seed)
-            step(batch["x"], target=batch["target"])
+            step(**mlp_batch(12, dtype, seed))
         return [p.detach().clone() for p in model.parameters()], step.program
 
 

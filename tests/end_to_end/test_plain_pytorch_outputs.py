@@ -5,22 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from branching import SGD, TOLERANCE, Net, batches
+from references import unchanged
 from selections import slow, slow_but
-from torch import nn
 from torch.nn import functional as F
+from twins import compiled_step
 
 import mirrorc
 from mirrorc import CaptureError, ExecutionError
 
-
-def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
-    given = {"loss_fn": F.cross_entropy, "backend": "eager", "capture": "autograd", "return_outputs": True, **options}
-    return mirrorc.compile(model, devices, optimizer=SGD(model.parameters()), **given)
+compiled = partial(compiled_step, loss_fn=F.cross_entropy, optimizer=SGD, capture="autograd", return_outputs=True)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -35,7 +34,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 )
 def test_outputs_are_those_of_the_whole_batch(num_devices: int, options: dict[str, Any]) -> None:
     model = Net()
-    with compiled(model, num_devices, **options) as step:
+    with compiled(model, devices=num_devices, **options) as step:
         for batch in batches(8, 7, 9):
             before = copy.deepcopy(model)
             loss, outputs = step(**batch)
@@ -47,7 +46,7 @@ def test_outputs_are_those_of_the_whole_batch(num_devices: int, options: dict[st
 @pytest.mark.parametrize("num_devices", slow_but([3], [1, 2, 3]))
 def test_evaluations_run_forward_alone(num_devices: int) -> None:
     model, data = Net(), batches(8, 7)
-    with compiled(model, num_devices, return_outputs=False) as step:
+    with compiled(model, devices=num_devices, return_outputs=False) as step:
         for batch in data:
             close(step.evaluate(**batch), F.cross_entropy(model(batch["x"]), batch["target"]))
             close(step.evaluate(batch["x"]), model(batch["x"]))
@@ -55,7 +54,7 @@ def test_evaluations_run_forward_alone(num_devices: int) -> None:
         model.eval()
         with torch.inference_mode():
             assert step.evaluate(**data[0]).shape == ()
-    with compiled(model, num_devices) as step:
+    with compiled(model, devices=num_devices) as step:
         loss, outputs = step.evaluate(**data[0])
         close(outputs, model(data[0]["x"]))
         close(loss, F.cross_entropy(model(data[0]["x"]), data[0]["target"]))
@@ -130,10 +129,8 @@ REFUSED = [
 @pytest.mark.parametrize(("also", "words"), REFUSED)
 def test_what_cannot_be_put_together_is_refused(also: Callable[..., Any], words: str) -> None:
     model = Returns(also)
-    before = copy.deepcopy(model.state_dict())
-    with compiled(model, loss_fn=None) as step, pytest.raises(CaptureError, match=words):
+    with compiled(model, loss_fn=None) as step, unchanged(model), pytest.raises(CaptureError, match=words):
         step(**batches(6)[0])
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with compiled(model, loss_fn=None, return_outputs=False) as step:
         step(**batches(6)[0])
 
@@ -149,12 +146,11 @@ LATER = [
 @pytest.mark.parametrize("also", LATER)
 def test_outputs_of_another_structure_fail_before_anything_is_updated(also: Callable[..., Any]) -> None:
     model, (batch,) = Returns(also), batches(3)
-    with compiled(model, 1, loss_fn=None) as step:
+    words = r"something else as 'outputs.more.also.*No parameter was changed"
+    with compiled(model, devices=1, loss_fn=None) as step:
         step(**batch)
-        before = copy.deepcopy(model.state_dict())
-        with pytest.raises(ExecutionError, match=r"something else as 'outputs.more.also.*No parameter was changed"):
+        with unchanged(model), pytest.raises(ExecutionError, match=words):
             step(**batch)
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_an_output_of_which_nobody_knows_whether_it_lies_along_the_batch() -> None:

@@ -7,16 +7,17 @@ import copy
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from branching import batches
-from references import assert_same_parameters, train_step, unchanged
+from references import assert_same_parameters, unchanged
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step, sgd
 
 import mirrorc
 
@@ -33,8 +34,7 @@ class Does(nn.Module):
         return self.last(h * self.deed(self.own, h))
 
 
-def compile_plain(model: nn.Module, optimizer: torch.optim.Optimizer, capture: str = "autograd") -> mirrorc.Step:
-    return compiled_step(model, F.cross_entropy, optimizer=optimizer, capture=capture, progress=False)
+compile_plain = partial(compiled_step, loss_fn=F.cross_entropy, capture="autograd")
 
 
 def rotated(own: Any, h: torch.Tensor) -> Any:
@@ -66,7 +66,7 @@ def test_a_collection_of_any_kind_that_forward_changes_is_refused_and_put_back(d
     model = Does(deed, own)
     before = copy.copy(own)
     with (
-        compile_plain(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step,
+        compile_plain(model) as step,
         unchanged(model),
         pytest.raises(mirrorc.CaptureError, match=r"changes 'own', a collection that all replicas share.*Remedy"),
     ):
@@ -82,7 +82,7 @@ def test_a_generator_of_ones_own_that_replicas_would_share_is_refused_and_put_ba
     model = Does(deed, make())
     h = torch.zeros(1)
     with (
-        compile_plain(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step,
+        compile_plain(model) as step,
         unchanged(model),
         pytest.raises(mirrorc.CaptureError, match=rf"draws from .*{words}.*follow their threads.*Remedy.*torch.rand"),
     ):
@@ -92,7 +92,7 @@ def test_a_generator_of_ones_own_that_replicas_would_share_is_refused_and_put_ba
 
 def test_a_generator_that_is_torchs_own_is_a_stream_of_each_replica() -> None:
     model = Does(lambda own, h: torch.rand(8, generator=torch.default_generator))
-    with compile_plain(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step:
+    with compile_plain(model) as step:
         assert step(**batches(6)[0]).isfinite()
 
 
@@ -114,18 +114,13 @@ def one(own: Any, h: torch.Tensor) -> float:
 @pytest.mark.parametrize("capture", ["auto", "autograd"])
 @pytest.mark.parametrize("where", ["model", "layer"])
 def test_another_class_of_a_module_counts_in_the_next_step(where: str, capture: str) -> None:
-    model, twin = Does(one), Does(one)
-    optimizer, plain = (torch.optim.SGD(own.parameters(), lr=0.1) for own in (model, twin))
-    found, expected = [], []
-    with compile_plain(model, optimizer, capture) as step:
+    with Twins(Does(one), loss_fn=F.cross_entropy, capture=capture, tolerance=1e-12) as pair:
         for i, batch in enumerate(batches(6, 6, 6, 6, 6)):
             if i >= 3:
-                for own in (model, twin):
+                for own, _ in pair.sides:
                     changed, kind = (own, Doubles) if where == "model" else (own.last, DoublingLinear)
                     changed.__class__ = kind if i == 3 else kind.__base__  # type: ignore[assignment]
-            found.append(step(**batch).item())
-            expected.append(train_step(twin, plain, batch, F.cross_entropy))
-    assert found == pytest.approx(expected, rel=1e-12)
+            pair.train(**batch)
 
 
 _factor: contextvars.ContextVar[float] = contextvars.ContextVar("factor", default=1.0)
@@ -147,17 +142,12 @@ def test_context_variables_are_those_of_the_caller_in_each_step(capture: str, nu
     def reads(own: Any, h: torch.Tensor) -> Any:
         return _factor.get() * ReadsBackward.apply(h)
 
-    model, twin = Does(reads), Does(reads)
-    optimizer, plain = (torch.optim.SGD(own.parameters(), lr=0.1) for own in (model, twin))
-    found, expected = [], []
     token = _factor.set(1.0)
-    step = compiled_step(model, F.cross_entropy, num_devices, optimizer=optimizer, capture=capture)
-    with step:
+    with Twins(Does(reads), sgd, F.cross_entropy, num_devices, capture=capture, tolerance=1e-12) as pair:
         for i, batch in enumerate(batches(6, 6, 6)):
             _factor.set(1.0 + i)
-            found += [step.evaluate(**batch).item(), step(**batch).item()]
-            expected += [F.cross_entropy(twin(batch["x"]), batch["target"]).item()]
-            expected += [train_step(twin, plain, batch, F.cross_entropy)]
+            expected = F.cross_entropy(pair.twin(batch["x"]), batch["target"]).item()
+            assert pair.step.evaluate(**batch).item() == pytest.approx(expected, rel=1e-12)
+            pair.train(**batch)
+        assert_same_parameters(pair.model, pair.twin)
     _factor.reset(token)
-    assert found == pytest.approx(expected, rel=1e-12)
-    assert_same_parameters(model, twin)

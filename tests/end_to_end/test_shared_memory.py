@@ -1,16 +1,16 @@
 """Variables that share memory are refused by name; those that only lie side by side are trained."""
 
-import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from references import assert_same_model, train_step, unchanged
+from references import assert_same_model, unchanged
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc.user.aliased_tensors import refuse_shared_memory
@@ -29,6 +29,9 @@ class Model(nn.Module):
         return x if self.plain is None else x @ self.plain
 
 
+ADAMW = partial(torch.optim.AdamW, lr=0.05)
+
+
 def make() -> Model:
     torch.manual_seed(0)
     return Model()
@@ -40,10 +43,8 @@ def batch(seed: int = 1) -> dict[str, torch.Tensor]:
     return {"x": x, "target": y}
 
 
-def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
-    return compiled_step(
-        model, F.mse_loss, devices, optimizer=torch.optim.AdamW(model.parameters(), lr=0.05), **options
-    )
+def compiled(model: nn.Module, devices: int = 2) -> mirrorc.Step:
+    return compiled_step(model, F.mse_loss, devices, ADAMW)
 
 
 def one_weight(model: Model) -> None:
@@ -154,12 +155,10 @@ def read_only(model: Model) -> None:
 def test_memory_without_common_elements_or_that_nothing_writes_is_trained_from(share: Callable[[Model], None]) -> None:
     model = make()
     share(model)
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.05)
-    with compiled(model, devices=1) as step:
+    with Twins(model, ADAMW, F.mse_loss, 1) as pair:
         for seed in range(3):
-            assert step(**batch(seed)).item() == pytest.approx(train_step(twin, optimizer, batch(seed), F.mse_loss))
-    assert_same_model(model, twin, 1e-10)
+            pair.train(**batch(seed))
+        assert_same_model(model, pair.twin, 1e-10)
 
 
 def test_tensors_of_one_memory_that_do_not_move_are_no_matter() -> None:

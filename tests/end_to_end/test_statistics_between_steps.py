@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from references import assert_same_model, train_step
 from torch import nn
 from torch.nn import functional as F
-from twins import compiled_step
+from twins import Twins, compiled_step
 
 import mirrorc
 from mirrorc.ir.program import Program, Stage
@@ -42,8 +43,11 @@ def make() -> Normed:
     return Normed()
 
 
-def compiled(model: nn.Module, devices: int = 2, **options: Any) -> mirrorc.Step:
-    return compiled_step(model, F.mse_loss, devices, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), **options)
+SGD = partial(torch.optim.SGD, lr=0.05)
+
+
+def compiled(model: nn.Module, devices: int = 2) -> mirrorc.Step:
+    return compiled_step(model, F.mse_loss, devices, SGD)
 
 
 def forward(model: Normed) -> None:
@@ -96,19 +100,13 @@ def test_what_is_written_between_steps_goes_to_all_replicas() -> None:
 def test_training_goes_on_from_statistics_of_the_users_forward() -> None:
     """Between steps on one shard's worth of examples for each replica, as if each had trained alone."""
     for change in CHANGES:
-        model = make()
-        twin = copy.deepcopy(model)
-        of_twin = torch.optim.SGD(twin.parameters(), lr=0.05)
-        with compiled(model, 2) as step:
+        with Twins(make(), SGD, F.mse_loss) as pair:
             for seed in range(4):
                 once = batch(seed)
-                twice = {
-                    name: value.repeat(2, 1) for name, value in once.items()
-                }  # equal shards: one device's statistics
-                assert step(**twice).item() == pytest.approx(train_step(twin, of_twin, once, F.mse_loss), rel=1e-10)
-                change(model)
-                change(twin)
-        assert_same_model(model, twin, 1e-10)
+                twice = {name: value.repeat(2, 1) for name, value in once.items()}  # equal shards
+                assert pair.step(**twice).item() == pytest.approx(pair.plain(**once).item(), rel=1e-10)
+                change(pair.model), change(pair.twin)
+            assert_same_model(pair.model, pair.twin, 1e-10)
 
 
 def test_a_statistic_that_is_not_a_number_is_not_taken_for_written() -> None:
@@ -139,9 +137,7 @@ def test_steps_in_eval_mode_use_what_the_model_shows(is_whole: bool) -> None:
             twin = copy.deepcopy(model)
             loss = step(**batch(seed, size=9))
             if is_whole:
-                expected = train_step(
-                    twin, torch.optim.SGD(twin.parameters(), lr=0.05), batch(seed, size=9), F.mse_loss
-                )
+                expected = train_step(twin, SGD(twin.parameters()), batch(seed, size=9), F.mse_loss)
                 assert loss.item() == pytest.approx(expected, rel=1e-10)
                 assert_same_model(model, twin, 1e-10)
             assert all(torch.equal(value, shown[name]) for name, value in model.norm.named_buffers())
