@@ -38,15 +38,16 @@ def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callabl
     threading.Thread(target=run, name="mirrorc store", daemon=True).start()
     until = time.monotonic() + seconds
     while True:
-        left = max(until - time.monotonic(), 0.0)
+        left = until - time.monotonic()
+        look = left if is_over is None else min(left, _SECONDS_BETWEEN_LOOKS)
         try:
-            look = left if is_over is None else min(left, _SECONDS_BETWEEN_LOOKS)
-            result, error = results.get(timeout=min(look, threading.TIMEOUT_MAX))
+            # the last look follows the deadline: this process may have been stopped, and has the answer now
+            result, error = results.get(timeout=min(max(look, _SECONDS_BETWEEN_LOOKS), threading.TIMEOUT_MAX))
             break
         except queue.Empty:
             if is_over is not None and is_over():
                 raise TimeoutError("another worker has failed meanwhile") from None
-            if time.monotonic() >= until:
+            if left <= 0:
                 raise TimeoutError(f"no answer within {seconds:.0f} s") from None
     if error is not None:
         raise error

@@ -13,7 +13,7 @@ from typing import Any
 from torch import distributed
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
-from mirrorc.cluster.heartbeat import Lookout, SignsOfLife
+from mirrorc.cluster.lost_workers import Lookout, Presence, pace_of_rounds
 from mirrorc.cluster.membership import Worker, call_roll
 from mirrorc.cluster.place import Place
 from mirrorc.cluster.restarts import Start, await_start
@@ -106,7 +106,8 @@ class Cluster:
 
     def lookout(self) -> Lookout:
         """Detects lost workers."""
-        return Lookout(distributed.PrefixStore(_LIFE, self.store), self.workers, self.rank)
+        store = distributed.PrefixStore(_LIFE, self.store)
+        return Lookout(store, self.workers, self.rank, pace_of_rounds(self.num_workers))
 
     def __repr__(self) -> str:
         return f"<Cluster: worker {self.rank} of {self.num_workers}>"
@@ -196,7 +197,7 @@ def _roll_call_in_start(opened: Any, place: Place, deadline: float, number: int)
             number = await_start(starts, place, deadline)
     store = distributed.PrefixStore(f"mirrorc/{number}", opened)
     workers = call_roll(store, place, deadline, while_waiting=answer)
-    SignsOfLife(distributed.PrefixStore(_LIFE, store), place.num_workers, place.rank)
+    Presence(distributed.PrefixStore(_LIFE, store), place.num_workers, place.rank, pace_of_rounds(place.num_workers))
     return store, workers
 
 

@@ -13,7 +13,7 @@ from torch import distributed
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
 from mirrorc.cluster.consistency import all_say, check_same_facts
-from mirrorc.cluster.heartbeat import Lookout, in_short
+from mirrorc.cluster.lost_workers import Lookout, in_short
 from mirrorc.cluster.membership import Worker
 from mirrorc.cluster.stores import first_line
 from mirrorc.errors import CommunicationError

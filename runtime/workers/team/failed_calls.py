@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mirrorc.cluster import Cluster
-from mirrorc.cluster.heartbeat import in_short
+from mirrorc.cluster.lost_workers import in_short
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.communication import StepStoppedError
 from mirrorc.runtime.workers.protocol.call_state import CallState, Failure, Stage
@@ -17,8 +17,8 @@ from mirrorc.runtime.workers.team.consequences import (
     Tells,
     may_have_parted,
 )
-from mirrorc.runtime.workers.team.failure_detector import Watcher
 from mirrorc.runtime.workers.team.failures import Failures
+from mirrorc.runtime.workers.team.step_watcher import StepWatcher
 from mirrorc.runtime.workers.transport.connections import Connections
 from mirrorc.runtime.workers.transport.lane import LostConnectionError
 
@@ -35,7 +35,7 @@ class FailedCalls:
     """
 
     def __init__(
-        self, cluster: Cluster, call: CallState, connections: Connections, failures: Failures, watcher: Watcher
+        self, cluster: Cluster, call: CallState, connections: Connections, failures: Failures, watcher: StepWatcher
     ) -> None:
         self._cluster, self._call, self._watcher = cluster, call, watcher
         self._connections, self._failures = connections, failures

@@ -8,7 +8,7 @@ from mirrorc.cluster import Cluster
 from mirrorc.messages.wording import numbered
 from mirrorc.runtime.workers.protocol.call_progress import least_far
 from mirrorc.runtime.workers.protocol.call_state import CallState, Failure
-from mirrorc.runtime.workers.team.failure_detector import Watcher
+from mirrorc.runtime.workers.team.step_watcher import StepWatcher
 
 _OUTCOME = re.compile(r"\. (No parameter was changed|It had committed).*", re.DOTALL)
 
@@ -43,7 +43,7 @@ class Failures:
         """Test for a failure that ends the present call."""
         return self.present is not None
 
-    def judge(self, error: BaseException, watcher: Watcher) -> Failure:
+    def judge(self, error: BaseException, watcher: StepWatcher) -> Failure:
         """Attributes a broken or silent connection to a worker: the published one, else a silent one.
 
         Args:
@@ -59,7 +59,7 @@ class Failures:
                 f"the workers' store, which worker 0 or torchrun's agent has opened, does not answer any more ({seen})"
             )
             return Failure(0, call.number, text, is_final=True)
-        progress = watcher.progress()
+        progress = watcher.progress_of_all()
         rank, text = -1, f"the connection between the workers broke, though all of them live ({seen})"
         if silent:
             others = f", nor {numbered('worker', silent[1:])}" if silent[1:] else ""

@@ -13,8 +13,8 @@ from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
 from mirrorc.runtime.workers.protocol.header import NUM_FIELDS, Agreement, Header, agreement
 from mirrorc.runtime.workers.protocol.known_counts import Counts, KnownCounts
 from mirrorc.runtime.workers.team.control_messages import Words
-from mirrorc.runtime.workers.team.failure_detector import Watcher
 from mirrorc.runtime.workers.team.failures import Failures
+from mirrorc.runtime.workers.team.step_watcher import StepWatcher
 from mirrorc.runtime.workers.transport.connections import Connections
 
 _IN_WORDS = {
@@ -66,7 +66,7 @@ class Meetings:
         call: CallState,
         connections: Connections,
         failures: Failures,
-        watcher: Watcher,
+        watcher: StepWatcher,
         words: Words,
     ) -> None:
         self._cluster, self._call, self._connections = cluster, call, connections

@@ -14,16 +14,16 @@ from torch import distributed
 
 from mirrorc.analysis.cost.link_speed import LinkSpeed
 from mirrorc.cluster import Cluster
-from mirrorc.cluster.heartbeat import cause_of_exit, in_short
+from mirrorc.cluster.lost_workers import cause_of_exit, in_short
 from mirrorc.runtime.workers.protocol.call_state import CallState, Failure, Stage
 from mirrorc.runtime.workers.protocol.header import Agreement, Header
 from mirrorc.runtime.workers.protocol.known_counts import Counts
 from mirrorc.runtime.workers.protocol.vote import Columns, Outcome, Vote, outcome
 from mirrorc.runtime.workers.team.control_messages import Words
 from mirrorc.runtime.workers.team.failed_calls import FailedCalls
-from mirrorc.runtime.workers.team.failure_detector import Watcher
 from mirrorc.runtime.workers.team.failures import Failures
 from mirrorc.runtime.workers.team.meetings import Details, Meetings
+from mirrorc.runtime.workers.team.step_watcher import StepWatcher
 from mirrorc.runtime.workers.transport.connections import Connections
 from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, PayloadError
 
@@ -53,7 +53,7 @@ class Team:
         self._call = CallState()
         self._failures = Failures(cluster, self._call)
         self.connections = Connections(store, cluster, timeout_seconds, device)
-        self._watcher = Watcher(store, cluster.workers, cluster.rank, self._notice)
+        self._watcher = StepWatcher(store, cluster.workers, cluster.rank, self._notice)
         self.words = Words(cluster, timeout_seconds, self._call, self.connections, self._failures)
         self._meetings = Meetings(cluster, self._call, self.connections, self._failures, self._watcher, self.words)
         self._failed = FailedCalls(cluster, self._call, self.connections, self._failures, self._watcher)
@@ -247,7 +247,7 @@ def _never(is_known: Callable[[], bool]) -> bool:
 
 
 def _leave(
-    pid: int, watcher: Watcher, rank: int, connections: Connections, call: CallState, last_words: list[str]
+    pid: int, watcher: StepWatcher, rank: int, connections: Connections, call: CallState, last_words: list[str]
 ) -> None:
     """Leaves the team; also at exit of the interpreter, but not in a forked child."""
     if os.getpid() != pid:

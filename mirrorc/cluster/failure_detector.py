@@ -1,0 +1,276 @@
+"""Failure detector: each worker sends heartbeats to a store, and a message when it fails or ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.cluster.stores import OwnConnection, first_line
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_CONNECTING_SECONDS = 20.0
+_LONGEST_ANSWER_SECONDS = 3.0  # of the store
+_SHORTEST_ANSWER_SECONDS = 0.3  # where a heartbeat has waited for it: this process may have been stopped meanwhile
+_LONGEST_READING_SECONDS = 5.0  # for which a worker that has failed stays, so that the others can read why
+_LONGEST_WRITING_POLLS = 20  # of a numbered message: its worker may have ended before it was there
+_SECONDS_BETWEEN_TRIES = 0.02
+_MOST_ERRORS = 5  # of the store, one after the other
+_NUM_MESSAGES = "messages"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Time constants of a detector, in seconds.
+
+    Attributes:
+        interval: between two heartbeats.
+        silence: without a new heartbeat, after which a worker counts as lost.
+        longest_gap: counted between two reads of the heartbeats, as the reader itself may have been stopped.
+        sampling: between two reads by the detector's thread; infinite if only the waiting thread reads.
+    """
+
+    interval: float
+    silence: float
+    longest_gap: float
+    sampling: float = float("inf")
+
+
+class Messages:
+    """Messages of the workers, which all read in one order.
+
+    Args:
+        store: nothing else uses these keys.
+        rank: of this worker.
+
+    Attributes:
+        gone: ranks of workers that may read nothing more.
+    """
+
+    def __init__(self, store: Any, num_workers: int, rank: int) -> None:
+        self._store, self._num_workers, self._rank = store, num_workers, rank
+        self._num_read = self._num_polls = 0
+        self._published: set[str] = set()
+        self.gone: set[int] = set()
+
+    def publish(self, text: str, *, is_awaited: bool, tries_every: float = _SECONDS_BETWEEN_TRIES) -> None:
+        """Publishes a message; if it ``is_awaited``, returns when all others have read it, after some seconds at the latest.
+
+        Raises:
+            RuntimeError: the store was lost.
+        """
+        key = f"message {self._store.add(_NUM_MESSAGES, 1) - 1}"
+        self._published.add(key)  # it is read when it is there
+        self._store.set(key, text)
+        until = time.monotonic() + _LONGEST_READING_SECONDS
+        while is_awaited and time.monotonic() < until:
+            readers = set(range(self._num_workers)) - {self._rank} - self.gone
+            if self._store.check([_read(key, rank) for rank in readers] or [key]):
+                return
+            time.sleep(tries_every)
+
+    def read(self) -> Iterator[str]:
+        """The new messages of the other workers. Each counts as read when the next one is asked for."""
+        count = self._store.add(_NUM_MESSAGES, 0)
+        while self._num_read < count:
+            key = f"message {self._num_read}"
+            is_there = self._store.check([key])
+            self._num_polls += 1
+            if not is_there and self._num_polls < _LONGEST_WRITING_POLLS:
+                return
+            self._num_read, self._num_polls = self._num_read + 1, 0
+            if is_there and key not in self._published:
+                yield self._store.get(key).decode()
+                self._store.set(_read(key, self._rank), "")
+
+
+class Beats:
+    """Reads the heartbeats of the other workers, and finds silent ones. Threads may share it."""
+
+    def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace) -> None:
+        self._store, self._pace = store, pace
+        self._others = [other for other in range(num_workers) if other != rank]
+        self._beats: dict[int, bytes] = {}
+        self._silence: dict[int, float] = {}  # seconds between reads of the same beat
+        self._read_at = float("-inf")
+        self._counting = threading.Lock()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last read."""
+        return time.monotonic() - self._read_at
+
+    def read(self) -> dict[int, bytes]:
+        """The last heartbeats, by rank; empty for workers without any."""
+        keys = {rank: _beat(rank) for rank in self._others}
+        beats = {rank: self._store.get(key) if self._store.check([key]) else b"" for rank, key in keys.items()}
+        with self._counting:
+            now = time.monotonic()
+            gap = min(now - self._read_at, self._pace.longest_gap)
+            for rank, beat in beats.items():
+                self._silence[rank] = self._silence[rank] + gap if self._beats.get(rank) == beat else 0.0
+            self._beats, self._read_at = beats, now
+        return beats
+
+    def silent(self) -> list[int]:
+        """The workers without a new heartbeat for long enough, at the last read."""
+        with self._counting:
+            return [rank for rank, seconds in self._silence.items() if seconds >= self._pace.silence]
+
+
+class Listener(Protocol):
+    """What a detector serves: the rounds of joined workers, or a step."""
+
+    def progress(self) -> str:
+        """A text sent with each heartbeat."""
+        ...
+
+    def hear(self, message: str) -> None:
+        """Called in the detector's thread with each message of another worker."""
+        ...
+
+
+class FailureDetector:
+    """Sends this worker's heartbeats from a thread, and passes on messages of the other workers.
+
+    A process has a detector for its rounds, and one for each step: a step's messages begin anew, are awaited by workers that have
+    not made their step yet, and end with the step, not with the process; rounds run while Python may hold threads up for long.
+
+    Args:
+        store: nothing else uses its keys. The thread has a separate connection.
+        num_workers: all workers.
+        rank: of this one.
+        pace: time constants.
+        listener: None to send heartbeats alone.
+
+    Raises:
+        RuntimeError, TimeoutError: the store was lost, or does not answer.
+
+    Attributes:
+        messages, beats: over the separate connection.
+    """
+
+    def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace, listener: Listener | None = None) -> None:
+        self._connection = OwnConnection(store, _LONGEST_CONNECTING_SECONDS)
+        self._store: Any = self._connection.store
+        self._rank, self._pace, self._listener = rank, pace, listener
+        self.messages = Messages(self._store, num_workers, rank)
+        self.beats = Beats(self._store, num_workers, rank, pace)
+        self._asked_at: float | None = None  # when the thread began to ask what the store has not answered yet
+        self._does_not_answer = False
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mirrorc heartbeats", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. The listener hears the messages of before, too."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        number = num_errors = 0
+        while not self._connection.is_lost:  # its host has ended, because all is done, perhaps
+            number += 1
+            self._asked_at = time.monotonic()
+            try:
+                self._beat(number)
+                num_errors = 0
+            except RuntimeError as error:
+                num_errors += 1
+                logger.debug("the workers' store does not answer: %s", first_line(error))
+            finally:
+                self._asked_at = None
+            if num_errors == _MOST_ERRORS or self._ending.wait(self._pace.interval * (1 + num_errors)):
+                break
+        self._does_not_answer = self._does_not_answer or num_errors == _MOST_ERRORS
+
+    def _beat(self, number: int) -> None:
+        progress = self._listener.progress() if self._listener is not None else ""
+        self._store.set(_beat(self._rank), f"{number} {progress}")
+        for message in self.messages.read():  # which awaits an answer, as setting does not
+            if self._listener is not None:
+                self._listener.hear(message)
+        if self.beats.age > self._pace.sampling:
+            self.beats.read()
+
+    def publish(self, message: str) -> None:
+        """Publishes a message, and waits for all others to read it, for a bounded time. Raises nothing.
+
+        Does not wait for ``messages.gone``.
+        """
+        self._publish(message, _LONGEST_ANSWER_SECONDS + _LONGEST_READING_SECONDS, is_awaited=True)
+
+    def _publish(self, message: str, seconds: float, *, is_awaited: bool) -> None:
+        every = self._pace.interval / 4
+        try:
+            in_bounded_time(lambda: self.messages.publish(message, is_awaited=is_awaited, tries_every=every), seconds)
+        except (RuntimeError, TimeoutError) as error:
+            logger.debug("the workers' store is lost: %s", first_line(error))
+
+    def find_silent(self, is_known: Callable[[], bool], slack_seconds: float) -> list[int] | None:
+        """The ranks without heartbeats; None if the store does not answer.
+
+        Takes some seconds, or ``slack_seconds`` if the thread has already waited as long for the store. Ends early, without a
+        result, when ``is_known`` says that a failure is known.
+        """
+        seconds = self._pace.silence + slack_seconds
+        try:
+            self._await_answer(seconds, slack_seconds, is_known)
+            return self._await_beats(seconds, is_known)
+        except (RuntimeError, TimeoutError):
+            self._does_not_answer = True
+            return None
+
+    def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
+        """Waits if the thread has waited long for an answer of the store. Then the store hangs, or this worker was stopped,
+        and gets the answer now.
+
+        Raises:
+            TimeoutError: there is none.
+        """
+        asked_at, until = self._asked_at, time.monotonic() + slack_seconds
+        if asked_at is None or time.monotonic() - asked_at < seconds:
+            return
+        while self._asked_at == asked_at and not is_known():
+            if time.monotonic() > until:
+                raise TimeoutError("the workers' store does not answer")
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+
+    def _await_beats(self, seconds: float, is_known: Callable[[], bool]) -> list[int]:
+        """Waits until each worker has sent a new heartbeat, or is silent; ``seconds`` bound each answer of the store."""
+        earlier = in_bounded_time(
+            self.beats.read, seconds
+        )  # a change since a read before may be older than the failure
+        while True:
+            beats = in_bounded_time(self.beats.read, seconds)
+            if is_known():
+                return []
+            missing, silent = [rank for rank, beat in beats.items() if beat == earlier[rank]], self.beats.silent()
+            if set(missing) <= set(silent):
+                return missing
+            time.sleep(self._pace.interval / 2)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ending.set()
+
+    def leave(self, message: str) -> None:
+        """Ends the thread, and publishes the reason for workers that wait for this one. Raises nothing."""
+        is_closed = self._ending.is_set()
+        self.close()
+        if is_closed or self._does_not_answer or self._connection.is_lost:
+            return
+        asked_at = self._asked_at
+        waited = time.monotonic() - asked_at if asked_at is not None else 0.0
+        self._publish(message, max(_SHORTEST_ANSWER_SECONDS, _LONGEST_ANSWER_SECONDS - waited), is_awaited=False)
+
+
+def _beat(rank: int) -> str:
+    return f"beat {rank}"
+
+
+def _read(key: str, rank: int) -> str:
+    return f"{key} was read by {rank}"

@@ -1,0 +1,107 @@
+"""A step's part of the failure detector: failures that end its calls, and the progress of its workers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from mirrorc.cluster.bounded_calls import in_bounded_time
+from mirrorc.cluster.failure_detector import FailureDetector, Pace
+from mirrorc.cluster.membership import Worker
+from mirrorc.cluster.stores import first_line
+from mirrorc.errors import CommunicationError
+from mirrorc.runtime.workers.protocol.call_progress import Progress
+from mirrorc.runtime.workers.protocol.call_state import Failure
+
+_FEWEST_SECONDS_BETWEEN_BEATS = 0.2
+_MOST_BEATS_PER_SECOND = 500.0  # of all workers together, at one store
+_SILENT_SECONDS = 2.0  # when a connection broke, who tells nothing for so long has ended, or hangs
+_LONGEST_GAP_SECONDS = 0.5
+_SECONDS_BETWEEN_SAMPLES = 1.0
+_LONGEST_ANSWER_SECONDS = 3.0  # of the store
+_SLACK_SECONDS = 1.0
+
+
+def pace_of_steps(num_workers: int) -> Pace:
+    """The pace of a detector for workers that wait in collectives; a worker misses some heartbeats before it is silent."""
+    interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
+    return Pace(
+        interval,
+        silence=max(_SILENT_SECONDS, 3 * interval),
+        longest_gap=max(_LONGEST_GAP_SECONDS, interval),
+        sampling=_SECONDS_BETWEEN_SAMPLES,
+    )
+
+
+class StepWatcher:
+    """Sends this worker's progress with heartbeats, and receives failures that end calls of a step.
+
+    Args:
+        store: the step's store; these keys are used for nothing else.
+        workers: all, by rank.
+        rank: rank of this worker.
+        on_failure: a method, weakly held, called in the detector's thread with each failure that another worker has published,
+            in order. It may name this worker, when the others have given up on it.
+
+    Raises:
+        CommunicationError: the store does not answer.
+
+    Attributes:
+        local_progress: this worker's progress, sent with each heartbeat.
+    """
+
+    def __init__(self, store: Any, workers: Sequence[Worker], rank: int, on_failure: Callable[[Failure], None]) -> None:
+        self.local_progress = Progress()
+        self._rank, self._on_failure = rank, weakref.WeakMethod(on_failure)
+        try:
+            self.detector = FailureDetector(store, len(workers), rank, pace_of_steps(len(workers)), self)
+        except (RuntimeError, TimeoutError) as error:
+            raise CommunicationError(
+                f"{workers[rank]}: the workers' store does not answer ({first_line(error)}). See what the process that has "
+                "opened it does: worker 0, or torchrun's agent"
+            ) from error
+        self.detector.start()
+
+    def progress(self) -> str:
+        return self.local_progress.to_text()
+
+    def hear(self, message: str) -> None:
+        failure = Failure.from_text(message)
+        on_failure = self._on_failure()
+        if on_failure is not None:
+            on_failure(failure)
+        if failure.is_final:
+            self.detector.messages.gone.add(failure.rank)
+
+    def publish(self, failure: Failure, silent: Collection[int] = ()) -> None:
+        """Publishes a failure, and waits for all others to read it, for a bounded time. Raises nothing.
+
+        Does not wait for the ranks ``silent``, nor for workers with final failures.
+        """
+        self.detector.messages.gone.update(silent)
+        self.detector.publish(failure.to_text())
+
+    def find_silent(self, is_known: Callable[[], bool]) -> list[int] | None:
+        """See `FailureDetector.find_silent`."""
+        return self.detector.find_silent(is_known, _SLACK_SECONDS)
+
+    def all_live(self, is_known: Callable[[], bool]) -> bool:
+        """Waits some seconds at most for heartbeats of all other workers, in a step or not.
+
+        Returns True early for a failure known to ``is_known``.
+        """
+        return self.find_silent(is_known) == []
+
+    def progress_of_all(self) -> dict[int, Progress]:
+        """The last known progress of each worker, by rank, without those that have sent none. Takes a bounded time."""
+        try:
+            beats = in_bounded_time(self.detector.beats.read, _LONGEST_ANSWER_SECONDS)
+        except (RuntimeError, TimeoutError):
+            beats = {}
+        by_rank = {rank: Progress.from_text(beat.decode().partition(" ")[2]) for rank, beat in beats.items() if beat}
+        return {**by_rank, self._rank: self.local_progress}
+
+    def leave(self, failure: Failure) -> None:
+        """Ends the heartbeats, and publishes the reason for workers that wait for this one. Raises nothing."""
+        self.detector.leave(failure.to_text())
