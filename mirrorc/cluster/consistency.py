@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 from mirrorc.cluster.membership import Worker
 from mirrorc.errors import CommunicationError
@@ -16,61 +16,101 @@ from mirrorc.messages.wording import listed
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _LONGEST_READING_SECONDS = 5.0  # for which worker 0, whose store it may be, stays until all have read what they need
+_DIGEST_BITS = 63
 
 Facts = Sequence[tuple[str, str]]
+
+
+def digest(text: str) -> int:
+    """A hash of a text, the same in every process; fits an int64."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> (64 - _DIGEST_BITS)
+
+
+class Transport(Protocol):
+    """Exchanges facts between workers. All workers call it alike."""
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """All workers, by rank."""
+        ...
+
+    def digests(self, topic: str, text: str) -> Sequence[int]:
+        """The digests of all workers' texts, by rank."""
+        ...
+
+    def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
+        """The texts of some workers, if digests differ."""
+        ...
+
+
+def compare(topic: str, facts: Mapping[str, object], *, over: Transport) -> None:
+    """Returns if all workers give equal facts in one order; raises the same error in all of them if not.
+
+    Args:
+        topic: the subject of the facts, in the plural.
+        facts: any printable values, by name.
+
+    Raises:
+        CommunicationError: the workers differ, or some of them did not come to compare.
+    """
+    text = json.dumps([("", topic), *((name, str(value)) for name, value in facts.items())])
+    digests = over.digests(topic, text)
+    other = next((rank for rank, other_digest in enumerate(digests) if other_digest != digests[0]), None)
+    if other is not None:
+        first_facts, other_facts = map(json.loads, over.texts(topic, text, (0, other)))
+        raise CommunicationError(first_difference(over.workers[0], first_facts, over.workers[other], other_facts))
 
 
 def _nothing() -> None:
     pass
 
 
-def check_same_facts(
-    store: Any,
-    workers: Sequence[Worker],
-    rank: int,
-    topic: str,
-    facts: Mapping[str, object],
-    deadline: float,
-    look: Callable[[], object] = _nothing,
-) -> None:
-    """Returns if all workers give equal facts in one order; raises the same error in all of them if not.
-
-    Each reads the short digests of all, and if digests differ, the facts of worker 0 and of the first other one.
+class StoreTransport:
+    """Exchanges facts in the workers' store.
 
     Args:
-        store: the workers' store; nothing else uses its keys, which are new for each call.
+        store: nothing else uses its keys, which are new for each comparison.
         workers: all, by rank.
         rank: of this worker.
-        topic: the subject of the facts, in the plural.
-        facts: any printable values, by name.
         deadline: the time, by ``time.monotonic()``, until which the others are awaited.
         look: called now and then meanwhile, to raise an error that ends the wait.
-
-    Raises:
-        CommunicationError: the workers differ, or some of them did not come to compare.
     """
-    topic_and_facts: Facts = [("", topic), *((name, str(value)) for name, value in facts.items())]
-    text = json.dumps(topic_and_facts)
-    store.set(f"facts/{rank}", zlib.compress(text.encode()))
-    store.set(f"digest/{rank}", hashlib.sha256(text.encode()).hexdigest())
-    everyone = range(len(workers))
-    late = _await(store, [f"digest/{other}" for other in everyone], deadline, look)
-    if late:
-        names = listed(workers[other] for other in everyone if f"digest/{other}" in late)
-        raise CommunicationError(f"{names} did not come to compare {topic} with the other workers in time")
-    digests = [store.get(f"digest/{other}") for other in everyone]
-    other = next((other for other in everyone if digests[other] != digests[0]), None)
-    difference = ""
-    if other is not None:
-        shown: list[Facts] = [json.loads(zlib.decompress(store.get(f"facts/{r}"))) for r in (0, other)]
-        difference = first_difference(workers[0], shown[0], workers[other], shown[1])
-    store.add("read", 1)
-    if rank == 0:
-        until = min(deadline, time.monotonic() + _LONGEST_READING_SECONDS)
-        while store.add("read", 0) < len(workers) and time.monotonic() < until:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-    if difference:
-        raise CommunicationError(difference)
+
+    def __init__(
+        self,
+        store: Any,
+        workers: Sequence[Worker],
+        rank: int,
+        deadline: float,
+        look: Callable[[], object] = _nothing,
+    ) -> None:
+        self.workers: Sequence[Worker] = workers
+        self._store, self._rank, self._deadline, self._look = store, rank, deadline, look
+
+    def digests(self, topic: str, text: str) -> Sequence[int]:
+        self._store.set(f"facts/{self._rank}", zlib.compress(text.encode()))
+        self._store.set(f"digest/{self._rank}", str(digest(text)))
+        keys = [f"digest/{rank}" for rank in range(len(self.workers))]
+        late = _await(self._store, keys, self._deadline, self._look)
+        if late:
+            names = listed(worker for worker, key in zip(self.workers, keys, strict=True) if key in late)
+            raise CommunicationError(f"{names} did not come to compare {topic} with the other workers in time")
+        digests = [int(self._store.get(key)) for key in keys]
+        if len(set(digests)) == 1:
+            self._await_readers()
+        return digests
+
+    def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
+        texts = [zlib.decompress(self._store.get(f"facts/{rank}")).decode() for rank in ranks]
+        self._await_readers()
+        return texts
+
+    def _await_readers(self) -> None:
+        self._store.add("read", 1)
+        if self._rank == 0:
+            until = min(self._deadline, time.monotonic() + _LONGEST_READING_SECONDS)
+            while self._store.add("read", 0) < len(self.workers) and time.monotonic() < until:
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def all_say(
@@ -81,11 +121,7 @@ def all_say(
     deadline: float,
     look: Callable[[], object] = _nothing,
 ) -> list[str]:
-    """The texts of all workers, by rank.
-
-    Args:
-        store, workers, rank, deadline, look: as for `check_same_facts`.
-        text: this worker's text.
+    """The texts of all workers, by rank. Arguments as of `StoreTransport`.
 
     Raises:
         CommunicationError: some texts did not come in time.
@@ -116,10 +152,10 @@ def _fact_text(fact: tuple[str, ...] | None) -> str:
 
 def _await(store: Any, keys: Sequence[str], deadline: float, look: Callable[[], object]) -> list[str]:
     """Waits for all keys until the deadline; returns the missing ones."""
-    left = list(keys)
+    missing = list(keys)
     while True:
-        left = [key for key in left if not store.check([key])]
-        if not left or time.monotonic() > deadline:
-            return left
+        missing = [key for key in missing if not store.check([key])]
+        if not missing or time.monotonic() > deadline:
+            return missing
         look()
         time.sleep(_SECONDS_BETWEEN_LOOKS)

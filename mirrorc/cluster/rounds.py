@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from mirrorc.cluster.bounded_calls import in_bounded_time
-from mirrorc.cluster.consistency import all_say, check_same_facts
+from mirrorc.cluster.consistency import StoreTransport, all_say, compare
 from mirrorc.cluster.lost_workers import Lookout, in_short
 from mirrorc.cluster.membership import Worker
 from mirrorc.cluster.stores import first_line
@@ -55,8 +55,8 @@ class Round:
             CommunicationError: as there; or a worker has failed in this round, and does not come.
         """
         self._meet(
-            lambda store, deadline: check_same_facts(
-                store, self.workers, self.rank, topic, facts, deadline, self._look
+            lambda store, deadline: compare(
+                topic, facts, over=StoreTransport(store, self.workers, self.rank, deadline, self._look)
             ),
             f"compared {topic}",
             timeout_seconds,

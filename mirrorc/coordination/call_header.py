@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from mirrorc.capture.model.model_state import ModelState
+from mirrorc.cluster.consistency import digest
 from mirrorc.coordination.fingerprint import Facts, facts_of_program, hyperparameters_of, shapes, written_buffers
 from mirrorc.coordination.state_sync import TakenValues
 from mirrorc.ir.program import Program
@@ -15,7 +16,7 @@ from mirrorc.options.step_options import StepOptions
 from mirrorc.runtime.execution.executor import Executor
 from mirrorc.runtime.state.step_state import StepState
 from mirrorc.runtime.workers.protocol.checksums import checksums_of, checksums_of_state, updated_as_a_whole
-from mirrorc.runtime.workers.protocol.header import BESIDES, TURN, Header, digest, kind_of
+from mirrorc.runtime.workers.protocol.header import BESIDES, TURN, Header, kind_of
 from mirrorc.runtime.workers.team.meetings import Details
 from mirrorc.runtime.workers.team.team import Team
 

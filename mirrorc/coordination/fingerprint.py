@@ -14,12 +14,12 @@ from mirrorc.analysis.communication.worker_meetings import gathered_rows, worker
 from mirrorc.analysis.communication.worker_schedule import worker_schedule
 from mirrorc.analysis.gradients.sent_factors import Counts, row_counts
 from mirrorc.capture.model.model_state import ModelState
+from mirrorc.cluster.consistency import digest
 from mirrorc.custom_ops.eager_calls import OPAQUE
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program
 from mirrorc.ir.variables import Synchronization, Variable
 from mirrorc.options.step_options import StepOptions
-from mirrorc.runtime.workers.protocol.header import digest
 from mirrorc.user.optimizer_groups import hyperparameters_by_label
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from torch import distributed
 
 from mirrorc.cluster import Cluster, Worker
+from mirrorc.cluster.consistency import compare, digest
 from mirrorc.errors import CommunicationError
 
 WORKERS = tuple(Worker(rank, 3, f"host-{rank}", 100 + rank, {}, "") for rank in range(3))
@@ -58,6 +61,31 @@ def test_all_raise_the_first_difference(facts: dict[str, Any], of_worker_1: dict
 def test_calls_in_another_order_are_told_apart() -> None:
     raised = compared([{}], [{}], [{}], what=("the options", "the options", "the files"))
     assert set(raised) == {raised[0]} and "compares the options, worker 2 (host-2, process 102) the files" in raised[0]
+
+
+class Shared:
+    """A transport between workers that are here."""
+
+    def __init__(self, *texts: str) -> None:
+        self.workers, self._texts, self.asked = WORKERS, texts, 0
+
+    def digests(self, topic: str, text: str) -> list[int]:
+        return list(map(digest, self._texts))
+
+    def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
+        self.asked += 1
+        return [self._texts[rank] for rank in ranks]
+
+
+def test_facts_are_sent_only_if_their_digests_differ() -> None:
+    same, other = (json.dumps([("", "the options"), ("lr", lr)]) for lr in ("0.1", "0.2"))
+    agreeing, differing = Shared(same, same, same), Shared(same, same, other)
+    compare("the options", {"lr": 0.1}, over=agreeing)
+    assert not agreeing.asked
+    with pytest.raises(
+        CommunicationError, match=r"^workers differ in the options: worker 0 .* has lr: 0.1, worker 2 .* has lr: 0.2$"
+    ):
+        compare("the options", {"lr": 0.1}, over=differing)
 
 
 @pytest.mark.slow

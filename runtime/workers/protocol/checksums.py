@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mirrorc.cluster.consistency import digest
 from mirrorc.ir.program import Program
 from mirrorc.runtime.state.replica_check import checksums
-from mirrorc.runtime.workers.protocol.header import digest
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 import torch
 
 from mirrorc.ir.program import Accumulation
-
-_BITS = 63
-
-
-def digest(text: str) -> int:
-    """A hash of a text, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> (64 - _BITS)
 
 
 @dataclass(frozen=True)

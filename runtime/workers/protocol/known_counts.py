@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mirrorc.runtime.workers.protocol.header import Header, digest
+from mirrorc.cluster.consistency import digest
+from mirrorc.runtime.workers.protocol.header import Header
 
 Counts = tuple[int, ...]
 Tell = Callable[[Callable[[Any], Any]], None]

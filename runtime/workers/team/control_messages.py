@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
-from mirrorc.cluster import Cluster
+from mirrorc.cluster import Cluster, Worker
 from mirrorc.cluster.bounded_calls import in_bounded_time
-from mirrorc.cluster.consistency import check_same_facts
+from mirrorc.cluster.consistency import StoreTransport, Transport, compare, digest
 from mirrorc.errors import CommunicationError
 from mirrorc.runtime.workers.protocol.call_state import CallState, Stage
-from mirrorc.runtime.workers.protocol.header import digest
 from mirrorc.runtime.workers.team.failures import Failures
 from mirrorc.runtime.workers.transport.connect import all_texts
 from mirrorc.runtime.workers.transport.connections import Connections
@@ -21,6 +21,7 @@ from mirrorc.runtime.workers.transport.lane import LostConnectionError, in_words
 
 _LONGEST_ANSWER_SECONDS = 10.0  # of the store, after the time to wait for others
 _HOST = torch.device("cpu")
+_T = TypeVar("_T")
 
 
 class Words:
@@ -86,35 +87,33 @@ class Words:
         Raises:
             CommunicationError: they differ; raised by all, with the worker, its first difference, and a remedy.
         """
-        digests = [torch.empty(1, dtype=torch.int64) for _ in self._cluster.workers]
-        local_digest = torch.tensor([digest(repr(list(facts.items())))])
-        self._connections.tell(lambda group: group.all_gather(local_digest, digests))
-        if len(set(map(int, digests))) > 1:
-            self._call.stage = Stage.REFUSED
-            self.refuse_difference(subject, facts, remedy)
+        self._compare(subject, facts, remedy, lambda: _Lane(self._cluster, self._connections, self._begin_refusal))
 
     def refuse_difference(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
-        """Raises the same error in all workers, with their first difference.
+        """Raises the same error in all workers, with their first difference, after a difference in headers.
 
         Raises:
             LostConnectionError: a worker has failed, or is gone, before it has sent its facts.
         """
+        self._compare(subject, facts, remedy, self._begin_refusal)
+
+    def _begin_refusal(self) -> Transport:
+        """Exchanges facts in the store, as they may be long; all workers refuse the call."""
+        self._call.stage = Stage.REFUSED
         store = self._connections.part_of_store(f"facts {self._call.number}")
-        workers, rank = self._cluster.workers, self._cluster.rank
-        deadline = time.monotonic() + self._timeout_seconds
+        return _BoundedStore(store, self._cluster, self._timeout_seconds, self._look)
+
+    def _compare(
+        self, subject: str, facts: Mapping[str, object], remedy: str, open_transport: Callable[[], Transport]
+    ) -> None:
         try:
-            in_bounded_time(
-                lambda: check_same_facts(store, workers, rank, subject, facts, deadline, self._look),
-                self._timeout_seconds + _LONGEST_ANSWER_SECONDS,
-            )
+            compare(subject, facts, over=open_transport())
         except LostConnectionError:
             self._call.stage = Stage.BEFORE  # they do not raise the like
             raise
         except CommunicationError as error:
             end = f" {remedy}." if remedy else ""
             raise CommunicationError(f"{error}. No parameter was changed.{end}") from None
-        except (RuntimeError, TimeoutError) as error:
-            raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
 
     def _look(self) -> None:
         if self._is_over():
@@ -128,6 +127,52 @@ class Words:
         except CommunicationError:
             self._call.stage = Stage.REFUSED
             raise
+
+
+class _BoundedStore:
+    """A `StoreTransport` that answers in bounded time.
+
+    Raises:
+        LostConnectionError: every method, if a worker is gone, or the store does not answer.
+    """
+
+    def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, look: Callable[[], object]) -> None:
+        self.workers: Sequence[Worker] = cluster.workers
+        self._seconds = timeout_seconds + _LONGEST_ANSWER_SECONDS
+        deadline = time.monotonic() + timeout_seconds
+        self._transport = StoreTransport(store, cluster.workers, cluster.rank, deadline, look)
+
+    def digests(self, topic: str, text: str) -> Sequence[int]:
+        return self._bounded(lambda: self._transport.digests(topic, text))
+
+    def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
+        return self._bounded(lambda: self._transport.texts(topic, text, ranks))
+
+    def _bounded(self, ask: Callable[[], _T]) -> _T:
+        try:
+            return in_bounded_time(ask, self._seconds)
+        except CommunicationError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            raise LostConnectionError(f"the workers' store does not answer: {in_words(error)}") from error
+
+
+class _Lane:
+    """Exchanges digests over the connections, and facts in the store if digests differ."""
+
+    def __init__(self, cluster: Cluster, connections: Connections, open_store: Callable[[], Transport]) -> None:
+        self.workers: Sequence[Worker] = cluster.workers
+        self._connections, self._open_store = connections, open_store
+
+    def digests(self, topic: str, text: str) -> Sequence[int]:
+        digests = [torch.empty(1, dtype=torch.int64) for _ in self.workers]
+        self._connections.tell(lambda group: group.all_gather(torch.tensor([digest(text)]), digests))
+        return list(map(int, digests))
+
+    def texts(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
+        store = self._open_store()
+        store.digests(topic, text)
+        return store.texts(topic, text, ranks)
 
 
 @contextmanager

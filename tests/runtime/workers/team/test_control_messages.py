@@ -24,3 +24,16 @@ def test_a_worker_that_is_gone_is_not_waited_for_to_tell_a_difference(is_known: 
     with pytest.raises(LostConnectionError, match="a worker is gone, or has failed"):
         words.refuse_difference("their variables", {"a": "1"}, "")
     assert call.stage is Stage.BEFORE, "who is behind it is found out, as they do not raise the like"
+
+
+def test_a_store_that_is_lost_before_a_difference_is_told_ends_the_call_as_a_lost_connection() -> None:
+    def lost(name: str) -> Any:
+        raise LostConnectionError("the workers' store does not answer")
+
+    cluster: Any = SimpleNamespace(rank=0, workers=[Worker(rank, 2, "host", 1, {}) for rank in range(2)])
+    failures: Any = SimpleNamespace(is_any=lambda: False)
+    connections: Any = SimpleNamespace(part_of_store=lost, are_broken=False)
+    call = CallState()
+    with pytest.raises(LostConnectionError):
+        Words(cluster, 600.0, call, connections, failures).refuse_difference("their variables", {"a": "1"}, "")
+    assert call.stage is Stage.BEFORE
