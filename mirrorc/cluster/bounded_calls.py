@@ -1,4 +1,4 @@
-"""Bounds the time of calls to torch's stores, and makes them interruptible by Ctrl-C."""
+"""Calls to torch's stores in bounded time, which Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def in_bounded_time(function: Callable[[], _T], seconds: float, is_over: Callable[[], bool] | None = None) -> _T:
-    """Calls a function in a separate thread, and returns its result or raises its error.
+    """Calls a function once in a separate thread, and returns its result or raises its error.
 
     torch waits without a bound, and deaf to signals, for a connected store that does not answer.
 
     Args:
-        function: called once.
-        seconds: the longest time to wait for it.
         is_over: polled to end a vain wait early; None to wait in any case.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Compares facts between all workers, and names the first worker that differs."""
+"""Comparison of facts between all workers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ class Transport(Protocol):
     """Exchanges facts between workers. All workers call it alike."""
 
     @property
-    def workers(self) -> Sequence[Worker]:
-        """All workers, by rank."""
-        ...
+    def workers(self) -> Sequence[Worker]: ...
 
     def digests(self, topic: str, text: str) -> Sequence[int]:
         """The digests of all workers' texts, by rank."""
@@ -69,9 +67,7 @@ class StoreTransport:
     """Exchanges facts in the workers' store.
 
     Args:
-        store: nothing else uses its keys, which are new for each comparison.
-        workers: all, by rank.
-        rank: of this worker.
+        store: its keys are new for each comparison.
         deadline: the time, by ``time.monotonic()``, until which the others are awaited.
         look: called now and then meanwhile, to raise an error that ends the wait.
     """
@@ -136,7 +132,7 @@ def all_say(
 
 
 def first_difference(first: Worker, facts: Facts, other: Worker, other_facts: Facts) -> str:
-    """Describes the first different fact of two workers; empty if there is none. The first fact of each is its topic."""
+    """The first different fact of two workers; empty if there is none. The first fact of each is its topic."""
     topic = facts[0][1]
     for fact, other_fact in zip_longest(map(tuple, facts), map(tuple, other_facts)):
         if fact != other_fact:
@@ -151,7 +147,6 @@ def _fact_text(fact: tuple[str, ...] | None) -> str:
 
 
 def _await(store: Any, keys: Sequence[str], deadline: float, look: Callable[[], object]) -> list[str]:
-    """Waits for all keys until the deadline; returns the missing ones."""
     missing = list(keys)
     while True:
         missing = [key for key in missing if not store.check([key])]

@@ -42,11 +42,7 @@ class Pace:
 
 
 class Messages:
-    """Messages of the workers, which all read in one order.
-
-    Args:
-        store: nothing else uses these keys.
-        rank: of this worker.
+    """Messages of the workers, which all read in one order. Nothing else uses the keys of the store.
 
     Attributes:
         gone: ranks of workers that may read nothing more.
@@ -102,7 +98,6 @@ class Beats:
 
     @property
     def age(self) -> float:
-        """Seconds since the last read."""
         return time.monotonic() - self._read_at
 
     def read(self) -> dict[int, bytes]:
@@ -138,21 +133,15 @@ class Listener(Protocol):
 class FailureDetector:
     """Sends this worker's heartbeats from a thread, and passes on messages of the other workers.
 
-    A process has a detector for its rounds, and one for each step: a step's messages begin anew, are awaited by workers that have
-    not made their step yet, and end with the step, not with the process; rounds run while Python may hold threads up for long.
+    A process has a detector for its rounds, and one for each step. A step's messages begin anew, wait for workers that make their
+    step later, and end with the step. Rounds bear long silence, while Python holds threads up.
 
     Args:
         store: nothing else uses its keys. The thread has a separate connection.
-        num_workers: all workers.
-        rank: of this one.
-        pace: time constants.
         listener: None to send heartbeats alone.
 
     Raises:
         RuntimeError, TimeoutError: the store was lost, or does not answer.
-
-    Attributes:
-        messages, beats: over the separate connection.
     """
 
     def __init__(self, store: Any, num_workers: int, rank: int, pace: Pace, listener: Listener | None = None) -> None:
@@ -197,10 +186,7 @@ class FailureDetector:
             self.beats.read()
 
     def publish(self, message: str) -> None:
-        """Publishes a message, and waits for all others to read it, for a bounded time. Raises nothing.
-
-        Does not wait for ``messages.gone``.
-        """
+        """Publishes a message, and waits until all but ``messages.gone`` have read it, for a bounded time. Raises nothing."""
         self._publish(message, _LONGEST_ANSWER_SECONDS + _LONGEST_READING_SECONDS, is_awaited=True)
 
     def _publish(self, message: str, seconds: float, *, is_awaited: bool) -> None:
@@ -211,10 +197,9 @@ class FailureDetector:
             logger.debug("the workers' store is lost: %s", first_line(error))
 
     def find_silent(self, is_known: Callable[[], bool], slack_seconds: float) -> list[int] | None:
-        """The ranks without heartbeats; None if the store does not answer.
+        """The ranks without heartbeats; None if the store does not answer. Empty at once if ``is_known`` tells of a failure.
 
-        Takes some seconds, or ``slack_seconds`` if the thread has already waited as long for the store. Ends early, without a
-        result, when ``is_known`` says that a failure is known.
+        Takes some seconds, or ``slack_seconds`` if the thread has already waited as long for the store.
         """
         seconds = self._pace.silence + slack_seconds
         try:
@@ -225,8 +210,7 @@ class FailureDetector:
             return None
 
     def _await_answer(self, seconds: float, slack_seconds: float, is_known: Callable[[], bool]) -> None:
-        """Waits if the thread has waited long for an answer of the store. Then the store hangs, or this worker was stopped,
-        and gets the answer now.
+        """Waits if the thread has waited long for the store: it hangs, or this worker was stopped and gets the answer now.
 
         Raises:
             TimeoutError: there is none.
@@ -240,7 +224,7 @@ class FailureDetector:
             time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def _await_beats(self, seconds: float, is_known: Callable[[], bool]) -> list[int]:
-        """Waits until each worker has sent a new heartbeat, or is silent; ``seconds`` bound each answer of the store."""
+        """``seconds`` bound each answer of the store, not the wait."""
         earlier = in_bounded_time(
             self.beats.read, seconds
         )  # a change since a read before may be older than the failure
@@ -254,7 +238,6 @@ class FailureDetector:
             time.sleep(self._pace.interval / 2)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._ending.set()
 
     def leave(self, message: str) -> None:

@@ -98,14 +98,13 @@ class Cluster:
         return self._round(f"same/{next(self._num_comparisons)}", f"a comparison of {topic}")
 
     def begin(self, doing: str) -> Round:
-        """Begins a common task such as "mirrorc.compile"; all workers call it, as often and in the same order."""
+        """Begins a common task such as "mirrorc.compile"; all workers call it in the same order."""
         return self._round(f"round/{next(self._num_rounds)}", doing)
 
     def _round(self, name: str, doing: str) -> Round:
         return Round(self.store, self.workers, self.rank, name, doing, self.lookout())
 
     def lookout(self) -> Lookout:
-        """Detects lost workers."""
         store = distributed.PrefixStore(_LIFE, self.store)
         return Lookout(store, self.workers, self.rank, pace_of_rounds(self.num_workers))
 
@@ -171,10 +170,7 @@ def _join(process_group: Any, place: Place, timeout_seconds: float, key: Any) ->
 
 
 def _roll_call(opened: Any, place: Place, deadline: float, number: int) -> tuple[Any, list[Worker]]:
-    """Returns the store of this start and its workers, in bounded time even if the store's host is stopped.
-
-    ``number`` counts attempts to join; workers with a common store have made equally many.
-    """
+    """``number`` counts attempts to join; workers with a common store have made equally many."""
     seconds = max(0.0, deadline - time.monotonic()) + _LONGEST_VERDICT_SECONDS
     try:
         return in_bounded_time(lambda: _roll_call_in_start(opened, place, deadline, number), seconds)
@@ -206,7 +202,6 @@ def _is_initialised() -> bool:
 
 
 def _place_in(process_group: Any) -> Place:
-    """None is the default group."""
     if process_group is not None and not (
         distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)
     ):

@@ -1,4 +1,4 @@
-"""Lost workers in rounds: each process announces its end, and is looked out for by those that wait for it."""
+"""Lost workers in rounds: each process announces its end to those that wait for it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,6 @@ def pace_of_rounds(num_workers: int) -> Pace:
 class Presence:
     """Sends this process's heartbeats until it ends, and then the reason, if it still can.
 
-    Args:
-        store: the workers' store; nothing else uses its keys but a `Lookout`.
-        pace: time constants, the same on all workers.
-
     Raises:
         RuntimeError, TimeoutError: the store was lost, or does not answer.
     """
@@ -49,14 +45,7 @@ class Presence:
 
 
 class Lookout:
-    """Detects lost workers while this one waits for others in their store.
-
-    Args:
-        store: that of their `Presence`.
-        workers: all, by rank.
-        rank: of this one.
-        pace: that of their `Presence`.
-    """
+    """Detects lost workers while this one waits for others in their store; ``store`` and ``pace`` are those of `Presence`."""
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, pace: Pace) -> None:
         self._others = [worker for worker in workers if worker.rank != rank]
@@ -97,7 +86,7 @@ def cause_of_exit() -> str:
 
 
 def in_short(error: BaseException, longest: int | None = _LONGEST_TEXT) -> str:
-    """An error for other workers: its name and its text on one line, or the beginning and the end of a long text.
+    """An error on one line, for other workers: its name, and the beginning and the end of a long text.
 
     The end of a long one, such as of a DataLoader's worker, is often the last line of a traceback, with the cause.
     """
@@ -109,7 +98,6 @@ def in_short(error: BaseException, longest: int | None = _LONGEST_TEXT) -> str:
 
 
 def _has_ended(pid: int) -> bool:
-    """True if this system has no such process, or a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as status:
             return status.read().rpartition(")")[2].split()[0] in ("Z", "X")

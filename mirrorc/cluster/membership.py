@@ -35,7 +35,7 @@ def _versions() -> dict[str, str]:
 
 
 def local_system() -> str:
-    """Identifies the system in which this process's pids are valid; empty if unknown."""
+    """The system in which this process's pids are valid; empty if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -47,9 +47,6 @@ class Worker:
     """A worker's description of itself.
 
     Attributes:
-        rank, num_workers: as configured.
-        machine: the name of its machine.
-        pid: its process.
         versions: of its compiler; workers of one program must have the same.
         system: the system of its pid, see `local_system`.
     """
@@ -78,10 +75,7 @@ def call_roll(
     A worker after the verdict is refused.
 
     Args:
-        store: the workers' store; nothing else uses its keys.
-        place: of this worker.
         deadline: the time, by ``time.monotonic()``, until which the others are awaited.
-        worker: this worker's description.
         while_waiting: called again and again until there is a verdict.
 
     Raises:
@@ -134,10 +128,7 @@ def _call_roll(
 
 
 def _verdict(came: Mapping[int, Worker], place: Place, *, is_over: bool) -> dict[str, Any] | None:
-    """The misfit of present workers, or their completeness; None while more are awaited.
-
-    ``num_readers`` bounds the readers to wait for: after a timeout, nobody waits for the missing workers again.
-    """
+    """None while more are awaited. ``num_readers`` bounds the readers to wait for; after a timeout, that is none."""
     missing, members = _missing(came, place), sorted(came)
     wrong = disagreement(list(came.values()))
     if wrong or not missing:
@@ -182,7 +173,6 @@ def _key(number: int) -> str:
 
 
 def _look(store: Any, came: dict[int, Worker]) -> None:
-    """Adds new arrivals."""
     for number in range(1, store.add(_NUM_COME, 0) + 1):
         if number not in came and store.check([_key(number)]):
             came[number] = Worker(**json.loads(store.get(_key(number))))

@@ -10,13 +10,11 @@ class Place:
     """A worker's rank, the number of workers, and their store, before any contact with the others.
 
     Attributes:
-        rank: the worker's number, from 0. Worker 0 is the chief.
-        num_workers: the number of workers.
-        source: its description: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
+        source: ``torchrun's variables``, ``TF_CONFIG`` or ``the process group``; empty for a process on its own.
         host, port: the address of the workers' store; an empty host if a process group has a store.
         hosts_store: True if this worker opens the store; otherwise it connects to it.
-        local_rank: the worker's number among those of its machine, if known.
-        num_restarts: the number of restarts caused by this machine's workers, as torchrun's agent counts.
+        local_rank: the worker's number among those of its machine; None if unknown.
+        num_restarts: the restarts caused by this machine's workers, as torchrun's agent counts.
         store_persists: True if the store outlives the workers, and may have keys of an earlier start.
     """
 
@@ -32,7 +30,6 @@ class Place:
 
     @property
     def address(self) -> str:
-        """The address of the store as text."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:

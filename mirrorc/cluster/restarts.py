@@ -13,15 +13,11 @@ _NUM_STARTS, _NUM_KNOCKS = "starts", "knocks"
 
 
 class Start:
-    """A start of the workers, opened by the chief.
+    """A start of the workers, opened by the chief with the next number.
 
     torchrun's agents start all workers again when one has failed. Their store stays, with all keys of the failed ones, and each
-    agent counts only the restarts caused by its workers. So workers of several machines have no common number for a start. The
-    chief opens a start with the next number. Another worker knocks, and joins the start whose chief has answered: the chief of an
-    earlier start is gone, and answers nobody.
-
-    Args:
-        store: the workers' store; nothing else uses its keys.
+    agent counts only the restarts caused by its workers. So another worker knocks, and joins the start whose chief has answered:
+    the chief of an earlier start is gone, and answers nobody.
     """
 
     def __init__(self, store: Any) -> None:
@@ -38,11 +34,6 @@ class Start:
 
 def await_start(store: Any, place: Place, deadline: float) -> int:
     """The number of the present chief's start.
-
-    Args:
-        store: as for `Start`.
-        place: of this worker, which is not the chief.
-        deadline: the time, by ``time.monotonic()``, until which the chief is awaited.
 
     Raises:
         CommunicationError: it did not come in time.

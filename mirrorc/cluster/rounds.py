@@ -28,16 +28,11 @@ _T = TypeVar("_T")
 
 
 class Round:
-    """One common task, seen from one worker. Its comparisons have separate numbers, so that a round that failed on some workers
-    leaves no trace in the next one.
+    """A common task, seen from one worker. Comparisons have separate numbers: a failed round leaves no trace in the next one.
 
     Args:
-        store: the workers' store.
-        workers: all, by rank.
-        rank: of this worker.
         name: the same on all workers, and of no other round.
         doing: the task, such as "mirrorc.compile".
-        lookout: detects lost workers.
     """
 
     def __init__(
@@ -112,7 +107,6 @@ class Round:
         raise CommunicationError(text)
 
     def _meet(self, function: Callable[[Any, float], _T], doing: str, timeout_seconds: float) -> _T:
-        """Calls a function with a separate store and its deadline, in bounded time."""
         store = distributed.PrefixStore(f"same/{next(self._num_comparisons)}", self._store)
         deadline = time.monotonic() + min(timeout_seconds, threading.TIMEOUT_MAX)
         seconds = deadline - time.monotonic() + _LONGEST_VERDICT_SECONDS

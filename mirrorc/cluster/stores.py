@@ -1,4 +1,4 @@
-"""Opens the store of the workers' rendezvous, in a bounded time that Ctrl-C can cut short."""
+"""The store of the workers' rendezvous, opened in a bounded time that Ctrl-C can cut short."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ _SECONDS_BETWEEN_TRIES = 0.1
 
 
 def open_store(place: Place, deadline: float) -> Any:
-    """The store of the workers: opened by its host, awaited by all others.
-
-    Args:
-        place: of this worker.
-        deadline: the time, by ``time.monotonic()``, until which the store is awaited.
+    """The store of the workers: opened by its host, awaited by all others until ``deadline``, by ``time.monotonic()``.
 
     Raises:
         CommunicationError: the port is in use, nobody listens in time, or the listener is no store.
@@ -76,15 +72,8 @@ def _await_listener(place: Place, deadline: float) -> None:
 class OwnConnection:
     """A separate connection to a store, so that no request waits for another's answer.
 
-    Args:
-        store: the store.
-        seconds: the longest time to wait for its answer.
-
     Raises:
         RuntimeError, TimeoutError: the store is lost, or does not answer in time.
-
-    Attributes:
-        store: the same one, over this connection.
     """
 
     def __init__(self, store: Any, seconds: float) -> None:

@@ -23,14 +23,7 @@ _OTHERS = {
 def place_by_tf_config(variables: Mapping[str, str]) -> Place | None:
     """The place in ``TF_CONFIG``: the chief, or else worker 0, has rank 0 and opens the store at its address.
 
-    Workers follow in the order of their index. A cluster without any task, as platforms write it for a single machine, is a
-    process on its own.
-
-    Args:
-        variables: the environment.
-
-    Returns:
-        None if the variable is not set.
+    A cluster without any task, as platforms write it for a single machine, is a process on its own; without the variable, None.
 
     Raises:
         ValueError: the text or a field is wrong; names the field, its value and the expected form.
@@ -71,7 +64,6 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _checked_task(task: dict[str, Any]) -> tuple[str, int]:
-    """The type and the index of this task."""
     kind, index = task.get("type"), task.get("index")
     if isinstance(kind, str) and kind in _OTHERS:
         _refuse("task.type", kind, f"this is {_OTHERS[kind]}")
@@ -83,7 +75,6 @@ def _checked_task(task: dict[str, Any]) -> tuple[str, int]:
 
 
 def _checked_cluster(cluster: dict[str, Any]) -> dict[str, list[tuple[str, int]]]:
-    """The addresses of the chief and of the workers."""
     if not cluster:
         _refuse("cluster", cluster, "give the addresses of the workers, as there is a task")
     taken: dict[tuple[str, int], str] = {}

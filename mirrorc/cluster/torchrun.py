@@ -12,13 +12,7 @@ _REMEDY = f"start the script with torchrun, which sets {_ALL}, or unset them all
 
 
 def place_by_torchrun(variables: Mapping[str, str]) -> Place | None:
-    """The place in torchrun's variables; None if neither ``RANK`` nor ``WORLD_SIZE`` is set.
-
-    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` from other launchers work, too. The store is that of torchrun's
-    agent, or one opened by worker 0, as in `torch.distributed.init_process_group`.
-
-    Args:
-        variables: the environment.
+    """The place in torchrun's variables, also from other launchers; None if neither ``RANK`` nor ``WORLD_SIZE`` is set.
 
     Raises:
         ValueError: a variable is missing or wrong; names it, its value and the expected form.

@@ -1,4 +1,4 @@
-"""Headers of calls, which workers exchange when they meet, and the details behind their digests."""
+"""Headers of calls, and the details behind their digests."""
 
 from __future__ import annotations
 
@@ -24,13 +24,7 @@ _LOADED = "calls of step.load_unsent_states()"
 
 
 class Announcements:
-    """Makes the headers of one worker's calls of a step.
-
-    Args:
-        options, model, state: of the step.
-        team: the workers.
-        taken: the variables with values that all workers have.
-    """
+    """Makes the headers of one worker's calls of a step."""
 
     def __init__(
         self, options: StepOptions, model: ModelState, state: StepState, team: Team, taken: TakenValues
@@ -41,7 +35,6 @@ class Announcements:
         self._variables = Facts({})
 
     def facts_of(self, executor: Executor) -> Facts:
-        """The facts of a program, computed once."""
         facts = self._facts.get(executor)
         if facts is None:
             facts = self._facts[executor] = facts_of_program(executor.program, needs_seed=executor.needs_seed)
@@ -50,12 +43,7 @@ class Announcements:
     def written(self, program: Program, *, is_stale: bool) -> int:
         """A digest of the user's writes since the last step, equal on workers with the same writes; 0 for none.
 
-        It leaves out the buffers that the step writes: an evaluation on one worker may have written those, and they count in
-        the step's mean.
-
-        Args:
-            program: of the step.
-            is_stale: whether the user has changed the optimizer's state.
+        It leaves out the buffers that the step writes: an evaluation on one worker may have written those.
         """
         is_behind = self._state.are_variables_written or self._state.optimizers.user_steps.have_written
         if not (is_stale or is_behind):
@@ -76,11 +64,9 @@ class Announcements:
         """The header of a training call, and its details.
 
         Args:
-            executor: the step's program; of a worker that has left, the program of its last call.
+            executor: of a worker that has left, the program of its last call.
             num_examples: for each replica of this worker; empty for a worker that has left.
-            written: see `written`.
-            num_steps: the number of this worker's steps that count for comparisons of copies.
-            has_left: whether this worker has left its loop.
+            num_steps: this worker's steps that count for comparisons of copies.
         """
         program, tensors = executor.program, self._state.store.tensors
         if tensors.keys() != self._variables.texts.keys():
@@ -123,7 +109,6 @@ class Announcements:
         """The header of a call without training, which must be the same on all workers.
 
         Args:
-            name: of the call.
             has_changed: a value that must be alike on all workers, or they agree to take over values.
         """
         facts = Facts({"the call": name})
@@ -143,12 +128,7 @@ class Announcements:
         return header, {**self._details(facts), "kind": lambda: facts.texts}
 
     def of_turn(self, number: int, *, has_left: bool) -> tuple[Header, dict[str, Details]]:
-        """The header of a meeting before a call in a block of several steps.
-
-        Args:
-            number: of the step, in the block.
-            has_left: whether this worker has left its loop; then the number does not count.
-        """
+        """The header of a meeting before a call of step ``number`` of a block; a worker that has left has no number."""
         num_examples = 0 if has_left else 1  # a call without any would be refused
         header = Header(self._team.num_calls, num_examples=num_examples, kind=TURN, has_left=has_left, turn=number)
         return header, {
@@ -165,7 +145,7 @@ class Announcements:
 
 
 def _next_seed() -> int:
-    """The seed that the next step with random numbers draws; the generator stays as it is."""
+    """The generator stays as it is."""
     state = torch.get_rng_state()
     seed = int(torch.randint(2**62, (), dtype=torch.int64))
     torch.set_rng_state(state)

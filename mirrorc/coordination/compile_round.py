@@ -1,4 +1,4 @@
-"""A call of `mirrorc.compile` on several workers: the rendezvous, and the report of a failure to the others."""
+"""A call of `mirrorc.compile` on several workers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ _DOING = "mirrorc.compile"
 
 
 class JointCompilation(AbstractContextManager["JointCompilation"]):
-    """A block around one call. It begins when all workers have joined; an error in it reaches the others, who stop waiting.
+    """A block around one call. It begins when all workers have joined; an error in it reaches the others.
 
-    So all arguments are checked within the block, but those that name the workers: without them a worker can reach nobody.
-
-    Args:
-        arguments: the arguments of `mirrorc.compile`, by name, not checked yet.
+    All arguments are checked within the block, but those that name the workers: without them a worker can reach nobody.
 
     Raises:
         TypeError, ValueError: on entering, the description of the workers is wrong; or a process that trains alone has a group.
         CommunicationError: on entering, see `mirrorc.cluster.join`.
 
     Attributes:
-        cluster: the workers; None for a process that trains alone, or compiles for a world without processes.
-        round: the joint call; None without a cluster.
+        cluster, round: None for a process that trains alone, or compiles for a world without processes.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -68,7 +64,7 @@ def _joined_workers(arguments: Mapping[str, Any]) -> Cluster | None:
 
 
 def _longest_wait(arguments: Mapping[str, Any]) -> dict[str, float]:
-    """The timeout as an argument of `join`; a wrong value is left to the checks within the block."""
+    """A wrong value is left to the checks within the block."""
     options = arguments["communication_options"]
     timeout = options.timeout_seconds if isinstance(options, CommunicationOptions) else None
     seconds: Any = arguments["timeout_seconds"] if timeout is None else timeout

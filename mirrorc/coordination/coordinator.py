@@ -1,4 +1,4 @@
-"""Coordination of a step's training calls: with other workers, or of a process alone."""
+"""Coordination of a step's training calls."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Coordinator(Protocol):
 
     @property
     def team(self) -> Team | None:
-        """The workers; None for a process alone."""
+        """None for a process alone."""
         ...
 
     @property
     def link(self) -> LinkSpeed | None:
-        """The measured speed of the link between workers; None if nothing was measured."""
+        """None if nothing was measured."""
         ...
 
     @property
@@ -60,11 +60,11 @@ class Coordinator(Protocol):
         ...
 
     def examples(self, local: int) -> Examples:
-        """The numbers of examples of the call; ``local``: of this process."""
+        """``local``: of this process."""
         ...
 
     def seed(self, local: int | None) -> int | None:
-        """The seed of the call; ``local``: drawn in this process, None if the program draws no random numbers."""
+        """``local``: drawn in this process, None if the program draws no random numbers."""
         ...
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
@@ -98,11 +98,7 @@ class Coordinator(Protocol):
 
 
 class LocalCoordinator:
-    """Coordinates the calls of a process alone, and evaluations, which every worker makes alone.
-
-    Args:
-        step_seconds: the longest time of a step on the devices.
-    """
+    """Coordinates the calls of a process alone, and evaluations, which every worker makes alone."""
 
     team: Team | None = None
     link: LinkSpeed | None = None

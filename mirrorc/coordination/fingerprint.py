@@ -26,12 +26,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class Facts:
-    """Facts of one worker and their digest; of a program also the numbers of rows that depend on its batch.
+    """Facts of one worker and their digest.
 
     Args:
-        texts: the facts, by name.
         row_counts: of the program; empty if it sends none.
-        gathered_rows: the numbers of rows that all replicas gather, see `mirrorc.analysis.communication.worker_meetings`.
+        gathered_rows: rows that all replicas gather, see `mirrorc.analysis.communication.worker_meetings`.
         meets: whether the program's replicas meet those of other workers.
     """
 
@@ -44,12 +43,7 @@ class Facts:
 
 
 def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
-    """The facts that must be the same of the programs of all workers.
-
-    Args:
-        program: a LOWERED program.
-        needs_seed: whether it draws random numbers.
-    """
+    """The facts in which all workers' LOWERED programs must agree."""
     lines = {f"line {number}": line for number, line in enumerate(worker_schedule(program))}
     written = ", ".join(variable.name for variable in written_buffers(program))
     graphs = [region.graph_module.graph for region in program.regions.values()]
@@ -62,20 +56,19 @@ def facts_of_program(program: Program, *, needs_seed: bool) -> Facts:
 
 
 def hyperparameters_of(options: StepOptions) -> dict[str, str]:
-    """The hyperparameters of a step's optimizers, and of its scaler, by name."""
     hyperparameters = hyperparameters_by_label(options.optimizers)
     scaler = options.scaler
     return hyperparameters if scaler is None else {**hyperparameters, "the scaler": str(scaler.state_dict())}
 
 
 def written_buffers(program: Program) -> list[Variable]:
-    """The buffers written by a program's steps, in the order of their names."""
+    """In the order of their names."""
     written = [v for v in program.variables.values() if v.synchronization is Synchronization.PER_REPLICA]
     return sorted(written, key=lambda variable: variable.name)
 
 
 def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
-    """The facts of a call of `mirrorc.compile` that must be the same on all workers; values come from the chief later."""
+    """The facts of `mirrorc.compile` in which all workers must agree; values come from the chief later."""
     frozen = {name for name, parameter in model.parameters.items() if not parameter.requires_grad}
     variables = {name: text + ", frozen" * (name in frozen) for name, text in shapes(model.tensors).items()}
     names = {id(parameter): name for name, parameter in model.parameters.items()}
@@ -105,10 +98,7 @@ def facts_of_options(options: StepOptions, model: ModelState) -> dict[str, str]:
 
 
 def _text_of_pass(stage: Any) -> str:
-    """A pass with its options, without addresses, which differ from worker to worker.
-
-    So functions are compared by name alone; their results are compared with the programs.
-    """
+    """Without addresses, which differ from worker to worker. So functions are compared by name, and later by their programs."""
     return _ADDRESS.sub("", repr(stage))
 
 
@@ -124,5 +114,4 @@ def _text_of_loss(loss: Any) -> str:
 
 
 def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The dtype and shape of each tensor, by name."""
     return {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}

@@ -17,8 +17,6 @@ def unsent_of_worker(
 
     Args:
         states: results of `mirrorc.Step.unsent_state` on all workers of the earlier run, in any order.
-        rank, num_workers: of this worker.
-        parameters: of the model, by name.
 
     Returns:
         Unsent gradients by variable, and the state of payloads by variable, the same on all workers.
@@ -37,7 +35,6 @@ def unsent_of_worker(
 def _checked(
     states: Sequence[Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[int, Mapping[str, torch.Tensor]], Mapping[str, Any]]:
-    """The unsent gradients by rank, and the whole state of rank 0."""
     if isinstance(states, Mapping) or not isinstance(states, Sequence):
         raise TypeError(
             f"states is a {type(states).__name__}: give a list of what step.unsent_state() gave on every worker of one run"

@@ -1,4 +1,4 @@
-"""Results of a step that are the same on all workers: the loss of all examples, and buffers."""
+"""Results that are the same on all workers: the loss of all examples, and buffers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from mirrorc.runtime.workers.team.control_messages import Words
 
 
 def total_loss(words: Words, local: torch.Tensor | None) -> torch.Tensor:
-    """The weighted sum of the losses of all workers, a scalar, float64 in host memory.
-
-    Args:
-        words: of the workers.
-        local: the sum of this worker's losses, a scalar; None if it has no examples.
+    """The weighted sum of the losses of all workers, a scalar, float64 in host memory; ``local`` is None without examples.
 
     Raises:
         LostConnectionError: a worker has failed, or the connection broke.
@@ -33,11 +29,7 @@ def show_buffers(words: Words, program: Program, state: StepState, agreed: Agree
     """Makes buffers alike on all replicas of all workers, which exchange them in one order.
 
     Args:
-        words: of the workers.
-        program: of the step that has written the buffers.
-        state: of the step.
-        agreed: the workers' agreement about the step.
-        num_present: the number of this worker's replicas with examples.
+        num_present: this worker's replicas with examples.
 
     Raises:
         LostConnectionError: a worker has failed, or the connection broke.

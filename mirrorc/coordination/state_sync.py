@@ -1,4 +1,4 @@
-"""Broadcasts one worker's values to all, before a step for which they would differ otherwise."""
+"""Broadcasts of one worker's values, before a step for which they would differ otherwise."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ from mirrorc.runtime.workers.team.team import Team
 
 
 class TakenValues:
-    """The variables that have the same values on all workers, since a broadcast or by the steps after it.
-
-    Args:
-        options, state: of the step.
-        team: the workers.
-    """
+    """The variables that have the same values on all workers, since a broadcast or by the steps after it."""
 
     def __init__(self, options: StepOptions, state: StepState, team: Team) -> None:
         self._options, self._state, self._team = options, state, team
         self._ids: dict[str, int] | None = None  # of the variables, by name; None before the first call
 
     def lack_any(self) -> bool:
-        """Tests for new variables since the last broadcast, or for workers that may have parted."""
+        """Test for new variables since the last broadcast, or for workers that may have parted."""
         return self._ids is None or not self._ids_now().items() <= self._ids.items() or self._team.have_parted
 
     def _ids_now(self) -> dict[str, int]:
@@ -39,10 +34,9 @@ class TakenValues:
         self._ids = self._ids_now()
 
     def take_over(self, agreed: Agreement, written: int) -> None:
-        """Broadcasts parameters, buffers, optimizer state and the scaler from the worker of the agreement.
+        """Broadcasts parameters, buffers, optimizer state and the scaler from the source of the agreement.
 
         Args:
-            agreed: the agreement to take over values.
             written: digest of the user's writes on this worker since the last step; 0 for none.
 
         Raises:
@@ -68,11 +62,7 @@ class TakenValues:
         self._team.come_together()
 
     def _make_state_whole_for(self, source: int) -> None:
-        """Gathers the optimizer's state if the source of the broadcast has a shard of it alone.
-
-        Raises:
-            CommunicationError: the workers' parts may be of two steps; all raise it.
-        """
+        """The source of a broadcast may have a shard of the optimizer's state alone."""
         if not self._options.program_workers.shards_optimizer:
             return
         words = self._team.words

@@ -43,11 +43,11 @@ _MOST_ROW_MEETINGS = 4  # of one call, with different numbers of gathered rows
 
 @dataclass(frozen=True)
 class Revision:
-    """The reasons to look up another program, after a meeting at which the workers' programs did not go together.
+    """The program that a worker looks up after a meeting at which the workers' programs did not go together.
 
     Attributes:
-        accumulation: what the program is to do with the gradients of several calls.
-        rows_elsewhere: the numbers of rows that the other workers gather; None if they are not known.
+        accumulation: of gradients of several calls.
+        rows_elsewhere: rows that the other workers gather; None if unknown.
     """
 
     accumulation: Accumulation
@@ -57,29 +57,20 @@ class Revision:
 class TeamCoordinator:
     """Coordinates the training calls of one step on several workers, all of which make the same calls at the same time.
 
-    Workers meet when each has its program, before anything changes. They meet again after the chief's values are taken over (at
-    the start, or after a write on some workers alone), and after a meeting with programs that do not go together, see
-    `protocol.header.agreement`.
+    Workers meet when each has its program, before anything changes. They meet again after the chief's values are taken over, and
+    after a meeting with programs that do not go together, see `protocol.header.agreement`.
 
-    Optimizers that are not element-wise run on every worker, so that each has their state: with the chief's state alone, the
-    others would go on from stale state when the chief leaves `mirrorc.step.Step.join` before them. They get sums of the same
-    bits and draw from one stream of random numbers. Before each call workers compare the parameters that these optimizers have
-    written. Different parameters, as from another machine or another stream, are an error, so that nobody trains models that
-    have parted.
-
-    Args:
-        options: the options of the step, with a cluster of several workers.
-        model: the user's model.
-        state: the state of the step.
+    Optimizers that are not element-wise run on every worker: with the chief's state alone, the others would go on from stale
+    state when the chief leaves `mirrorc.step.Step.join`. They get sums of the same bits and one stream of random numbers. Before
+    each call workers compare the parameters that these optimizers have written, so that nobody trains models that have parted.
 
     Raises:
         CommunicationError: the workers do not compile the same step; or one did not come to compare.
 
     Attributes:
-        team: the workers.
         call_without_examples: the structure of the last call; None before the first one.
-        rows_elsewhere: the numbers of rows that the other workers gather in this call, where the model asks for those of all;
-            None where no program gathers any, or programs do not go together yet.
+        rows_elsewhere: rows that the other workers gather in this call; None where no program gathers any, or programs do not go
+            together yet.
     """
 
     def __init__(self, options: StepOptions, model: ModelState, state: StepState) -> None:
@@ -114,7 +105,7 @@ class TeamCoordinator:
         exclusively: Callable[[Callable[[], Any]], Any],
         is_closed: Callable[[], bool],
     ) -> list[JoinedStep]:
-        """The step as `mirrorc.join` needs it; ``take_part`` runs one call without examples."""
+        """``take_part`` runs one call without examples."""
         taking_part = functools.partial(exclusively, functools.partial(take_part, self))
         return [JoinedStep(self, taking_part, exclusively, is_closed)]
 
@@ -151,7 +142,7 @@ class TeamCoordinator:
     # A call, from its beginning to its end
 
     def begin_call(self) -> None:
-        """Begins a call of the user's loop, while other calls of the step may still run.
+        """Begins a call of the user's loop.
 
         Raises:
             ExecutionError: this thread is in the block of other steps.
@@ -163,7 +154,7 @@ class TeamCoordinator:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """A block around one training call, see `Team.call`; parameters left between two steps are guarded at its end."""
+        """A block around one training call. Parameters left between two steps are guarded at its end."""
         torn_before, had_parted = self._state.torn, self.team.have_parted
         self._num_meetings = self._num_row_meetings = 0
         try:
@@ -180,12 +171,12 @@ class TeamCoordinator:
             torn.guard(self._options.model, self.optimizers.optimizers)
 
     def _go_on_from_a_checkpoint(self) -> None:
-        """Drops accumulated and unsent gradients, as some workers have used theirs, and others not."""
+        """Some workers have used their accumulated and unsent gradients, and others not."""
         self._state.accumulated.clear()
         self._state.unsent.forget()
 
     def _torn(self) -> str:
-        """The buckets that a failed step has updated; empty if none has left parameters between two steps."""
+        """Empty if no failed step has left parameters between two steps."""
         torn = self._state.torn
         return torn.what if torn is not None and not torn.is_restored else ""
 
@@ -196,12 +187,12 @@ class TeamCoordinator:
         """Meets the other workers with this one's program.
 
         Args:
-            executor: the step's program; of a worker that has left, the program of its last call.
+            executor: of the step's program; of a worker that has left, of its last call's.
             num_examples: for each replica of this worker; empty for a worker that has left.
             is_stale: whether the user has changed the optimizer's state since the last step.
 
         Returns:
-            None if all programs go together, and the call goes on; otherwise what the program of the next meeting must do.
+            None if all programs go together, and the call goes on.
         """
         self._num_meetings += 1
         self.team.stop_on_failure(executor.interrupt)
@@ -225,9 +216,7 @@ class TeamCoordinator:
         return Revision(agreed.accumulation, self.rows_elsewhere)
 
     def _compare_rows(self) -> bool:
-        """Compares the numbers of gathered rows for which the workers' programs were compiled.
-
-        They follow from the batches of all workers. Where they differ, some workers look up other programs, and all meet again.
+        """Compares the numbers of gathered rows for which programs were compiled; they follow from the batches of all workers.
 
         Raises:
             CommunicationError: they still differ after the last meeting; all workers raise it.
@@ -248,7 +237,7 @@ class TeamCoordinator:
         return False
 
     def _begin(self, agreed: Agreement, *, meets: bool) -> None:
-        """Prepares the run of the program; ``meets``: whether its replicas meet those of other workers."""
+        """``meets``: whether replicas meet those of other workers."""
         if meets and not agreed.is_over:
             self.team.open_values()
         self._num_steps = agreed.num_steps + (agreed.accumulation is not Accumulation.ADDS)
@@ -262,8 +251,7 @@ class TeamCoordinator:
     def compare_replicas(self, program: Program) -> None:
         """Compares the workers' copies of variables and optimizer state, if the beginning step is due for that.
 
-        Buffers that the program writes are left out: each step makes them alike, and an evaluation between two may write one
-        worker's.
+        Buffers that the program writes are left out: an evaluation between two steps may write one worker's.
 
         Raises:
             CommunicationError: two workers have different copies; all raise it, again until copies are written anew.
@@ -289,7 +277,7 @@ class TeamCoordinator:
             raise
 
     def random_stream(self, program: Program) -> AbstractContextManager[None]:
-        """A block around the run of a program, in which optimizers that every worker runs draw the same random numbers."""
+        """A block in which optimizers that every worker runs draw the same random numbers."""
         runs_by_itself = not program.accumulates and updated_as_a_whole(program)
         return stream_of_chief(self.team) if runs_by_itself else nullcontext()
 
@@ -308,30 +296,26 @@ class TeamCoordinator:
 
     @property
     def step_seconds(self) -> float:
-        """The longest time of a step on the devices: that of a process alone, and as long again for the other workers."""
+        """That of a process alone, and as long again for the other workers."""
         return 2 * self._options.timeout_seconds + _SLACK_SECONDS
 
     @property
     def agreed(self) -> Agreement:
-        """The workers' agreement about the present call."""
         assert self._agreed is not None, "the workers have met"
         return self._agreed
 
     def examples(self, local: int) -> Examples:
-        """The numbers of examples of the call; ``local``: of this worker."""
         kept_elsewhere = self.agreed.num_kept - self._state.accumulated.num_examples
         before = sum(self.agreed.present[: self.team.cluster.rank])
         return Examples(local, self.agreed.num_examples, kept_elsewhere, before, self.agreed.num_present)
 
     def seed(self, local: int | None) -> int | None:
-        """The seed of all workers, in place of this worker's."""
         return self.agreed.seed
 
     def finish(self, executor: Executor, loss: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Ends a step: makes buffers alike on all workers, and sums the losses of all.
+        """Makes buffers alike on all workers, and sums the losses of all.
 
         Args:
-            executor: the program of the step.
             loss: the weighted sum of this worker's losses, a scalar; None if it has no examples.
             dtype: of losses.
         """
@@ -347,9 +331,6 @@ class TeamCoordinator:
 
     def gather_optimizer_state(self, exclusively: Callable[[Callable[[], None]], None]) -> None:
         """Makes sharded optimizer state whole on all workers, in a call of its own.
-
-        Args:
-            exclusively: runs a function while no call of the step runs.
 
         Raises:
             ExecutionError: this worker is inside of `mirrorc.step.Step.join`, where others may have left.
@@ -382,13 +363,10 @@ class TeamCoordinator:
 
     @property
     def link(self) -> LinkSpeed | None:
-        """The measured speed of the link between the workers; None before the first call."""
         return self.team.link
 
     def note_failure(self, error: BaseException) -> None:
-        """Notes an error after which this worker leaves, for the others."""
         self.team.note_why(error)
 
     def close(self) -> None:
-        """Leaves the other workers; may be repeated."""
         self.team.close()

@@ -1,4 +1,4 @@
-"""The block around loops of different lengths: a worker that has left its loop takes part in the calls of the others."""
+"""The block around loops of different lengths."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class BlockCalls(Protocol):
         ...
 
     def enter_block(self, before_call: Callable[[], object]) -> None:
-        """Enters the block; ``before_call`` runs before each call of the step until it ends."""
+        """``before_call`` runs before each call of the step until the block ends."""
         ...
 
     def leave_loop(self) -> None:
-        """Marks the end of this worker's loop; from here on it takes part in the calls of the others."""
+        """From here on this worker takes part in the calls of the others."""
         ...
 
     def exit_block(self) -> None:
@@ -61,10 +61,8 @@ class JoinedStep:
     """A step over several workers in a block.
 
     Attributes:
-        calls: the training calls of the step.
         take_part: takes part in one call of the other workers; False at the end of the last one.
         exclusively: runs a function while no call of the step runs.
-        is_closed: whether the step is closed.
     """
 
     calls: BlockCalls
@@ -78,10 +76,7 @@ class Block:
 
     With several steps, a worker that has left cannot know the next step of the others. So before each call all workers meet
     over the connections of the first step, and those in their loops announce the number of the step. Different numbers are
-    refused.
-
-    Args:
-        steps: the steps of the block, in the same order on all workers.
+    refused. All workers give the steps in the same order.
     """
 
     def __init__(self, steps: Sequence[JoinedStep]) -> None:
@@ -105,7 +100,6 @@ class Block:
             calls.exit_block()
 
     def take_part_until_all_have_left(self) -> None:
-        """Takes part in the calls of the other workers until all have left their loops."""
         first = self._steps[0]
         while not first.is_closed():
             number = self._take_turn(0) if len(self._steps) > 1 else 0
@@ -113,17 +107,12 @@ class Block:
                 return
 
     def _take_turn(self, number: int) -> int | None:
-        """Announces this worker's next step; a worker that has left announces nothing.
-
-        Returns:
-            The number of the step that all call next; None if all have left.
-        """
+        """The number of the step that all call next; None if all have left. A worker that has left announces nothing."""
         first = self._steps[0]
         agreed: Agreement = first.exclusively(lambda: first.calls.meet_turn(number))
         return None if agreed.is_over else agreed.turn
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the next call of the other workers, whichever step it is of."""
         for calls in self.calls:
             calls.abandon(error)
 
@@ -132,8 +121,7 @@ def refuse_within_others(calls: BlockCalls, action: str) -> None:
     """Refuses a joint action of all workers inside the block of other steps, where some workers may have left.
 
     Args:
-        calls: the calls of the step.
-        action: the action, as a clause for the message.
+        action: a clause for the message.
 
     Raises:
         ExecutionError: this thread is in a block without the step.
@@ -151,10 +139,7 @@ def refuse_within_others(calls: BlockCalls, action: str) -> None:
 def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
     """A block at whose end a worker takes part in the calls of the others, until all have come to the end of theirs.
 
-    An exception in it ends the next call of the others.
-
-    Args:
-        steps: the steps of the block; empty for a process alone, which waits for nobody.
+    An exception in it ends the next call of the others. A process alone, without ``steps``, waits for nobody.
 
     Raises:
         ExecutionError: the block is inside another one, of these steps or of others.
@@ -188,7 +173,7 @@ def until_all_have_left(steps: Sequence[JoinedStep]) -> Iterator[None]:
 
 @contextmanager
 def _restored_hyperparameters(optimizers: OptimizerGroups) -> Iterator[None]:
-    """Restores the hyperparameters of all groups at the end, as the same objects."""
+    """As the same objects."""
     groups = optimizers.hyperparameters
     before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     try:

@@ -1,4 +1,4 @@
-"""Exchanges of buckets, or of their factors, between workers; the devices of a worker launch each together."""
+"""Exchanges of buckets, or of their factors, between workers."""
 
 from __future__ import annotations
 
@@ -36,15 +36,9 @@ class Exchanges(Communicator):
     When the messages of all workers have come, each device makes its share from the factors of all replicas.
 
     Args:
-        devices: devices of this worker.
         buckets: indices of the exchanged buckets, or numbers of their packs, if buckets are cut.
-        launch: launches a collective between the workers, as `mirrorc.runtime.workers.transport.lane.Lane.launch` does.
-        timeout_seconds: the longest time of every wait.
         messages: layouts of the factor messages, by bucket.
         made: for each of these buckets, the elements made by each device.
-        rows_of: gives the numbers of rows in a step.
-        rank: rank of this worker.
-        sharded: moves the buckets whose updates are sharded over workers.
     """
 
     link = "gloo"
@@ -73,7 +67,6 @@ class Exchanges(Communicator):
         self._in_words = {pack: f"{pack} of bucket {bucket_of_pack[pack]}" for pack in self._in_words}
 
     def begin_afresh(self) -> None:
-        """Clears the launches of a failed step."""
         self._joint.begin_afresh()
         self._sharded.begin_afresh()
         self.release()
@@ -106,7 +99,6 @@ class Exchanges(Communicator):
                 self._joint.send(bucket, part.launch)
 
     def wait_part(self, bucket: int, replica: int) -> SentPart:
-        """As in the base class; raises as `wait_exchange`."""
         self._joint.wait(bucket, replica, self._in_words[bucket])
         return self._parts[bucket]
 
@@ -131,19 +123,15 @@ class Exchanges(Communicator):
             )
 
     def wait_factors(self, bucket: int, replica: int, pending: Any) -> Sequence[FactoredBucket]:
-        """As in the base class, of the replicas of all workers; raises as `wait_exchange`."""
         return self.wait_unmade(bucket, replica, pending).buckets
 
     def wait_gather(self, bucket: int, replica: int, pending: Any) -> torch.Tensor:
-        """As in the base class; raises as `wait_exchange`."""
         return self._make(bucket, replica)
 
     def wait_and_visit(self, bucket: int, replica: int, pending: Any, visit: Visit) -> torch.Tensor:
-        """See `Communicator`; a part is visited as soon as it is made."""
         return self._make(bucket, replica, visit)
 
     def wait_unmade(self, bucket: int, replica: int, pending: Any) -> UnmadeShare:
-        """As in the base class; raises as `wait_exchange`."""
         self._joint.wait(bucket, replica, self._in_words[bucket])
         offered = self._offered[bucket][replica]
         assert offered is not None, "it was launched"
@@ -160,14 +148,12 @@ class Exchanges(Communicator):
         self._sharded.launch_sums(bucket, whole)
 
     def wait_scatter(self, bucket: int, replica: int, whole: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
-        """As in the base class; raises as `wait_exchange`."""
         return self._sharded.wait_sums(bucket, replica, whole, *elements)
 
     def launch_parameters(self, bucket: int, replica: int, whole: torch.Tensor) -> None:
         self._sharded.launch_parameters(bucket, whole)
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
-        """As in the base class; raises as `wait_exchange`."""
         self._sharded.wait_parameters(bucket, replica)
 
     def wait_exchange(self, bucket: int, replica: int, pending: torch.Tensor) -> torch.Tensor:
@@ -181,14 +167,12 @@ class Exchanges(Communicator):
         return pending
 
     def abort(self) -> None:
-        """Wakes every device that waits."""
         self._joint.abort()
         self._sharded.abort()
 
 
 class ExchangesOfGpus(Exchanges):
-    """As `Exchanges`, over NCCL, for workers with a GPU each. The host waits for each sum, so that a step fails and commits
-    as on CPUs.
+    """As `Exchanges`, over NCCL, for workers with a GPU each. The host waits for each sum, so that a step commits as on CPUs.
 
     Attributes:
         end_collectives: ends running collectives. Otherwise a GPU would wait forever for a lost worker.

@@ -24,16 +24,11 @@ ReplicaFactors = list[list[Factors]]
 
 @dataclass(frozen=True)
 class FactorMessage:
-    """Layout of a bucket's message: the rows of all factors of a worker's replicas, concatenated.
-
-    Attributes:
-        gradients: the bucket's gradients, in order of their slots.
-    """
+    """Layout of a bucket's message: the rows of all factors of a worker's replicas, concatenated."""
 
     gradients: Sequence[SentFactors]
 
     def num_bytes(self, num_rows: NumRows) -> int:
-        """The bytes of a worker's message."""
         return sum(_aligned(number * kind.num_bytes) for _, _, number, kind in self._pieces(num_rows))
 
     def views(self, message: torch.Tensor, num_rows: NumRows) -> list[list[list[list[torch.Tensor]]]]:
@@ -52,7 +47,7 @@ class FactorMessage:
         return views
 
     def _pieces(self, num_rows: NumRows) -> Iterator[tuple[tuple[int, int, int], int, int, RowType]]:
-        """Yields the place of each piece (gradient, replica, part), its factor, its number of rows and their type."""
+        """The place of each piece (gradient, replica, part), its factor, its number of rows and their type."""
         for replica in range(len(num_rows[0])):
             for place, gradient in enumerate(self.gradients):
                 for part, number in enumerate(num_rows[place][replica]):
@@ -83,14 +78,7 @@ class FactorMessage:
 
 
 class Gathering:
-    """All-gather of a bucket's factors.
-
-    Args:
-        message: layout of the messages.
-        num_rows: numbers of rows of each worker, by rank.
-        rank: rank of this worker.
-        replicas: the factors of each of its replicas.
-    """
+    """All-gather of a bucket's factors; ``num_rows`` of each worker, by rank."""
 
     def __init__(
         self, message: FactorMessage, num_rows: Sequence[NumRows], rank: int, replicas: Sequence[ReplicaFactors]
@@ -103,7 +91,7 @@ class Gathering:
 
     @functools.cached_property
     def replicas(self) -> list[ReplicaFactors]:
-        """The factors of the replicas of all workers, in order of ranks, after the all-gather."""
+        """In order of ranks, after the all-gather."""
         each = zip(self.gathered.unbind(), self._num_rows, strict=True)
         return [replica for message, num_rows in each for replica in self._layout.read(message, num_rows)]
 

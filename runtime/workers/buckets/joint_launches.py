@@ -20,14 +20,11 @@ class JointLaunches:
     """Lets the last device launch a collective for all; then each waits until it is done.
 
     Args:
-        num_devices: devices of this worker.
         tags: keys of the collectives; each is launched once in a step.
-        launch: launches them.
-        timeout_seconds: the longest time of every wait.
 
     Attributes:
         unit: name of the launched thing in messages: a bucket, or a pack.
-        lock: is held from the question which device is last until its launch.
+        lock: held from `is_last` until the launch.
         under_way: the tags of collectives in flight.
     """
 
@@ -38,7 +35,6 @@ class JointLaunches:
         self.begin_afresh()
 
     def begin_afresh(self) -> None:
-        """Clears the launches of a failed step."""
         self.under_way: set[Hashable] = set()
         self._missing = dict.fromkeys(self._tags, self._num_devices)  # the devices that have not launched yet
         self._inboxes: dict[Hashable, list[queue.SimpleQueue[Exception | None]]] = {
@@ -54,7 +50,7 @@ class JointLaunches:
         return True
 
     def send(self, tag: Hashable, collective: Callable[[GlooGroup], object] | None) -> None:
-        """Launches a collective, if there is anything to send; its end wakes all devices."""
+        """Launches a collective, None if there is nothing to send; its end wakes all devices."""
         inboxes = self._inboxes[tag]
         self.under_way.add(tag)
 
@@ -93,7 +89,6 @@ class JointLaunches:
             ) from error
 
     def abort(self) -> None:
-        """Wakes every device that waits."""
         for inboxes in self._inboxes.values():
             for inbox in inboxes:
                 inbox.put(Aborted())

@@ -1,4 +1,4 @@
-"""Payloads of packs, sent in place of the whole, and the sum of all workers' payloads."""
+"""Payloads of packs, sent in place of the whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SentPart(Protocol):
     """Payload of a pack in a step, made once all devices of the worker have written their shares of the pack."""
 
     def launch(self, group: GlooGroup) -> Any:
-        """Launches the exchange; returns a work, see `mirrorc.runtime.workers.transport.lane.Lane.launch`."""
+        """Launches the exchange; returns a work."""
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
         """Afterwards: writes these elements of the sum over all workers into memory, 1-D.
@@ -26,17 +26,15 @@ class SentPart(Protocol):
 
 
 class SentPayload(SeveralRounds):
-    """A pack sent by a user's payload. It is a `SentPart`.
+    """A `SentPart` of a user's payload.
 
     The lane's thread encodes, exchanges and decodes, so all workers launch the rounds of all packs in the same order.
 
     Args:
-        payload: the user's payload.
         whole: the pack, 1-D, with the rest of earlier steps.
         gradients_of: the gradients in such a tensor, by name.
         state: state of the last step, by name.
         keep: receives the state of this step.
-        num_workers: number of workers that send.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class SentPayload(SeveralRounds):
         self._sum = torch.zeros_like(whole)
 
     def launch(self, group: GlooGroup) -> Any:
-        """See `SentPart`; waiting for the work launches the rounds."""
+        """Waiting for the work launches the rounds."""
         self._group = group
         return self
 
@@ -82,5 +80,5 @@ class SentPayload(SeveralRounds):
         self._keep({name: value.detach() for name, value in new.items()})
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
-        """See `SentPart`; the rest is in the pack already."""
+        """The rest is in the pack already."""
         into.copy_(self._sum[start:stop])

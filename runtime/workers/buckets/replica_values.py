@@ -1,4 +1,4 @@
-"""Collectives over the replicas of all workers within the model: first among a worker's devices, then between workers."""
+"""Collectives over the replicas of all workers within the model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ class WorkerValues:
 
     Every replica waits in a meeting until all have come, so all workers launch these sums in the order of the program, over
     a separate lane.
-
-    Args:
-        timeout_seconds: the longest wait of a replica for the others.
-        launch: launches a sum over the workers, as `mirrorc.runtime.workers.transport.lane.Lane.launch` does.
     """
 
     def __init__(self, program: Program, timeout_seconds: float, launch: Launch) -> None:
@@ -41,16 +37,13 @@ class WorkerValues:
         self.release()
 
     def begin_afresh(self) -> None:
-        """Clears the arrivals of a failed step."""
         self._joint.begin_afresh()
         self.release()
 
     def abort(self) -> None:
-        """Wakes every replica that waits here; they raise `Aborted`."""
         self._joint.abort()
 
     def release(self) -> None:
-        """Drops the values of a finished step."""
         self._left: dict[int, dict[int, torch.Tensor]] = {number: {} for number in self._meetings}
         self._sums: dict[int, torch.Tensor] = {}
         self._rows: dict[int, dict[int, int]] = {number: {} for number in self._meetings}
@@ -68,8 +61,7 @@ class WorkerValues:
                 self._joint.send(number, (lambda group: group.all_reduce(message)) if message.numel() else None)
 
     def leave(self, node: fx.Node, replica: int) -> torch.Tensor | None:
-        """The result over the values of all present replicas, in their order, as a contiguous tensor not shared with other
-        replicas.
+        """The result over the values of all present replicas, contiguous and not shared with other replicas.
 
         Raises:
             Aborted: another replica, or another worker, failed.
@@ -90,7 +82,6 @@ class WorkerValues:
         return whole.clone(memory_format=torch.contiguous_format)
 
     def _message(self, number: int) -> torch.Tensor:
-        """This worker's term in a meeting's sum, 1-D."""
         meeting, left = self._meetings[number], self._left.pop(number)
         values = [left[replica] for replica in self._present if replica in left]
         if meeting.name == _GATHERED:

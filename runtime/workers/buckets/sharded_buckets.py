@@ -16,13 +16,6 @@ class ShardedBuckets:
 
     Sums go by an all_to_all: each worker sends each other its shard, half of an all_reduce's bytes, and adds up in the
     order of ranks. gloo's reduce_scatter takes longer than its all_reduce.
-
-    Args:
-        num_devices: devices of this worker.
-        buckets: their indices.
-        rank, num_workers: rank of this worker, and number of workers.
-        launch: launches a collective between the workers.
-        timeout_seconds: the longest time of every wait.
     """
 
     def __init__(
@@ -40,21 +33,18 @@ class ShardedBuckets:
         self.release()
 
     def begin_afresh(self) -> None:
-        """Clears the launches of a failed step."""
         self._joint.begin_afresh()
         self.release()
 
     def release(self) -> None:
-        """Drops received shards."""
         self._received: dict[int, torch.Tensor] = {}
         self._num_waiting: dict[int, int] = {}
 
     def abort(self) -> None:
-        """Wakes every device that waits."""
         self._joint.abort()
 
     def launch_sums(self, bucket: int, whole: torch.Tensor) -> None:
-        """Offers a device's share of a worker's sum of a bucket, which lies in ``whole``, 1-D."""
+        """Offers a device's share of a worker's sum, which lies in ``whole``, 1-D."""
         with self._joint.lock:
             if self._joint.is_last((_SUMS, bucket)):
                 received = torch.empty_like(whole)
@@ -63,7 +53,7 @@ class ShardedBuckets:
                 self._joint.send((_SUMS, bucket), lambda group: group.all_to_all(whole, received))
 
     def wait_sums(self, bucket: int, replica: int, whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The sum over all workers of a device's elements, in their memory; raises as `JointLaunches.wait`."""
+        """The sum over all workers of a device's elements, in their memory."""
         self._joint.wait((_SUMS, bucket), replica, bucket)
         share = whole[start:stop]
         received = self._received[bucket]
@@ -87,5 +77,4 @@ class ShardedBuckets:
                 self._joint.send((_PARAMETERS, bucket), lambda group: group.all_gather_whole(part, whole))
 
     def wait_parameters(self, bucket: int, replica: int) -> None:
-        """Waits until a bucket's parameters from all workers are there; raises as `JointLaunches.wait`."""
         self._joint.wait((_PARAMETERS, bucket), replica, bucket)

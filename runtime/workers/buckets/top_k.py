@@ -16,13 +16,10 @@ _MOST_CANDIDATES = 8  # for each element that is wanted; with more, looking at t
 
 
 class LargestElements:
-    """A worker's top-k elements of a pack, and memory for those of all. Sent elements become zero in the pack. It is a
-    `SentPart`.
+    """A `SentPart`: a worker's top-k elements of a pack, and memory for those of all. Sent elements become zero in the pack.
 
     Args:
         whole: the pack, 1-D, of real numbers. NaN counts as the largest.
-        count: number of sent elements.
-        num_workers: number of workers that send as many each.
 
     Attributes:
         message: this worker's bytes.
@@ -41,7 +38,6 @@ class LargestElements:
         whole.index_fill_(0, chosen, 0)
 
     def launch(self, group: GlooGroup) -> Any:
-        """Launches the all-gather."""
         return group.all_gather(self.message, self.gathered)
 
     def take(self, start: int, stop: int, into: torch.Tensor, *, keeps_rest: bool) -> None:
@@ -58,7 +54,7 @@ class LargestElements:
         return [self._parts(message) for message in self.gathered]
 
     def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A message's elements and places; the wider come first, for alignment."""
+        """The wider come first, for alignment."""
         kinds = sorted((self._dtype, self._places), key=lambda dtype: -dtype.itemsize)
         end = self._count * kinds[0].itemsize
         first, second = message[:end].view(kinds[0]), message[end:].view(kinds[1])
@@ -66,15 +62,11 @@ class LargestElements:
 
 
 def places_of_largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the ``count`` largest elements, in any order; NaN is the largest.
+    """The places of the ``count`` largest elements, 1-D and none below zero, in any order; NaN is the largest.
 
     On a CPU, ``torch.topk`` takes five times as long: it moves pairs of elements and places. Here a sample gives a bound
     that somewhat more elements reach than are wanted, and only these are compared. If the sample was wrong, ``torch.topk``
     decides.
-
-    Args:
-        magnitudes: 1-D, none below zero.
-        count: at most as many as there are.
     """
     sample = magnitudes[::_SAMPLED]
     expected = count / _SAMPLED

@@ -14,7 +14,6 @@ class Progress:
 
     Attributes:
         call: number of its last training call; 0 before the first.
-        stage: stage of this call.
         num_buckets: buckets sent in this call.
     """
 
@@ -23,23 +22,18 @@ class Progress:
     num_buckets: int = 0
 
     def begun(self, call: int) -> Progress:
-        """Progress at the beginning of a call."""
         return Progress(call, _BEGUN)
 
     def met(self) -> Progress:
-        """Progress after the meeting of all workers."""
         return Progress(self.call, _MET)
 
     def sent(self) -> Progress:
-        """Progress after another sent bucket."""
         return Progress(self.call, self.stage, self.num_buckets + 1)
 
     def ready(self) -> Progress:
-        """Progress at the vote."""
         return Progress(self.call, _READY, self.num_buckets)
 
     def ended(self) -> Progress:
-        """Progress at the end of the call."""
         return Progress(self.call, _ENDED, self.num_buckets)
 
     def to_text(self) -> str:
@@ -47,7 +41,6 @@ class Progress:
 
     @staticmethod
     def from_text(text: str) -> Progress:
-        """Inverse of `to_text`."""
         return Progress(*map(int, text.split()))
 
     def __str__(self) -> str:

@@ -37,7 +37,6 @@ class CallState:
     stage: Stage = Stage.BEFORE
 
     def begin(self) -> None:
-        """Begins the next call."""
         self.number += 1
         self.stage = Stage.BEFORE
 
@@ -69,6 +68,5 @@ class Failure:
 
     @staticmethod
     def from_text(text: str | bytes) -> Failure:
-        """Inverse of `to_text`."""
         fields = json.loads(text)
         return Failure(**{**fields, "stage": Stage(fields["stage"])})

@@ -1,4 +1,4 @@
-"""Checksums of replicated values, by name, so that workers can compare them without sending them."""
+"""Checksums of replicated values, so that workers can compare them without sending them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def updated_as_a_whole(program: Program) -> list[str]:
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """A checksum of each tensor, by name."""
     rows = checksums(list(tensors.values())).tolist() if tensors else []
     return {name: f"checksum {digest(str(row)):x}" for name, row in zip(tensors, rows, strict=True)}
 
@@ -50,8 +49,7 @@ def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iter
     """The tensors in a value, and process-independent texts of the rest, each with its path.
 
     Args:
-        value: any: objects are described by their attributes, unless they have a stable text.
-        path: its path.
+        value: objects are described by their attributes, unless they have a stable text.
         known: paths of values seen before, by ids; each is described once.
     """
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
@@ -85,13 +83,13 @@ def _values_in(value: Any, path: str, known: dict[int, tuple[str, Any]]) -> Iter
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, including slots."""
+    """Including slots."""
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
 def _stable_text(value: Any) -> str:
-    """A text without addresses and in a fixed order, with a digest of the bytes if the text may be truncated."""
+    """Without addresses and in a fixed order; a digest of the bytes, as the text of an array may be truncated."""
     if isinstance(value, Set):
         return f"{{{', '.join(sorted(map(_stable_text, value)))}}}"
     text = _ADDRESS.sub("", repr(value))

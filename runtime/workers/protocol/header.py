@@ -69,7 +69,6 @@ BESIDES, TURN = -1, -2
 
 
 def kind_of(accumulation: Accumulation) -> int:
-    """The `kind` of a program's gradient accumulation."""
     return list(Accumulation).index(accumulation)
 
 

@@ -26,7 +26,6 @@ class KnownCounts:
         self._by_digest: dict[int, Counts] = {}
 
     def noted_in(self, header: Header, counts: Counts) -> Header:
-        """The header with digests of this worker's counts."""
         return replace(
             header,
             num_counts=len(counts),
@@ -35,13 +34,7 @@ class KnownCounts:
         )
 
     def of_all(self, headers: Sequence[torch.Tensor], counts: Counts, tell: Tell) -> list[Counts]:
-        """The counts of each worker, by rank.
-
-        Args:
-            headers: of all workers by rank, [fields] int64.
-            counts: of this worker.
-            tell: runs a collective of all workers.
-        """
+        """The counts of each worker, by rank; ``tell`` runs a collective of all workers."""
         decoded = [Header(*map(int, header)) for header in headers]
         length = max(peer.num_counts for peer in decoded)
         if not length:

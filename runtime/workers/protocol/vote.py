@@ -27,7 +27,7 @@ class Vote:
     used: torch.Tensor | None = None
 
     def to_message(self, columns: Columns) -> torch.Tensor:
-        """The vote as a term of a sum over workers, 1-D float64: two counts of votes, all numbers, and the used parameters."""
+        """A term of a sum over workers, 1-D float64: two counts of votes, all numbers, and the used parameters."""
         values = [torch.tensor([self.takes_place, self.has_sound_sums], dtype=torch.float64)]
         if self.numbers is not None:
             values.append(columns.filled(self.numbers).reshape(-1))
@@ -41,7 +41,6 @@ class Columns:
     """Replicas whose numbers all workers adopt after the vote: a column for each.
 
     Attributes:
-        num: number of replicas.
         first: first column of this worker's replicas; None if it has none of them.
     """
 
@@ -50,7 +49,7 @@ class Columns:
 
     @classmethod
     def of(cls, program: Program) -> Columns:
-        """Columns of a program: all workers' replicas if each worker has a part of the sums; else the chief's."""
+        """All workers' replicas if each worker has a part of the sums; else the chief's."""
         workers = program.workers
         if program.deals_out:
             return cls(workers.num_all_replicas, workers.first_replica)
@@ -69,7 +68,6 @@ class Outcome:
     """Result of a vote.
 
     Attributes:
-        takes_place: whether all workers commit.
         numbers: the adopted numbers, [numbers of each, columns] float64; None for none.
         used: number of workers that used each parameter, [parameters] float64; None if each step uses the same.
     """
@@ -84,8 +82,6 @@ def outcome(message: torch.Tensor, columns: Columns, num_workers: int, num_param
 
     Args:
         message: the sum of the `Vote.to_message` of all workers.
-        columns: replicas whose numbers all adopt.
-        num_workers: number of votes.
         num_parameters: length of each `Vote.used`.
 
     Raises:

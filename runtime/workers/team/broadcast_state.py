@@ -20,11 +20,7 @@ def take_over_values(
     scaler: torch.amp.GradScaler | None,
     source: int,
 ) -> None:
-    """Broadcasts parameters, buffers, and the state of optimizers and scaler.
-
-    Args:
-        tensors: parameters and buffers, by name; the same on all workers.
-        source: the rank of the broadcasting worker.
+    """Broadcasts parameters, buffers, and the state of optimizers and scaler from the worker ``source``.
 
     Raises:
         LostConnectionError: a worker has failed, or the connection broke.
@@ -45,7 +41,7 @@ def take_over_values(
 
 
 def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
-    """Restores entries that ``load_state_dict`` has cast to the dtype of their parameter, as NAdam's mu_product."""
+    """``load_state_dict`` has cast some entries to the dtype of their parameter, as NAdam's mu_product."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, entries in saved.items():
         local = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
@@ -60,12 +56,7 @@ def _take_over_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]
 def take_over_hyperparameters(
     team: Team, groups: Sequence[dict[str, Any]], scaler: torch.amp.GradScaler | None, source: int, *, has_left: bool
 ) -> None:
-    """Broadcasts hyperparameters of optimizers and scaler to workers that have left.
-
-    Args:
-        groups: of the user's optimizers; the same on all workers.
-        source: the rank of the broadcasting worker.
-        has_left: whether this worker receives them.
+    """Broadcasts hyperparameters of optimizers and scaler from the worker ``source`` to workers that have left.
 
     Raises:
         LostConnectionError: a worker has failed, or the connection broke.
@@ -104,11 +95,7 @@ def stream_of_chief(team: Team) -> Iterator[None]:
 
 
 def _unsaved(state: Any, around: Set[int] = frozenset()) -> str:
-    """The path and type of the first item in containers that cannot be saved; empty if all can be.
-
-    Args:
-        around: the ids of the enclosing containers, against cycles.
-    """
+    """The path and type of the first item that cannot be saved. ``around`` has the enclosing containers, against cycles."""
     if id(state) in around or isinstance(state, torch.Tensor):
         return ""
     if isinstance(state, Mapping | list | tuple):

@@ -30,8 +30,6 @@ class Event(enum.Enum):
 
 
 class Next(enum.Enum):
-    """The next step after a failed call."""
-
     RAISE = "the error is raised as it is; the connections stay"
     FIND = "heartbeats name the failed worker, whose failure is published and counts instead"
     AGAIN = "The step may be called again, on all workers"

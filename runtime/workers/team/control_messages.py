@@ -1,4 +1,4 @@
-"""Control messages of a team's workers in a call, in the same order on all of them."""
+"""Control messages of a team's workers in a call."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ _T = TypeVar("_T")
 
 
 class Words:
-    """Collectives on small values, called alike by all workers.
-
-    Args:
-        timeout_seconds: the longest wait of a worker for another.
-        call: progress of this worker.
+    """Collectives on small values, called by all workers in the same order.
 
     Raises:
         LostConnectionError: every method, if a worker has failed, or the connection broke.
@@ -78,7 +74,6 @@ class Words:
         return all_texts(store, self._cluster, text, self._timeout_seconds, self._is_over)
 
     def _is_over(self) -> bool:
-        """Test for a failed or closed worker, polled during waits in the store."""
         return self._failures.is_any() or self._connections.are_broken
 
     def compare(self, subject: str, facts: Mapping[str, object], remedy: str) -> None:
@@ -121,7 +116,7 @@ class Words:
 
     @contextmanager
     def raising_alike(self) -> Iterator[None]:
-        """A context that raises on all workers alike, or on none, so that none needs to be notified."""
+        """A context that raises on all workers alike, or on none, so that nobody needs a notice."""
         try:
             yield
         except CommunicationError:
@@ -130,11 +125,7 @@ class Words:
 
 
 class _BoundedStore:
-    """A `StoreTransport` that answers in bounded time.
-
-    Raises:
-        LostConnectionError: every method, if a worker is gone, or the store does not answer.
-    """
+    """A `StoreTransport` that raises `LostConnectionError` if a worker is gone, or the store does not answer in time."""
 
     def __init__(self, store: Any, cluster: Cluster, timeout_seconds: float, look: Callable[[], object]) -> None:
         self.workers: Sequence[Worker] = cluster.workers

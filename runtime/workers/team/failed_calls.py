@@ -1,4 +1,4 @@
-"""Ends failed calls: notifies the others, closes the connections, reports the state of parameters."""
+"""Ends failed calls."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ from mirrorc.runtime.workers.transport.lane import LostConnectionError
 class FailedCalls:
     """Draws the `CONSEQUENCES` of a team's failed calls, seen from a single worker.
 
-    Args:
-        call: progress of this worker.
-        watcher: publishes failures of this worker.
-
     Attributes:
         have_parted: whether a call has failed when some workers may have updated, and others not, or in part.
     """
@@ -45,15 +41,10 @@ class FailedCalls:
 
     @property
     def are_final(self) -> bool:
-        """Test for a failure after which no step can run."""
         return bool(self._why_over)
 
     def refuse_if_final(self) -> None:
-        """Refuses a call after a final failure.
-
-        Raises:
-            CommunicationError: says which failure.
-        """
+        """Raises `CommunicationError` after a final failure."""
         if self._why_over:
             raise CommunicationError(
                 f"no further step can be made by these workers: {self._why_over}. {Next.RESTART.value}"
@@ -98,7 +89,6 @@ class FailedCalls:
 
     @property
     def _published_cause(self) -> BaseException | None:
-        """The error of `publish_cause` in the running call."""
         return self._cause[1] if self._cause is not None and self._cause[0] == self._call.number else None
 
     def publish_cause(self, error: BaseException) -> None:
@@ -122,7 +112,7 @@ class FailedCalls:
 
 
 def _event(error: BaseException, failure: Failure | None) -> Event:
-    """The event behind an error; ``failure``: published by another worker, if any."""
+    """``failure``: published by another worker, if any."""
     if isinstance(error, StepStoppedError) and failure is None:
         return Event.CLOSED
     if not isinstance(error, LostConnectionError | StepStoppedError):

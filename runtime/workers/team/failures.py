@@ -14,42 +14,31 @@ _OUTCOME = re.compile(r"\. (No parameter was changed|It had committed).*", re.DO
 
 
 class Failures:
-    """Failures that end calls of a team, seen from a single worker.
-
-    Args:
-        call: progress of this worker.
-    """
+    """Failures that end calls of a team, seen from a single worker."""
 
     def __init__(self, cluster: Cluster, call: CallState) -> None:
         self._cluster, self._call = cluster, call
         self._published: list[Failure] = []  # by others, in their order
 
     def note(self, failure: Failure) -> None:
-        """Records a failure published by another worker; called in the watcher's thread."""
+        """Called in the detector's thread."""
         number = self._call.number
         current = [known for known in self._published if known.is_final or known.step >= number]
         self._published = [*current, failure]
 
     def ending(self, call: int) -> Failure | None:
-        """The first published failure that ends the call of this number, if any."""
+        """The first published failure that ends the call of this number."""
         return next((failure for failure in self._published if failure.ends(call)), None)
 
     @property
     def present(self) -> Failure | None:
-        """The failure that ends the present call, if any."""
         return self.ending(self._call.number)
 
     def is_any(self) -> bool:
-        """Test for a failure that ends the present call."""
         return self.present is not None
 
     def judge(self, error: BaseException, watcher: StepWatcher) -> Failure:
-        """Attributes a broken or silent connection to a worker: the published one, else a silent one.
-
-        Args:
-            error: this worker's view of it.
-            watcher: knows the heartbeats; publishes the result.
-        """
+        """Attributes a lost connection to a worker: a failure published meanwhile, else a silent worker, which is published."""
         silent = watcher.find_silent(self.is_any)
         if (published := self.present) is not None:  # meanwhile
             return published
@@ -72,7 +61,6 @@ class Failures:
         return failure
 
     def text(self, failure: Failure) -> str:
-        """A failure as a message: the worker and the cause."""
         if failure.rank < 0:
             return failure.text
         worker = self._cluster.workers[failure.rank]
@@ -82,5 +70,5 @@ class Failures:
 
 
 def _without_outcome(error: BaseException) -> str:
-    """The text of an error without its remarks on parameters and remedies, repeated by the citing error."""
+    """Without remarks on parameters and remedies, which the citing error repeats."""
     return _OUTCOME.sub("", str(error)).rstrip(".")

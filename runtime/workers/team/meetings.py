@@ -1,4 +1,4 @@
-"""The meeting of all workers at the beginning of a call, with checks that their steps agree."""
+"""The meeting of all workers at the beginning of a call."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ class Meetings:
         """Begins a step together with the others.
 
         Args:
-            header: this worker's.
             facts: details of fields in which workers may differ.
             counts: row counts of this worker's factors.
             gathered_rows: row counts of the model's gathers; as many numbers on all workers whose programs agree.
@@ -119,7 +118,7 @@ class Meetings:
     def _difference(
         self, headers: Sequence[torch.Tensor], facts: Mapping[str, Details], name: str, other: int
     ) -> CommunicationError:
-        """The error for a field that differs; may raise a more precise one."""
+        """May raise a more precise error."""
         left = [bool(Header(*map(int, header)).has_left) for header in headers]
         if name in facts and not (any(left) and name in _OF_LIVE_ONES):
             self._words.refuse_difference(_IN_WORDS[name], facts[name](), _REMEDIES.get(name, ""))

@@ -1,4 +1,4 @@
-"""A step's part of the failure detector: failures that end its calls, and the progress of its workers."""
+"""A step's part of the failure detector."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SLACK_SECONDS = 1.0
 
 
 def pace_of_steps(num_workers: int) -> Pace:
-    """The pace of a detector for workers that wait in collectives; a worker misses some heartbeats before it is silent."""
+    """Some heartbeats are missed before a worker is silent."""
     interval = max(_FEWEST_SECONDS_BETWEEN_BEATS, num_workers / _MOST_BEATS_PER_SECOND)
     return Pace(
         interval,
@@ -38,17 +38,11 @@ class StepWatcher:
     """Sends this worker's progress with heartbeats, and receives failures that end calls of a step.
 
     Args:
-        store: the step's store; these keys are used for nothing else.
-        workers: all, by rank.
-        rank: rank of this worker.
         on_failure: a method, weakly held, called in the detector's thread with each failure that another worker has published,
             in order. It may name this worker, when the others have given up on it.
 
     Raises:
         CommunicationError: the store does not answer.
-
-    Attributes:
-        local_progress: this worker's progress, sent with each heartbeat.
     """
 
     def __init__(self, store: Any, workers: Sequence[Worker], rank: int, on_failure: Callable[[Failure], None]) -> None:
@@ -75,10 +69,7 @@ class StepWatcher:
             self.detector.messages.gone.add(failure.rank)
 
     def publish(self, failure: Failure, silent: Collection[int] = ()) -> None:
-        """Publishes a failure, and waits for all others to read it, for a bounded time. Raises nothing.
-
-        Does not wait for the ranks ``silent``, nor for workers with final failures.
-        """
+        """Publishes a failure, and waits for all but ``silent`` workers to read it, for a bounded time. Raises nothing."""
         self.detector.messages.gone.update(silent)
         self.detector.publish(failure.to_text())
 
@@ -87,14 +78,11 @@ class StepWatcher:
         return self.detector.find_silent(is_known, _SLACK_SECONDS)
 
     def all_live(self, is_known: Callable[[], bool]) -> bool:
-        """Waits some seconds at most for heartbeats of all other workers, in a step or not.
-
-        Returns True early for a failure known to ``is_known``.
-        """
+        """Waits some seconds at most for heartbeats of all others. True early for a failure known to ``is_known``."""
         return self.find_silent(is_known) == []
 
     def progress_of_all(self) -> dict[int, Progress]:
-        """The last known progress of each worker, by rank, without those that have sent none. Takes a bounded time."""
+        """The last known progress of each worker, without those that have sent none. Takes a bounded time."""
         try:
             beats = in_bounded_time(self.detector.beats.read, _LONGEST_ANSWER_SECONDS)
         except (RuntimeError, TimeoutError):

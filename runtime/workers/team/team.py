@@ -31,19 +31,13 @@ from mirrorc.runtime.workers.transport.lane import Done, LostConnectionError, Pa
 class Team:
     """The workers of a step, seen from a single worker.
 
-    They have two lanes: for buckets, and for control messages. A step that fails on any worker fails on all, before it has
-    changed anything; connections are closed, which ends running collectives, and reopened at the next call.
+    A step that fails on any worker fails on all, before it has changed anything; connections are closed, which ends running
+    collectives, and reopened at the next call.
 
     Args:
-        cluster: the workers.
         name: name of the step, the same on all workers, and of no other step.
         timeout_seconds: the longest wait of a worker for another.
         device: device of this worker's buckets; of the same type on all workers.
-
-    Attributes:
-        cluster, timeout_seconds: as passed.
-        words: control messages in a call, besides those of its begin and end.
-        connections: opened by a call.
     """
 
     def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, device: torch.device) -> None:
@@ -64,27 +58,24 @@ class Team:
 
     @property
     def num_calls(self) -> int:
-        """Number of begun training calls."""
         return self._call.number
 
     @property
     def link(self) -> LinkSpeed | None:
-        """Measured speed of the link between workers; None before it was opened."""
+        """None before the connections were opened."""
         return self.connections.link
 
     @property
     def row_counts(self) -> Sequence[Counts]:
-        """Row counts of each worker's factors in this step, see `Meetings`."""
         return self._meetings.row_counts
 
     @property
     def gathered_rows(self) -> Sequence[Counts]:
-        """Row counts of each worker's gathers, see `Meetings`."""
         return self._meetings.gathered_rows
 
     @property
     def have_parted(self) -> bool:
-        """Test for a failed step with partial updates across workers, so that a broadcast must precede the next step."""
+        """Test for a failed step with partial updates across workers; a broadcast must precede the next step."""
         return self._failed.have_parted
 
     def come_together(self) -> None:
@@ -126,16 +117,12 @@ class Team:
             self._watcher.local_progress = self._watcher.local_progress.ended()
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the next call of the others, because an error in this worker's code keeps it from joining.
-
-        Does nothing without connections, as after a failed call known to all.
-        """
+        """Ends the next call of the others, which an error in this worker's code keeps it from joining."""
         if self.connections.are_open and not self._failed.are_final:
             self._call.begin()
             self._failed.explain(error, lambda: True, str)
 
     def _notice(self, failure: Failure) -> None:
-        """Called in the watcher's thread when another worker has failed."""
         number, lanes = self._call.number, self.connections.lanes  # another call may begin before they are cut
         self._failures.note(failure)
         if failure.ends(number):
@@ -146,13 +133,13 @@ class Team:
     # The stages of a call
 
     def stop_on_failure(self, stop: Callable[[], object]) -> None:
-        """Sets the function that stops the running step when another worker fails; it is called in another thread."""
+        """Sets the function that stops the running step when another worker fails, in another thread."""
         self._stop = stop
 
     def meet(
         self, header: Header, facts: Mapping[str, Details], counts: Counts = (), gathered_rows: Counts = ()
     ) -> Agreement:
-        """Begins a step together with the others; see `Meetings.meet`."""
+        """See `Meetings.meet`."""
         return self._meetings.meet(header, facts, counts, gathered_rows)
 
     def open_values(self) -> None:
@@ -167,12 +154,8 @@ class Team:
         """Waits for the votes of all workers; from then on the step is decided, for all alike.
 
         Args:
-            vote: of this worker.
             columns: replicas whose numbers all adopt; each leaves as many as a replica of this worker.
             is_early: whether sums, or parameters that others update, are still to come, until `end_updates`.
-
-        Returns:
-            The outcome. The numbers of these replicas reach all workers exactly: others add zeros.
 
         Raises:
             LostConnectionError: a worker has failed, or the connection broke.
@@ -209,22 +192,18 @@ class Team:
         self._call.stage = Stage.DONE
 
     def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
-        """Launches a collective on a bucket; see `Lane.launch`."""
         if self.connections.are_open:
             self._watcher.local_progress = self._watcher.local_progress.sent()
         self.connections.launch_bucket(collective, functools.partial(self._end_bucket, done))
 
     def _end_bucket(self, done: Done, error: Exception | None) -> None:
-        """Called in the lane's thread. Other workers hear of a failed payload before its lane is cut, and must not mistake
-        rounds of the next pack for its own.
-        """
+        """Others hear of a failed payload before its lane is cut, and must not mistake rounds of the next pack for its own."""
         if isinstance(error, PayloadError):
             self._failed.publish_cause(error)
             self.connections.cut_buckets()
         done(error)
 
     def launch_value(self, collective: Callable[[Any], Any], done: Done) -> None:
-        """Launches a collective on a value of the model; see `Lane.launch`."""
         self.connections.launch_value(collective, done)
 
     # The end of the team
@@ -234,7 +213,7 @@ class Team:
         self._last_words.append(in_short(error))
 
     def close(self) -> None:
-        """Leaves the team: closes the connections, and notifies the others. May be repeated."""
+        """Closes the connections, and notifies the others. May be repeated."""
         self._finalizer()
 
 
@@ -249,7 +228,7 @@ def _never(is_known: Callable[[], bool]) -> bool:
 def _leave(
     pid: int, watcher: StepWatcher, rank: int, connections: Connections, call: CallState, last_words: list[str]
 ) -> None:
-    """Leaves the team; also at exit of the interpreter, but not in a forked child."""
+    """Also at exit of the interpreter, but not in a forked child."""
     if os.getpid() != pid:
         return
     why = f", after {last_words[0]}" if last_words else cause_of_exit()  # of the script, if nobody has closed the step

@@ -33,8 +33,6 @@ def await_all(
     """Waits until all workers have come to a call. Unlike gloo's rendezvous, the wait can be interrupted by signals.
 
     Args:
-        store: their store; these keys are used for nothing else.
-        timeout_seconds: the longest wait.
         is_over: whether a worker has failed meanwhile.
         may_wait_on: called at each timeout, whether to wait as long again.
 
@@ -65,11 +63,6 @@ def all_texts(
 ) -> list[str]:
     """Each worker's first text, by rank; a worker that repeats itself must send the same.
 
-    Args:
-        store: their store; these keys are used for nothing else.
-        timeout_seconds: the longest wait for the others.
-        is_over: whether a worker has failed meanwhile.
-
     Raises:
         LostConnectionError: some worker sent nothing.
     """
@@ -87,16 +80,12 @@ def all_texts(
 
 
 def patience(timeout_seconds: float) -> float:
-    """Timeout of the store: a part of the workers' timeout."""
+    """Timeout of the store."""
     return max(_SHORTEST_PATIENCE_SECONDS, min(timeout_seconds / 2, _LONGEST_PATIENCE_SECONDS))
 
 
 def _answer(ask: Callable[[], _T], seconds: float) -> _T:
-    """The store's answer, in a bounded time: a store on a stopped host stays connected.
-
-    Raises:
-        LostConnectionError: it does not answer.
-    """
+    """A store on a stopped host stays connected; so its answer is awaited in bounded time."""
     try:
         return in_bounded_time(ask, seconds)
     except (RuntimeError, TimeoutError) as error:
@@ -104,7 +93,7 @@ def _answer(ask: Callable[[], _T], seconds: float) -> _T:
 
 
 def measured_speed(lane: Lane, num_workers: int, timeout_seconds: float, device: torch.device) -> LinkSpeed:
-    """Speed of a lane, measured by all workers together with all-reduces of several sizes.
+    """Speed of a lane, measured by all workers together.
 
     Raises:
         LostConnectionError: the connection broke.
@@ -130,11 +119,6 @@ def open_lane(
     is_over: Callable[[], bool],
 ) -> Lane:
     """Opens a lane between workers past the rendezvous, for tensors on a device of this type.
-
-    Args:
-        store: their store; these keys are used for nothing else.
-        timeout_seconds: the longest wait.
-        is_over: whether a worker has failed meanwhile.
 
     Raises:
         LostConnectionError: they could not connect.

@@ -1,4 +1,4 @@
-"""The lanes of a team: for control messages, buckets, and values of the model."""
+"""The lanes of a team."""
 
 from __future__ import annotations
 
@@ -20,13 +20,9 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def cut_when_broken(deaf: Lane, watched: Lane) -> None:
-    """Cuts a lane when another to the same workers breaks; returns at once.
+    """Cuts a lane when another to the same workers breaks; returns at once. The close of ``watched`` ends the watch.
 
     A collective of NCCL waits forever for an ended process; gloo closes its connection.
-
-    Args:
-        deaf: the lane to cut.
-        watched: the lane over gloo; its close ends the watch.
     """
     threading.Thread(target=_watch, args=(deaf, watched), name="mirrorc watches connections", daemon=True).start()
 
@@ -49,11 +45,6 @@ class Connections:
     Values of the model, gathered over replicas, have a third lane. A device without examples launches its buckets at any
     time, so before such a value on some workers and after it on others: a shared lane would mix them up.
 
-    Args:
-        store: the team's store; these keys are used for nothing else.
-        timeout_seconds: the longest wait of a worker for another.
-        device: device of this worker's buckets; of the same type on all workers.
-
     Attributes:
         link: speed of the link between the workers at its last opening; None before.
     """
@@ -74,7 +65,6 @@ class Connections:
 
     @property
     def buckets(self) -> Lane:
-        """The lane for buckets; must be open."""
         return self._lanes[1]
 
     def open(
@@ -86,7 +76,6 @@ class Connections:
         """Opens closed lanes when all workers have come to a call.
 
         Args:
-            call: its number.
             is_over: whether a worker has failed meanwhile.
             may_wait_on: called at each timeout, whether to wait as long again.
 
@@ -104,7 +93,7 @@ class Connections:
         self.link = measured_speed(self.buckets, self._cluster.num_workers, seconds, self._device)
 
     def open_values(self, call: int, is_over: Callable[[], bool]) -> None:
-        """Opens the lane for values after the meeting of a call; arguments and errors as in `open`."""
+        """Opens the lane for values after the meeting of a call."""
         if len(self._lanes) == 2:
             store = self.part_of_store(f"values of call {call}")
             await_all(store, self._cluster, self._timeout_seconds, is_over)
@@ -134,11 +123,9 @@ class Connections:
         lanes[0].call(collective, self._timeout_seconds + _SLACK_SECONDS, may_wait_on)
 
     def launch_bucket(self, collective: Callable[[Any], Any], done: Done) -> None:
-        """Launches a collective on a bucket; see `Lane.launch`."""
         self._launch(1, collective, done)
 
     def launch_value(self, collective: Callable[[Any], Any], done: Done) -> None:
-        """Launches a collective on a value of the model; see `Lane.launch`."""
         self._launch(2, collective, done)
 
     def _launch(self, place: int, collective: Callable[[Any], Any], done: Done) -> None:

@@ -1,4 +1,4 @@
-"""A lane: a process group with a fixed order of launches, and a thread that waits for its collectives."""
+"""A lane: a process group with a fixed order of launches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ _OF_GLOO = re.compile(r"^(\[[^]]*\] )*|\. This is typically.*$", re.DOTALL)  # w
 
 
 def in_words(error: Exception) -> str:
-    """A short text of an error of gloo, or a store."""
     return _OF_GLOO.sub("", (str(error).splitlines() or [type(error).__name__])[0])
 
 
@@ -38,7 +37,6 @@ Done = Callable[[Exception | None], None]
 
 
 def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float, device: torch.device) -> Group:
-    """The process group of a lane; its arguments are the lane's."""
     if device.type == "cuda":
         return NcclGroup(store, rank, num_workers, device)
     return GlooGroup(store, rank, num_workers, timeout_seconds)
@@ -47,14 +45,10 @@ def opened_group(store: Any, rank: int, num_workers: int, timeout_seconds: float
 class Lane:
     """Launches collectives in order, and reports the end of each in this order.
 
-    Waiting for a collective is deaf to signals, and a waiting device has a timeout of its own. So the lane's thread waits,
-    and passes on results.
+    Waiting for a collective is deaf to signals, and a waiting device has a timeout of its own. So the lane's thread waits.
 
     Args:
-        store: the workers' store.
-        rank, num_workers: rank of this worker, and number of workers.
         timeout_seconds: the longest time of each collective, and of the rendezvous.
-        name: of the thread.
         device: device of the tensors. Those of a GPU go over NCCL, all others over gloo.
 
     Raises:
@@ -115,7 +109,6 @@ class Lane:
 
     @property
     def is_broken(self) -> bool:
-        """Test for a connection closed by another worker."""
         group = self._group
         return group is not None and group.is_broken
 
@@ -135,9 +128,7 @@ class Lane:
         return self._group is None
 
     def close(self) -> bool:
-        """Ends all collectives, and the thread; returns whether that was done in time. Then memory passed to the lane is
-        not written any more.
-        """
+        """Ends all collectives, and the thread; returns whether memory passed to the lane is not written any more."""
         self.cut()
         with self._launching:
             group, self._group = self._group, None
@@ -152,13 +143,10 @@ class SeveralRounds:
     """A work that launches further collectives while it is waited for."""
 
     def wait(self) -> None:
-        """Waits for all of them."""
         raise NotImplementedError
 
 
 class _InTurn:
-    """A work launched at its wait."""
-
     def __init__(self, launched: Callable[[Callable[[Any], Any]], Any], collective: Callable[[Any], Any]) -> None:
         self._launched, self._collective = launched, collective
 
@@ -167,8 +155,6 @@ class _InTurn:
 
 
 class _Failed:
-    """A work whose launch failed."""
-
     def __init__(self, error: Exception) -> None:
         self._error = error
 
