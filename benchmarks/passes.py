@@ -21,7 +21,7 @@ from mirrorc.ir.program import Program
 from mirrorc.passes import default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Instrument, Pass
-from mirrorc.verifier.checked_graphs import Checked
+from mirrorc.verifier.checked_graphs import VerifiedGraphs
 from mirrorc.verifier.verifier import verify
 
 
@@ -31,7 +31,7 @@ class Stopwatch(Instrument):
     def __init__(self) -> None:
         self.seconds = {"passes": 0.0, "verifier": 0.0, "printing": 0.0}
         self.by_pass: dict[str, list[float]] = {}
-        self._checked = Checked()
+        self._checked = VerifiedGraphs()
 
     def start(self, program: Program) -> None:
         """Verifies the program that the passes begin with."""

@@ -12,7 +12,7 @@ from mirrorc.errors import CaptureError, PassError
 from mirrorc.ir.program import Program
 from mirrorc.passes import ChooseCheckpoints
 from mirrorc.pipeline.protocol import Instrument, Pass
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 from mirrorc.runtime.memory.report import MemoryReport
 
 _MOST_TRIES = 6

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from mirrorc.dumps.files import DumpFiles
-from mirrorc.dumps.print_after import PrintAfter
+from mirrorc.dumps.files import DumpFiles, PrintAfter
 from mirrorc.dumps.sinks import dump_sinks
 from mirrorc.pipeline.protocol import Instrument, Pass
 from mirrorc.pipeline.reproducer import Reproducer

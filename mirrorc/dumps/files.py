@@ -1,14 +1,16 @@
-"""Writes a text and a diff for every pass, and an index of them, to sinks."""
+"""Instruments that write the program after every pass: to sinks, with diffs and an index, or in the terminal."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 
 from mirrorc.dumps.pass_report import PassReport
 from mirrorc.dumps.sinks import Sink, warn_of_lost_dump
 from mirrorc.ir.program import Program
 from mirrorc.pipeline.protocol import Instrument, Pass
+from mirrorc.printing.colors import print_colored
 
 _NOT_IN_NAMES = re.compile(r"[^\w.+-]")  # of files
 
@@ -92,3 +94,14 @@ class DumpFiles(Instrument):
 
 def _cell(text: str) -> str:
     return "<br>".join(text.replace("|", "\\|").replace("<", "\\<").splitlines())
+
+
+class PrintAfter(Instrument):
+    """Prints the program after some passes (None for all) on standard error, in color if that is a terminal."""
+
+    def __init__(self, names: Collection[str] | None) -> None:
+        self.names = names
+
+    def after_pass(self, compiler_pass: Pass, before: Program, after: Program, seconds: float) -> None:
+        if self.names is None or compiler_pass.name in self.names:
+            print_colored(PassReport(compiler_pass.name, after, before, seconds * 1e3).text(), sys.stderr)

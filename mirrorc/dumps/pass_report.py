@@ -9,7 +9,7 @@ from functools import cached_property
 
 from mirrorc.ir.nodes import target_name
 from mirrorc.ir.program import Program, Stage
-from mirrorc.messages.wording import on_one_line
+from mirrorc.messages.wording import as_single_line
 from mirrorc.printing.program_text import ProgramPrinter, program_heading, region_to_text
 
 _MOST_DIFF_LINES = 4000  # the longest region that is diffed; a longer diff takes long and is not read
@@ -64,7 +64,7 @@ class PassReport:
         except Exception as error:  # noqa: BLE001 - said
             heading = f"# mirrorc · after {self.name} · stage {self.after.stage.name}"
             program = f"# this program {_failure('cannot be printed', error)}\n"
-        remarks = (f"# remark of this pass: {on_one_line(remark)}" for remark in self.remarks)
+        remarks = (f"# remark of this pass: {as_single_line(remark)}" for remark in self.remarks)
         return "\n".join([heading, f"# {self.counts()}", *remarks, program])
 
     def _heading_and_program(self) -> tuple[str, str]:
@@ -127,7 +127,7 @@ def _whole(printer: ProgramPrinter) -> str:
 
 
 def _failure(title: str, error: Exception) -> str:
-    return on_one_line(f"{title}: {type(error).__name__}: {error}")
+    return as_single_line(f"{title}: {type(error).__name__}: {error}")
 
 
 def _unified(title: str, old: str, new: str) -> list[str]:

@@ -112,7 +112,7 @@ class Bucket:
     packs: tuple[Pack, ...] = ()
 
     @property
-    def own_packs(self) -> tuple[Pack, ...]:
+    def launch_units(self) -> tuple[Pack, ...]:
         """Its units of communication: its packs, or all of it."""
         return self.packs or (Pack(self.index, 0, self.num_elements),)
 

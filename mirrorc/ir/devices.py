@@ -66,7 +66,7 @@ def _parse_device(name: str | torch.device) -> Device:
     return Device(f"cuda:{index}{part}", torch.device("cuda", index))
 
 
-def share_one_memory(devices: Iterable[Device]) -> bool:
+def have_shared_memory(devices: Iterable[Device]) -> bool:
     return len({device.memory for device in devices}) == 1
 
 

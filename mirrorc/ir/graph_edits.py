@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from mirrorc.ir.names import filled, identifier, of_replica
-from mirrorc.ir.nodes import is_compute, operation_name, words_of_part
+from mirrorc.ir.nodes import is_compute, operation_name, part_keywords
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import set_type
@@ -59,7 +59,7 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...] = (), kwargs: Mappi
 
 
 def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    record, of_part = operation_of(target), words_of_part(target, args)
+    record, of_part = operation_of(target), part_keywords(target, args)
     stem = filled(record.stem, args, kwargs) if record is not None else ""
     if of_part is not None:
         record, kwargs = of_part

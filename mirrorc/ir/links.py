@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mirrorc.ir import ops
-from mirrorc.ir.devices import Device, share_one_memory
+from mirrorc.ir.devices import Device, have_shared_memory
 
 _DEVICE_NAMES = {"cpu": "logical CPUs", "cuda": "GPUs"}
 
@@ -40,7 +40,7 @@ class Link:
         device_type: the type of torch device that it joins; None for any.
         why_not: the reason why the link cannot join devices of that type; empty if it can.
         preference: the highest is the default. None for a link used only by name.
-        reads_one_memory: replicas read the others' buckets in place. A bucket may then contain gradients left as factors.
+        reads_shared_memory: replicas read the others' buckets in place. A bucket may then contain gradients left as factors.
         moves_by_itself: the link moves a bucket while devices compute. Otherwise the wait does all the work.
         carries: its operations; ``send`` stands for ``recv``, too.
         falls_back_to: the name of the link for all other operations.
@@ -52,7 +52,7 @@ class Link:
     device_type: str | None = None
     why_not: Callable[[Sequence[Device]], str] = _no_objection
     preference: int | None = None
-    reads_one_memory: bool = False
+    reads_shared_memory: bool = False
     moves_by_itself: bool = False
     carries: tuple[Any, ...] = (ops.all_reduce, ops.reduce_scatter, ops.reduce, ops.all_gather, ops.send)
     falls_back_to: str = ""
@@ -136,7 +136,7 @@ def why_no_factors_for_workers(link: str | None, devices: Sequence[Device]) -> s
         return "what joins workers there adds up whole buckets, and gathers no factors"
     if (
         len(devices) > 1
-        and not link_named(carrier_of(link or best_link(devices)[0], ops.reduce_scatter)).reads_one_memory
+        and not link_named(carrier_of(link or best_link(devices)[0], ops.reduce_scatter)).reads_shared_memory
     ):
         return (
             f"over link={link!r}, no device reads the others' factors in their memory, so a worker has whole sums alone"
@@ -161,15 +161,15 @@ def check_link(link: str | None, devices: Sequence[Device], spans: Span = Span.D
 
 def why_memory_is_not_shared(devices: Sequence[Device]) -> str:
     """The reason why devices cannot work on one copy of the parameters; empty if they can."""
-    if not share_one_memory(devices):
+    if not have_shared_memory(devices):
         return "the devices do not share one memory"
-    if not any(link.reads_one_memory and not link.objection(devices) for link in _links.values()):
+    if not any(link.reads_shared_memory and not link.objection(devices) for link in _links.values()):
         return "no link lets the devices read each other's buckets in the memory that they share"
     return ""
 
 
-def _one_memory(devices: Sequence[Device]) -> str:
-    return "" if share_one_memory(devices) else "they do not share one memory"
+def _shared_memory(devices: Sequence[Device]) -> str:
+    return "" if have_shared_memory(devices) else "they do not share one memory"
 
 
 def _a_gpu_each(devices: Sequence[Device]) -> str:
@@ -180,9 +180,9 @@ register_link(
     Link(
         "shared-memory",
         device_type="cpu",
-        why_not=_one_memory,
+        why_not=_shared_memory,
         preference=1,
-        reads_one_memory=True,
+        reads_shared_memory=True,
         sum_place=SumPlace.FIRST,
         keeps_operands=False,
     )

@@ -34,7 +34,7 @@ def unlike(taken: Collection[str], name: str) -> str:
     return name if name not in taken else next(other for other in others if other not in taken)
 
 
-class _Words(dict[str, Any]):
+class _Keywords(dict[str, Any]):
     """A keyword that a malformed node lacks reads as ``None``."""
 
     def __missing__(self, key: str) -> str:
@@ -49,9 +49,9 @@ def filled(template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> s
     """
     pack = f"_pack{kwargs['pack']}" if kwargs.get("pack") is not None else ""
     if "{part}" not in template and "{awaited}" not in template:
-        return template.format_map(_Words({**kwargs, "pack": pack})) if "{" in template else template
+        return template.format_map(_Keywords({**kwargs, "pack": pack})) if "{" in template else template
     launch = operation_of(getattr(args[0], "target", None)) if args else None
     about = args[0].kwargs if launch is not None and launch.awaited else kwargs
     part = "".join(f"_{key}{about[key]}" for key in ("chunk", "round") if key in about)
     awaited = launch.awaited if launch is not None and launch.awaited else "value"
-    return template.format_map(_Words({**kwargs, "pack": pack}, awaited="received" if part else awaited, part=part))
+    return template.format_map(_Keywords({**kwargs, "pack": pack}, awaited="received" if part else awaited, part=part))

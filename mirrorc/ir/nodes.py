@@ -32,7 +32,7 @@ def is_of(node: Any, kind: Kind) -> bool:
     return record is not None and record.kind is kind
 
 
-def words_of_part(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
+def part_keywords(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
     """For a node that takes one bucket's part of a result, the operation and its keywords with that bucket; else None."""
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
@@ -93,7 +93,7 @@ def pack_of(node: fx.Node) -> int:
     return number if isinstance(number, int) else bucket_of(node)
 
 
-def words_of_pack(bucket: Bucket, pack: Pack) -> dict[str, Any]:
+def pack_keywords(bucket: Bucket, pack: Pack) -> dict[str, Any]:
     return {"bucket": bucket.index, **({"pack": pack.number} if bucket.packs else {})}
 
 

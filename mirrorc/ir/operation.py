@@ -90,7 +90,7 @@ class Operation:
         keywords: those that it has in every graph, but for ``replica``.
         shown: the keywords printed after its operands, if they are set.
         stem: a template for the names of its nodes, see `mirrorc.ir.names`.
-        value: the kind of its value in print, see `mirrorc.printing.values`.
+        value: the kind of its value in print, see `mirrorc.printing.printed_values`.
         called: a template for the printed name of its value; empty for the node's name.
         awaited: for a launch, a template for the printed name of the awaited value.
         summary: the first paragraph of its docstring.
@@ -150,17 +150,13 @@ def operation(
     """
 
     def declare(function: Callable[..., Any]) -> Symbol:
-        name = function.__name__
-        if name in _BY_NAME:
-            raise ValueError(f"operation {name!r} is declared already: give this one another name")
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "replica"]
         takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         num_operands = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-        symbol = _symbol(function)
         record = Operation(
-            name=name,
-            symbol=symbol,
+            name=function.__name__,
+            symbol=_symbol(function),
             kind=kind,
             since=since,
             until=until,
@@ -176,12 +172,18 @@ def operation(
             printed=printed,
             summary=" ".join((function.__doc__ or "").partition("\n\n")[0].split()),
         )
-        _BY_NAME[name] = _BY_SYMBOL[symbol] = record
-        for selection in _SELECTIONS:
-            selection.look_again()
-        return fx.has_side_effect(symbol) if effects else symbol
+        _register(record)
+        return fx.has_side_effect(record.symbol) if effects else record.symbol
 
     return declare
+
+
+def _register(record: Operation) -> None:
+    if record.name in _BY_NAME:
+        raise ValueError(f"operation {record.name!r} is declared already: give this one another name")
+    _BY_NAME[record.name] = _BY_SYMBOL[record.symbol] = record
+    for selection in _SELECTIONS:
+        selection.refresh()
 
 
 def _symbol(function: Callable[..., Any]) -> Symbol:
@@ -201,7 +203,7 @@ def withdraw(symbol: Symbol) -> None:
     """Removes an operation and its handlers, for tests."""
     del _BY_NAME[_BY_SYMBOL.pop(symbol).name]
     for selection in _SELECTIONS:
-        selection.look_again()
+        selection.refresh()
     for handlers in _HANDLERS:
         handlers.forget(symbol)
 
@@ -239,7 +241,7 @@ class Selection(Collection[Symbol]):
     def _symbols(self) -> dict[Symbol, None]:
         return {record.symbol: None for record in operations() if self._condition(record)}
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Clears the cache after a declaration or a withdrawal."""
         self.__dict__.pop("_symbols", None)
 

@@ -293,7 +293,7 @@ def exchange(*sums: Any, bucket: int, pack: int | None = None, op: str, link: st
     value="reduced",
     called="b{bucket}{pack}_with_unsent",
 )
-def add_unsent(own: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
+def add_unsent(local_sum: Any, *, bucket: int, pack: int | None = None, replica: int) -> Any:
     """Adds the residual of earlier steps to a replica's part of its worker's sum, in a memory apart from the bucket.
 
     A step that fails, or skips its update, leaves the residual as it is.
@@ -655,7 +655,7 @@ def write(value: Any, *, variable: str, replica: int) -> None:
     """Writes a per-replica variable, such as BatchNorm's statistics, at the end of the step."""
 
 
-FACTORED = Selection(lambda found: found.kind is Kind.FACTORED)
+FACTORED = Selection(lambda record: record.kind is Kind.FACTORED)
 
 REDUCTIONS = Selection(lambda record: Effect.SUMS in record.effects)
 SHARED_OUT = Selection(lambda record: {Effect.SUMS, Effect.SCATTERS} <= record.effects)
@@ -692,7 +692,7 @@ MEETINGS = Selection(lambda record: Effect.MEETS in record.effects)
 
 ATTENDED = Selection(lambda record: bool(record.effects & {Effect.MEETS, Effect.ATTENDS}))
 
-WAITING = Selection(lambda found: bool(found.effects & {Effect.WAITS, Effect.MEETS, Effect.ATTENDS, Effect.COMMITS}))
+WAITING = Selection(lambda record: bool(record.effects & {Effect.WAITS, Effect.MEETS, Effect.ATTENDS, Effect.COMMITS}))
 """Operations that may wait for other replicas."""
 
 RESCALING = Selection(lambda record: record.symbol in (scale, clip_value))

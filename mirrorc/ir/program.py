@@ -199,7 +199,7 @@ class Program:
         return range(self.workers.num_all_replicas) if is_exchanged else self.local_replicas
 
     @property
-    def deals_out(self) -> bool:
+    def has_sharded_optimizer(self) -> bool:
         """Tests for a sharded optimizer: each worker updates a part of the buckets."""
         return any(bucket.part is not None for bucket in self.buckets)
 
@@ -224,7 +224,9 @@ class Program:
     @functools.cached_property
     def packs(self) -> tuple[tuple[Bucket, Pack], ...]:
         """The units of communication, each with its bucket, in the order of launches."""
-        return tuple(sorted(((b, pack) for b in self.buckets for pack in b.own_packs), key=lambda item: item[1].number))
+        return tuple(
+            sorted(((b, pack) for b in self.buckets for pack in b.launch_units), key=lambda item: item[1].number)
+        )
 
     @property
     def trains(self) -> bool:

@@ -36,7 +36,7 @@ class Route(NamedTuple):
         return f"bucket {self.bucket}{pack}{part}"
 
 
-def place_of(program: Program, graph: fx.Graph) -> int:
+def replica_of_graph(program: Program, graph: fx.Graph) -> int:
     """The replica that runs a lowered graph; -1 for a graph of no single device."""
     return next((i for i, module in enumerate(program.device_graphs.values()) if module.graph is graph), -1)
 
@@ -44,7 +44,7 @@ def place_of(program: Program, graph: fx.Graph) -> int:
 def replica_at(program: Program, node: fx.Node) -> int:
     """The replica of a node of a mirrored or a lowered graph."""
     replica = replica_of(node)
-    return place_of(program, node.graph) if replica is None else replica
+    return replica_of_graph(program, node.graph) if replica is None else replica
 
 
 def route_of(program: Program, node: fx.Node) -> Route:

@@ -36,7 +36,7 @@ def set_type(program: Program, node: fx.Node) -> None:
         node.meta["val"] = _materialized(infer_type(program, node), any_value(node.graph).fake_mode)
 
 
-def find_type_anew(node: fx.Node) -> None:
+def reinfer_type(node: fx.Node) -> None:
     """Infers the type of an operator again, after a change of layout of its arguments.
 
     A view that the new layout does not permit becomes a reshape, which copies the elements.
@@ -70,7 +70,7 @@ def is_inferable(node: fx.Node) -> bool:
     return record is None or record.gives is not None
 
 
-def is_noted_rightly(program: Program, node: fx.Node) -> bool:
+def has_inferred_type(program: Program, node: fx.Node) -> bool:
     """Compares the type recorded on a node with that of `infer_type`, and raises TypeError as that does."""
     noted = node.meta.get("val")
     record = operation_of(node.target)

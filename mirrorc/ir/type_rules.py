@@ -163,7 +163,7 @@ def _bucket(program: Program, node: fx.Node) -> Bucket:
 
 def _pack(program: Program, node: fx.Node) -> tuple[Bucket, Pack]:
     bucket, number = _bucket(program, node), pack_of(node)
-    pack = next((pack for pack in bucket.own_packs if pack.number == number), None)
+    pack = next((pack for pack in bucket.launch_units if pack.number == number), None)
     if pack is None or bool(bucket.packs) != (node.kwargs.get("pack") is not None):
         raise TypeError(f"it is about pack {node.kwargs.get('pack')} of bucket {bucket.index}, which there is not")
     return bucket, pack
@@ -186,7 +186,7 @@ def of_unpacked(program: Program, node: fx.Node) -> ValueType:
     bucket, operands = _bucket(program, node), [noted_type(source) for source in node.args]
     tensors = [kind for kind in operands if isinstance(kind, tuple) and kind[0] == "tensor"]
     lengths, dtypes = [kind[1] for kind in tensors], {kind[3] for kind in tensors}
-    if lengths != [(pack.num_elements,) for pack in bucket.own_packs] or len(dtypes) != 1 or tensors != operands:
+    if lengths != [(pack.num_elements,) for pack in bucket.launch_units] or len(dtypes) != 1 or tensors != operands:
         texts = ", ".join(map(say_type, operands)) or "nothing"
         raise TypeError(f"it is given {texts}, which are not the packs of bucket {bucket.index}")
     return _flat(node, bucket.num_elements, dtypes.pop())
@@ -395,7 +395,7 @@ def of_commit(program: Program, node: fx.Node) -> ValueType:
     if not numbers:
         return None
     dtype = functools.reduce(torch.promote_types, [kind[3] for kind in numbers])
-    num_columns = program.workers.num_all_replicas if program.deals_out else program.num_replicas
+    num_columns = program.workers.num_all_replicas if program.has_sharded_optimizer else program.num_replicas
     return ("tensor", (len(numbers), num_columns), (num_columns, 1), dtype, numbers[0][4])
 
 

@@ -37,10 +37,10 @@ def capped(sentences: Iterable[str], most: int, rest: str) -> Iterator[str]:
 
 def printable(text: str) -> str:
     """Control and invisible characters become ``\\x1b``; line breaks stay."""
-    return text if text.isprintable() else "\n".join(map(on_one_line, text.split("\n")))
+    return text if text.isprintable() else "\n".join(map(as_single_line, text.split("\n")))
 
 
-def on_one_line(text: str) -> str:
+def as_single_line(text: str) -> str:
     """`printable`, with line breaks as ``\\n``."""
     if text.isprintable():
         return text

@@ -31,7 +31,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
         for instrument in instruments:
             instrument.start(program)
     except Exception as error:
-        _tell([instrument.refused for instrument in instruments], program, error)
+        _notify([instrument.refused for instrument in instruments], program, error)
         raise
     for compiler_pass in passes:
         try:
@@ -42,7 +42,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
             for instrument in instruments:
                 instrument.after_pass(compiler_pass, program, after, seconds)
         except Exception as error:
-            _tell([instrument.failed for instrument in instruments], compiler_pass, program, error)
+            _notify([instrument.failed for instrument in instruments], compiler_pass, program, error)
             raise
         program = after
     for instrument in instruments:
@@ -50,7 +50,7 @@ def _run_all(program: Program, passes: Sequence[Pass], instruments: Sequence[Ins
     return program
 
 
-def _tell(listeners: Sequence[Callable[..., None]], *news: object) -> None:
+def _notify(listeners: Sequence[Callable[..., None]], *news: object) -> None:
     """Their errors must not hide the error."""
     for listener in listeners:
         try:

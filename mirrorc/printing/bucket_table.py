@@ -15,8 +15,8 @@ from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import calls_to, is_region_call, pack_of, region_of, region_title
 from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.folding import folded
+from mirrorc.printing.printed_values import dtype_name, size_text
 from mirrorc.printing.spans import range_text
-from mirrorc.printing.values import dtype_name, size_text
 from mirrorc.printing.variants import wrapped
 
 _LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.([\w.]+)")
@@ -41,7 +41,7 @@ def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
     ready = _ready_after(program)
     lines: list[str] = []
     for bucket in program.buckets:
-        last = max(pack.number for pack in bucket.own_packs)
+        last = max(pack.number for pack in bucket.launch_units)
         lines += [_row(program, bucket, ready.get(last, "")), *_members(bucket, slots)]
         lines += [*_packs(bucket, ready), *_shares(program, bucket, fold)]
     lines = folded(lines, "# … bucket ", lambda line: line.startswith("# bucket ")) if fold else lines

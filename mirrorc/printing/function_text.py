@@ -15,8 +15,8 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.printing.folding import folded
 from mirrorc.printing.graph_text import Line, rendered
 from mirrorc.printing.line_comments import share_comment
+from mirrorc.printing.printed_values import type_of
 from mirrorc.printing.spans import spans
-from mirrorc.printing.values import type_of
 from mirrorc.printing.variants import device_names, groups, heading, num_examples, variants_of_mirrored
 
 EACH = "each"

@@ -17,17 +17,17 @@ from mirrorc.ir.nodes import (
     is_compute,
     is_region_call,
     name_of,
+    part_keywords,
     region_of,
     region_title,
     replica_of,
     target_name,
-    words_of_part,
 )
 from mirrorc.ir.operation import Printed, Selection, operation_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.source_lines import source_line
 from mirrorc.printing.line_comments import LineComments, explanations, owner_of
-from mirrorc.printing.values import PrintedValues, dtype_name, type_of
+from mirrorc.printing.printed_values import PrintedValues, dtype_name, type_of
 
 _RESULT_WIDTH = 32
 
@@ -136,7 +136,7 @@ def _call_text(values: PrintedValues, node: fx.Node) -> str | None:
     details += [arguments] if arguments else []
     details += [f"{key}={node.kwargs[key]}" for key in operation.shown if node.kwargs.get(key) is not None]
     text = f"{name_of(node)}({', '.join(details)})"
-    parts = [user for user in node.users if words_of_part(user.target, user.args) is not None]
+    parts = [user for user in node.users if part_keywords(user.target, user.args) is not None]
     results = ", ".join(values.typed(part) for part in parts) or values.typed(node)
     return f"{results:<{_RESULT_WIDTH}} = {text}" if node.users else text
 

@@ -36,8 +36,8 @@ from mirrorc.ir.operation import Kind
 from mirrorc.ir.program import LOSS_OUTPUT, ArgumentKind, Program
 from mirrorc.ir.type_rules import awaited_elements
 from mirrorc.ir.variables import Role
+from mirrorc.printing.printed_values import size_text, type_of
 from mirrorc.printing.spans import range_text
-from mirrorc.printing.values import size_text, type_of
 
 _OTHERWISE = {"raise": "ends here with an error", "skip": "ends here and returns its loss: no update is made"}
 
@@ -342,7 +342,7 @@ _COMMENTS: Mapping[Any, Callable[[Program, fx.Node], str]] = MappingProxyType(
         ops.store_rows: _rows,
         ops.commit: lambda program, node: (
             f"norms of all {program.workers.num_all_replicas} devices of {program.workers.num_workers} workers"
-            if program.deals_out and numbers_of(node)
+            if program.has_sharded_optimizer and numbers_of(node)
             else ""
         ),
     }

@@ -67,7 +67,7 @@ from mirrorc.analysis.communication.worker_schedule import schedule_hash
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import region_calls, region_of, region_title
 from mirrorc.ir.program import Accumulation, Program, Region, Stage
-from mirrorc.messages.wording import counted, on_one_line, printable
+from mirrorc.messages.wording import as_single_line, counted, printable
 from mirrorc.printing.bucket_table import table_lines
 from mirrorc.printing.function_text import function_lines, signature
 from mirrorc.printing.graph_text import Line, graph_lines, rendered, statements
@@ -147,8 +147,8 @@ class ProgramPrinter:
             *worker_lines(program),
             *table_lines(program, slots=slots, fold=is_folded),
         ]
-        kept = (remark for remark in program.remarks if remark.is_kept and remarks)
-        lines += [f"# remark: {on_one_line(str(remark))}" for remark in kept]
+        shown = (remark for remark in program.remarks if remark.is_kept and remarks)
+        lines += [f"# remark: {as_single_line(str(remark))}" for remark in shown]
         lines += function_lines(program, self._lines_of, sources=sources, fold=is_folded)
         for region in program.regions.values() if regions else ():
             lines += ["", *_region_lines(region, sources, _argument_names(program, region))]

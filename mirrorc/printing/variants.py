@@ -9,8 +9,8 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, Property
 from mirrorc.messages.wording import counted
+from mirrorc.printing.printed_values import type_of
 from mirrorc.printing.spans import range_text, spans
-from mirrorc.printing.values import type_of
 
 
 def device_names(program: Program, replicas: Iterable[int]) -> list[str]:

@@ -15,7 +15,7 @@ from mirrorc.ir.operation import operation_named, operation_of
 from mirrorc.serialization.plain_data import DataError, expect
 from mirrorc.torch_internals import inductor_decompositions, is_operator, writes_argument
 
-_OWN_OPERATORS = (  # registered by the import
+_OPERATORS_OF_MIRRORC = (  # registered by the import
     out_products.mm_into,
     out_products.addmm_into,
     out_products.linear_into,

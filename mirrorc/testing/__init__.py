@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mirrorc.testing.checks import check
+from mirrorc.testing.file_check import check
 
 if TYPE_CHECKING:
     from mirrorc.testing.snapshots import ProgramSnapshot

@@ -13,7 +13,7 @@ from mirrorc.ir.program import Program
 from mirrorc.verifier.rules.dataflow import KnownFlows
 
 
-class Checked:
+class VerifiedGraphs:
     """The graphs and the dataflow that were verified after earlier passes. Most passes leave most regions unchanged."""
 
     def __init__(self) -> None:
@@ -22,18 +22,18 @@ class Checked:
         self._changed: set[int] = set()
         self._last: list[Any] = []  # the contents of the last program
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Compares the checked graphs with their records; passes must return new graphs instead of changing these."""
         self._changed = {
             key for key, (graph, parts) in self._checked.items() if not _are_the_same(parts, _parts(graph))
         }
 
     def was_changed(self, graph: fx.Graph) -> bool:
-        """Tests for a checked graph that was changed before the last `look_again`."""
+        """Tests for a checked graph that was changed before the last `refresh`."""
         return self._is_known(graph) and id(graph) in self._changed
 
     def has(self, graph: fx.Graph) -> bool:
-        """Tests for a checked graph that was unchanged at the last `look_again`."""
+        """Tests for a checked graph that was unchanged at the last `refresh`."""
         return self._is_known(graph) and id(graph) not in self._changed
 
     def is_last(self, program: Program) -> bool:

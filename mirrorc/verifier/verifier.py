@@ -10,7 +10,7 @@ from mirrorc.messages.source_lines import source_line
 from mirrorc.messages.wording import printable
 from mirrorc.pipeline.protocol import Instrument, Pass, traits_of
 from mirrorc.printing.excerpt import surroundings
-from mirrorc.verifier.checked_graphs import Checked, all_graphs
+from mirrorc.verifier.checked_graphs import VerifiedGraphs, all_graphs
 from mirrorc.verifier.rules.dataflow import KnownFlows
 from mirrorc.verifier.rules.programs import Violation
 from mirrorc.verifier.rules.rule import Rule, Scope, rules
@@ -21,7 +21,7 @@ def verify(
     *,
     after: str = "",
     before: Program | None = None,
-    checked: Checked | None = None,
+    checked: VerifiedGraphs | None = None,
     keeps_dataflow: bool = True,
 ) -> None:
     """Checks every rule of a program's stage.
@@ -36,9 +36,9 @@ def verify(
         VerifyError: names the rule, the node, its source line and the pass, and shows the program around it.
     """
     if checked is not None:
-        checked.look_again()
+        checked.refresh()
         if before is not None:
-            changed = Rule(given_programs_are_not_changed, scope=Scope.PASS)
+            changed = Rule(input_programs_are_not_changed, scope=Scope.PASS)
             _refuse_first(program, _changed_in_place(before, checked), changed, after)
     bodies = [region.graph_module.graph for region in program.regions.values()]
     plain = program.graphs() if program.stage < Stage.OUTLINED else []  # these graphs do not depend on tables
@@ -62,11 +62,11 @@ def verify(
         checked.add(program)
 
 
-def given_programs_are_not_changed(program: Program) -> None:
+def input_programs_are_not_changed(program: Program) -> None:
     """A pass returns a new program and does not change the graphs of its input; `graph_edits.copied` copies a graph."""
 
 
-def _changed_in_place(before: Program, checked: Checked) -> Iterator[Violation]:
+def _changed_in_place(before: Program, checked: VerifiedGraphs) -> Iterator[Violation]:
     if any(checked.was_changed(graph) for graph in all_graphs(before)):
         yield Violation(
             "a graph of the program that the pass was given is no longer as it was, nor is it where it is saved"
@@ -94,7 +94,7 @@ class Verify(Instrument):
     """Verifies the captured program, and the program after every pass."""
 
     def __init__(self) -> None:
-        self._checked = Checked()
+        self._checked = VerifiedGraphs()
 
     def start(self, program: Program) -> None:
         verify(program, checked=self._checked)

@@ -17,7 +17,7 @@ from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.routes import route_of, sends_in
 from mirrorc.messages.wording import counted, numbered
 from mirrorc.passes.all_reduce.traffic import Held, Traffic
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 
 @dataclass(frozen=True)

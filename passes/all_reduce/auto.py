@@ -14,7 +14,7 @@ from mirrorc.passes.all_reduce.halving_doubling import HalvingDoubling
 from mirrorc.passes.all_reduce.native import Native
 from mirrorc.passes.all_reduce.ring import Ring
 from mirrorc.passes.all_reduce.tree import Tree
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Auto(AllReduceAlgorithm):
             return Native(), "each sum goes to the device that owns its parameters, and to no other"
         if link.moves_by_itself:
             return Native(), f"the link {link.name} sums up by itself, while devices compute"
-        if link.reads_one_memory:
+        if link.reads_shared_memory:
             return Native(), "devices read each other's buckets in the memory that they share, so nothing is sent"
         if launch.target is ops.reduce_scatter:
             return (

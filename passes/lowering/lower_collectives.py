@@ -12,7 +12,7 @@ from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.links import Span, best_link, carrier_of, check_link, link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 
 @dataclass(frozen=True)

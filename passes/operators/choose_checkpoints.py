@@ -17,7 +17,7 @@ from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of forward segments to try."""

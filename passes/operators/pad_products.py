@@ -12,7 +12,7 @@ from mirrorc.analysis.graph.padded_products import FACTORS, places_of_columns
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.rearrangements import REARRANGEMENTS
-from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.ir.type_inference import reinfer_type
 from mirrorc.messages.wording import counted
 from mirrorc.passes.operators.relaid_values import DependsOnStrides, RelaidValues
 from mirrorc.torch_internals import add_node
@@ -109,5 +109,5 @@ class _Padded(RelaidValues):
         with self.graph.inserting_before(user):
             made = add_node(self.graph, "call_function", target, args, {}, name)
         made.meta.update({key: user.meta[key] for key in user.meta if key != "val"})
-        find_type_anew(made)
+        reinfer_type(made)
         return made

@@ -13,7 +13,7 @@ from mirrorc.ir.checkpoints import CHECKPOINT, checkpoint_of
 from mirrorc.ir.graph_edits import copied, copy_node, remove_unused
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 
 @dataclass(frozen=True)

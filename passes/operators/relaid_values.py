@@ -8,7 +8,7 @@ from torch import fx
 from mirrorc.analysis.graph.layouts import may_read_memory_in_order, reads_strides, strides_of
 from mirrorc.ir.nodes import is_compute
 from mirrorc.ir.operation import operation_of
-from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.ir.type_inference import reinfer_type
 from mirrorc.torch_internals import add_node
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ class RelaidValues:
             return
         was = node.meta.get("val")
         try:
-            find_type_anew(node)
+            reinfer_type(node)
         except TypeError as error:
             raise DependsOnStrides(node.name) from error
         if was is None or strides_of(node.meta["val"]) != strides_of(was):

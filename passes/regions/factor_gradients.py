@@ -23,7 +23,7 @@ from mirrorc.ir.names import identifier
 from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.messages.wording import counted
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 from mirrorc.torch_internals import add_node, is_symbolic, lazy_graph_module, num_bytes_now
 
 
@@ -160,7 +160,7 @@ class FactorGradients:
         if self.all_reduce is not None:
             return f"{self.all_reduce} sends whole gradients between devices"
         carrier = carrier_of(self.link or best_link(program.devices)[0], ops.reduce_scatter)
-        is_read = link_named(carrier).reads_one_memory
+        is_read = link_named(carrier).reads_shared_memory
         return "" if is_read else f"over the link {carrier}, no device reads the others' factors in their memory"
 
 

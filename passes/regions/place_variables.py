@@ -10,7 +10,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir.buckets import Bucket, Slot
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted, listed
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 LEAST_LOADED = "least-loaded"
 """Each variable goes to the device with the fewest bytes so far, the largest first."""

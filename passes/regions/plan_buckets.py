@@ -272,9 +272,9 @@ def _pack_remarks(buckets: Sequence[Bucket], num_packs: Mapping[str, int]) -> li
         asked = num_packs.get(bucket.slots[0].variable, 0)
         if not asked:
             continue
-        if len(bucket.own_packs) < asked:
+        if len(bucket.launch_units) < asked:
             remarks.append(
-                f"bucket {bucket.index} has {counted(len(bucket.own_packs), 'pack')}, not {asked}: it has as many elements"
+                f"bucket {bucket.index} has {counted(len(bucket.launch_units), 'pack')}, not {asked}: it has as many elements"
             )
         starts = {pack.start for pack in bucket.packs}
         parted = [

@@ -20,7 +20,7 @@ from mirrorc.ir.graph_edits import call, copied, insert_write
 from mirrorc.ir.nodes import region_calls, region_of
 from mirrorc.ir.program import Program, Region, Stage
 from mirrorc.messages.wording import counted
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 from mirrorc.torch_internals import has_symbols, lazy_graph_module
 
 _INTO = MappingProxyType(
@@ -45,7 +45,7 @@ class ReserveMemory:
 
     Needs: regions in their final form.
     Guarantees: reserved memory holds only products that regions alone read and never return as a view (the rule
-        reserved_memory_has_one_value_at_a_time).
+        reserved_values_do_not_overlap).
 
     Attributes:
         wanted: True if the C library allocates the devices' memory; allocators of GPUs keep freed memory.

@@ -60,7 +60,7 @@ class ReuseArguments:
 
     Needs: regions in their final form.
     Guarantees: an argument is written only if no call of its region leaves a possible reader (the rule
-        regions_write_only_what_is_theirs).
+        regions_write_only_their_memory).
 
     Attributes:
         wanted: True if the backend fuses the copy with its source.

@@ -10,7 +10,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.graph_edits import call, copy_into, insert
-from mirrorc.ir.nodes import origin_of, words_of_pack
+from mirrorc.ir.nodes import origin_of, pack_keywords
 from mirrorc.ir.program import Program, Stage
 from mirrorc.messages.wording import counted
 
@@ -88,7 +88,7 @@ def _remark(program: Program) -> str:
 def _reduce(
     graph: fx.Graph, bucket: Bucket, pack: Pack, packs: tuple[fx.Node, ...], order: dict[fx.Node, int]
 ) -> tuple[fx.Node, ...]:
-    words = words_of_pack(bucket, pack)
+    words = pack_keywords(bucket, pack)
     reduction = ops.all_gather if bucket.is_gathered else ops.all_reduce
     with graph.inserting_after(max(packs, key=order.__getitem__)):
         pending = call(graph, reduction, packs, {**words, "op": "sum"})
@@ -104,7 +104,7 @@ def _reduce(
 
 def _unpacked(program: Program, bucket: Bucket, reduced: Sequence[Sequence[fx.Node]]) -> tuple[fx.Node, ...]:
     if not bucket.is_cut:
-        return tuple(reduced[bucket.own_packs[0].number])
+        return tuple(reduced[bucket.launch_units[0].number])
     unpacked = []
     for replica in range(program.num_replicas):
         packs = tuple(reduced[pack.number][replica] for pack in bucket.packs)

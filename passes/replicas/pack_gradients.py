@@ -13,7 +13,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.graph_edits import call, copy_into, insert
-from mirrorc.ir.nodes import words_of_pack
+from mirrorc.ir.nodes import pack_keywords
 from mirrorc.ir.program import Accumulation, Program, Stage
 from mirrorc.ir.type_rules import any_value
 from mirrorc.messages.wording import counted
@@ -117,7 +117,7 @@ def _pack(
     last = max(members, key=order.__getitem__)
     place = max(last, latest.get(replica, last))
     with graph.inserting_after(place):
-        node = call(graph, ops.pack, members, {**words_of_pack(bucket, pack), "replica": replica})
+        node = call(graph, ops.pack, members, {**pack_keywords(bucket, pack), "replica": replica})
     _set_type(node, bucket, pack, last.meta["val"])
     latest[replica] = node
     return node
@@ -128,7 +128,7 @@ def _pack_zeros(
 ) -> fx.Node:
     """Follows the bucket's ``last`` pack; without one, the packs of other buckets."""
     with graph.inserting_after(last) if last is not None else contextlib.nullcontext():
-        node = call(graph, ops.pack, (), {**words_of_pack(bucket, pack), "replica": replica})
+        node = call(graph, ops.pack, (), {**pack_keywords(bucket, pack), "replica": replica})
     like = last.meta["val"] if last is not None else any_value(next(iter(program.regions.values())).graph_module.graph)
     _set_type(node, bucket, pack, like)
     return node

@@ -15,7 +15,7 @@ from mirrorc.ir.names import of_replica
 from mirrorc.ir.nodes import calls_to, is_compute, name_of
 from mirrorc.ir.program import ArgumentKind, Program, Stage
 from mirrorc.messages.wording import listed, numbered
-from mirrorc.printing.values import type_of
+from mirrorc.printing.printed_values import type_of
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from torch import fx
 from mirrorc.analysis.gradients.sparse_update_rows import bytes_of_rows_sent, most_rows
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
-from mirrorc.ir.devices import share_one_memory
+from mirrorc.ir.devices import have_shared_memory
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
 from mirrorc.ir.program import Program, Property, Stage
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SendRows:
             return f"a step of {bucket.rule.label} may write other rows than those of the gradient"
         if rows >= rows_of_table:
             return "they may be all rows"
-        if share_one_memory(program.devices) and rows > self.most_in_one_memory * rows_of_table:
+        if have_shared_memory(program.devices) and rows > self.most_in_one_memory * rows_of_table:
             return "devices of one memory copy the whole faster than so many rows"
         return ""
 

@@ -77,7 +77,7 @@ class ShareParameters:
                     f"the factors of bucket {bucket.index} are gathered by each device, which would update its own copy, and not "
                     "a share of one: compile with exchange='dense'"
                 )
-            (first, *others) = (reductions[pack.number] for pack in bucket.own_packs)
+            (first, *others) = (reductions[pack.number] for pack in bucket.launch_units)
             if others:
                 _take_shares(shared, bucket, [first, *others])
             else:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mirrorc.ir import ops
-from mirrorc.ir.devices import share_one_memory
+from mirrorc.ir.devices import have_shared_memory
 from mirrorc.ir.graph_edits import copied, insert
 from mirrorc.ir.links import best_link, carrier_of
 from mirrorc.ir.nodes import bucket_of, calls_to, replica_of
@@ -59,7 +59,7 @@ class SpreadCopies:
         if program.num_replicas < 3 or not broadcasts:
             why = "there is no third device" if program.num_replicas < 3 else "no bucket is large enough"
             return spread.with_remarks(f"no copy is passed on: {why}", is_kept=False)
-        if share_one_memory(program.devices) and not self.within_one_memory:
+        if have_shared_memory(program.devices) and not self.within_one_memory:
             return spread.with_remarks(
                 "no copy is passed on: devices of one memory copy straight from the owner's", is_kept=False
             )

@@ -144,14 +144,14 @@ def _remark(bound: Bound, num_buckets: int, program: Program, *, are_exchanged: 
     whose = f"group {bound.group}" if bound.group is not None else "all gradients"
     kind = "largest element" if bound.norm_type == math.inf else f"{bound.norm_type:g}-norm"
     then = f"scaled so that it is at most {bound.max_norm:g}" if bound.max_norm < math.inf else "only measured"
-    all_devices = "all devices of all workers" if program.deals_out else "all"
+    all_devices = "all devices of all workers" if program.has_sharded_optimizer else "all"
     where = f" of its shares, and {all_devices} exchange the norms at the commit" if are_exchanged else ""
     measures = (
         f"each device takes the norm{where}"
-        if program.num_replicas > 1 or (program.deals_out and are_exchanged)
+        if program.num_replicas > 1 or (program.has_sharded_optimizer and are_exchanged)
         else "the norm is taken when all are there"
     )
-    if program.workers.are_several and are_exchanged and not program.deals_out:
+    if program.workers.are_several and are_exchanged and not program.has_sharded_optimizer:
         measures += "; all workers go on with worker 0's"
     return f"the {kind} of {whose} ({counted(num_buckets, 'bucket')}) is {then}: {measures}"
 

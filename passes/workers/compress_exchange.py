@@ -13,7 +13,7 @@ from torch import fx
 from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import insert
-from mirrorc.ir.nodes import bucket_of, pack_of, replica_of, words_of_pack
+from mirrorc.ir.nodes import bucket_of, pack_keywords, pack_of, replica_of
 from mirrorc.ir.program import Program
 from mirrorc.ir.type_inference import set_type
 from mirrorc.messages.wording import counted
@@ -58,7 +58,7 @@ class CompressExchange(WorkerCompression):
         return self.narrows(program.buckets[bucket_of(launch)].dtype)
 
     def replace(self, program: Program, launch: fx.Node) -> fx.Node:
-        words = words_of_pack(*program.packs[pack_of(launch)])
+        words = pack_keywords(*program.packs[pack_of(launch)])
         launch.args = tuple(
             insert(
                 program,

@@ -15,12 +15,12 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, users_of_sum, words_of_pack
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, users_of_sum, pack_keywords
 from mirrorc.ir.program import Accumulation, Program, Property, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.ir.type_inference import set_type
 from mirrorc.messages.wording import counted, listed, numbered
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ReduceOverWorkers:
                 continue
             launch = _exchange(program, bucket, pack, sums, last)
             for value in sums[pack.number]:
-                words = {**words_of_pack(bucket, pack), "replica": replica_of(value)}
+                words = {**pack_keywords(bucket, pack), "replica": replica_of(value)}
                 users = [user for user in value.users if user is not launch]
                 total = insert(program, min([commit, *users]), ops.wait, (launch,), words)
                 for user in users:
@@ -141,7 +141,7 @@ def _sums(program: Program) -> list[list[fx.Node]]:
     for taker in gradient_takers(graph):
         for index, value in taken_by(taker):
             taken = value.args if value.target is ops.unpack else (value,)
-            if tuple(packs[pack.number] for pack in program.buckets[index].own_packs) != taken:
+            if tuple(packs[pack.number] for pack in program.buckets[index].launch_units) != taken:
                 raise PassError(
                     f"{value.name} is computed of bucket {index} before it is exchanged, and it is not said whether it is to be "
                     "computed of each worker's gradients or of their sum: place the pass that makes it after "
@@ -170,7 +170,7 @@ def _exchange(
             place.append(value)
             place = value
             set_type(program, value)
-    return insert(program, place.next, ops.exchange, tuple(values), {**words_of_pack(bucket, pack), "op": "sum"})
+    return insert(program, place.next, ops.exchange, tuple(values), {**pack_keywords(bucket, pack), "op": "sum"})
 
 
 def _gather(
@@ -187,11 +187,11 @@ def _gather(
     launched = first.all_input_nodes[0] if first.target is ops.wait else first
     place = max(launched, last) if last is not None else launched
     launch = insert(
-        program, place.next, ops.gather_factors, tuple(packed), {**words_of_pack(bucket, pack), "op": "sum"}
+        program, place.next, ops.gather_factors, tuple(packed), {**pack_keywords(bucket, pack), "op": "sum"}
     )
     for value in sums:
         users = [user for user in value.users if user is not launch]
-        words = {**words_of_pack(bucket, pack), "replica": replica_of(value)}
+        words = {**pack_keywords(bucket, pack), "replica": replica_of(value)}
         total = insert(program, min([commit, *users]), ops.wait, (launch,), words)
         for user in users:
             user.replace_input_with(value, total)
@@ -255,7 +255,7 @@ def _sums_remark(program: Program, buckets: Sequence[Bucket]) -> str:
     workers = program.workers
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
     sent = round(2 * num_bytes * (workers.num_workers - 1) / workers.num_workers)
-    number, per = sum(len(bucket.own_packs) for bucket in buckets), "pack" if are_cut(program.buckets) else "bucket"
+    number, per = sum(len(bucket.launch_units) for bucket in buckets), "pack" if are_cut(program.buckets) else "bucket"
     first = ", which its devices have added up first" if program.num_replicas > 1 else ""
     return (
         f"{counted(number, 'exchange')}, one per {per}{first}: {size_text(num_bytes)}, of which each of "

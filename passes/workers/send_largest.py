@@ -16,7 +16,7 @@ from mirrorc.ir.nodes import pack_of
 from mirrorc.ir.program import Program
 from mirrorc.messages.wording import counted
 from mirrorc.passes.workers.worker_compression import WorkerCompression, others_than, ring_bytes_text, send_part
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 
 @dataclass(frozen=True)

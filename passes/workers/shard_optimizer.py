@@ -16,7 +16,7 @@ from mirrorc.ir.type_inference import set_type
 from mirrorc.ir.variables import SHARE_ELEMENTS
 from mirrorc.ir.workers import Workers
 from mirrorc.messages.wording import counted, numbered
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, words_of_pack
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, pack_keywords
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.messages.wording import numbered
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class WorkerCompression:
 
 def send_part(program: Program, launch: fx.Node, operation: Any, words: dict[str, Any]) -> fx.Node:
     """Sends a part of an `add_unsent` in place of an exchange."""
-    of_pack = words_of_pack(*program.packs[pack_of(launch)])
+    of_pack = pack_keywords(*program.packs[pack_of(launch)])
     totals = tuple(
         insert(program, launch, ops.add_unsent, (local_sum,), {**of_pack, "replica": replica_of(local_sum)})
         for local_sum in launch.all_input_nodes

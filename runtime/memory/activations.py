@@ -28,12 +28,12 @@ from mirrorc.analysis.gradients.sparse_update_rows import bytes_of_rows_sent, gi
 from mirrorc.analysis.gradients.tiled_updates import part_elements_of
 from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.ir import ops
-from mirrorc.ir.devices import share_one_memory
+from mirrorc.ir.devices import have_shared_memory
 from mirrorc.ir.links import SumPlace, link_named
 from mirrorc.ir.nodes import bucket_of, is_compute, is_region_call, name_of, pack_of, region_of
 from mirrorc.ir.operation import Handlers
 from mirrorc.ir.program import Program
-from mirrorc.printing.values import PrintedValues, type_of
+from mirrorc.printing.printed_values import PrintedValues, type_of
 from mirrorc.runtime.codegen.graph_function import last_uses
 from mirrorc.runtime.memory.dry_run import DryRun, Held
 from mirrorc.runtime.memory.ledger import Block, Ledger, Where
@@ -381,7 +381,7 @@ class _Walk:
         return sum(self._temporary_bytes(pack, bytes_to_measure_tables) for pack in packs)
 
     def _has_other_devices(self) -> bool:
-        return not share_one_memory(self.program.devices)
+        return not have_shared_memory(self.program.devices)
 
     def _temporary_bytes(self, pack: fx.Node, count: Count = temporary_bytes) -> int:
         """Temporary bytes to make or measure a share of a bucket with factored gradients."""

@@ -13,7 +13,7 @@ from torch import fx
 
 from mirrorc.analysis.memory.workspaces import workspace_bytes
 from mirrorc.ir.program import Region
-from mirrorc.printing.values import type_of
+from mirrorc.printing.printed_values import type_of
 from mirrorc.runtime.codegen.graph_function import generate
 from mirrorc.runtime.codegen.regions import RegionFunction, retarget
 from mirrorc.runtime.devices.current import made_current

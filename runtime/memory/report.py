@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 _TEXT_WIDTH = 110
 _KINDS = ("parameters", "gradients", "optimizer_state", "buffers", "activations", "reserved")

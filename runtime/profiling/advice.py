@@ -17,7 +17,7 @@ from mirrorc.ir.buckets import are_cut
 from mirrorc.ir.links import link_named
 from mirrorc.ir.nodes import bucket_of, calls_to, is_early
 from mirrorc.ir.program import Program
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes, mean_over_devices
 from mirrorc.runtime.profiling.recorder import RecordedStep
 

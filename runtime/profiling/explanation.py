@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mirrorc.ir.links import link_named
 from mirrorc.messages.wording import counted
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 from mirrorc.runtime.profiling.accounting import PARTS, apportioned
 from mirrorc.runtime.profiling.figures import BucketTimes, DeviceTimes
 from mirrorc.runtime.profiling.prediction import Prediction

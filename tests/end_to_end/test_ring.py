@@ -19,7 +19,7 @@ from mirrorc.ir.graph_edits import insert
 from mirrorc.ir.program import Program
 from mirrorc.ir.routes import route_of
 from mirrorc.passes import LowerDevices
-from mirrorc.verifier.rules.collectives import nothing_is_written_in_flight
+from mirrorc.verifier.rules.collective_launches import nothing_is_written_in_flight
 from mirrorc.verifier.verifier import verify
 
 aten = torch.ops.aten
@@ -133,13 +133,13 @@ def reduce_what_is_sent(graph: fx.Graph) -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (add_the_same_twice, "collectives_mean_what_runs"),
+        (add_the_same_twice, "collectives_match_their_tags"),
         (leave_a_sum_out, "every_bucket_is_updated_once"),
         (exchange_chunks, "every_bucket_is_updated_once"),
-        (send_another_chunk, "collectives_mean_what_runs"),
+        (send_another_chunk, "collectives_match_their_tags"),
         (name_another_round, "every_send_is_received"),
         (name_another_chunk, "every_send_is_received"),
-        (send_a_value_of_no_bucket, "collectives_mean_what_runs"),
+        (send_a_value_of_no_bucket, "collectives_match_their_tags"),
         (reduce_what_is_sent, "buckets_in_flight_are_not_used"),
     ],
 )
@@ -180,7 +180,7 @@ def test_what_is_sent_is_not_written_in_place_afterwards() -> None:
         (violation,) = nothing_is_written_in_flight(program)
         assert str(violation).endswith(f" writes {added.name}, which {sent.name} still offers")
     with pytest.raises(
-        VerifyError, match="breaks the rule regions_write_only_what_is_theirs "
+        VerifyError, match="breaks the rule regions_write_only_their_memory "
     ):  # no operator may, anywhere
         verify(program)
     program = ring_of(3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mirrorc.ir import ops
-from mirrorc.ir.devices import Device, parse_devices, share_one_memory
+from mirrorc.ir.devices import Device, have_shared_memory, parse_devices
 from mirrorc.ir.links import (
     Link,
     best_link,
@@ -27,7 +27,7 @@ CPUS, GPUS, ONE_GPU = devices("cpu:0", "cpu:1"), devices("cuda:0", "cuda:1"), de
 
 
 def test_devices_know_their_memory() -> None:
-    assert [share_one_memory(which) for which in (CPUS, GPUS, ONE_GPU, CPUS[:1])] == [True, False, True, True]
+    assert [have_shared_memory(which) for which in (CPUS, GPUS, ONE_GPU, CPUS[:1])] == [True, False, True, True]
     assert {device.memory for device in parse_devices(2)} == {"cpu"}
     assert [device.is_asynchronous for device in (*CPUS, *GPUS)] == [False, False, True, True]
 

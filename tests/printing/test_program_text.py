@@ -35,9 +35,9 @@ from mirrorc.comparison.diff import diff_texts
 from mirrorc.ir import ops
 from mirrorc.ir.program import Stage
 from mirrorc.passes import default_pipeline
+from mirrorc.printing.printed_values import type_of
 from mirrorc.printing.program_text import program_to_text
 from mirrorc.printing.reader import read_program_text
-from mirrorc.printing.values import type_of
 
 # Stages of programs without a bucket plan.
 BEFORE_BUCKETS = (

@@ -1336,14 +1336,14 @@ BAD: dict[str, list[Mutation]] = {
         clipped(scale_by_the_norm),
         clipped(lambda graph: with_kwargs(first(graph, ops.clip_factor), max_norm=2.0)),
     ],
-    "scaled_losses_are_made_up_for": [
+    "gradients_are_unscaled_once": [
         clipped(divide_a_norm),
         scaled(lambda graph: first(graph, ops.update).replace_input_with(*scaling_of(first(graph, ops.update)))),
     ],
     "rescaled_memory_is_not_read_again": [clipped(lambda graph: repeat(graph, first(graph, ops.scale)))],
     "commits_exchange_norms_alike": [clipped(lambda graph: set_args(first(graph, ops.commit), ()))],
     "nothing_is_in_flight_at_a_checked_commit": [("schedule-overlap", leave_in_flight)],
-    "waits_are_on_one_side_of_the_commit": [
+    "waits_are_on_the_same_side_of_the_commit": [
         at("schedule-overlap", wait_on_one_side),
         at("lower-devices", wait_on_one_side),
     ],
@@ -1351,7 +1351,7 @@ BAD: dict[str, list[Mutation]] = {
         (ONE_BUCKET, lambda _: without_sizes(symbolic_program())),
         (ONE_BUCKET, lambda _: with_raw_symbol(symbolic_program())),
     ],
-    "regions_are_told_sizes": [
+    "regions_take_their_sizes": [
         ("outline-regions", lambda _: with_untold_region(run_up_to("outline-regions", symbolic_program()))),
     ],
     "outputs_are_gathered_alike": [
@@ -1421,7 +1421,7 @@ BAD: dict[str, list[Mutation]] = {
     "regions_hold_operators_alone": [
         *((pass_name, call_from_a_region) for pass_name in ("outline-regions", "lower-devices")),
     ],
-    "regions_write_only_what_is_theirs": [
+    "regions_write_only_their_memory": [
         *(at(pass_name, an_operator_that_writes) for pass_name in ("pack-gradients", "lower-devices")),
         ("replicate", write_an_argument),
         ("lower-devices", write_an_argument),
@@ -1429,7 +1429,7 @@ BAD: dict[str, list[Mutation]] = {
         reusing("lower-devices", read_the_overwritten),
         reusing("reuse-arguments", assert_the_written),
     ],
-    "reserved_memory_has_one_value_at_a_time": [
+    "reserved_values_do_not_overlap": [
         *(
             reserving(pass_name, reserve_one_memory_for_two)
             for pass_name in ("reserve-memory", "replicate", "lower-devices")
@@ -1452,7 +1452,7 @@ BAD: dict[str, list[Mutation]] = {
         ),
         at("lower-devices", lambda graph: setattr(graph.output_node(), "args", (None,))),
     ],
-    "results_are_each_replicas_own": [
+    "results_belong_to_their_replicas": [
         at("pack-gradients", lambda graph: with_kwargs(first(graph, ops.pack), replica=1)),
         *(
             at(pass_name, lambda g: output_with(g, "losses", lambda losses: (losses[0],) * 2))  # type: ignore[index]
@@ -1465,12 +1465,12 @@ BAD: dict[str, list[Mutation]] = {
         (ONE_BUCKET, lambda _: evaluation(keeps_rules=True)),
         (ONE_BUCKET, lambda program: evaluation().evolve(buckets=program.buckets)),
     ],
-    "tables_are_kept": [
+    "tables_are_preserved": [
         (ONE_BUCKET, lambda program: program.evolve(num_examples=(3, 5))),
         (ONE_BUCKET, lambda program: program.evolve(variables={**program.variables, "a": written(program, "a")})),
         ("lower-devices", lambda program: program.evolve(variables={**program.variables, "a": written(program, "a")})),
     ],
-    "every_gradient_has_one_slot": [
+    "gradients_and_slots_match": [
         bucket_change(ONE_BUCKET, slots(lambda b: dataclasses.replace(b, slots=b.slots[:-1]))),
         bucket_change(ONE_BUCKET, lambda buckets: (*buckets, dataclasses.replace(buckets[0], index=len(buckets)))),
         at(ONE_BUCKET, drop_a_gradient),
@@ -1490,7 +1490,7 @@ BAD: dict[str, list[Mutation]] = {
         at("insert-update", use_a_gradient_twice),
         at("pack-gradients", lambda g: set_args(first(g, ops.pack), (first(g, ops.pack).args[0],) * 2)),
     ],
-    "gradients_are_in_their_own_slots": [
+    "gradients_are_in_their_slots": [
         *(
             change_at("pack-gradients", change)
             for change_at in (at, placed)
@@ -1503,7 +1503,7 @@ BAD: dict[str, list[Mutation]] = {
         at("schedule-overlap", lambda graph: exchange_gradients(graph, (1,))),
         placed("lower-devices", exchange_gradients),
     ],
-    "slots_are_given_for_their_gradients": [
+    "slots_are_for_their_gradients": [
         placed("outline-regions", exchange_slots),
         placed("pack-gradients", exchange_slots),
         placed("pack-gradients", lambda graph: with_kwargs(first(graph, ops.slot), replica=1)),
@@ -1536,7 +1536,7 @@ BAD: dict[str, list[Mutation]] = {
         at("insert-update", lambda g: set_args(first(g, ops.all_reduce), first(g, ops.all_reduce).args[:1])),
         at("insert-update", lambda g: set_args(first(g, ops.all_reduce), first(g, ops.all_reduce).args[::-1])),
     ],
-    "collectives_mean_what_runs": [
+    "collectives_match_their_tags": [
         *(gathering(on_all_devices(send_gradient_rows), pass_name) for pass_name in ("send-rows", "lower-devices")),
         at("insert-all-reduce", lambda graph: with_kwargs(first(graph, ops.all_reduce), op="avg")),
         at("schedule-overlap", lambda graph: with_kwargs(targets(graph, ops.all_reduce)[1], op="max")),
@@ -1590,7 +1590,7 @@ BAD: dict[str, list[Mutation]] = {
         *((pass_name, flat_region) for pass_name in ("outline-regions", "replicate")),
         sharded(noted(ops.wait, lambda value: value[:-1])),
     ],
-    "dataflow_is_kept": [
+    "dataflow_is_preserved": [
         *(at(p, read_another_variable) for p in ("plan-buckets", "outline-regions", "insert-update", "lower-devices")),
         *(at(p, exchange_what_a_region_is_given) for p in ("replicate", "schedule-overlap", "lower-devices")),
         at("lower-devices", give_another_loss),
@@ -1675,7 +1675,7 @@ BAD: dict[str, list[Mutation]] = {
     "every_collective_has_a_link": [
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link=None)),
     ],
-    "collectives_have_one_order": [
+    "collectives_have_the_same_order": [
         at("lower-devices", launch_in_another_order),
         at("lower-devices", lambda graph: with_kwargs(first(graph, ops.all_reduce), link="copy")),
     ],
@@ -1700,7 +1700,7 @@ BAD: dict[str, list[Mutation]] = {
         microbatched("accumulate-microbatches", change_of(lambda graph: call_instead(graph, "bwd_0_adding", "bwd_0"))),
         microbatched("accumulate-microbatches", change_of(return_an_earlier_gradient)),
     ],
-    "a_program_is_one_workers": [
+    "a_program_belongs_to_a_worker": [
         over_workers(lambda program: program.evolve(workers=Workers((1, 2, 1), 0))),
         over_workers(lambda program: program.evolve(workers=Workers((1, 2, 1), 3)), "share-parameters"),
         over_workers(lambda program: program.evolve(workers=Workers((0, 2, 1), 1)), "plan-buckets"),
@@ -1726,7 +1726,7 @@ BAD: dict[str, list[Mutation]] = {
         compressed(lambda graph: repeat(graph, first(graph, ops.compress))),
         compressed(lambda graph: repeat(graph, first(graph, ops.compress)), "compress-exchange"),
     ],
-    "parts_are_of_all_that_is_unsent": [
+    "parts_include_the_residual": [
         sent_as_payload(use_what_was_not_sent),
         sent_as_payload(leave_out_what_was_not_sent),
         sent_in_part(use_what_was_not_sent),
@@ -1742,7 +1742,7 @@ BAD: dict[str, list[Mutation]] = {
             lambda program: program.evolve(workers=dataclasses.replace(program.workers, shards_optimizer=True))
         ),
     ],
-    "sums_go_to_whom_updates_them": [
+    "sums_reach_their_updates": [
         over_workers(on_all_devices(lambda graph: setattr(first(graph, ops.exchange), "target", ops.scatter_sums))),
     ],
     "new_parameters_are_gathered_once": [
@@ -1751,11 +1751,11 @@ BAD: dict[str, list[Mutation]] = {
         dealt_out(on_all_devices(gather_in_another_order)),
         dealt_out(on_all_devices(gather_before_the_update)),
     ],
-    "workers_send_their_own_factors": [
+    "workers_send_their_factors": [
         sending(on_all_devices(send_a_whole_gradient)),
         sending(on_all_devices(send_a_copy)),
     ],
-    "updates_leave_out_what_is_unused": [
+    "updates_leave_out_unused_parameters": [
         plain(functools.partial(leave_out, False)),
         plain(functools.partial(leave_out, False), "plan-buckets"),
         ("plan-buckets", functools.partial(leave_out, True)),
@@ -1767,8 +1767,8 @@ BAD: dict[str, list[Mutation]] = {
         plain(call_a_region_again, "outline-regions"),
         plain(begin_with_another_tangent),
     ],
-    "who_takes_gradients_says_of_which_backward": [plain(compute_of_which_backward)],
-    "rows_have_a_bucket_of_their_own": [
+    "regions_take_gradients_by_tokens": [plain(compute_of_which_backward)],
+    "sparse_tables_have_separate_buckets": [
         gathering(plan_otherwise(lambda bucket: with_rule(bucket, elementwise=True))),
         gathering(
             plan_otherwise(
@@ -1782,12 +1782,12 @@ BAD: dict[str, list[Mutation]] = {
         gathering(on_all_devices(add_up_rows), "insert-all-reduce"),
         gathering(on_all_devices(send_rows), "insert-all-reduce"),
     ],
-    "stored_rows_are_what_the_step_has_written": [
+    "stored_rows_are_those_of_the_step": [
         *(gathering(write_other_rows, pass_name) for pass_name in ("send-rows", "lower-devices")),
         gathering(on_all_devices(take_rows_by_another_sum)),
         gathering(on_all_devices(store_rows_by_another_sum)),
     ],
-    "devices_gather_their_own_factors": [
+    "devices_gather_their_factors": [
         gathering(on_all_devices(gather_a_copy)),
         gathering(on_all_devices(functools.partial(pack_a_whole_gradient, False))),
         gathering(plan_otherwise(lambda bucket: dataclasses.replace(bucket, gathers_factors=False))),
@@ -1808,7 +1808,7 @@ BAD: dict[str, list[Mutation]] = {
         meeting(attend_besides, stages=stages_of_worker),
         meeting(attend_besides),
     ],
-    "meetings_of_workers_are_kept": [
+    "meetings_of_workers_are_preserved": [
         meeting(stay_away, pass_name, stages=lambda: stages_of_worker(0))
         for pass_name in ("replicate", "lower-devices")
     ],

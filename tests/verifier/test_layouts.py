@@ -61,7 +61,7 @@ def put(user: fx.Node, *memory_formats: torch.memory_format, target: Any = aten.
 
 
 def assert_refused(before: Program, after: Program) -> None:
-    with pytest.raises(VerifyError, match="the rule dataflow_is_kept on passes"):
+    with pytest.raises(VerifyError, match="the rule dataflow_is_preserved on passes"):
         verify(after, before=before)
 
 

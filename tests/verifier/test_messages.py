@@ -35,7 +35,7 @@ from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.value_types import value_type
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.verifier import verifier
-from mirrorc.verifier.checked_graphs import Checked
+from mirrorc.verifier.checked_graphs import VerifiedGraphs
 from mirrorc.verifier.rules.updates import every_bucket_is_updated_once
 from mirrorc.verifier.verifier import Verify, verify
 
@@ -116,7 +116,7 @@ def test_a_region_call_is_shown_with_the_users_line() -> None:
     call.replace_input_with(value, other)
     said, shown = refusal(program, before)
     assert (
-        "breaks the rule dataflow_is_kept on passes: the gradient of " in said
+        "breaks the rule dataflow_is_preserved on passes: the gradient of " in said
         and " on cpu:0 is computed in another way than before: " in said
         and re.search(r": \w+ is made of \w+, where it was of \w+", said)
     )
@@ -127,7 +127,7 @@ def test_a_region_call_is_shown_with_the_users_line() -> None:
 def test_a_table_is_no_place_in_the_program() -> None:
     program = run_up_to("plan-buckets", two_buckets(), **CAPS)
     said, shown = refusal(program.evolve(buckets=program.buckets[:1]))
-    assert "breaks the rule every_gradient_has_one_slot of stage CAPTURED: the gradient of a has no slot" in said
+    assert "breaks the rule gradients_and_slots_match of stage CAPTURED: the gradient of a has no slot" in said
     assert shown == []
 
 
@@ -172,7 +172,7 @@ def test_a_pass_that_changes_the_dataflow_says_so(place: int) -> None:
     with pytest.raises(VerifyError) as caught:
         run_passes(captured_two_layers(), changed, [Verify()])
     assert (
-        "pass 'clip-gradients' gave a program that breaks the rule dataflow_is_kept on passes: the gradient of"
+        "pass 'clip-gradients' gave a program that breaks the rule dataflow_is_preserved on passes: the gradient of"
         in str(caught.value)
     )
 
@@ -187,11 +187,11 @@ def test_a_pass_that_changes_the_dataflow_keeps_all_other_rules() -> None:
         run_passes(two_buckets(), pipeline, [Verify()])
 
 
-@pytest.mark.parametrize("rule", ["given_programs_are_not_changed", "tables_are_kept"])
+@pytest.mark.parametrize("rule", ["input_programs_are_not_changed", "tables_are_preserved"])
 def test_a_pass_that_changes_the_dataflow_leaves_tables_and_what_it_is_given_alone(rule: str) -> None:
     class Careless(ClipsGradients):
         def run(self, program: Program) -> Program:
-            if rule == "tables_are_kept":
+            if rule == "tables_are_preserved":
                 ghost = dataclasses.replace(next(iter(program.variables.values())), name="ghost")
                 return program.evolve(variables={**program.variables, "ghost": ghost})
             first(program.shard_graphs[0], torch.ops.aten.relu.default).target = torch.ops.aten.tanh.default
@@ -279,7 +279,7 @@ def test_a_region_is_checked_again_when_a_pass_changes_it(in_place: bool) -> Non
 
     after = PASS_NAMES.index("schedule-overlap") + 1
     pipeline = [*core_pipeline()[:after], Flattens(), *core_pipeline()[after:]]
-    rule = "given_programs_are_not_changed" if in_place else "values_have_their_types"
+    rule = "input_programs_are_not_changed" if in_place else "values_have_their_types"
     with pytest.raises(VerifyError, match=f"pass 'flattens' gave a program that breaks the rule {rule}"):
         run_passes(two_buckets(), pipeline, [Verify()])
 
@@ -306,7 +306,7 @@ def test_a_pass_that_changes_the_graph_that_it_is_given_is_refused(gives_another
 
 @pytest.mark.parametrize("change", ["note", "target", "argument", "keyword", "dead"])
 def test_a_change_inside_a_region_that_was_checked_is_seen(change: str) -> None:
-    checked = Checked()
+    checked = VerifiedGraphs()
     program = run_up_to("lower-devices", captured_two_layers())
     verify(program, checked=checked)
     verify(program, checked=checked)
@@ -330,7 +330,7 @@ def test_a_change_inside_a_region_that_was_checked_is_seen(change: str) -> None:
 @pytest.mark.parametrize("change", ["variable", "region", "bucket", "number", "replica"])
 def test_a_change_of_a_table_of_a_program_that_was_checked_is_seen(change: str) -> None:
     """Also one in place, of which a program that is compared with itself would know nothing."""
-    checked = Checked()
+    checked = VerifiedGraphs()
     whole = run_up_to("replicate", captured_two_layers())
     program = whole.evolve(variables=dict(whole.variables), regions=dict(whole.regions))
     verify(program, checked=checked)
@@ -351,14 +351,19 @@ def test_a_change_of_a_table_of_a_program_that_was_checked_is_seen(change: str) 
 
 
 def test_a_program_that_a_pass_has_left_as_it_was_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked, found = Checked(), []
+    checked, found = VerifiedGraphs(), []
     program = run_up_to("lower-devices", captured_two_layers())
     monkeypatch.setattr(verifier, "_refuse_first", lambda program, violations, rule, after: found.append(rule.name))
     verify(program, before=program, checked=checked)
-    assert {"every_bucket_is_updated_once", "values_have_their_types", "dataflow_is_kept"} < set(found)
+    assert {"every_bucket_is_updated_once", "values_have_their_types", "dataflow_is_preserved"} < set(found)
     found.clear()
     verify(program.with_remarks("nothing to do"), before=program, checked=checked)
-    of_both = {"given_programs_are_not_changed", "tables_are_kept", "dataflow_is_kept", "meetings_of_workers_are_kept"}
+    of_both = {
+        "input_programs_are_not_changed",
+        "tables_are_preserved",
+        "dataflow_is_preserved",
+        "meetings_of_workers_are_preserved",
+    }
     assert set(found) == of_both
 
 

@@ -104,7 +104,7 @@ def test_rules_that_others_stand_on_are_checked_first() -> None:
     orders = [rule.order for rule in rules() if rule.scope is not Scope.PASS]
     assert orders == sorted(orders) and orders[0] is Order.FORM and orders[-1] is Order.TYPES
     assert rules()[0].name == "graphs_are_well_formed"
-    assert [rule.name for rule in rules()][-2:] == ["tables_are_kept", "dataflow_is_kept"]
+    assert [rule.name for rule in rules()][-2:] == ["tables_are_preserved", "dataflow_is_preserved"]
     in_the_middle = [rule.since for rule in rules() if rule.order is Order.MEANING and rule.scope is Scope.PROGRAM]
     assert in_the_middle == sorted(in_the_middle, key=int)
 
@@ -153,7 +153,7 @@ def test_valid_programs_pass_at_every_stage(num_devices: int, options: dict[str,
 def test_a_program_without_buckets_drops_every_gradient() -> None:
     """So it may not go past planning, whatever passes a user leaves out."""
     pipeline = [p for p in core_pipeline() if p.name != "plan-buckets"]
-    with pytest.raises(VerifyError, match=r"every_gradient_has_one_slot"):
+    with pytest.raises(VerifyError, match=r"gradients_and_slots_match"):
         run_passes(two_buckets(), pipeline, [Verify()])
 
 

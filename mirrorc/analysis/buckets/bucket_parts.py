@@ -208,7 +208,7 @@ class BucketParts:
         whole = self._whole(GRADIENTS, bucket_of(node), replicas)
         if whole is None:
             return None
-        packs = self._program.buckets[whole.bucket].own_packs
+        packs = self._program.buckets[whole.bucket].launch_units
         elements = next((pack for pack in packs if pack.number == pack_of(node)), None)
         return _cut(whole, elements.start, elements.stop) if elements is not None else None
 

@@ -85,7 +85,7 @@ def _is_scale(value: Any, target: Any) -> bool:
 
 def measured_elements(program: Program, bucket: Bucket, *, are_exchanged: bool) -> Elements:
     """The elements in a worker's norm: an equal portion if norms are exchanged."""
-    if not (program.deals_out and are_exchanged):
+    if not (program.has_sharded_optimizer and are_exchanged):
         return Elements(0, bucket.num_elements)
     if bucket.part is not None:
         return bucket.part

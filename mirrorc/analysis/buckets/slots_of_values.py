@@ -46,7 +46,7 @@ def slot_arguments(call: fx.Node) -> list[tuple[int, fx.Node]]:
 def packed_slots(program: Program, pack: fx.Node) -> list[Slot]:
     index = bucket_of(pack)
     bucket = program.buckets[index] if 0 <= index < len(program.buckets) else None
-    packs = bucket.own_packs if bucket is not None else ()
+    packs = bucket.launch_units if bucket is not None else ()
     return [slot for p in packs if p.number == pack_of(pack) and bucket for slot in bucket.slots_in(p)]
 
 

@@ -56,7 +56,7 @@ class Candidate:
 
 
 def bytes_of_sum_received(link: Link, num_bytes: int, num_devices: int) -> float:
-    if link.reads_one_memory:  # it adds up its share of them
+    if link.reads_shared_memory:  # it adds up its share of them
         return ring_all_to_all(num_bytes, num_devices).num_bytes
     ring = ring_all_reduce if link.moves_by_itself else ring_all_gather  # or all others' buckets
     return ring(num_bytes, num_devices).num_bytes

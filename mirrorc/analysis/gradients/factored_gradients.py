@@ -48,7 +48,7 @@ def is_left_to_shares(pack: fx.Node) -> bool:
     """Tests that every use reads factors."""
     return all(
         user.target in (ops.gather_factors, ops.all_gather)
-        or (user.target is ops.reduce_scatter and link_named(user.kwargs["link"]).reads_one_memory)
+        or (user.target is ops.reduce_scatter and link_named(user.kwargs["link"]).reads_shared_memory)
         for user in pack.users
     )
 

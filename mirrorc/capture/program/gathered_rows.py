@@ -14,7 +14,7 @@ from mirrorc.custom_ops.replica_collectives import RowsOfAll
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
 from mirrorc.ir.workers import ALONE, Workers
-from mirrorc.printing.values import type_of
+from mirrorc.printing.printed_values import type_of
 
 _MOST_CAPTURES = 4
 _DIVIDE = "use batches that divide by the number of devices"

@@ -12,7 +12,7 @@ from mirrorc.analysis.graph.layouts import may_read_memory_in_order, reads_strid
 from mirrorc.custom_ops.random import _LIBRARY, _draw_mask, _fake_mask, seeded
 from mirrorc.errors import CaptureError
 from mirrorc.ir.checkpoints import CHECKPOINT
-from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.ir.type_inference import reinfer_type
 from mirrorc.messages.source_lines import source_line
 from mirrorc.torch_internals import is_operator, raw_sizes_allowed, schema_of
 
@@ -94,7 +94,7 @@ def _follow(graph: fx.Graph, changed: set[fx.Node]) -> None:
         try:
             if reads_strides(node.target) or may_read_memory_in_order(node.target):
                 raise TypeError("it may address elements by their position in memory")
-            find_type_anew(node)
+            reinfer_type(node)
         except TypeError as error:
             raise CaptureError(
                 f"{node.target} at {source_line(node) or node.name} takes what dropout gives in a layout that cannot be kept "
@@ -114,7 +114,7 @@ def _replace_by_seeded(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: in
 def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
     with raw_sizes_allowed():
         node = graph.call_function(target, args, kwargs or {})
-    find_type_anew(node)
+    reinfer_type(node)
     for key in ("stack_trace", "nn_module_stack", CHECKPOINT):
         if key in like.meta:
             node.meta[key] = like.meta[key]

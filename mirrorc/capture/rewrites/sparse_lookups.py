@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from mirrorc.capture.call.call_arguments import Leaf
 from mirrorc.errors import CaptureError
 from mirrorc.ir.nodes import ancestors
-from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.ir.type_inference import reinfer_type
 from mirrorc.torch_internals import leaf_of_placeholder, module_variables
 
 _LOOKUPS = (F.embedding, F.embedding_bag)
@@ -185,5 +185,5 @@ def _joined(graph: fx.Graph, gradient: fx.Node, lookups: Sequence[fx.Node]) -> f
 def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
     node = graph.call_function(target, args, kwargs or {})
     node.meta = dict(like.meta)
-    find_type_anew(node)
+    reinfer_type(node)
     return node

@@ -11,7 +11,7 @@ from mirrorc.analysis.graph.aliases import viewed
 from mirrorc.analysis.graph.layouts import BY_POSITION
 from mirrorc.errors import CaptureError
 from mirrorc.ir import ops
-from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.ir.type_inference import reinfer_type
 from mirrorc.messages.source_lines import source_line
 from mirrorc.torch_internals import SizesGivenUp, is_dense, is_symbolic, schema_of
 
@@ -48,7 +48,7 @@ def confine_strided_reads(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 copy = graph.call_function(aten.clone.default, (base,))
             copy.meta = dict(base.meta)
-            find_type_anew(copy)
+            reinfer_type(copy)
             base = copy
         if "storage_offset" in names:
             arguments["storage_offset"] = offset - first

@@ -11,7 +11,7 @@ from mirrorc.errors import CommunicationError
 from mirrorc.ir.workers import Workers
 from mirrorc.messages.wording import counted
 from mirrorc.options.table import Exchange
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 
 
 @dataclass(frozen=True)

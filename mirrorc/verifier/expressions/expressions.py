@@ -21,8 +21,7 @@ from mirrorc.ir.program import Program, Region
 from mirrorc.ir.rearrangements import REARRANGEMENTS, RESHAPES, SAME_MEMORY
 from mirrorc.ir.value_types import value_type
 from mirrorc.torch_internals import sizes_key, writes_argument
-from mirrorc.verifier.expressions.columns import NumberedColumns
-from mirrorc.verifier.expressions.rows import Number, NumberedRows
+from mirrorc.verifier.expressions.rows_and_columns import Number, NumberedColumns, NumberedRows
 
 
 class Expressions:
@@ -136,15 +135,15 @@ class Expressions:
         """That of the viewed value, if a chain of views leads back to its shape and strides."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        viewed = (numbered[source], _lies(source))
+        viewed = (numbered[source], _layout(source))
         root, lies = self.roots.get(viewed, viewed)
         is_view = node.target in SAME_MEMORY
-        if _lies(node) == lies and is_view:
+        if _layout(node) == lies and is_view:
             return int(root)
         is_in_order = node.target in RESHAPES
         number = self._reshaped(node, viewed[0]) if is_in_order else self._number_operator(node, numbered)
         if is_view:
-            self.roots[number, _lies(node)] = (root, lies)
+            self.roots[number, _layout(node)] = (root, lies)
         return number
 
     def _reshaped(self, node: fx.Node, source: int) -> int:
@@ -162,7 +161,7 @@ class Expressions:
     def _number_application(self, target: Any, args: Any, kwargs: Any, numbered: Mapping[fx.Node, Any]) -> int:
         key: list[Any] = [target, _hashable(args, numbered), _hashable(kwargs, numbered) if kwargs else ()]
         if _depends_on_layout(target):
-            fx.node.map_arg((args, kwargs), lambda source: key.append(_lies(source)))
+            fx.node.map_arg((args, kwargs), lambda source: key.append(_layout(source)))
         return self.number(*key)
 
     def _whole(self, gradient: fx.Node, numbered: Mapping[fx.Node, Any]) -> int:
@@ -234,7 +233,7 @@ def _shape(value: Any) -> Any:
     return sizes_key(value.meta["val"].shape)
 
 
-def _lies(node: fx.Node) -> Any:
+def _layout(node: fx.Node) -> Any:
     """A value's shape and strides, without strides that have no effect."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):

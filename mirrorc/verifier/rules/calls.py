@@ -11,7 +11,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, is_region_call, name_of, replica_of
 from mirrorc.ir.program import Accumulation, ArgumentKind, Program, Stage
-from mirrorc.ir.routes import place_of
+from mirrorc.ir.routes import replica_of_graph
 from mirrorc.torch_internals import is_symbolic, raw_symbols, size_key, sizes_key, symbols_in
 from mirrorc.verifier.rules.programs import Violation, losses_of, scopes
 from mirrorc.verifier.rules.rule import Order, Scope, rule
@@ -43,11 +43,11 @@ def replicas_without_examples_run_nothing(program: Program) -> Iterator[Violatio
             if node.op == "output" or not _is_of_forward_or_backward(node):
                 continue
             owner = replica_of(node)
-            replica = place_of(program, graph) if owner is None else owner
+            replica = replica_of_graph(program, graph) if owner is None else owner
             if replica not in program.present:
                 yield Violation(f"{name_of(node)} runs on {where(owner)}, which has no examples", node)
         output: Any = graph.output_node().args[0]
-        here = [place_of(program, graph)] if program.graph is None else range(program.num_replicas)
+        here = [replica_of_graph(program, graph)] if program.graph is None else range(program.num_replicas)
         losses = output["losses"] if isinstance(output, dict) else [output]
         for replica, loss in zip(here, losses if program.trains else (), strict=False):  # an evaluation has none
             if (loss is not None) != (replica in program.present):
@@ -187,7 +187,7 @@ def sizes_are_arguments(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.OUTLINED, scope=Scope.GRAPH, order=Order.REFERENCES)
-def regions_are_told_sizes(program: Program, graph: fx.Graph) -> Iterator[Violation]:
+def regions_take_their_sizes(program: Program, graph: fx.Graph) -> Iterator[Violation]:
     """A region takes each symbol in the sizes of its values as an argument. Its operators take values of such arguments, never
     symbols.
     """

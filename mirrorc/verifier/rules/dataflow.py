@@ -17,7 +17,7 @@ from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, target_na
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.verifier.expressions.expressions import Expressions
 from mirrorc.verifier.expressions.repetition import accumulated_results, is_accumulated
-from mirrorc.verifier.rules.meetings import say_meeting
+from mirrorc.verifier.rules.meetings_of_replicas import say_meeting
 from mirrorc.verifier.rules.programs import Violation, scopes, written_buckets
 from mirrorc.verifier.rules.rule import Scope, rule
 
@@ -32,7 +32,7 @@ Flows = dict[Result, list[tuple[Any, fx.Node | None]]]
 
 
 @rule(scope=Scope.PASS, is_about_dataflow=True)
-def dataflow_is_kept(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
+def dataflow_is_preserved(before: Program, after: Program, known: KnownFlows | None = None) -> Iterator[Violation]:
     """On every replica, the expressions of the loss, of each gradient, check, output, value for a meeting, new value of a buffer,
     and of each bucket's way to its update stay the same, unless the pass has the attribute changes_dataflow = True.
 
@@ -258,5 +258,5 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
 
 
 def _began_before(program: Program, pack: fx.Node, slot: Slot) -> bool:
-    elements = next(p for p in program.buckets[bucket_of(pack)].own_packs if p.number == pack_of(pack))
+    elements = next(p for p in program.buckets[bucket_of(pack)].launch_units if p.number == pack_of(pack))
     return slot.offset < elements.start

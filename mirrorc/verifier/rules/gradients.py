@@ -36,7 +36,7 @@ from mirrorc.verifier.rules.rule import Scope, rule
 
 
 @rule(since=Stage.CAPTURED)
-def rows_have_a_bucket_of_their_own(program: Program) -> Iterator[Violation]:
+def sparse_tables_have_separate_buckets(program: Program) -> Iterator[Violation]:
     """The bucket of a table with a row-wise optimizer has no other gradient, and is not updated element by element: its sum
     has only the rows that were looked up.
     """
@@ -71,7 +71,7 @@ def slots_are_disjoint(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.CAPTURED)
-def every_gradient_has_one_slot(program: Program) -> Iterator[Violation]:
+def gradients_and_slots_match(program: Program) -> Iterator[Violation]:
     """Every gradient of backward is in exactly one slot, and no slot is without a gradient."""
     if not program.buckets and program.stage is Stage.CAPTURED:
         return  # not planned yet
@@ -144,7 +144,7 @@ def _packs_the_rest(pack: fx.Node, user: fx.Node) -> bool:
 
 
 @rule(since=Stage.PACKED)
-def gradients_are_in_their_own_slots(program: Program) -> Iterator[Violation]:
+def gradients_are_in_their_slots(program: Program) -> Iterator[Violation]:
     """A gradient is packed as that of its own variable and replica."""
     for _, graph, _ in scopes(program):
         for node in calls_to(graph, ops.pack):
@@ -202,7 +202,7 @@ def factors_are_not_variables(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.OUTLINED)
-def slots_are_given_for_their_gradients(program: Program) -> Iterator[Violation]:
+def slots_are_for_their_gradients(program: Program) -> Iterator[Violation]:
     """A region that takes a variable's slot writes that variable's gradient into it, and belongs to the slot's replica."""
     for graph in program.graphs():
         for call in region_calls(graph):
@@ -221,7 +221,7 @@ def regions_hold_operators_alone(program: Program, graph: fx.Graph) -> Iterator[
 
 
 @rule(since=Stage.CAPTURED)
-def regions_write_only_what_is_theirs(program: Program) -> Iterator[Violation]:
+def regions_write_only_their_memory(program: Program) -> Iterator[Violation]:
     """A region writes only into its slots, its reserved memory, and arguments that die there: results of other regions in
     memory of their own, read by no other node and not returned. Their old content is not read after the write. Operators
     outside of regions write nothing.

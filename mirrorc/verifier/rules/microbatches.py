@@ -15,7 +15,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.gradient_forms import FORMS
 from mirrorc.ir.nodes import calls_to, region_calls, region_of, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.routes import place_of, replica_at
+from mirrorc.ir.routes import replica_at, replica_of_graph
 from mirrorc.verifier.rules.programs import Violation, scopes
 from mirrorc.verifier.rules.rule import Order, rule
 
@@ -53,7 +53,7 @@ def each_microbatch_is_taken_once(program: Program) -> Iterator[Violation]:
     """A replica takes each of its microbatches of an argument once, or none of them."""
     for where, graph, replicas in scopes(program):
         for replica in replicas:
-            place = place_of(program, graph) if replica is None else replica
+            place = replica_of_graph(program, graph) if replica is None else replica
             sizes = program.microbatches[place] if program.microbatches and place is not None else ()
             taken: dict[Any, list[Any]] = {}
             for node in calls_to(graph, ops.microbatch):

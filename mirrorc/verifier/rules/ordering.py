@@ -15,7 +15,7 @@ from mirrorc.ir.nodes import calls_to, replica_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import Route, route_of
 from mirrorc.ir.value_types import say_type, value_type
-from mirrorc.verifier.rules.meetings import tag_of_meeting
+from mirrorc.verifier.rules.meetings_of_replicas import tag_of_meeting
 from mirrorc.verifier.rules.programs import Violation, say, scopes, tag
 from mirrorc.verifier.rules.rule import Order, rule
 
@@ -24,7 +24,7 @@ Step = tuple[str, fx.Node]  # a device, and a node of its program
 
 
 @rule(since=Stage.LOWERED)
-def collectives_have_one_order(program: Program) -> Iterator[Violation]:
+def collectives_have_the_same_order(program: Program) -> Iterator[Violation]:
     """Every device launches the same collectives, of one tag, type and link, in one order, and waits for them in one order."""
     orders = {
         name: [node for node in calls_to(module.graph, *ops.COLLECTIVES, ops.wait) if _is_collective(node)]
@@ -61,15 +61,15 @@ def _operand_types(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _describe(node: fx.Node) -> str:
-    given = "".join(
+    operands = "".join(
         f" {say_type(value_type(n.meta.get('val')))}" for n in node.all_input_nodes if node.target in ops.REDUCTIONS
     )
     link = f" over {node.kwargs['link']}" if node.kwargs.get("link") else ""
-    return f"{say(node)}{given}{link}"
+    return f"{say(node)}{operands}{link}"
 
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
-def waits_are_on_one_side_of_the_commit(program: Program) -> Iterator[Violation]:
+def waits_are_on_the_same_side_of_the_commit(program: Program) -> Iterator[Violation]:
     """All replicas wait for a collective before their commits, or all after them: a link may need all of them in a wait."""
     first: dict[tuple[str, int], tuple[bool, str]] = {}
     for where, graph, _ in scopes(program):

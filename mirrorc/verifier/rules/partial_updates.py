@@ -48,7 +48,7 @@ def _part_of(program: Program, bucket: Bucket) -> Elements | None:
 
 
 @rule(since=Stage.SCHEDULED)
-def sums_go_to_whom_updates_them(program: Program) -> Iterator[Violation]:
+def sums_reach_their_updates(program: Program) -> Iterator[Violation]:
     """A worker gets the sum of the elements that it updates: of its part of the bucket, or of all."""
     is_there = _is_sharded(program)
     for _, graph, _ in scopes(program):

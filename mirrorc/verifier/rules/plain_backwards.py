@@ -17,7 +17,7 @@ from mirrorc.verifier.rules.rule import rule
 
 
 @rule(since=Stage.CAPTURED)
-def updates_leave_out_what_is_unused(program: Program) -> Iterator[Violation]:
+def updates_leave_out_unused_parameters(program: Program) -> Iterator[Violation]:
     """If backward runs as plain PyTorch, updates leave out the parameters that no replica has used. In any other program, each
     step makes each gradient.
     """
@@ -48,7 +48,7 @@ def a_gradient_is_taken_once(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.OUTLINED)
-def who_takes_gradients_says_of_which_backward(program: Program) -> Iterator[Violation]:
+def regions_take_gradients_by_tokens(program: Program) -> Iterator[Violation]:
     """A region takes gradients of a plain PyTorch backward by a token and a tangent among its arguments, so that its caller can
     wait for them.
     """

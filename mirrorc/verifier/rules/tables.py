@@ -153,7 +153,7 @@ def slots_fit_their_variables(program: Program) -> Iterator[Violation]:
 
 
 @rule(scope=Scope.PASS, order=Order.REFERENCES)
-def tables_are_kept(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
+def tables_are_preserved(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
     """A pass keeps the devices, the arguments, the variables, the numbers of examples of replicas and microbatches, and the
     accumulation of gradients.
     """

@@ -15,7 +15,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket
 from mirrorc.ir.nodes import bucket_of, calls_to, is_compute, is_early, is_region_call, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.routes import place_of, replica_at
+from mirrorc.ir.routes import replica_at, replica_of_graph
 from mirrorc.verifier.rules.programs import (
     Violation,
     last_of_bucket,
@@ -85,7 +85,7 @@ def _is_for(program: Program, node: fx.Node, index: int, part: Part | None) -> b
 def _expected_updates(program: Program, bucket: Bucket, replica: int | None, graph: fx.Graph) -> int:
     if program.accumulates:
         return 0
-    here = place_of(program, graph) if replica is None else replica
+    here = replica_of_graph(program, graph) if replica is None else replica
     return int(bucket.is_updated_by(here, program.num_replicas))
 
 

@@ -47,7 +47,7 @@ def rows_stay_rows(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.REDUCED)
-def devices_gather_their_own_factors(program: Program) -> Iterator[Violation]:
+def devices_gather_their_factors(program: Program) -> Iterator[Violation]:
     """A bucket is gathered if the plan says so. An all_gather takes each replica's own packed bucket, with all gradients left
     as factors; a replica without examples packs none.
     """
@@ -66,7 +66,7 @@ def devices_gather_their_own_factors(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.UPDATED)
-def stored_rows_are_what_the_step_has_written(program: Program) -> Iterator[Violation]:
+def stored_rows_are_those_of_the_step(program: Program) -> Iterator[Violation]:
     """If the optimizer writes only the gradient's rows of a table, these rows may be taken of its result. Every replica that
     stores them has gathered that gradient, and so their indices.
     """
@@ -144,7 +144,7 @@ def compressed_sums_are_decompressed(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.SCHEDULED)
-def parts_are_of_all_that_is_unsent(program: Program) -> Iterator[Violation]:
+def parts_include_the_residual(program: Program) -> Iterator[Violation]:
     """A value of which a worker sends a part includes the residual of earlier steps, on all its replicas. It goes into that
     exchange of its bucket, or pack, alone, which keeps the rest.
     """

@@ -43,7 +43,7 @@ def can_interleave(program: Program) -> bool:
     waits = [list(calls_to(module.graph, ops.wait)) for module in program.device_graphs.values()]
     launches: list[Any] = [wait.args[0] for graph_waits in waits for wait in graph_waits]
     needs_only_launches = all(
-        launch.target is ops.reduce_scatter and link_named(launch.kwargs["link"]).reads_one_memory
+        launch.target is ops.reduce_scatter and link_named(launch.kwargs["link"]).reads_shared_memory
         for launch in launches
     )
     return needs_only_launches and len({tuple(map(bucket_of, graph_waits)) for graph_waits in waits}) == 1

@@ -51,7 +51,7 @@ class Columns:
     def of(cls, program: Program) -> Columns:
         """All workers' replicas if each worker has a part of the sums; else the chief's."""
         workers = program.workers
-        if program.deals_out:
+        if program.has_sharded_optimizer:
             return cls(workers.num_all_replicas, workers.first_replica)
         return cls(workers.devices_per_worker[0], None if workers.rank else 0)
 

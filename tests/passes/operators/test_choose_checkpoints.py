@@ -21,7 +21,7 @@ from mirrorc.ir.nodes import calls_to
 from mirrorc.ir.program import Program, Stage
 from mirrorc.passes import ChooseCheckpoints, RecomputeCheckpoints
 from mirrorc.pipeline.pass_manager import run_passes
-from mirrorc.printing.values import size_text
+from mirrorc.printing.printed_values import size_text
 from mirrorc.verifier.verifier import Verify
 
 aten = torch.ops.aten
@@ -243,7 +243,7 @@ def call_another_operator(graph: fx.Graph) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [draw_another_mask, call_another_operator])
 def test_a_copy_that_is_no_copy_is_refused(change: Callable[[fx.Graph], None]) -> None:
-    with pytest.raises(VerifyError, match="dataflow_is_kept"):
+    with pytest.raises(VerifyError, match="dataflow_is_preserved"):
         run_passes(captured_model(Deep(), 1, 32), [Breaks(change)], [Verify()])
 
 

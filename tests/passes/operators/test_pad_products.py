@@ -21,7 +21,7 @@ from mirrorc.errors import VerifyError
 from mirrorc.ir.devices import parse_devices
 from mirrorc.ir.graph_edits import copied
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.type_inference import find_type_anew
+from mirrorc.ir.type_inference import reinfer_type
 from mirrorc.passes import PadProducts, default_pipeline
 from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
@@ -151,7 +151,7 @@ def test_what_is_no_part_of_the_product_is_refused(spoil: Callable[[fx.Node], No
             spoil(next(node for node in graph.nodes if node.target is aten.slice.Tensor))
             for node in graph.nodes:
                 if node.op == "call_function" and is_operator(node.target):
-                    find_type_anew(node)
+                    reinfer_type(node)
             return program.evolve(shard_graphs=(graph,))
 
     program = captured(Net(), torch.randn(4, 6))

@@ -241,5 +241,5 @@ def call_another_operator(graph: fx.Graph) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [draw_another_mask, take_another_operand, call_another_operator])
 def test_a_copy_that_is_no_copy_is_refused(change: Callable[[fx.Graph], None]) -> None:
-    with pytest.raises(VerifyError, match="dataflow_is_kept"):
+    with pytest.raises(VerifyError, match="dataflow_is_preserved"):
         run_passes(captured_model(Blocks(), 1), [Breaks(change)], [Verify()])

@@ -110,7 +110,7 @@ def test_the_verifier_refuses_a_microbatch_that_is_missing_twice_or_another() ->
     def refused(change: object) -> None:
         mutant = PASS.run(before)
         change(mutant.shard_graphs[0])  # type: ignore[operator]
-        with pytest.raises(VerifyError, match="dataflow_is_kept"):
+        with pytest.raises(VerifyError, match="dataflow_is_preserved"):
             verify(mutant, before=before, after=PASS.name)
 
     def give(graph: fx.Graph, one: fx.Node, other: fx.Node) -> None:

@@ -263,9 +263,9 @@ def test_every_element_lies_in_one_pack(weights: list[Weight], number: int, is_r
             )
             == 1
         )
-        ends = [0, *(pack.stop for pack in bucket.own_packs)]
-        assert ends[:-1] == [pack.start for pack in bucket.own_packs] and ends[-1] == bucket.num_elements
-        covered = [slot.variable for pack in bucket.own_packs for slot in bucket.slots_in(pack)]
+        ends = [0, *(pack.stop for pack in bucket.launch_units)]
+        assert ends[:-1] == [pack.start for pack in bucket.launch_units] and ends[-1] == bucket.num_elements
+        covered = [slot.variable for pack in bucket.launch_units for slot in bucket.slots_in(pack)]
         assert dict.fromkeys(covered).keys() == bucket.slot_of.keys()
 
 

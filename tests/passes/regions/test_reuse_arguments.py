@@ -33,7 +33,7 @@ from mirrorc.pipeline.pass_manager import run_passes
 from mirrorc.pipeline.protocol import Pass
 from mirrorc.torch_internals import inductor_decompositions
 from mirrorc.user.optimizer_groups import OptimizerGroups
-from mirrorc.verifier.rules.gradients import regions_write_only_what_is_theirs
+from mirrorc.verifier.rules.gradients import regions_write_only_their_memory
 from mirrorc.verifier.verifier import Verify, verify
 
 pytestmark = pytest.mark.usefixtures("decomposed")
@@ -264,7 +264,7 @@ def test_the_verifier_refuses_to_give_back_what_is_written() -> None:
     write = next(node for node in body.nodes if node.name.startswith("reuse_"))
     output = body.output_node()
     output.args = ((*output.args[0], write),)  # type: ignore[misc]
-    found = [str(violation) for violation in regions_write_only_what_is_theirs(program)]
+    found = [str(violation) for violation in regions_write_only_their_memory(program)]
     assert any(f"bwd_0 gives back {write.args[0]}, into which {write.name} writes" in text for text in found)
 
 

@@ -149,7 +149,7 @@ def tell_of_a_part(program: Program) -> Iterator[Edit]:
     measure = [any(_has_elements(value) for norm in norms for value in norm.all_input_nodes) for norms in partial_norms]
     for line, norms, measures in zip(lines, partial_norms, measure, strict=True):
         for node in (n for n in line if n.target is ops.tell):
-            for norm in norms[:1] if sum(measure) > measures or program.deals_out else ():
+            for norm in norms[:1] if sum(measure) > measures or program.has_sharded_optimizer else ():
                 yield partial(with_argument, node, 0, norm)
 
 

@@ -19,7 +19,7 @@ from mirrorc.verifier.rules.rule import Order, rule
 
 
 @rule(since=Stage.CAPTURED, order=Order.REFERENCES)
-def a_program_is_one_workers(program: Program) -> Iterator[Violation]:
+def a_program_belongs_to_a_worker(program: Program) -> Iterator[Violation]:
     """A program of several workers is that of one of them, and has as many devices as that worker. Each worker has a device."""
     workers = program.workers
     if not workers.devices_per_worker and not workers.rank:
@@ -86,7 +86,7 @@ def workers_exchange_their_sums(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.SCHEDULED)
-def workers_send_their_own_factors(program: Program) -> Iterator[Violation]:
+def workers_send_their_factors(program: Program) -> Iterator[Violation]:
     """A gather of factors takes each replica's own packed bucket, with all gradients left as the factors that all workers
     send. A replica without examples packs none.
     """
@@ -107,7 +107,7 @@ def workers_send_their_own_factors(program: Program) -> Iterator[Violation]:
 
 def _offered(program: Program, parts: BucketParts, node: fx.Node, source: fx.Node, where: str) -> Iterator[Violation]:
     bucket, part = program.buckets[bucket_of(node)], parts.of(source)
-    pack = next((pack for pack in bucket.own_packs if pack.number == pack_of(node)), None)
+    pack = next((pack for pack in bucket.launch_units if pack.number == pack_of(node)), None)
     start, stop = (pack.start, pack.stop) if pack is not None else (0, 0)
     if gives_shares(program, node):
         start, stop = bucket.share(replica_at(program, source), program.num_replicas)

@@ -58,44 +58,44 @@ def _takers(pack: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _wrong_uses(program: Program, operation: Any, where_it_is: Accumulation) -> Iterator[Violation]:
-    expected, what, parts = int(program.accumulation is where_it_is), operation.__name__, BucketParts(program)
+    expected, name, parts = int(program.accumulation is where_it_is), operation.__name__, BucketParts(program)
     for where, graph, replicas in scopes(program):
         are_packs = operation is ops.add_accumulated
-        found = Counter(
+        uses = Counter(
             ((pack_of if are_packs else bucket_of)(node), replica_of(node)) for node in calls_to(graph, operation)
         )
-        wholes = [(bucket, bucket.own_packs[0]) for bucket in program.buckets]
+        wholes = [(bucket, bucket.launch_units[0]) for bucket in program.buckets]
         for bucket, pack in program.packs if are_packs else wholes:
             for replica in replicas:
-                times = found[(pack.number if are_packs else bucket.index, replica)]
+                times = uses[(pack.number if are_packs else bucket.index, replica)]
                 if times != expected:
                     about = say_pack(bucket, pack) if are_packs else f"bucket {bucket.index}"
                     yield Violation(
-                        f"{about} has {times} {what} on {where(replica)}, not {expected}",
+                        f"{about} has {times} {name} on {where(replica)}, not {expected}",
                         last_of_bucket(graph, bucket.index, replica),
                     )
         for node in calls_to(graph, operation):
-            if not _is_own_pack(program, parts, node):
-                given = ", ".join(source.name for source in node.all_input_nodes) or "nothing"
+            if not _takes_local_pack(program, parts, node):
+                operands = ", ".join(source.name for source in node.all_input_nodes) or "nothing"
                 yield Violation(
-                    f"{node.name} on {where(replica_of(node))} takes {given}, not what this replica has packed in bucket "
+                    f"{node.name} on {where(replica_of(node))} takes {operands}, not what this replica has packed in bucket "
                     f"{bucket_of(node)}",
                     node,
                 )
 
 
-def _is_own_pack(program: Program, parts: BucketParts, node: fx.Node) -> bool:
+def _takes_local_pack(program: Program, parts: BucketParts, node: fx.Node) -> bool:
     part, index = parts.of(node.args[0] if node.args else None), bucket_of(node)
     if part is None or part.steps or not 0 <= index < len(program.buckets):
         return False
     source: Any = node.args[0]
-    is_summed_up = any(one.target is ops.add_accumulated for one in _computed_of(source))
-    own = program.workers.first_replica + replica_at(program, node)
+    is_summed_up = any(value.target is ops.add_accumulated for value in _computed_of(source))
+    replica = program.workers.first_replica + replica_at(program, node)
     whole = (0, program.buckets[index].num_elements)
     if node.target is ops.add_accumulated:
-        packs = program.buckets[index].own_packs
+        packs = program.buckets[index].launch_units
         whole = next(((pack.start, pack.stop) for pack in packs if pack.number == pack_of(node)), (0, 0))
-    return part.holds(GRADIENTS, index, *whole, [own]) and not is_summed_up
+    return part.holds(GRADIENTS, index, *whole, [replica]) and not is_summed_up
 
 
 def _computed_of(value: fx.Node) -> Iterator[fx.Node]:

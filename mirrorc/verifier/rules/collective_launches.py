@@ -129,7 +129,7 @@ def _memory_of(program: Program, parts: BucketParts, value: Any) -> Iterator[_Me
         elif part.kind == PARAMETERS:
             yield PARAMETERS, part.bucket, 0
         else:
-            for pack in program.buckets[part.bucket].own_packs:
+            for pack in program.buckets[part.bucket].launch_units:
                 if any(span.start < pack.stop and pack.start < span.stop for span in part.spans):
                     yield GRADIENTS, part.bucket, pack.number
 
@@ -151,7 +151,7 @@ def _say_memory(memory: _Memory) -> str:
 
 
 @rule(since=Stage.REDUCED)
-def collectives_mean_what_runs(program: Program) -> Iterator[Violation]:
+def collectives_match_their_tags(program: Program) -> Iterator[Violation]:
     """Reductions compute sums. A value broadcast or sent is a part of the bucket in its tag: gradients summed so far, each once,
     or new parameters.
     """

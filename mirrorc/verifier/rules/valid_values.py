@@ -11,7 +11,7 @@ from torch import fx
 from mirrorc.ir import ops
 from mirrorc.ir.nodes import is_known, name_of, origin_of, owners_of, replica_of
 from mirrorc.ir.program import Program, Stage
-from mirrorc.ir.type_inference import infer_type, is_inferable, is_noted_rightly
+from mirrorc.ir.type_inference import has_inferred_type, infer_type, is_inferable
 from mirrorc.ir.value_types import say_type, value_type
 from mirrorc.messages.wording import numbered
 from mirrorc.verifier.rules.programs import Violation, scopes
@@ -36,7 +36,7 @@ def values_have_their_types(program: Program, graph: fx.Graph) -> Iterator[Viola
         if node.op in ("placeholder", "output") or not is_inferable(node):
             continue
         try:
-            if not is_noted_rightly(program, node):
+            if not has_inferred_type(program, node):
                 inferred, noted = infer_type(program, node), value_type(node.meta.get("val"))
                 is_bare = noted is None and node.meta.get("val") is None
                 fault = (
@@ -68,7 +68,7 @@ def replicas_meet_only_in_collectives(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.REPLICATED)
-def results_are_each_replicas_own(program: Program) -> Iterator[Violation]:
+def results_belong_to_their_replicas(program: Program) -> Iterator[Violation]:
     """The mirrored graph's result for a replica belongs to that replica, and its result for a bucket is that bucket. A replica
     without examples has None in place of a loss, of gradients and of written values.
     """

@@ -20,9 +20,9 @@ from mirrorc.ir.nodes import (
     is_region_call,
     operation_name,
     origin_of,
+    part_keywords,
     region_of,
     replica_of,
-    words_of_part,
 )
 from mirrorc.ir.operation import Kind, operation_of
 from mirrorc.ir.program import LOSS_OUTPUT, Program
@@ -101,7 +101,7 @@ class PrintedValues:
             return "argument", str(node.target)
         if is_compute(node):
             return "computed", ""
-        of_part = words_of_part(node.target, node.args)
+        of_part = part_keywords(node.target, node.args)
         if of_part is None:
             variable = gradient_of(node)
             return ("gradient", variable) if variable is not None else (self._saved_kind(node), node.name)

@@ -13,7 +13,7 @@ from mirrorc.ir import ops
 from mirrorc.ir.nodes import calls_to, name_of
 from mirrorc.ir.program import Program, Stage
 from mirrorc.ir.routes import replica_at
-from mirrorc.printing.values import type_of
+from mirrorc.printing.printed_values import type_of
 from mirrorc.verifier.rules.programs import Violation, scopes
 from mirrorc.verifier.rules.rule import Order, Scope, rule
 
@@ -96,7 +96,7 @@ def workers_meet_before_they_wait(program: Program) -> Iterator[Violation]:
 
 
 @rule(scope=Scope.PASS, order=Order.REFERENCES)
-def meetings_of_workers_are_kept(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
+def meetings_of_workers_are_preserved(before: Program, after: Program, known: object = None) -> Iterator[Violation]:
     """A pass keeps the meetings of a worker with the others, and their order: all of them wait there. A worker without
     examples attends those of the graph that stands in.
     """

@@ -46,7 +46,7 @@ def commits_exchange_norms_alike(program: Program) -> Iterator[Violation]:
 
 
 @rule(since=Stage.SCHEDULED, order=Order.OWNERS)
-def scaled_losses_are_made_up_for(program: Program) -> Iterator[Violation]:
+def gradients_are_unscaled_once(program: Program) -> Iterator[Violation]:
     """If the loss is scaled, the input of each update is divided by the scale once, and so is each norm that is reported or
     bounded. Otherwise nothing is.
     """

@@ -21,7 +21,7 @@ _INTO = (out_products.mm_into, out_products.linear_into)
 
 
 @rule(since=Stage.OUTLINED)
-def reserved_memory_has_one_value_at_a_time(program: Program) -> Iterator[Violation]:
+def reserved_values_do_not_overlap(program: Program) -> Iterator[Violation]:
     """Reserved memory is an argument of one call of a region, of the same replica. The region computes one of its results into
     all of it before it reads it. None returns a view of that result, and its last reader comes before the memory's next value.
     """
