@@ -48,7 +48,6 @@ def group_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
 
 
 def argument_changes(old: PrintedProgram, new: PrintedProgram) -> Iterator[str]:
-    """Arguments of devices that are new, gone or of another type, such as another shape of the shard."""
     if any(function.name == "all_devices" for function in (*old.functions, *new.functions)):
         return  # a program of all devices tells no arguments
     devices = [device for device in new.devices if device in old.function_of]

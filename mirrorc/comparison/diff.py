@@ -61,8 +61,6 @@ def diff_programs(old: Program, new: Program, *, regions: bool = False) -> str:
     """The differences of two programs; empty if there are none.
 
     Args:
-        old: a program of any stage.
-        new: another.
         regions: compare the bodies of regions, too. Without it, the result mentions a difference in bodies alone.
 
     Raises:
@@ -109,11 +107,7 @@ def _load(path: Path) -> Program | str:
 def printed(
     program: Program, path: Path, *, regions: bool, slots: bool, sources: bool, fold: bool | None = None
 ) -> str:
-    """Prints a program that was loaded from a file.
-
-    Raises:
-        ValueError: the program is too malformed to be printed; the message has the file and the remedy.
-    """
+    """Prints a program from a file; raises ValueError if it is too malformed."""
     try:
         return program.to_text(regions=regions, slots=slots, sources=sources, fold=fold)
     except Exception as error:  # the printer may fail in any way on a program that breaks the rules
@@ -122,7 +116,6 @@ def printed(
 
 
 def _form_of(text: str) -> dict[str, bool]:
-    """The options of `Program.to_text` that this text was printed with."""
     lines = text.split("\n")
     return {
         "regions": any(line.startswith("region ") for line in lines),

@@ -148,7 +148,7 @@ def _order_of(kind: str, sentence: str) -> Callable[[Schedule, Schedule], Iterat
 
 
 def _reordered(old: Schedule, new: Schedule, kind: str) -> tuple[list[Key], list[Key]]:
-    """The common events of a kind in the order of each schedule, between their first and last difference."""
+    """Between their first and last difference."""
     keys = [[event.key for event in schedule.of(kind)] for schedule in (old, new)]
     both = set(keys[0]) & set(keys[1])
     was, now = ([key for key in part if key in both] for part in keys)

@@ -18,14 +18,14 @@ _MEASURED = re.compile(r" · after .+?(?= · stage )| · \d+(?:\.\d+)? ms$")
 
 @dataclass
 class _Part:
-    """The top of a text, a function or a region: its compared lines, and their numbers in the text."""
+    """The compared lines of the top of a text, a function or a region, and their numbers in the text."""
 
     lines: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
 
 
 def text_changes(old: str, new: str, programs: tuple[PrintedProgram, PrintedProgram]) -> list[str]:
-    """A unified diff of two texts, with the numbers of their lines; ``programs`` are the same texts, read."""
+    """A unified diff, with the numbers of lines; ``programs`` are the texts, read."""
     parts = [_parts(text, program) for text, program in zip((old, new), programs, strict=True)]
     names = list(dict.fromkeys([*parts[0], *parts[1]]))
     pairs = [(parts[0].get(name, _Part()), parts[1].get(name, _Part())) for name in names]
@@ -77,7 +77,7 @@ def _num_differing(old_part: _Part, new_part: _Part) -> int:
 
 
 def _hunks(old_part: _Part, new_part: _Part) -> Iterator[str]:
-    """The differing lines of a part with some context; of a very long part, only the beginning of the difference."""
+    """Of a very long part, only the beginning of the difference."""
     limit = min(len(old_part.lines), len(new_part.lines))
     start = next((i for i in range(limit) if old_part.lines[i] != new_part.lines[i]), limit)
     end = next((i for i in range(limit - start) if old_part.lines[-1 - i] != new_part.lines[-1 - i]), limit - start)
@@ -95,7 +95,6 @@ def _hunks(old_part: _Part, new_part: _Part) -> Iterator[str]:
 
 
 def _span(part: _Part, first: int, start: int, stop: int) -> str:
-    """The number of a hunk's first line, and the number of its lines."""
     number = (
         part.numbers[first + start] if first + start < len(part.numbers) else part.numbers[-1] if part.numbers else 0
     )

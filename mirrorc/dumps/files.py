@@ -18,8 +18,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w.+-]")  # of files
 class DumpFiles(Instrument):
     """Writes, for every pass, a text and a diff to the pass before; at the end, an index of these.
 
-    If the pass changed the program, its text has the program in full. The captured program is saved as well, for ``mirrorc
-    opt``. If a sink fails, a warning is given, and the sink gets nothing more.
+    The captured program is saved as well, for ``mirrorc opt``. A sink that fails gets nothing more, after a warning.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -47,7 +46,7 @@ class DumpFiles(Instrument):
         self._write_index()
 
     def _note(self, name: str, error: Exception, is_written: bool) -> None:
-        """Adds the failure to the pass's row; if the pass has returned no program, adds a row for it."""
+        """Adds the failure to the pass's row, or adds a row for it."""
         row = self._rows.pop() if is_written else (self._stem(name), "", "", "", "", "")
         reason = str(error).partition("\n\n")[0]  # what follows shows the program
         remarks = "<br>".join(filter(None, [row[4], _cell(reason)]))
@@ -58,7 +57,7 @@ class DumpFiles(Instrument):
         return f"{len(self._rows):02d}-{_NOT_IN_NAMES.sub('_', name)}"
 
     def _save(self, name: str, program: Program) -> tuple[str, str]:
-        """The name of the saved file if a sink has saved the program, and the reason if the program cannot be saved."""
+        """The name of the saved file, and the reason if the program cannot be saved."""
         try:
             is_saved = [sink.save(name, program) for sink in self.sinks]
         except Exception as error:  # noqa: BLE001 - a broken program may raise anything; the verifier reports it

@@ -27,8 +27,8 @@ _CHOOSING = (
 class DumpFolder:
     """A program's folder in a directory of dumps.
 
-    On first use of a directory, a process removes the files of earlier runs in ``program-0``, ``program-1`` and so on. Its
-    programs get these folders in order. Folders of running processes stay, and are skipped.
+    On first use of a directory, a process removes the files of earlier runs. Its programs get ``program-0``, ``program-1`` and
+    so on. Folders of running processes stay, and are skipped.
 
     Raises:
         OSError: nothing can be written there.

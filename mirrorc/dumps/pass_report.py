@@ -17,10 +17,7 @@ _MOST_DIFF_LINES = 4000  # the longest region that is diffed; a longer diff take
 
 @dataclass(frozen=True)
 class PassReport:
-    """A completed pass. Its program may break any rule; if it cannot be printed or counted, the report gives the error.
-
-    ``name`` is ``capture`` for the captured program, without a program before and a time.
-    """
+    """A completed pass. Its program may break any rule; if it cannot be printed or counted, the report gives the error."""
 
     name: str
     after: Program
@@ -46,7 +43,6 @@ class PassReport:
         return tuple(remark.text for remark in (Counter(self.after.remarks) - known).elements())
 
     def counts(self) -> str:
-        """The number of nodes and, for each operation, the change of its number."""
         try:
             now, then = _count_operations(self.after), _count_operations(self.before)
         except Exception as error:  # noqa: BLE001 - said
@@ -104,7 +100,7 @@ class PassReport:
 
     @cached_property
     def _changed_regions(self) -> list[tuple[str, str, str]]:
-        """Name, old text and new text of changed regions, and of new regions if there were others before."""
+        """Name, old text and new text."""
         if self.before is None or not self.before.regions:
             return []
         changed = []

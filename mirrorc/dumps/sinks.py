@@ -48,9 +48,9 @@ class TraceSink(Sink):
 
 
 def dump_sinks(directory: Path | None) -> list[Sink]:
-    """The sinks for the next program of this process; none for files without a directory.
+    """The sinks for the next program: its folder, and torch's structured trace if that is on (TORCH_TRACE).
 
-    One is for torch's structured trace, if that is on (TORCH_TRACE). A folder that is not writable gives a warning.
+    A folder that is not writable gives a warning.
     """
     sinks: list[Sink] = []
     if directory is not None:

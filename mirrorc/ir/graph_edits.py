@@ -17,7 +17,6 @@ from mirrorc.torch_internals import add_node, is_operator, writes_argument
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph, with the same names, order and metadata of nodes."""
     copy = fx.Graph()
     copy.output(copy_into(copy, graph))
     return copy
@@ -73,11 +72,7 @@ def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 def insert(
     program: Program, before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> fx.Node:
-    """Inserts a call before a node, with the type inferred from its arguments.
-
-    Raises:
-        TypeError: the operation cannot take these arguments.
-    """
+    """Inserts a call before a node, with the inferred type; raises TypeError if the operation cannot take these arguments."""
     with before.graph.inserting_before(before):
         node = call(before.graph, target, args, kwargs)
     set_type(program, node)

@@ -22,7 +22,6 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def is_computed(node: fx.Node) -> bool:
-    """Tests for a node that computes a value without effects."""
     record = operation_of(node.target)
     return record.kind is Kind.COMPUTE if record is not None else is_compute(node)
 
@@ -33,7 +32,7 @@ def is_of(node: Any, kind: Kind) -> bool:
 
 
 def part_keywords(target: Any, args: tuple[Any, ...]) -> tuple[Operation, dict[str, Any]] | None:
-    """For a node that takes one bucket's part of a result, the operation and its keywords with that bucket; else None."""
+    """For a node that takes one bucket's part of a result, the operation and its keywords with that bucket."""
     source, place = args if target is operator.getitem else (None, None)
     record = operation_of(source.target) if isinstance(source, fx.Node) else None
     if record is None or not isinstance(record.operands, str):
@@ -120,7 +119,7 @@ def is_early(commit: fx.Node) -> bool:
 
 
 def users_of_sum(wait: fx.Node) -> list[fx.Node]:
-    """The values computed of an awaited value, parts of results included, and their final users, in program order."""
+    """The values computed of an awaited value, and their final users, in program order."""
     seen: dict[fx.Node, None] = {}
     waiting = [wait]
     while waiting:  # each value once: the ways from one value to another may be as many as 2 to the number of additions
@@ -135,12 +134,12 @@ def name_of(node: fx.Node) -> str:
 
 
 def operation_name(target: Any) -> str:
-    """The name after which an operation's values are named, without namespace and overload."""
+    """Without namespace and overload."""
     return bare_name(target) if is_operator(target) else str(target.__name__)
 
 
 def target_name(target: Any) -> str:
-    """The printed name of an operation, with namespace and overload."""
+    """With namespace and overload."""
     return str(target) if is_operator(target) else str(getattr(target, "__name__", target))
 
 

@@ -1,4 +1,4 @@
-"""Declares operations of the IR: each is one record, and all tables of operations are derived from these.
+r"""Declares operations of the IR: each is one record, and all tables of operations are derived from these.
 
 Only the signature and the docstring of a declaring function are used::
 
@@ -6,8 +6,7 @@ Only the signature and the docstring of a declaring function are used::
     def scale_bucket(value: Any, *, factor: float, replica: int | None = None) -> Any:
         \"\"\"Multiplies a bucket by a number.\"\"\"
 
-The decorator returns the target of ``call_function`` nodes. Each part of mirrorc, such as the runtime, registers its
-treatment of an operation in a table of `Handlers`.
+The decorator returns the target of ``call_function`` nodes.
 """
 
 from __future__ import annotations
@@ -89,11 +88,8 @@ class Operation:
         operands: their number; None for any; or a keyword with a list, for one operand per item.
         keywords: those that it has in every graph, but for ``replica``.
         shown: the keywords printed after its operands, if they are set.
-        stem: a template for the names of its nodes, see `mirrorc.ir.names`.
+        stem, called, awaited: templates for names of its nodes, its value and the awaited value, see `mirrorc.ir.names`.
         value: the kind of its value in print, see `mirrorc.printing.printed_values`.
-        called: a template for the printed name of its value; empty for the node's name.
-        awaited: for a launch, a template for the printed name of the awaited value.
-        summary: the first paragraph of its docstring.
     """
 
     name: str
@@ -144,9 +140,6 @@ def operation(
     Args:
         operands_for: the keyword with a list, if the operation takes one value for each item of that list.
         hidden: keywords that are not printed, because the line shows them in another way.
-
-    Raises:
-        ValueError: another operation has this name.
     """
 
     def declare(function: Callable[..., Any]) -> Symbol:

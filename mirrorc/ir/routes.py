@@ -42,7 +42,7 @@ def replica_of_graph(program: Program, graph: fx.Graph) -> int:
 
 
 def replica_at(program: Program, node: fx.Node) -> int:
-    """The replica of a node of a mirrored or a lowered graph."""
+    """In a mirrored or a lowered graph."""
     replica = replica_of(node)
     return replica_of_graph(program, node.graph) if replica is None else replica
 

@@ -37,7 +37,7 @@ def set_type(program: Program, node: fx.Node) -> None:
 
 
 def reinfer_type(node: fx.Node) -> None:
-    """Infers the type of an operator again, after a change of layout of its arguments.
+    """Infers the type of an operator after a change of layout of its arguments.
 
     A view that the new layout does not permit becomes a reshape, which copies the elements.
     """
@@ -63,7 +63,6 @@ def _materialized(kind: ValueType, fake_mode: Any) -> Any:
 
 
 def is_inferable(node: fx.Node) -> bool:
-    """Tests for a node whose type follows from other nodes: all but arguments and outputs."""
     if node.op in ("placeholder", "output"):
         return False
     record = operation_of(node.target)
@@ -158,7 +157,7 @@ def _run_fake(node: fx.Node) -> Any:
 
 
 def _in_mode(value: Any, mode: Any) -> Any:
-    """A fake tensor of the mode; the original may belong to the graph of another shard shape."""
+    """The original may belong to the graph of another shard shape."""
     if getattr(value, "fake_mode", mode) is mode or has_symbols_in((tuple(value.shape),)):
         return value
     with mode:

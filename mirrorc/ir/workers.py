@@ -37,11 +37,6 @@ class World:
         object.__setattr__(self, "devices_per_worker", counts)
 
     def worker(self, rank: int) -> Workers:
-        """The world as seen by one of its workers.
-
-        Raises:
-            ValueError: there is no such worker.
-        """
         if not 0 <= rank < self.num_workers:
             raise ValueError(
                 f"rank is {rank}, but the world has {self.num_workers} workers: give a number from 0 to {self.num_workers - 1}"

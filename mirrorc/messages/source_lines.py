@@ -39,7 +39,7 @@ _FRAME = re.compile(r'File "(.*?)", line (.*)')
 
 
 def last_users_line(stack_trace: str) -> str:
-    """The innermost line of the user in a printed stack trace, as ``file.py:14  code``; may be empty."""
+    """The innermost line of the user in a printed stack trace; may be empty."""
     frame = last_users_frame(stack_trace)
     return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip() if frame is not None else ""
 
@@ -56,7 +56,7 @@ def last_users_frame(stack_trace: str) -> traceback.FrameSummary | None:
 
 
 def raising_line(error: BaseException) -> str:
-    """The user's innermost line at an exception, as ``file.py:14  code``; may be empty."""
+    """The user's innermost line at an exception; may be empty."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_users_file(frame.filename):
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}  {frame.line}".rstrip()

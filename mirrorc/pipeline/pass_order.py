@@ -10,7 +10,7 @@ from mirrorc.pipeline.protocol import Pass, traits_of
 
 
 def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Property], passes: Sequence[Pass]) -> None:
-    """Refuses a program of this stage and these properties that a pass does not take; ``passes``: the pipeline, for the remedy.
+    """Refuses a program that a pass does not take.
 
     Raises:
         PassError: has the accepted and the actual program, and the remedy.
@@ -33,9 +33,7 @@ def check_input(compiler_pass: Pass, stage: Stage, properties: Collection[Proper
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """Refuses a pipeline if a pass would not take its program, whatever the captured program.
-
-    A required property without a declaring pass is left to the run, as a pass may establish it undeclared.
+    """Refuses a pipeline if a pass would not take its program. Required properties without a declaring pass are left to the run.
 
     Raises:
         PassError: has the pass, the reason and the remedy; or the last stage, if it is not LOWERED.

@@ -9,12 +9,7 @@ from mirrorc.pipeline.protocol import Pass, traits_of
 
 
 def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]:
-    """The passes without the disabled ones.
-
-    Raises:
-        ValueError: no pass has this name.
-        TypeError: an element is no pass.
-    """
+    """The passes without the disabled ones."""
     for compiler_pass in passes:
         _check_pass("passes", compiler_pass)
     check_pass_names("disable_passes", disabled, passes)
@@ -22,24 +17,21 @@ def select_passes(passes: Sequence[Pass], disabled: Sequence[str]) -> list[Pass]
 
 
 def in_exact_order(passes: Sequence[Pass]) -> tuple[list[Pass], str]:
-    """The passes without those that change the bits of a step, and a remark with their names; empty if there are none."""
+    """The passes without those that change bits, and a remark with their names."""
     left_out = [compiler_pass.name for compiler_pass in passes if traits_of(compiler_pass).changes_bits]
     exact = [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).changes_bits]
     return exact, f"exact_order=True leaves out {', '.join(left_out)}" if left_out else ""
 
 
 def for_evaluation(passes: Sequence[Pass]) -> list[Pass]:
-    """The passes without those for training alone."""
     return [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).trains_only]
 
 
 def for_accumulation(passes: Sequence[Pass]) -> list[Pass]:
-    """The passes without those for updates alone."""
     return [compiler_pass for compiler_pass in passes if not traits_of(compiler_pass).updates_only]
 
 
 def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) -> None:
-    """Refuses names without a pass in the pipeline: raises ValueError."""
     known = [compiler_pass.name for compiler_pass in passes]
     for name in names:
         if name not in known:
@@ -48,7 +40,7 @@ def check_pass_names(option: str, names: Sequence[str], passes: Sequence[Pass]) 
 
 @dataclass(frozen=True)
 class Placed:
-    """A pass to be added to a pipeline before or after the pass named ``anchor``; made by `before` and `after`."""
+    """A pass beside the pass named ``anchor``; made by `before` and `after`."""
 
     compiler_pass: Pass
     anchor: str
@@ -61,7 +53,7 @@ def before(anchor: str, compiler_pass: Pass) -> Placed:
 
 
 def after(anchor: str, compiler_pass: Pass) -> Placed:
-    """Places a pass after the one of this name, for ``mirrorc.compile(..., add_passes=[...])``."""
+    """See `before`."""
     return Placed(compiler_pass, anchor, is_after=True)
 
 

@@ -30,7 +30,7 @@ def format_passes(passes: Sequence[Pass]) -> str:
     """Writes a pipeline as text for `parse_passes`, without default values. A pass from outside mirrorc is ``module:Class``.
 
     Raises:
-        ValueError: a pass cannot be made again from a text; names it and the reason.
+        ValueError: a pass cannot be made again from a text.
     """
     return ",".join(_format(compiler_pass) for compiler_pass in passes)
 
@@ -127,11 +127,7 @@ def _check_made_again(compiler_pass: Pass, options: Mapping[str, str]) -> None:
 
 
 def parse_passes(text: str, known: Mapping[str, Callable[..., Pass]]) -> list[Pass]:
-    """Makes passes from text.
-
-    Args:
-        text: names with options, separated by commas; ``module:Class`` for the user's pass.
-        known: mirrorc's passes, by name.
+    """Makes passes from text; ``known`` are mirrorc's passes, by name.
 
     Raises:
         ValueError: the text is malformed, or names an unknown pass or option; lists the known ones.
@@ -178,7 +174,7 @@ def _options(name: str, text: str) -> dict[str, Any]:
 
 
 def _parse_value(node: ast.expr) -> Any:
-    """Evaluates a literal of Python that may also contain inf, nan, torch's dtypes and plans of `mirrorc.packing`."""
+    """A literal of Python that may also contain inf, nan, torch's dtypes and plans of `mirrorc.packing`."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=values, keywords=named) if name in PLANS:
             options = {str(option.arg): _parse_value(option.value) for option in named}
@@ -255,12 +251,7 @@ def _imported_class(name: str) -> Callable[..., Pass]:
 
 
 def import_module(name: str) -> ModuleType:
-    """Imports a module by its name.
-
-    Raises:
-        ModuleNotFoundError: there is no such module.
-        ImportError: the module raises an error, of any kind, on import; quotes it.
-    """
+    """Raises ModuleNotFoundError if there is no such module, else ImportError for any error of the module."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:

@@ -24,12 +24,10 @@ logger = logging.getLogger(__name__)
 class Reproducer(Instrument):
     """Writes a reproducer when a pass fails or breaks a rule, and names it in the error's message.
 
-    A reproducer is a folder. ``program.json.gz`` is the input program of the pass. ``reproducer.json`` has the failing pass and
-    later passes with their options, the whole pipeline, the error, and the versions of torch and Python. This must be the last
-    instrument, because it counts the passes without objections from other instruments.
+    A reproducer is a folder with the pass's input program and ``reproducer.json``: the remaining passes with their options, the
+    error, and versions. This must be the last instrument, because it counts the passes without objections from others.
 
     Args:
-        passes: the whole pipeline.
         directory: of the new folder; None for the system's directory of temporary files.
     """
 

@@ -32,12 +32,7 @@ _MORE = "#       "  # the beginning of a line that continues the one before
 
 
 def table_lines(program: Program, *, slots: bool, fold: bool) -> list[str]:
-    """The lines of the table, then the hyperparameters of the optimizer's groups.
-
-    Args:
-        slots: print each gradient on a separate line.
-        fold: print buckets that differ only in their layer once, and of many shares only the first and the last.
-    """
+    """The lines of the table, then the hyperparameters of the optimizer's groups."""
     ready = _ready_after(program)
     lines: list[str] = []
     for bucket in program.buckets:

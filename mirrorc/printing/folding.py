@@ -133,7 +133,6 @@ def _replaced(line: str, replacement: Callable[[str, str, int], str]) -> str:
 
 
 def _longest_stretch(shapes: Sequence[_Shape], begins: Sequence[bool], start: int) -> tuple[int, int]:
-    """The length and the repeats of the stretch that saves the most lines."""
     best, most = (1, 1), 0
     for length in range(1, min(_LONGEST, (len(shapes) - start) // 2) + 1):
         if shapes[start].text != shapes[start + length].text:
@@ -164,10 +163,7 @@ def _repeats(shapes: Sequence[_Shape], start: int, length: int) -> int:
 
 
 def _steps(shapes: Sequence[_Shape], start: int, other: int, length: int) -> tuple[int, int | None, int] | None:
-    """The increase of buckets, layers and microbatches; None if the stretches differ otherwise.
-
-    Either buckets or microbatches increase, and layers never with microbatches.
-    """
+    """The increase of buckets, layers and microbatches. Layers never increase with microbatches."""
     buckets: set[int] = set()
     layers: set[int] = set()
     parts: set[int] = set()

@@ -30,7 +30,7 @@ _NO_CALLS = ("    # -- ", "    return ")
 
 
 def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The arguments of a graph with their types; ``names`` maps arguments to printed names where the two differ."""
+    """``names`` maps arguments to printed names where the two differ."""
     placeholders = [(str(node.target), node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
     return ", ".join(f"{names.get(name, name)}: {type_of(value)}" for name, value in placeholders)
 
@@ -38,13 +38,7 @@ def signature(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) 
 def function_lines(
     program: Program, lines_of: Callable[[fx.Graph], list[Line]], *, sources: bool, fold: bool
 ) -> list[str]:
-    """The functions of a program of any stage, each after an empty line.
-
-    Args:
-        lines_of: gives the lines of one graph, see `graph_lines`.
-        sources: print the user's source lines above operators.
-        fold: print repeated lines once: in a function, on several devices, for another shape of a shard.
-    """
+    """The functions of a program of any stage, each after an empty line; ``lines_of``: see `graph_lines`."""
     lines: list[str] = []
     absent = [replica for replica, index in enumerate(program.shard_of_replica) if index is None]
     for shard, graph in enumerate(program.shard_graphs):
@@ -76,14 +70,12 @@ def _operation_of_line(line: str) -> str:
 
 
 def _with_share(program: Program, line: Line, others: bool, replica: int | None = None) -> Line:
-    """``replica`` is for lines without a replica."""
     line_replica = replica if replica is not None else line.node.kwargs.get("replica")
     comment = share_comment(program, line.node, line_replica, others) if isinstance(line_replica, int) else ""
     return replace(line, comment=comment) if comment else line
 
 
 def _devices_folded(program: Program, lines: Sequence[Line]) -> list[Line]:
-    """Merges equal adjacent lines of several devices of the mirrored graph."""
     runs = [(device, list(run)) for device, run in itertools.groupby(lines, lambda line: line.device)]
     merged: list[Line] = []
     while runs:
@@ -102,8 +94,6 @@ def _devices_folded(program: Program, lines: Sequence[Line]) -> list[Line]:
 
 @dataclass(frozen=True)
 class _Function:
-    """The function of a group of devices, named after the first."""
-
     replicas: Sequence[int]
     name: str
     signature: str
@@ -113,7 +103,6 @@ class _Function:
 def _device_functions(
     program: Program, lines_of: Callable[[fx.Graph], list[Line]], sources: bool, fold: bool
 ) -> list[str]:
-    """Equal functions once, and only the differing lines of one that differs in shapes."""
     printed: list[str] = []
     known: list[_Function] = []
     for function in _functions(program, lines_of):
@@ -153,16 +142,13 @@ def _functions(program: Program, lines_of: Callable[[fx.Graph], list[Line]]) -> 
 
 
 def operation_of(text: str) -> str:
-    """The name that a line calls, without a region's variant, to match the lines of two variants."""
+    """The name that a line calls, without a region's variant."""
     match = _CALLED.match(text)
     return _VARIANT.sub("", match["operation"]) if match else text
 
 
 def _differing(base: Sequence[Line], lines: Sequence[Line]) -> list[int] | None:
-    """The indices of lines that differ from another function's; None if the function must be printed whole.
-
-    If one line of an operation differs, all its lines are printed, so that the reader sees the lines that they replace.
-    """
+    """None if the function must be printed whole. If one line of an operation differs, all its lines are printed."""
     operations = [operation_of(line.text) for line in lines]
     if operations != [operation_of(line.text) for line in base]:
         return None

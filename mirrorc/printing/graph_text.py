@@ -37,13 +37,7 @@ _COMMENT_COLUMN = 92
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a graph.
-
-    Attributes:
-        source: the user's line, printed above an operator.
-        device: in the mirrored graph, the device of the node, or ``all``.
-        above: lines of explanation above it.
-    """
+    """A line of a graph; ``source`` is the user's line, ``device`` may be ``all``, ``above`` are explanations."""
 
     text: str
     node: fx.Node
@@ -105,7 +99,6 @@ _TOGETHER = Selection(lambda operation: operation.printed is Printed.TOGETHER)
 
 
 def _joined_texts(values: PrintedValues, graph: fx.Graph) -> dict[fx.Node, str]:
-    """One line for all calls of a replica to an operation such as `write`, printed at the first call."""
     joined: dict[tuple[int | None, str], list[fx.Node]] = {}
     for node in calls_to(graph, *_TOGETHER):
         joined.setdefault((replica_of(node), name_of(node)), []).append(node)
@@ -148,7 +141,7 @@ def _distinct(values: PrintedValues, node: fx.Node) -> str:
 
 
 def statements(graph: fx.Graph, names: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
-    """The lines of a graph of torch operators; ``names`` maps arguments to printed names where the two differ."""
+    """``names`` maps arguments to printed names where the two differ."""
 
     def name(node: fx.Node) -> str:
         if node.op == "placeholder":

@@ -101,8 +101,7 @@ def _is_forward(program: Program, call: fx.Node) -> bool:
 def share_comment(program: Program, node: fx.Node, replica: int, others: bool) -> str:
     """The part of a bucket that a `wait` gives on one device; empty for a whole bucket.
 
-    Args:
-        others: the line also stands for other devices, with shares in the table of buckets.
+    ``others``: the line also stands for other devices, with shares in the table of buckets.
     """
     launch = node.args[0] if node.target is ops.wait and node.args else None
     bucket = _bucket(program, node) if isinstance(launch, fx.Node) else None

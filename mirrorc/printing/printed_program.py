@@ -36,11 +36,8 @@ class PrintedBucket:
 
     Attributes:
         number: of its line in the text.
-        size: such as ``75.1 KiB``.
-        rule: the label of its update rule.
         owner: the device that updates it or is planned to; empty without one.
         ready_after: the region with its last gradient; empty before buckets are packed.
-        last_gradient: the variable of that gradient.
         shares: the elements that each device updates, as printed; may be empty.
         packs: the elements of each pack, as printed; empty if buckets are not cut.
     """
@@ -69,7 +66,6 @@ class PrintedLine:
         number: of its line in the text.
         text: without device and comment, with single spaces.
         device: or ``all``; empty without a column of devices. A line with several devices becomes one line for each.
-        outcome: the text to the left of ``=``; may be empty.
     """
 
     number: int
@@ -86,7 +82,6 @@ class PrintedLine:
 
     @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
-        """The positional arguments."""
         return tuple(part for part in split_list(self.inside) if not _DETAIL.fullmatch(part))
 
     @functools.cached_property
@@ -103,9 +98,7 @@ class PrintedFunction:
     Attributes:
         number: of its first line in the text.
         name: ``one_device``, ``all_devices``, ``cpu_0``.
-        outcome: the returned values, as printed.
         above: the lines above it: devices, examples, loss weight and random stream.
-        explanations: those between its lines.
     """
 
     number: int
@@ -120,13 +113,7 @@ class PrintedFunction:
 
 @dataclass(frozen=True)
 class PrintedRegion:
-    """A region's body.
-
-    Attributes:
-        number: of its first line in the text.
-        name: such as ``fwd_0`` or ``bwd_0.shard1``.
-        results: their names.
-    """
+    """A region's body; ``number`` is that of its first line in the text."""
 
     number: int
     name: str
@@ -142,11 +129,7 @@ class PrintedProgram:
     Attributes:
         accumulation: "accumulating", "after accumulation", or empty.
         worker: the worker in the heading and its replicas; empty for a single worker.
-        workers: the description of all workers, below the heading.
-        after: the pass in the heading; may be empty.
         report: a dump's report on the pass, below the heading.
-        optimizers: the hyperparameters of the optimizer's groups at compilation, as printed.
-        remarks: each after the name of its pass.
         regions: empty if they were left out.
     """
 
@@ -174,12 +157,12 @@ class PrintedProgram:
         return {device: function for function in self.functions for device in function.devices}
 
     def lines_of(self, device: str) -> tuple[PrintedLine, ...]:
-        """The lines of a device, with the collectives of all devices."""
+        """With the collectives of all devices."""
         return tuple(line for line in self.function_of[device].lines if line.device in ("", "all", device))
 
 
 def as_value(text: str) -> PrintedValue:
-    """Reads a defined value from ``NAME: TYPE``, ``NAME`` or ``N KIND``."""
+    """Reads ``NAME: TYPE``, ``NAME`` or ``N KIND``."""
     name, _, kind = text.partition(": ")
     counted = _COUNTED.fullmatch(name)
     return PrintedValue(counted[2], count=int(counted[1])) if counted else PrintedValue(name, kind)

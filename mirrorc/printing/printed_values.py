@@ -63,7 +63,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def type_of(value: Any) -> str:
-    """The printed type of a value: ``f32[2, 3]``, ``pending f32[8]``, a tuple of types, or nothing."""
+    """Such as ``f32[2, 3]``, ``pending f32[8]``, a tuple of types, or nothing."""
     if isinstance(value, ops.Pending):
         return f"pending {type_of(value.value)}"
     if isinstance(value, torch.Tensor):
@@ -132,11 +132,11 @@ class PrintedValues:
         return _WRITTEN.get(kind, "{}").format(name)
 
     def single_name(self, node: fx.Node) -> str:
-        """The name of a single value, the same on all replicas, even if its kind is otherwise counted."""
+        """The same on all replicas, even if its kind is otherwise counted."""
         return of_all_replicas(self.name(node), replica_of(node))
 
     def factors(self, gradient: fx.Node) -> str:
-        """The names of a gradient's factors, such as ``left, right``, and the number of microbatches with them."""
+        """Such as ``left, right``, and the number of microbatches with them."""
         form = FORMS.get(gradient.target)
         factors = [factor for factor in gradient.args if isinstance(factor, fx.Node)]
         if form is None:
@@ -150,7 +150,6 @@ class PrintedValues:
         return ", ".join(names) + (f" of {1 + len(others)} microbatches" if others else "")
 
     def typed(self, node: fx.Node) -> str:
-        """The name and the type of a value at its definition."""
         value = node.meta.get("val")
         if node.target in ops.FACTORED:  # its type is that of its slot, but only its factors exist
             return self.name(node)
@@ -163,7 +162,6 @@ class PrintedValues:
         return self.name(node) + (f": {kind}" if kind else "")
 
     def _whole(self, node: fx.Node) -> torch.Tensor | None:
-        """The bucket of a share, after a reduce_scatter or an exchange; None for other values."""
         origin = origin_of(node)
         launch = origin.args[0] if origin.target is ops.wait and origin.args else None
         is_share = awaited_elements(self._program, launch, 0) is not None
@@ -172,7 +170,7 @@ class PrintedValues:
         return launch.meta["val"].value if is_share else None  # type: ignore[union-attr]
 
     def listing(self, nodes: Iterable[fx.Node], *, typed: bool = False) -> str:
-        """Lists values by name; saved values, and many values of a kind, are counted. If ``typed``, losses have their types."""
+        """Values by name; saved values, and many values of a kind, are counted. If ``typed``, losses have their types."""
         groups: dict[str, list[str]] = {}
         for node in nodes:
             kind, name = self.kinds[node]
@@ -194,7 +192,6 @@ def _is_call(node: Any) -> TypeGuard[fx.Node]:
 
 
 def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node]]:
-    """The gradients, the losses and the new values of per-replica variables, identified by their uses."""
     for node in calls_to(graph, ops.gather) if not program.trains else ():
         if node.kwargs["output"] == LOSS_OUTPUT:
             yield from (("loss", "loss", value) for value in node.all_input_nodes)
@@ -221,7 +218,7 @@ def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.N
 
 
 def _losses(program: Program, loss: fx.Node) -> Iterator[tuple[str, str, fx.Node]]:
-    """A loss; with microbatches, also their losses and the sums up to each, numbered from 1."""
+    """With microbatches, also their losses and the sums up to each, numbered from 1."""
     sums = [loss]
     while program.microbatches and sums[-1].target is aten.add.Tensor and len(sums[-1].all_input_nodes) == 2:
         sums.append(sums[-1].all_input_nodes[0])

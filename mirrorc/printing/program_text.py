@@ -78,14 +78,12 @@ _WIDTH = 40  # of the ranks of workers that have equal numbers of devices; more 
 
 
 def worker_title(program: Program) -> str:
-    """The rank of this worker, the number of workers, and the numbers of its replicas."""
     workers, numbers = program.workers, program.local_replicas
     replicas = f"replica{'s' if len(numbers) > 1 else ''} {range_text(numbers.start, numbers.stop)}"
     return f"worker {workers.rank} of {workers.num_workers}, {replicas} of {workers.num_all_replicas}"
 
 
 def worker_lines(program: Program) -> list[str]:
-    """The line below the heading of a program of several workers."""
     workers = program.workers
     if not workers.are_several:
         return []
@@ -130,13 +128,9 @@ class ProgramPrinter:
         after: str = "",
         milliseconds: float | None = None,
     ) -> str:
-        """The program in the form above.
+        """The program in the form above; for the arguments see `Program.to_text`.
 
         Args:
-            regions: print the bodies of the regions, too.
-            slots: print each gradient of a bucket on a separate line.
-            sources: print the user's source lines. Without them, the text stays the same when code moves in its file.
-            fold: print repeated parts once; None means True unless ``slots`` is set.
             remarks: print the remarks that the program stores.
             after: the pass named in the heading.
             milliseconds: the time in the heading.

@@ -42,7 +42,6 @@ _GRADIENT = re.compile(r"(?P<variable>.+?)(?P<shape>\[(?:\d+(?:, \d+)*)?\])(?: |
 
 
 def read_buckets(text: TextCursor, number: int) -> tuple[PrintedBucket, ...]:
-    """Reads a table of ``number`` buckets; raises as `TextCursor.fail` does."""
     buckets = []
     while text.next.startswith("# bucket "):
         buckets.append(_bucket(text))
@@ -87,7 +86,6 @@ def _bucket(text: TextCursor) -> PrintedBucket:
 
 
 def _listing(text: TextCursor, beginning: str) -> str:
-    """The rest of a line and of its continuation lines."""
     listing = text.take().removeprefix(beginning) if text.next.startswith(beginning) else ""
     while listing and text.next.startswith(_MORE):
         listing += " " + text.take().removeprefix(_MORE)
@@ -300,7 +298,6 @@ def _devices(above: Iterable[str]) -> tuple[str, ...]:
 def _in_place_of(
     cursor: TextCursor, base: Sequence[PrintedLine], lines: Sequence[PrintedLine]
 ) -> tuple[PrintedLine, ...]:
-    """Replaces lines of the base function by the variant's lines of the same operation, in order."""
     replacements: dict[str, list[PrintedLine]] = defaultdict(list)
     for line in lines:
         replacements[operation_of(line.text)].append(line)
@@ -333,7 +330,7 @@ def _signature(cursor: TextCursor, text: str) -> tuple[PrintedValue, ...]:
 def _body(
     cursor: TextCursor, *, has_comments: bool, devices: Sequence[str] | None = None
 ) -> tuple[tuple[PrintedLine, ...], list[str], str]:
-    """Its lines, the explanations between them, the returned values. ``devices`` are those of a column of devices."""
+    """``devices`` are those of a column of devices."""
     lines: list[PrintedLine] = []
     explanations: list[str] = []
     while True:

@@ -26,7 +26,7 @@ def groups(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def variants_of_mirrored(program: Program) -> list[list[int]]:
-    """The replicas of a mirrored program, grouped by the types of their arguments."""
+    """By the types of their arguments."""
     types: list[list[tuple[str, str]]] = [[] for _ in program.devices]
     for node in calls_to(program.mirrored_graph, ops.argument):
         replica = replica_of(node)
@@ -43,10 +43,7 @@ def num_examples(program: Program, replica: int) -> int | None:
 
 
 def heading(program: Program, replicas: Sequence[int]) -> list[str]:
-    """The lines above a function: devices, examples, loss weight and random stream.
-
-    Facts about all replicas stand above the first function of replicas with examples.
-    """
+    """The lines above a function. Facts about all replicas stand above the first function of replicas with examples."""
     is_first = program.first_present in replicas
     several = len(replicas) > 1
     numbers = spans(program.local_replicas[replica] for replica in replicas)

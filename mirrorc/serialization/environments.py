@@ -29,11 +29,6 @@ class EnvironmentWriter:
         return place, self._sizes[place] if place is not None else None
 
     def encode(self, size: Any) -> list[Any]:
-        """A size as data.
-
-        Raises:
-            DataError: it is no size of arguments, or has an expression without a written form.
-        """
         place, saved = self.of(size.node.shape_env)
         if saved is None:
             raise DataError(f"its value is the number {size}, which follows from values of tensors")

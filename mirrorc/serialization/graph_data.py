@@ -63,15 +63,7 @@ class GraphWriter:
         self._known: dict[Any, int] = {}  # the index in its table of each target, tensor (by its id) and stack trace
 
     def encode(self, graph: fx.Graph, where: str, regions: Collection[str] = ()) -> list[Any]:
-        """A graph as data.
-
-        Args:
-            where: the graph's name in error messages.
-            regions: the modules that it may call.
-
-        Raises:
-            DataError: a node cannot be saved; names it.
-        """
+        """Raises `DataError` with the name of a node that cannot be saved; ``regions``: modules that the graph may call."""
         index_of: dict[fx.Node, int] = {}
 
         def refer(value: Any) -> list[int]:
@@ -159,12 +151,7 @@ def _trace_of(line: str) -> str:
 
 
 class GraphReader:
-    """Makes the graphs of one program from data; their fake tensors share one fake mode.
-
-    Raises:
-        DataError: the tables are not those of a `GraphWriter`.
-        UnknownOperatorError: an operator is not registered here.
-    """
+    """Makes the graphs of one program from data; their fake tensors share one fake mode."""
 
     def __init__(self, tables: Any) -> None:
         check_keys(tables, _TABLES, "tables")
@@ -183,11 +170,7 @@ class GraphReader:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def decode(self, data: Any, where: str, regions: Collection[str] = ()) -> fx.Graph:
-        """Inverts `GraphWriter.encode`, with the same arguments.
-
-        Raises:
-            DataError: a node is malformed; names it.
-        """
+        """Inverts `GraphWriter.encode`."""
         graph = fx.Graph()
         nodes: list[fx.Node] = []
 

@@ -31,13 +31,7 @@ class UnknownOperatorError(DataError):
 
 
 def operator_name(target: Any) -> str:
-    """The name of the target of a ``call_function`` node.
-
-    Such as ``ops.NAME``, ``aten.mm.default``, ``seeded aten.rand.default`` under a seed, ``operator.getitem``.
-
-    Raises:
-        DataError: the target has no such name.
-    """
+    """Such as ``ops.NAME``, ``aten.mm.default``, ``seeded aten.rand.default``; raises `DataError` without a name."""
     if target is operator.getitem:
         return "operator.getitem"
     if target in OPAQUE:
@@ -61,11 +55,7 @@ def operator_name(target: Any) -> str:
 
 
 def find_operator(name: Any) -> Callable[..., Any]:
-    """Inverts `operator_name`.
-
-    Raises:
-        UnknownOperatorError: this process has no such operator.
-    """
+    """Inverts `operator_name`; raises `UnknownOperatorError` if this process has no such operator."""
     expect(name, str, "an operator's name")
     if name == "operator.getitem":
         return operator.getitem

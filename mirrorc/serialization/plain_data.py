@@ -25,21 +25,21 @@ class DataError(Exception):
 
 
 def expect(data: Any, kind: type, title: str) -> Any:
-    """Returns the data if its type is exactly ``kind``, else raises `DataError`."""
+    """The data, if its type is exactly ``kind``; else raises `DataError`."""
     if type(data) is not kind:
         raise DataError(f"{title} is {data!r:.60}, not of type {kind.__name__}")
     return data
 
 
 def expect_identifier(data: Any, title: str) -> str:
-    """Returns the data if it is a Python identifier: torch.fx writes some strings of a graph into code unchanged."""
+    """Refuses data other than an identifier: torch.fx writes some strings of a graph into code unchanged."""
     if type(data) is not str or not data.isidentifier() or keyword.iskeyword(data):
         raise DataError(f"{title} is {data!r:.60}, not an identifier")
     return data
 
 
 def entry(table: Mapping[str, Any] | list[Any], key: Any, title: str) -> Any:
-    """The entry of a dict by its key, or of a list by its index; raises `DataError` if there is none."""
+    """The entry of a dict or a list; raises `DataError` if there is none."""
     keys = range(len(table)) if isinstance(table, list) else table
     if type(key) not in (int, str) or key not in keys:
         raise DataError(f"there is no {title} {key!r:.60}")

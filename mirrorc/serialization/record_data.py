@@ -20,20 +20,15 @@ _NAMED = (torch.dtype, torch.device)
 
 @functools.cache
 def field_types(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass and their types, in order."""
     hints = typing.get_type_hints(record)
     return {field.name: hints[field.name] for field in dataclasses.fields(record)}
 
 
 def encode_record(value: Any, kind: Any, title: str) -> Any:
-    """Converts a value to data: a dataclass, an enumeration member, or a value of a dataclass's field.
-
-    Args:
-        kind: its declared type.
-        title: its name in error messages.
+    """Converts a dataclass, an enumeration member, or a value of a dataclass's field, by its declared type ``kind``.
 
     Raises:
-        DataError: the value is not of that type.
+        DataError: the value is not of that type; has ``title``.
     """
     origin, inner = _parts(kind)
     if origin is types.UnionType:
@@ -60,11 +55,7 @@ def encode_record(value: Any, kind: Any, title: str) -> Any:
 
 
 def decode_record(data: Any, kind: Any, title: str) -> Any:
-    """Inverts `encode_record`, with the same arguments.
-
-    Raises:
-        DataError: the data is not that of a value of this type; names the place.
-    """
+    """Inverts `encode_record`; raises `DataError` for other data."""
     origin, inner = _parts(kind)
     if origin is types.UnionType:
         return None if data is None else decode_record(data, inner, title)

@@ -16,8 +16,7 @@ class TensorType:
 
     Attributes:
         offset: of its first element in its memory, in elements.
-        is_conjugated: ``tensor.is_conj()``, a lazy conjugate.
-        is_negated: ``tensor.is_neg()``, a lazy negative.
+        is_conjugated, is_negated: lazily, ``tensor.is_conj()`` and ``tensor.is_neg()``.
         symbols: the index of its environment's symbols; None without symbols.
         sizes: its shape, strides and offset as texts, if they have symbols. The numbers above are then those at capture.
     """
@@ -52,11 +51,7 @@ class TensorType:
         return cls(tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg(), symbols, texts)
 
     def make(self, fake_mode: FakeTensorMode, saved: SavedSizes | None = None) -> torch.Tensor:
-        """Makes a fake tensor with separate memory. It bypasses the mode's dispatcher, which is five times as slow.
-
-        Raises:
-            Exception: torch has no such tensors; the exception is torch's.
-        """
+        """A fake tensor with separate memory, made without the mode's dispatcher, which is five times as slow."""
         if self.sizes:
             return self._made_of_symbols(saved)
         if self.offset:

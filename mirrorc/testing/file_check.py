@@ -20,12 +20,7 @@ _SHOWN = 40  # the most lines of the program that a failure shows
 
 @dataclass(frozen=True)
 class _Directive:
-    """A line of a check. A ``CHECK-COUNT-EXACTLY`` becomes a count, and a ``CHECK-NOT`` for one more.
-
-    Attributes:
-        number: of the line in the check.
-        sought: the text to find, or to miss.
-    """
+    """A line of a check. A ``CHECK-COUNT-EXACTLY`` becomes a count, and a ``CHECK-NOT`` for one more."""
 
     line: str
     number: int

@@ -23,21 +23,19 @@ class VerifiedGraphs:
         self._last: list[Any] = []  # the contents of the last program
 
     def refresh(self) -> None:
-        """Compares the checked graphs with their records; passes must return new graphs instead of changing these."""
+        """Compares the graphs with their records; passes must return new graphs instead of changing these."""
         self._changed = {
             key for key, (graph, parts) in self._checked.items() if not _are_the_same(parts, _parts(graph))
         }
 
     def was_changed(self, graph: fx.Graph) -> bool:
-        """Tests for a checked graph that was changed before the last `refresh`."""
         return self._is_known(graph) and id(graph) in self._changed
 
     def has(self, graph: fx.Graph) -> bool:
-        """Tests for a checked graph that was unchanged at the last `refresh`."""
         return self._is_known(graph) and id(graph) not in self._changed
 
     def is_last(self, program: Program) -> bool:
-        """Tests for the last checked program, but for remarks, with no graph changed since."""
+        """But for remarks."""
         return _contents(program) == self._last and all(map(self.has, all_graphs(program)))
 
     def add(self, program: Program) -> None:
@@ -66,5 +64,4 @@ def _are_the_same(parts: list[Any], other: list[Any]) -> bool:
 
 
 def all_graphs(program: Program) -> list[fx.Graph]:
-    """The graphs of a program, and the bodies of its regions."""
     return [*program.graphs(), *(region.graph_module.graph for region in program.regions.values())]

@@ -30,7 +30,6 @@ def verify(
         after: name of the pass that made the program, for the message.
         before: the input of the pass, to check that the computation has stayed the same.
         checked: graphs and a program to skip. This program is added.
-        keeps_dataflow: the pass must not change the computation.
 
     Raises:
         VerifyError: names the rule, the node, its source line and the pass, and shows the program around it.

@@ -299,7 +299,7 @@ def test_a_pass_that_changes_the_graph_that_it_is_given_is_refused(gives_another
     after = PASS_NAMES.index("insert-update") + 1
     pipeline = [*core_pipeline()[:after], ReadsAnother(), *core_pipeline()[after:]]
     with pytest.raises(
-        VerifyError, match=r"pass 'reads-another' gave a program that breaks the rule given_programs_are"
+        VerifyError, match=r"pass 'reads-another' gave a program that breaks the rule input_programs_are"
     ):
         run_passes(two_buckets(), pipeline, [Verify()])
 

@@ -28,10 +28,8 @@ class Expressions:
     """Numbers of expressions, over all programs that share the table.
 
     Args:
-        numbers: the table, from an operation and the numbers of its arguments to the number of the result.
-        roots: for a view, by its number, shape and strides, those of the viewed value; for the number of a reshaped value, the
-            number and the shape of the original value.
-        inlined: look into regions.
+        numbers: from an operation and the numbers of its arguments to the number of the result.
+        roots: for a view, by its number, shape and strides, the viewed value; for a reshaped value, the original one.
         makers: filled with the first node of each number.
     """
 
@@ -68,7 +66,7 @@ class Expressions:
         return self._number_application(target, tuple(wrapped), {}, {})
 
     def number_graph(self, graph: fx.Graph, arguments: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
-        """The number of each value; for a call of a region, a tuple. ``arguments``: those of a region's placeholders."""
+        """The number of each value; for a call of a region, a tuple."""
         numbered: dict[fx.Node, Any] = dict(arguments or {})
         for node in graph.nodes:
             if node in numbered or node.op == "output":

@@ -20,11 +20,10 @@ aten = torch.ops.aten
 
 
 def accumulated_results(program: Program, expressions: Expressions) -> Iterator[tuple[int, str, str, int]]:
-    """The results of each replica over all of its microbatches: the replica, the kind, the name, the number of the expression.
+    """For each replica over all of its microbatches: the replica, the kind, the name, the number of the expression.
 
-    The loss is the sum of the microbatches' losses, each times its part of the shard's examples, unless the loss is a sum. A
-    gradient is the sum in order. A buffer has the last microbatch's value; each microbatch begins with the buffers of the one
-    before, or with the original ones if all write alike.
+    The loss is the sum of the microbatches' losses, weighted by examples unless it is a sum. A buffer has the last microbatch's
+    value; each microbatch begins with the buffers of the one before, or with the original ones if all write alike.
     """
     for replica, shards in enumerate(program.shard_of_microbatch):
         sizes = program.microbatches[replica]

@@ -64,7 +64,7 @@ def _made(node: fx.Node, numbered: Mapping[fx.Node, Any]) -> Made[Number]:
 
 
 class NumberedColumns:
-    """The padded values of a program, with the numbers of their first columns: the product of the values before padding."""
+    """The padded values of a program, with the numbers of their first columns."""
 
     def __init__(self, number: Callable[[Any, tuple[Any, ...]], int]) -> None:
         self._number = number

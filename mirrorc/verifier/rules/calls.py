@@ -158,7 +158,6 @@ def _has_rows(program: Program, node: fx.Node, num_examples: int | None) -> bool
 
 
 def _symbols_of_examples(program: Program, graph: fx.Graph) -> set[Any]:
-    """The symbols that count the examples of a shard: dim 0 of split arguments."""
     names = {argument.name for argument in program.arguments if argument.has_examples}
     arguments = [*graph.find_nodes(op="placeholder"), *calls_to(graph, ops.argument)]
     values = [node.meta.get("val") for node in arguments if node.kwargs.get("name", node.target) in names]
@@ -166,7 +165,6 @@ def _symbols_of_examples(program: Program, graph: fx.Graph) -> set[Any]:
 
 
 def _key(node: fx.Node) -> _Key:
-    """The common properties of all parts of an output."""
     how, value = str(node.kwargs.get("how")), node.all_input_nodes[0].meta.get("val")
     if not isinstance(value, torch.Tensor):
         return how, str(node.kwargs.get("output")), None, None

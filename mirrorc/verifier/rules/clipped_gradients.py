@@ -112,7 +112,6 @@ def _buckets_of(measured: Measured) -> frozenset[int] | None:
 
 
 def _is_whole(program: Program, bucket: int, measured: Measured) -> bool:
-    """Tests for each element of a bucket, or of this worker's part, once, summed over all replicas and changed alike."""
     parts = [part for part in measured.parts if part is not None and part.bucket == bucket]
     spans = sorted((span.start, span.stop) for part in parts for span in part.spans)
     are_sums = all(span.replicas == frozenset(program.reduced_replicas) for part in parts for span in part.spans)
@@ -169,7 +168,7 @@ def gradients_are_clipped_alike(program: Program) -> Iterator[Violation]:
 
 
 def _rescaling(norms: Norms, node: fx.Node) -> tuple[Any, ...]:
-    """A node's effect on a gradient: its operation, its bound, the buckets of its norm, and the norm's type."""
+    """The operation, its bound, the buckets of its norm, and the norm's type."""
     words = {key: value for key, value in node.kwargs.items() if key != "replica"}
     if node.target is ops.clip_value:
         return (_CLIP_VALUE, tuple(words.items()), None, None)

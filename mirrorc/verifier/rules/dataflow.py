@@ -70,7 +70,7 @@ def dataflow_is_preserved(before: Program, after: Program, known: KnownFlows | N
 
 
 class KnownFlows:
-    """The numbers of expressions over a whole pipeline, and the results of the last program, for the next pass."""
+    """The numbers of expressions over a whole pipeline, and the results of the last program."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -78,13 +78,7 @@ class KnownFlows:
         self._last: tuple[Program, bool, Flows] | None = None
 
     def flows(self, program: Program, inlined: bool, *, is_new: bool = False, left_out: tuple[str, ...] = ()) -> Flows:
-        """The results of each replica as expressions.
-
-        Args:
-            inlined: look into regions.
-            is_new: a pass has just made the program.
-            left_out: the names of operations to skip on gradients' ways to updates.
-        """
+        """The results of each replica as expressions; ``left_out``: operations to skip on gradients' ways to updates."""
         if left_out:
             self._last = None
             return _flows(program, Expressions(program, self._numbers, self._roots, inlined), left_out)
@@ -93,7 +87,6 @@ class KnownFlows:
         return self._last[2]
 
     def accumulated(self, program: Program) -> Flows:
-        """The results of each replica over all of its microbatches, looking into regions."""
         flows: Flows = {}
         for replica, kind, name, number in accumulated_results(
             program, Expressions(program, self._numbers, self._roots, inlined=True)
@@ -104,7 +97,7 @@ class KnownFlows:
     def first_difference(
         self, before: Program, after: Program, inlined: bool, old: int, new: int
     ) -> tuple[fx.Node | None, str]:
-        """The first difference of two expressions: the node of the new program, if it is known, and the words for it."""
+        """The node of the new program at the first difference, if it is known, and the words for it."""
         keys = {number: key for key, number in self._numbers.items()}
         there, here = self._makers(before, inlined), self._makers(after, inlined)
         differing: list[tuple[int, int]] = []
@@ -140,7 +133,6 @@ def _values_in(key: Any) -> Iterator[int]:
 
 
 def _without_values(key: Any) -> Any:
-    """An expression without its operands: the operation and all other arguments."""
     if not isinstance(key, tuple):
         return key
     return "value" if len(key) == 2 and key[0] == "value" else tuple(_without_values(part) for part in key)
@@ -157,7 +149,7 @@ def _say_operation(key: Any) -> str:
 
 
 def _flows(program: Program, expressions: Expressions, left_out: Container[str] = ()) -> Flows:
-    """The expressions of each replica's results, each with its node (None for an output)."""
+    """Each with its node; None for an output."""
     flows: Flows = {}
     parts = BucketParts(program)
     if program.stage < Stage.REPLICATED:
@@ -205,7 +197,7 @@ def _flows(program: Program, expressions: Expressions, left_out: Container[str] 
 def _way(
     parts: BucketParts, expressions: Expressions, value: fx.Node, left_out: Container[str], *, scales: bool = False
 ) -> int:
-    """The operators on a packed or a summed bucket, without all other values. ``scales``: the taker scales it, too."""
+    """The operators on a packed or a summed bucket. ``scales``: the taker scales it, too."""
     part = parts.of(value)
     if part is None:  # it leads to nothing that can be told: `collectives` and `updates` speak of it
         return expressions.number("way", value.name)
@@ -230,7 +222,6 @@ def _outputs(graph: fx.Graph, numbered: Mapping[fx.Node, Any]) -> Iterator[tuple
 
 
 def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
-    """The arguments of reductions and updates: kind, bucket, the node, its argument."""
     for node in graph.nodes:
         if node.target in ops.REDUCTIONS:
             yield from ((_WAYS[0], bucket_of(node), node, value) for value in node.all_input_nodes)
@@ -240,7 +231,6 @@ def _ways(graph: fx.Graph) -> Iterator[tuple[str, int, fx.Node, fx.Node]]:
 
 
 def _results(program: Program, graph: fx.Graph) -> Iterator[tuple[str, str, fx.Node, fx.Node]]:
-    """The packed gradients and the written values: kind, variable, the node that packs or writes, the value."""
     for node in graph.nodes:
         if node.target is ops.pack:
             slots = packed_slots(program, node)

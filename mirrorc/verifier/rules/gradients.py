@@ -263,7 +263,6 @@ def _foreign_writes(program: Program, call: fx.Node, writes: list[fx.Node]) -> I
 
 
 def _stale_reads(region: str, write: fx.Node) -> Iterator[Violation]:
-    """Reads of the old content of an argument behind a write into its memory, also by an earlier view."""
     written: Any = write.args[0]
     nodes = list(write.graph.nodes)
     place = nodes.index(write)

@@ -111,7 +111,6 @@ def meetings_of_workers_are_preserved(before: Program, after: Program, known: ob
 
 
 def _met_with_workers(program: Program) -> list[tuple[int, str]]:
-    """The numbers of a worker's meetings with the others, each with the others' operation, in order."""
     if program.shard_graphs and program.meets_workers:
         graph = program.shard_graphs[program.shard_of_replica[program.first_present] or 0]
         return [tag_of_meeting(node)[::-1] for node in calls_to(graph, *ops.MEETINGS)]
@@ -177,7 +176,6 @@ def _alike(node: fx.Node) -> Any:
 
 
 def _rows(nodes: Any) -> tuple[list[tuple[fx.Node, int]], list[int]]:
-    """The announced total of rows of each replica, and the rows of its own."""
     whole: list[tuple[fx.Node, int]] = []
     parts: list[int] = []
     for node in nodes:

@@ -118,7 +118,6 @@ def gradients_are_added_where_they_are(program: Program) -> Iterator[Violation]:
 
 
 def _slots_read(body: fx.Graph) -> set[int]:
-    """The places of a region's arguments that it reads, and then writes."""
     places = set()
     for place, argument in enumerate(body.find_nodes(op="placeholder")):
         writers = [user for user in argument.users if _writes(user, argument)]

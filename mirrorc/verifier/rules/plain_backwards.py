@@ -61,7 +61,7 @@ def regions_take_gradients_by_tokens(program: Program) -> Iterator[Violation]:
 
 
 def _takes(program: Program, graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
-    """The nodes that take gradients, calls of regions included, with the call, token, tangent and place of each."""
+    """With the call, token, tangent and place of each."""
     for node in graph.nodes:
         if node.target is take_gradient:
             call, token, tangent, _, place = node.args
@@ -76,12 +76,10 @@ def _takes(program: Program, graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[A
 
 
 def _part(value: Any) -> Any:
-    """A value, or the result and index of which it is a part."""
     return tuple(value.args) if isinstance(value, fx.Node) and value.target is operator.getitem else value
 
 
 def _bodies(program: Program) -> Iterator[fx.Graph]:
-    """The graphs in which operators may run backward."""
     yield from program.shard_graphs
     for region in program.regions.values():
         yield region.graph_module.graph

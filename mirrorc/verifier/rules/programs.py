@@ -47,7 +47,7 @@ def say_pack(bucket: Bucket, *packs: Pack) -> str:
 
 
 def last_of_bucket(graph: fx.Graph, bucket: int, replica: int | None) -> fx.Node | None:
-    """The last node of a replica that belongs to a bucket; messages show it as the place of a missing node."""
+    """The last node of a replica that belongs to a bucket, where a message reports a missing node."""
     last = None
     for node in graph.nodes:
         if node.kwargs.get("bucket") == bucket and (node.target in ops.COLLECTIVES or replica_of(node) == replica):

@@ -55,7 +55,6 @@ def _user(node: fx.Node) -> fx.Node | None:
 
 
 def _use(program: Program, call: fx.Node, node: fx.Node) -> tuple[str, fx.Node | None]:
-    """The fault in a call's use of memory, and the last reader of the value in it."""
     body = program.regions[region_of(call)].graph_module.graph
     place = next(i for i, source in enumerate(call.args) if source is node)
     argument = body.find_nodes(op="placeholder")[place]

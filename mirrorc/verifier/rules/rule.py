@@ -18,7 +18,7 @@ class Scope(enum.Enum):
 
 
 class Order(enum.IntEnum):
-    """The order of checking. Rules on which others depend come first; rules come last if others often explain a fault better."""
+    """Rules on which others depend come first; rules come last if others often explain a fault better."""
 
     FORM = 0  # graphs are well-formed
     REFERENCES = 1  # references of nodes are valid, and operations have their arguments
@@ -29,10 +29,9 @@ class Order(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of the verifier.
+    """A rule of the verifier; the name and docstring of ``check`` are its name and statement.
 
     Attributes:
-        check: yields the violations; its name and docstring are the rule's name and statement.
         since: the stage from which it holds; None for every stage.
         is_about_dataflow: passes with ``changes_dataflow`` are exempt.
     """
@@ -75,7 +74,7 @@ def rule(
     order: Order = Order.MEANING,
     is_about_dataflow: bool = False,
 ) -> Callable[[_Check], _Check]:
-    """Registers the decorated function as a rule, see `Rule`; the function yields a `Violation` for each fault.
+    """Registers the decorated function as a rule; it yields a `Violation` for each fault.
 
     Raises:
         ValueError: another rule has this name, or the function has no docstring.

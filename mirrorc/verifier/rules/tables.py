@@ -110,7 +110,6 @@ def operations_have_their_arguments(program: Program) -> Iterator[Violation]:
 
 
 def _takes_values(operation: Operation) -> bool:
-    """Tests for operands that must all be values: not if there may be any number of them, even none."""
     return bool(operation.operands or _num_needed(operation.symbol))
 
 
