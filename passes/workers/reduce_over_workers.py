@@ -15,7 +15,7 @@ from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.buckets import Bucket, Pack, are_cut
 from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, users_of_sum, pack_keywords
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_keywords, pack_of, replica_of, users_of_sum
 from mirrorc.ir.program import Accumulation, Program, Property, Stage
 from mirrorc.ir.routes import replica_at
 from mirrorc.ir.type_inference import set_type

@@ -12,7 +12,7 @@ from mirrorc.analysis.communication.compressed_sums import num_bytes_sent
 from mirrorc.errors import PassError
 from mirrorc.ir import ops
 from mirrorc.ir.graph_edits import copied, insert
-from mirrorc.ir.nodes import bucket_of, calls_to, pack_of, replica_of, pack_keywords
+from mirrorc.ir.nodes import bucket_of, calls_to, pack_keywords, pack_of, replica_of
 from mirrorc.ir.program import Program, Property, Stage
 from mirrorc.ir.type_inference import set_type
 from mirrorc.messages.wording import numbered
