@@ -1,4 +1,4 @@
-"""The number of examples that normalization by the statistics of a shard needs."""
+"""The fewest examples that BatchNorm needs."""
 
 from __future__ import annotations
 

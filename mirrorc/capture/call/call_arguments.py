@@ -34,8 +34,6 @@ class PerReplica:
 
 
 class Replicated:
-    """A value that every replica gets whole."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 

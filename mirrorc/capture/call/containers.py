@@ -61,7 +61,6 @@ def flatten_object(value: Any, path: str) -> Parts:
 
 
 def paths_of_children(kind: str, detail: tuple[Any, ...], num_children: int, path: str) -> list[str]:
-    """The names of a container's children, as `flatten_container` gives them."""
     attributes = [f"{path}.{name}" for name in detail[-1]]
     named = getattr(detail[0], "_fields", ())
     num_entries = num_children - len(attributes)

@@ -99,7 +99,6 @@ class ChangingSizes:
 
 
 def without_numbers_of_examples(call: Call, dims: SymbolicDims) -> SymbolicDims:
-    """Symbolic dimensions without those of the batch."""
     if not dims:
         return ()
     return _unless_empty(

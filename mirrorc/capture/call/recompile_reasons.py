@@ -34,12 +34,10 @@ class CallKind:
         return tuple(shape for shape, _, _ in self.tensors.values())
 
     def without(self, unread: Set[str]) -> CallKind:
-        """The kind without these plain values; the others become constants."""
         plain = {name: text for name, text in self.plain.items() if name not in unread}
         return CallKind(self.tensors, {**self.constants, **plain})
 
     def __str__(self) -> str:
-        """The arguments in order, as ``x float32[2, 6], head='a'``."""
         tensors = [f"{name} {_dtype(dtype)}{list(shape)}" for name, (shape, _, dtype) in self.tensors.items()]
         constants = {**self.constants, **self.plain}
         return ", ".join([*tensors, *(f"{name}={value}" for name, value in constants.items())])

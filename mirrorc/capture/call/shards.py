@@ -41,7 +41,6 @@ class Shards:
         return any(len(set(sizes)) > 1 for sizes in self.microbatches)
 
     def by_microbatch(self, call: Call) -> Shards:
-        """The same batch with each microbatch as a shard."""
         if not self.microbatches:
             return self
         parts: list[tuple[torch.Tensor, ...]] = []

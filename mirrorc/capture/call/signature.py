@@ -15,8 +15,6 @@ from mirrorc.torch_internals import forward_signature
 
 
 class Signature:
-    """Checks and flattens the arguments of a step's calls, and splits their tensors."""
-
     def __init__(
         self,
         model: nn.Module,

@@ -70,10 +70,7 @@ def outputs_of(
     """The outputs of a program, from those of its graphs for shards of several sizes.
 
     A tensor lies along the batch if its first dimension is always the number of examples. One size may coincide with
-    another dimension, so ``other``, a trace of another size, is compared.
-
-    Args:
-        sizes: the number of examples of each graph, then that of ``other``.
+    another dimension, so ``other``, a trace of another size, is compared; ``sizes`` ends with its number of examples.
     """
     each = [*traced, *([other] if other is not None else [])]
     first = each[0]

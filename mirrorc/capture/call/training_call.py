@@ -64,7 +64,7 @@ class TrainingCall(nn.Module):
         return (loss, outputs) if self.keeps_outputs else loss
 
     def containers(self) -> list[str]:
-        """The names of the containers among the arguments, in the order of their reconstruction."""
+        """The names of the containers among the arguments, in the order of `rebuilding`."""
         parameters = forward_signature(self.model).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return paths_of_containers(self.structure, names)

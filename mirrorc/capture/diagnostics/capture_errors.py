@@ -32,7 +32,6 @@ class HooksMissingError(CaptureError):
 
 
 def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = ()) -> CaptureError:
-    """The tracer's exception as a `CaptureError` with the user's line or module."""
     where, subject = _place(error)
     text = str(error).lower()
     raised = _RAISED.search(str(error))
@@ -72,7 +71,6 @@ def explain(error: Exception, model_name: str, leaves: Sequence[torch.Tensor] = 
 
 
 def _place(error: Exception) -> tuple[str, str]:
-    """The place of the failure, as a continuation of the model's name, and its name in a remedy."""
     frames, traced = user_frames(error), traced_frames(error)
     recorded = "" if frames else last_users_line(str(error))  # after tracing, the line stands in the message
     line = f" at {recorded}" if recorded else ""

@@ -16,7 +16,6 @@ _SAME_ON_ALL = (ops.sum_over_replicas, ops.rows_of_replicas)
 
 
 def vectors_of_spectral_norms(roots: Iterable[nn.Module]) -> set[int]:
-    """The ids of the buffers that spectral norms iterate in each forward in train mode."""
     norms = {module for root in roots for module in root.modules() if type(module).__name__ == _KIND}
     return {id(norm._buffers[name]) for norm in norms for name in _VECTORS if norm._buffers.get(name) is not None}
 

@@ -46,10 +46,6 @@ def dropped_effects(
 
     A change of an object that is read is state, except if a trace after it gives the same graph without it: libraries cache
     facts. A change also counts as read if the next trace gives another graph.
-
-    Args:
-        text: the graph as the tracer gave it.
-        again: traces the same call once more.
     """
     effects, read = python_effects_of(traced), guards_of(traced).names
     _refuse_draws(effects.draws, effects.cached_draws, model_name)
@@ -119,7 +115,6 @@ def _refuse_draws(draws: _Stacks, cached_draws: _Stacks, model_name: str) -> Non
 
 
 def _settles(write: PythonWrite, text: str, again: Callable[[], fx.GraphModule]) -> bool:
-    """Tests that the next trace, after the change, gives the same graph and does not repeat the change."""
     if not (write.is_constant and write.can_be_applied):
         return False
     with write.applied():

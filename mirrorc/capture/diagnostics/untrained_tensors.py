@@ -73,7 +73,6 @@ def _leads_to_output(node: fx.Node) -> bool:
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """The values whose memory an in-place operation writes: its operand, and all aliases."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     memory = _memory(node.args[0]) if (is_in_place or node.kwargs.get("inplace")) and node.args else None

@@ -66,7 +66,6 @@ def weighted_mean(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def weighted_means_of(traced: fx.GraphModule) -> tuple[WeightedMean, ...]:
-    """The losses of a graph of torch functions that average over integer targets."""
     means = []
     for node in traced.graph.nodes:
         mean = weighted_mean(node.target, node.args, node.kwargs) if node.op == "call_function" else None
@@ -101,7 +100,6 @@ def remarks_on(means: Sequence[WeightedMean], num_replicas: int) -> tuple[str, .
 
 
 def differences_in(means: Sequence[WeightedMean], shards: Shards) -> tuple[str, ...]:
-    """Sentences on the differences between the step of this batch and one device."""
     differences: list[str] = []
     present = [tensors for tensors, size in zip(shards.tensors, shards.num_examples, strict=True) if size]
     for mean in means if len(present) > 1 else ():

@@ -52,7 +52,6 @@ def _check_value(self: Any, value: Any) -> None:
 
 
 def _fits(shape: Any, batch_shape: Any, event_shape: Any) -> bool:
-    """Tests for a shape that ends with an event, and is broadcast with the batch before it."""
     num_dims = len(event_shape)
     if len(shape) < num_dims or tuple(shape[len(shape) - num_dims :]) != tuple(event_shape):
         return False

@@ -1,4 +1,4 @@
-"""The front end that traces with Dynamo and applies torch's joint export to the result."""
+"""Traces with Dynamo, and then with torch's joint export."""
 
 from __future__ import annotations
 

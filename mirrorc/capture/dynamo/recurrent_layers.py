@@ -73,7 +73,7 @@ def _run_layers(
     dropout: float,
     bidirectional: bool,
 ) -> list[torch.Tensor]:
-    """Runs all layers at once; tensor by tensor with dropout between them, which is the graph's, and so follows its seed."""
+    """Runs all layers at once; layer by layer with dropout between them, which is the graph's, and so follows its seed."""
     if 0 in values.shape:
         raise RuntimeError(f"Expected sequence length to be larger than 0 in RNN, got an input of {list(values.shape)}")
     device, products = values.device.type, None

@@ -16,7 +16,6 @@ _PARAMETERS = ["shape", "mask_prob", "mask_length", "attention_mask", "min_masks
 
 
 def masking_functions(root: nn.Module) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """The masking functions that the modules of a model call, with their substitute in a trace."""
     files = {type(module).__module__ for module in root.modules()}
     functions = [
         function
@@ -44,9 +43,6 @@ def masked_spans(
         mask_prob: the part of a row's places in spans, if these do not overlap.
         attention_mask: [rows, places], ones first; spans lie there.
         min_masks: of a row.
-
-    Returns:
-        [rows, places], bool: the masked places. Spans of a row begin at different places.
     """
     rows, places = shape
     if mask_length < 1:

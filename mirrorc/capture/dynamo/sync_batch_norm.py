@@ -56,6 +56,5 @@ def buffers_of_synchronized_norms(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def synchronizes(root: nn.Module) -> bool:
-    """Tests for a synchronized norm with statistics from the batch, as in train mode."""
     norms = (module for module in root.modules() if isinstance(module, nn.SyncBatchNorm))
     return any(norm.training or norm.running_mean is None for norm in norms)

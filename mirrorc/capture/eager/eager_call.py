@@ -33,11 +33,7 @@ from mirrorc.errors import CaptureError, ExecutionError
 
 
 class OpaqueCall:
-    """Runs forward and backward of a training call, for several replicas at the same time, each on a `ModuleCopy`.
-
-    Attributes:
-        parameters, buffers: the variables of the call, each once, by its first name there.
-    """
+    """Runs forward and backward of a training call, for several replicas at the same time, each on a `ModuleCopy`."""
 
     recorded: Recorded
 
@@ -187,7 +183,6 @@ class OpaqueCall:
         self.release(run)
 
     def release(self, run: Run) -> None:
-        """Releases the modules of a finished run."""
         run.copy.unload()
         self._free.append(run.copy)
 

@@ -65,7 +65,6 @@ class Run:
     outputs: RunOutputs | None = None
 
     def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The indices of the tensors among these that were written in place."""
         known = {id(t): v for t, v in zip((*self.parameters, *self.buffers, *self.leaves), self.versions, strict=True)}
         return [place for place, tensor in enumerate(tensors) if tensor._version != known[id(tensor)]]
 

@@ -40,7 +40,6 @@ class ReplicaStream:
                 _set_generator_states(self._devices, before)
 
     def has_advanced(self, since: ReplicaStream) -> bool:
-        """Tests for more draws than in another stream of the same seed."""
         return not all(map(torch.equal, self._states, since._states))
 
 

@@ -70,8 +70,6 @@ def difference(outputs: TracedOutputs, recorded: TracedOutputs) -> str:
 
 
 class _RunReader(OutputReader):
-    """``memory``: the storages of the run's variables."""
-
     gathered: dict[str, torch.Tensor]
 
     def __init__(

@@ -65,10 +65,6 @@ def first_runs(
     """Runs a training call on copies of all tensors, once for each part of the batch.
 
     A write or draw of one run counts for all. Any trainable parameter may get a gradient in a later run.
-
-    Args:
-        parts: the data of all shards or microbatches.
-        leaves: one of these, for the types of outputs.
     """
     transient: set[Attribute] = set()
     with _explained(model_name), refused_effects(call, model_name):
@@ -107,7 +103,6 @@ def _is_alike(values: Sequence[torch.Tensor]) -> bool:
 
 
 def _order(opaque: OpaqueCall, recorded: Sequence[Recorded]) -> tuple[int, ...]:
-    """The indices of all trainable parameters in the order of their gradients; unused ones last, in reverse."""
     arrived = [place for run in recorded for place in run.gradients]
     trained = [place for place, parameter in enumerate(opaque.parameters.values()) if parameter.requires_grad]
     return tuple(dict.fromkeys([*arrived, *reversed(trained)]))
@@ -123,7 +118,6 @@ def _common_outputs(
     leaves: Sequence[torch.Tensor],
     model_name: str,
 ) -> TracedOutputs:
-    """The outputs of the parts with the types of ``leaves``, refused if they differ."""
     types = list(map(_type_of, leaves))
     first, *others = (
         record.outputs
@@ -188,7 +182,6 @@ def _first_run(
 
 
 def _checked_loss(loss: torch.Tensor, call: TrainingCall, model_name: str) -> torch.dtype | None:
-    """The dtype of the loss; None for an evaluation without one."""
     if not isinstance(call, EvaluationCall):
         return check_trained_loss(loss, model_name).dtype
     if loss.shape != (0,) or call.needs_loss:

@@ -35,7 +35,6 @@ class HeldGenerators:
             yield
 
     def drawn(self) -> str | None:
-        """A description of a generator that the block has drawn from; None without one."""
         if self._torchs.drawn:
             return "a torch.Generator of its own"
         changed = (
@@ -53,8 +52,6 @@ class HeldGenerators:
 
 
 class _Drawing(TorchFunctionMode):
-    """Notes the generators in calls of torch's functions, with their states before."""
-
     def __init__(self) -> None:
         super().__init__()
         self.drawn: dict[int, tuple[torch.Generator, torch.Tensor]] = {}

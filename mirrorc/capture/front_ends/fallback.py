@@ -30,7 +30,6 @@ class Climbed(Generic[T]):
         ]
 
     def warning(self, model_name: str) -> str:
-        """The same for the user, with remedies; empty without failures."""
         if not self.failed:
             return ""
         first, why = self.failed[0]
@@ -62,7 +61,7 @@ class Ladder:
         return Ladder(self._front_ends[:1])
 
     def climb(self, attempt: Callable[[FrontEnd], T]) -> Climbed[T]:
-        """The result of the first front end that can capture a model; the errors of the first and the last if none can."""
+        """The result of the first front end that can capture a model."""
         errors: list[tuple[FrontEnd, CaptureError]] = []
         for front_end in self._front_ends:
             try:

@@ -34,8 +34,6 @@ class Guards(Protocol):
 
 
 class AllGuards:
-    """The guards of all graphs of a program together."""
-
     def __init__(self, parts: Sequence[Guards] = ()) -> None:
         self._parts = tuple(parts)
 

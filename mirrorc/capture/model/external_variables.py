@@ -38,7 +38,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def check_outside_writes(joint: JointGraph, names: Mapping[str, str], model_name: str) -> None:
-    """Refuses writes of a parameter, or of a buffer that is not contiguous."""
     for path in joint.buffer_writes:
         variable = joint.outside.get(path)
         if variable is None:
@@ -63,7 +62,6 @@ class OutsideNames:
         self._counters: dict[int, weakref.ref[torch.Tensor]] = {}  # by the id of the statistic, which has a name
 
     def names_of(self, outside: Mapping[str, ReadVariable], taken: Set[str]) -> dict[str, str]:
-        """The names of a graph's outside variables, by the names of the buffers; ``taken`` are the model's."""
         self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
         self._counters = {key: counter for key, counter in self._counters.items() if key in self._known}
         names = {path: self._name_of(variable.tensor, variable.words, taken) for path, variable in outside.items()}

@@ -88,7 +88,6 @@ class ModelState:
         return "".join("t" if module.training else "e" for module in self._modules)
 
     def check_memory(self) -> None:
-        """Refuses a trainable parameter that shares memory with another parameter or buffer."""
         refuse_shared_memory(self.tensors, {name for name, p in self.parameters.items() if p.requires_grad})
 
     def attribute_of(self, tensor: torch.Tensor, otherwise: str) -> str:
@@ -97,7 +96,6 @@ class ModelState:
         return next(paths, otherwise).removeprefix(".")
 
     def plain_attributes(self) -> dict[str, tuple[type, Any]]:
-        """The plain attributes in the fingerprint, by path, each with its type and a comparable value."""
         return {
             f"{path}.{key}".removeprefix("."): (type(value), _comparable(value))
             for path, module in self._named
@@ -106,7 +104,6 @@ class ModelState:
         }
 
     def note_numbers(self) -> None:
-        """Notes the numbers among the attributes of the user's modules, for `free_changed_numbers`."""
         self._last_numbers = {
             place: attributes[key]
             for _, _, attributes, key in self._users_attributes()

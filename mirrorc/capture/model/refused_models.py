@@ -16,7 +16,6 @@ from mirrorc.torch_internals import hook_tables, is_script_module, object_within
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model that cannot be trained, by a TypeError or a ValueError."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")
     wrappers = _loaded(

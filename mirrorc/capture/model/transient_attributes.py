@@ -135,5 +135,4 @@ def watching_class(kind: type, names: Set[str], attribute: type[_TransientAttrib
 
 
 def unwatched_class(kind: type) -> type:
-    """The original class of a `watching_class`, or the class itself."""
     return kind.__mro__[1] if _WATCHED in vars(kind) else kind

@@ -61,7 +61,6 @@ class CapturedProgram:
         constants: the tensors in it other than parameters and buffers.
         outside: variables of modules outside of model and loss.
         differences: sentences on the differences between a step on this batch and one device.
-        notes: warnings to give, once.
         outputs, sizes: None without outputs beside the loss, or without symbols.
     """
 
@@ -81,7 +80,6 @@ class CapturedProgram:
         return output["loss"].meta["val"].dtype if self.program.trains else None
 
     def written(self) -> set[str]:
-        """The names of the buffers written by its steps."""
         variables = self.program.variables.values()
         return {v.name for v in variables if v.synchronization is Synchronization.PER_REPLICA}
 
@@ -102,12 +100,8 @@ def capture_program(
 ) -> CapturedProgram:
     """Captures a graph for each distinct shape of a shard or microbatch, or one for a worker without examples.
 
-    Args:
-        front_end: None for the first one of "auto".
-        symbolic: the symbolic dimensions of the tensors.
-
     Raises:
-        SizesGivenUp: these cannot be symbolic.
+        SizesGivenUp: ``symbolic`` dimensions cannot be symbolic.
         CaptureError: the model cannot be captured.
         ValueError: it reads a parameter or a buffer added since the step was made.
     """

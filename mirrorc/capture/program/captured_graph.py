@@ -199,7 +199,6 @@ def _free_name(name: str, taken: Set[str]) -> str:
 def _copy_nodes(
     graph: fx.Graph, joint: JointGraph, variable_names: Mapping[str, str], values: dict[fx.Node, Any]
 ) -> dict[str, torch.Tensor]:
-    """Copies all other nodes, variables as reads; returns the constants by name."""
     reads: dict[str, fx.Node] = {}
     constants: dict[str, torch.Tensor] = {}
     for node in joint.graph_module.graph.nodes:
@@ -222,7 +221,6 @@ def _copy_nodes(
 
 
 def _note_checkpoints(values: Mapping[fx.Node, fx.Node], model_name: str) -> None:
-    """Copies the checkpoint of each operator of the joint graph to its counterpart in ``values``."""
     numbers: dict[int, int] = {}
     for joint_node, node in values.items():
         if node.op != "call_function":

@@ -27,9 +27,6 @@ class GatheredRows:
     The first guess: rows are proportional to examples if they are a multiple of them, and otherwise equal on all replicas.
     The rows in the captured graphs then replace it, separately for each type of value. Until other workers report, each
     device there is taken to gather as many as one here.
-
-    Args:
-        runs: for each replica, its graphs, of which the first counts.
     """
 
     def __init__(
@@ -78,7 +75,6 @@ class GatheredRows:
         )
 
     def _learn(self, captured: Sequence[CapturedGraph], model_name: str) -> bool:
-        """Notes the rows that graphs gather; tells if the graphs agree with them."""
         met = [meetings_of_rows(graph.graph) for graph in captured]
         stands_in = [0] if self._elsewhere is not None else []  # the graph of a worker without examples
         shards = self._shards or stands_in

@@ -81,7 +81,6 @@ def _with_numbers(captured: CapturedGraph, place: int, num_graphs: int, apart: C
 
 
 def remarks_on_numbers(captured: Sequence[CapturedGraph]) -> list[str]:
-    """Sentences on how Python computes the numbers that it does not read as they are."""
     remarks, numbers = [], [number for graph in captured for number in graph.numbers]
     for argument in captured[0].arguments:
         if argument.kind is ArgumentKind.NUMBER and argument.leaf is not None and numbers[argument.leaf].text:

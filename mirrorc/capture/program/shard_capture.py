@@ -33,7 +33,6 @@ def capture(
     """Captures one step on one shard.
 
     Args:
-        leaves: example tensors; their shapes, strides and dtypes are fixed in the graph.
         variable_names: the variable for each name of a parameter or buffer; several names for tied weights.
         trained: the variables that the optimizer updates.
     """

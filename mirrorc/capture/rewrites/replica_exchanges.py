@@ -80,7 +80,6 @@ def refuse_replica_values(
     in_parts: bool,
     model_name: str,
 ) -> None:
-    """Refuses exchanges between replicas that a step cannot make; ``in_parts`` means microbatches."""
     met = [list(calls_to(graph, *ops.MEETINGS)) for graph in graphs]
     first = next((node for items in met for node in items), None)
     if first is None:

@@ -21,8 +21,8 @@ aten = torch.ops.aten
 def confine_strided_reads(graph: fx.Graph) -> None:
     """Lets ``as_strided`` and its like address only elements of their argument, counted from its first element.
 
-    The memory around a shard or the result of a region differs from that of the trace. A view is replaced by its base.
-    Operators choose the layouts of their results, so the argument must be contiguous, unless it is the user's memory.
+    The memory around a shard or the result of a region differs from that of the trace. A view is replaced by its base, which
+    must be contiguous, unless it is the user's memory.
     """
     for node in [node for node in graph.nodes if node.target in BY_POSITION]:
         names = [argument.name for argument in schema_of(node.target).arguments]
